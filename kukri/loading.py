@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from kukri.config import EngineConfig, ModelConfig
 from kukri.embedding import TextEncoder
 from kukri.engine import Engine
-from kukri.engine.engine import cache_type, state_slots
-from kukri.engine.kv_size import choose_kv_size
+from kukri.engine.engine import cache_type, engine_layout, state_slots
+from kukri.engine.kv_size import KVCost, choose_kv_size
 from kukri.errors import ConfigError, FormatError, KernelSizeError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
@@ -24,7 +24,7 @@ from kukri.formats.huggingface.weights import packed_type
 from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
-from kukri.kernels.cache import KVLayer
+from kukri.kernels.cache import KVLayer, pool_layouts, pool_windows
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
 from kukri.model_identity import model_identity, weights_identity
 from kukri.model_options import ModelOptions
@@ -260,29 +260,28 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
     kv_type = cache_type(config, backend)
     if config.kv_bytes is None and not models[0].config.is_causal:
         config = replace(config, kv_bytes=_encoder_kv_bytes(config, models[0], backend))
-    # a model that never attends has pages of no bytes, which count its tokens all the same
-    page_bytes = [max(backend.page_bytes(m.cache_layout, kv_type), 1) for m in models]
+    cost = KVCost.of(backend, engine_layout(models[0], config), kv_type, config.max_step_tokens)
+    both = cost.beside([backend.page_bytes(m.cache_layout, kv_type) for m in models[1:]])
     weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
     free_bytes = backend.free_bytes()
     if config.device is not None:
-        _check_fits(config, weight_bytes, sum(page_bytes), free_bytes)
+        _check_fits(config, weight_bytes, both.page_bytes, free_bytes)
     size = choose_kv_size(
-        page_bytes=sum(page_bytes),
-        page_tokens=backend.page_tokens,
+        cost=both,
         model_context=models[0].config.max_context,
         max_context=config.max_context,
         max_requests=config.max_requests,
         kv_bytes=config.kv_bytes,
         free_bytes=free_bytes - weight_bytes - _state_bytes(config, models[0], backend),  # yet to be taken
     )
-    n_pages = size.n_bytes // sum(page_bytes)
+    sizes = both.pool_sizes(size.n_bytes, config.max_requests, size.max_context)
     logger.info(
         "KV cache: %.2f GiB for %d tokens, %d requests at a time of up to %d",
-        *(size.n_bytes / 2**30, n_pages * backend.page_tokens, config.max_requests, size.max_context),
+        *(size.n_bytes / 2**30, sizes[0] * backend.page_tokens, config.max_requests, size.max_context),
     )
     if size.note:
         logger.log(logging.WARNING if config.kv_bytes is None else logging.INFO, "%s", size.note)
-    return replace(config, max_context=size.max_context, kv_bytes=n_pages * page_bytes[0])
+    return replace(config, max_context=size.max_context, kv_bytes=cost.n_bytes(sizes[-len(cost.pools) :]))
 
 
 def _state_bytes(config: EngineConfig, model: Model, backend: Backend) -> int:
@@ -332,11 +331,14 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
     context = min(options.max_context or config.max_context, config.max_context)
     n_requests = options.max_requests or _MAX_REQUESTS
     layers = (config.attention(i) for i, layer in enumerate(config.layers) if not layer.is_recurrent)
-    layout = [KVLayer(layer.n_kv_heads, layer.d_head) for layer in layers]
+    is_passed = config.is_causal and options.prefix_dir is None
+    layout = [KVLayer(own.n_kv_heads, own.d_head, own.window if is_passed else None) for own in layers]
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
-        n_pages = n_requests * -(-context // PAGE_TOKENS)
-        kv_bytes = n_pages * page_bytes(layout, options.kv_type)
+        sizes = [page_bytes(layers_of_pool, options.kv_type) for layers_of_pool in pool_layouts(layout)]
+        pools = tuple(zip(pool_windows(layout), sizes))
+        cost = KVCost(pools, PAGE_TOKENS, EngineConfig.max_step_tokens)
+        kv_bytes = cost.n_bytes(cost.wanted(n_requests, context))
         kv_bytes = kv_bytes if most_kv_bytes is None else min(kv_bytes, most_kv_bytes)
     weight_bytes = _weight_bytes(headers, options.quantize)
     if options.draft_model is not None:

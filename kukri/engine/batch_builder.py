@@ -69,10 +69,11 @@ class BatchBuilder:
         self._has_types, self._has_states, self._has_adapters = has_types, has_states, has_adapters
         self._last: Sequence[Chunk] | None = None  # the chunks of the last batch, if of one token each
         # memoryviews take less time for one number than NumPy
-        arrays = inputs.token_ids, inputs.positions, inputs.context_len
-        self._token_ids, self._positions, self._context_len = (a.data for a in arrays)
+        arrays = inputs.token_ids, inputs.positions, inputs.slots, inputs.context_len
+        self._token_ids, self._positions, self._slots, self._context_len = (a.data for a in arrays)
         self._pages = inputs.pages
-        self._slots = [pages.slots.data for pages in self._pages]
+        others = enumerate(inputs.other_pools, 1)
+        self._others = [(pages.slots.data, pages.page_table, pool) for pool, pages in others]
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
@@ -139,9 +140,14 @@ class BatchBuilder:
         for s, chunk in enumerate(chunks):
             sequence, start = chunk.sequence, chunk.start
             index, place = divmod(start, size)
-            for pages, slots, row in zip(self._pages, self._slots, cycle(sequence.page_rows)):
+            row = sequence.page_rows[0]
+            if place == 0:
+                self._inputs.page_table[s] = row
+            self._slots[s] = row.item(index) * size + place
+            for slots, page_table, pool in self._others:
+                row = sequence.page_rows[pool if len(sequence.page_rows) > 1 else 0]
                 if place == 0:
-                    pages.page_table[s] = row
+                    page_table[s] = row
                 slots[s] = row.item(index) * size + place
             self._token_ids[s] = sequence.tokens.item(start)
             self._positions[s] = start

@@ -19,6 +19,7 @@ from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.runner import Runner
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Backend
+from kukri.kernels.cache import without_windows
 from kukri.kernels.step import StepLimits
 from kukri.models import Model
 
@@ -37,7 +38,7 @@ class ModelDrafts:
     def __init__(
         self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, relative_cost: float
     ) -> None:
-        self.relative_cost, self.page_row, self.page_rows = relative_cost, page_row, (page_row,)
+        self.relative_cost, self.page_row, self.page_rows = relative_cost, page_row, [page_row]
         self._n_vocab = n_vocab  # ids that the draft model reads
         self._is_readable = True
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array
@@ -112,7 +113,8 @@ class DraftModel:
         n_requests = config.max_requests
         self._max_tokens = max(config.max_step_tokens, n_requests)
         limits = StepLimits(self._max_tokens, n_requests, n_requests, self._max_pages)
-        self._runner = Runner(model, backend, n_pages, limits, config.kv_type)
+        layout = without_windows(model.cache_layout)  # in one pool, whose pages stay
+        self._runner = Runner(model, backend, layout, n_pages, limits, config.kv_type)
         self._relative_cost = max(relative_cost, _MIN_COST)
         self.pool = PagePool(n_pages, backend.page_tokens)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -16,6 +16,7 @@ from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
 from kukri.engine.draft_model import DraftModel
 from kukri.engine.drafts import Drafts
+from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_maker import RequestMaker
@@ -30,8 +31,8 @@ from kukri.engine.step_taps import StepTaps
 from kukri.errors import ConfigError, KukriError, RequestError, StageError, failure_of
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, Logits
-from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states
-from kukri.kernels.paged_kv import state_bytes
+from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states, pool_windows, without_windows
+from kukri.kernels.paged_kv import pages_of_pools, state_bytes
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook
@@ -63,8 +64,9 @@ class Engine(RequestMaker):
     """Runs requests on a model. Not for several threads at a time, but for `make_requests`.
 
     The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
-    pages; its memory is taken as it is used. A `draft_model` has the same token ids, a pool of its own with
-    as many pages, and the same backend unless `draft_backend` is another. `clock` times steps, in seconds.
+    pages in each pool of pages; its memory is taken as it is used. A `draft_model` has the same token ids, a
+    pool of its own with as many pages, and the same backend unless `draft_backend` is another. `clock` times
+    steps, in seconds.
 
     Attributes: those of RequestMaker; model, config; arithmetic, equal for engines that compute the same
     bits.
@@ -77,7 +79,7 @@ class Engine(RequestMaker):
         config: EngineConfig,
         *,
         eos_ids: Iterable[int] = (),
-        n_pages: int | None = None,
+        n_pages: int | Sequence[int] | None = None,
         draft_model: Model | None = None,
         draft_backend: Backend | None = None,
         identity: bytes = b"",
@@ -91,38 +93,43 @@ class Engine(RequestMaker):
         self.arithmetic = f"{backend.arithmetic}, {config.kv_type}"
         max_context, page_tokens = _max_context(config, model), backend.page_tokens
         kv_type = cache_type(config, backend)
-        page_bytes = max(backend.page_bytes(model.cache_layout, kv_type), 1)  # 0 if no layer attends
+        layout = engine_layout(model, config)
+        windows = pool_windows(layout)
+        cost = KVCost.of(backend, layout, kv_type, config.max_step_tokens)
         if n_pages is None:
-            n_pages = _n_pages(config, page_bytes, pages_for(max_context, page_tokens))
+            pool_sizes = cost.pool_sizes(config.kv_bytes, config.max_requests, max_context)
+        else:
+            pool_sizes = pages_of_pools(n_pages, len(windows))
         super().__init__(
             model.config,
             backend.sampling,
             max_context=max_context,
-            n_pages=n_pages,
+            n_pages=pool_sizes[0] if windows[0] is None else pages_for(max_context, page_tokens),
             page_tokens=page_tokens,
             eos_ids=eos_ids,
             identity=identity,
         )
         self.max_draft_tokens = config.max_draft_tokens
         self._has_states = has_states(model.cache_layout)
-        n_states = state_slots(config, model.cache_layout, n_pages)
+        n_states = state_slots(config, layout, max(pool_sizes))
         is_large = model.config.head.kind == "language_model"
         n_tokens = config.max_step_tokens if is_causal else max(config.max_step_tokens, self.max_context)
         n_rows = min(_ROWS_PER_STEP, n_tokens) if is_large else n_tokens
         max_rows = config.max_requests + n_rows
         limits = StepLimits(n_tokens, config.max_requests, max_rows, self._max_pages)
         try:
-            self.runner = Runner(model, backend, n_pages, limits, kv_type, n_states)
+            self.runner = Runner(model, backend, layout, pool_sizes, limits, kv_type, n_states)
         except MemoryError:
-            n_gib = n_pages * page_bytes / 2**30
+            n_gib = cost.n_bytes(pool_sizes) / 2**30
             raise ConfigError(
                 f"no memory for a KV cache of {n_gib:.1f} GiB: set its size (kv_bytes, --kv-memory) or "
                 "lower max_requests (--max-requests) or max_context (--max-context)"
             ) from None
         self.saved_prefixes = _saved_prefixes(config, self.runner.cache)
-        self.pool = PagePool(n_pages, backend.page_tokens)
+        pools = [PagePool(n, page_tokens, w, config.max_step_tokens) for n, w in zip(pool_sizes, windows)]
+        self.pool = pools[0]
         self.residence = Residence(
-            self.pool,
+            pools,
             caches_prefixes=config.caches_prefixes,
             saved=self.saved_prefixes,
             states=StatePool(n_states) if self._has_states else None,
@@ -148,7 +155,7 @@ class Engine(RequestMaker):
                 )
             relative_cost = draft_model.n_parameters / model.n_parameters
             self._draft_model = DraftModel(
-                *(draft_model, draft_backend or backend, config, self.max_context, n_pages),
+                *(draft_model, draft_backend or backend, config, self.max_context, max(pool_sizes)),
                 *(model.config.n_vocab, relative_cost),
             )
         elif config.speculation == "draft":
@@ -236,9 +243,8 @@ class Engine(RequestMaker):
             chunks.sort(key=lambda chunk: chunk.request.adapter_slot)  # rows of one adapter side by side
         for chunk in chunks:
             chunk.request.started_s = chunk.request.started_s or now_s
-        for source, target in scheduled.copies:
-            for pool in range(len(self.runner.cache.n_pages)):
-                self.runner.cache.copy_page(source, target, pool)
+        for source, target, pool in scheduled.copies:
+            self.runner.cache.copy_page(source, target, pool)
         for source, target in scheduled.state_copies:
             self.runner.cache.copy_state(source, target)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
@@ -519,12 +525,9 @@ def cache_type(config: EngineConfig, backend: Backend) -> KVType:
     return backend.exact_kv_type if config.kv_type == "f16" else config.kv_type
 
 
-def _n_pages(config: EngineConfig, page_bytes: int, max_pages: int) -> int:
-    if config.kv_bytes is None:
-        return config.max_requests * max_pages
-    if config.kv_bytes < page_bytes:
-        raise ConfigError(f"a KV pool of {config.kv_bytes} bytes holds no page of {page_bytes}: give it more")
-    return config.kv_bytes // page_bytes
+def engine_layout(model: Model, config: EngineConfig) -> CacheLayout:
+    """The layout of the engine's cache: saved prefixes need all pages of all layers, and so one pool."""
+    return without_windows(model.cache_layout) if config.prefix_dir is not None else model.cache_layout
 
 
 def state_slots(config: EngineConfig, layout: CacheLayout, n_pages: int) -> int:

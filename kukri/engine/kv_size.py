@@ -2,13 +2,99 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kukri.engine.pages import pages_for
+from kukri.engine.pages import most_pages, pages_for
 from kukri.errors import ConfigError
+from kukri.kernels.backend import Backend
+from kukri.kernels.cache import CacheLayout, KVType, pool_layouts, pool_windows
 
 _SHARE = 0.7  # of the memory left beside the weights: the rest is for activations and other programs
+_MOST_PAGES = 1 << 28  # of a request: windows hold any
 _MIN_CONTEXT = 256  # tokens; a model with less is of no use
+
+
+@dataclass(frozen=True)
+class KVCost:
+    """What a cache's pools of pages take: the window of each (None: its layers see all), and a page's bytes.
+
+    Steps have up to `step_tokens` tokens.
+    """
+
+    pools: tuple[tuple[int | None, int], ...]
+    page_tokens: int
+    step_tokens: int
+
+    @classmethod
+    def of(cls, backend: Backend, layout: CacheLayout, kv_type: KVType, step_tokens: int) -> KVCost:
+        """The cost of a cache on a backend. Raises UnsupportedError as `Backend.page_bytes` does."""
+        # a model that never attends has pages of no bytes, which count its tokens all the same
+        page_bytes = [max(backend.page_bytes(layers, kv_type), 1) for layers in pool_layouts(layout)]
+        return cls(tuple(zip(pool_windows(layout), page_bytes)), backend.page_tokens, step_tokens)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of every pool."""
+        return sum(n_bytes for _, n_bytes in self.pools)
+
+    def beside(self, others: Sequence[int]) -> KVCost:
+        """The cost together with caches of other models, of these bytes a page: they keep all pages.
+
+        Its first pool is theirs too, if all pages are kept there.
+        """
+        pools, n_bytes = self.pools, sum(others)
+        if n_bytes:
+            own = pools[0][1] if pools[0][0] is None else 0
+            pools = ((None, own + n_bytes), *pools[own > 0 :])
+        return KVCost(pools, self.page_tokens, self.step_tokens)
+
+    def n_bytes(self, sizes: Sequence[int]) -> int:
+        """Bytes of pools of so many pages."""
+        return sum(n * n_bytes for n, (_, n_bytes) in zip(sizes, self.pools, strict=True))
+
+    def most_held(self, n_tokens: int) -> list[int]:
+        """The most pages of each pool that a request of so many tokens holds at a time."""
+        return [most_pages(n_tokens, self.page_tokens, window, self.step_tokens) for window, _ in self.pools]
+
+    def longest(self, n_bytes: int) -> int:
+        """Tokens of the longest request that so many bytes hold, in whole pages."""
+        numbers, size = range(1, _MOST_PAGES), self.page_tokens
+        return size * bisect_right(numbers, n_bytes, key=lambda n: self.n_bytes(self.most_held(n * size)))
+
+    def wanted(self, max_requests: int, context: int) -> list[int]:
+        """Pages of each pool for so many whole contexts, and for each one more window: for others who share
+        a prompt's beginning that its own window has passed.
+        """
+        n_pages = pages_for(context, self.page_tokens)
+        spare = [0 if window is None else pages_for(window, self.page_tokens) for window, _ in self.pools]
+        return [
+            max_requests * min(held + more, n_pages) for held, more in zip(self.most_held(context), spare)
+        ]
+
+    def pool_sizes(self, n_bytes: int | None, max_requests: int, context: int) -> tuple[int, ...]:
+        """Pages of each pool: as many as are `wanted`, or, of so many bytes, in such shares.
+
+        If these are too few, pools of windows get at most half of what one request leaves.
+        Raises ConfigError if they hold no page.
+        """
+        wanted = self.wanted(max_requests, context)
+        if n_bytes is None:
+            return tuple(wanted)
+        if n_bytes < self.page_bytes:
+            raise ConfigError(
+                f"a KV pool of {n_bytes} bytes holds no page of {self.page_bytes}: give it more"
+            )
+        scale = n_bytes / max(self.n_bytes(wanted), 1)
+        sizes = [int(n * scale) for n in wanted]
+        if scale < 1 and self.pools[0][0] is None and len(self.pools) > 1:
+            least = self.most_held(context)
+            each = max(n_bytes - self.n_bytes(least), 0) // 2 // (len(self.pools) - 1)
+            shares = [n + each // max(own, 1) for n, (_, own) in zip(least, self.pools)]
+            sizes = [min(n, share) for n, share in zip(wanted, shares)]
+        sizes[0] = (n_bytes - self.n_bytes([0, *sizes[1:]])) // max(self.pools[0][1], 1)
+        return tuple(sizes) if min(sizes) > 0 else (n_bytes // self.page_bytes,) * len(sizes)
 
 
 @dataclass(frozen=True)
@@ -22,8 +108,7 @@ class KVSize:
 
 def choose_kv_size(
     *,
-    page_bytes: int,
-    page_tokens: int,
+    cost: KVCost,
     model_context: int,
     max_context: int | None,
     max_requests: int,
@@ -32,17 +117,16 @@ def choose_kv_size(
 ) -> KVSize:
     """Fits the pool, and without `max_context` the context too, into memory.
 
-    `page_bytes` are those of a page, `page_tokens` long, in all caches; `kv_bytes` is the user's own size,
-    which is taken as it is; `free_bytes` are left beside the weights. The pool has room for `max_requests`
-    whole contexts, if these fit. Raises ConfigError if the `max_context` that the user chose does not fit, or
-    if little does.
+    `cost` is that of all caches; `kv_bytes` is the user's own size, which is taken as it is; `free_bytes` are
+    left beside the weights. The pool has room for `max_requests` whole contexts, if these fit. Raises
+    ConfigError if the `max_context` that the user chose does not fit, or if little does.
     """
     context = model_context if max_context is None else max_context
     n_bytes = kv_bytes
     if n_bytes is None:
-        n_wanted = max_requests * pages_for(context, page_tokens) * page_bytes
+        n_wanted = cost.n_bytes(cost.wanted(max_requests, context))
         n_bytes = min(n_wanted, max(int(free_bytes * _SHARE), 0))
-    n_tokens = n_bytes // page_bytes * page_tokens
+    n_tokens = cost.longest(n_bytes)
     if n_tokens >= context or (kv_bytes is not None and max_context is not None):
         return KVSize(n_bytes, context)
     room = f"{_gib(n_bytes)} of KV cache hold {n_tokens:,} tokens"
@@ -55,7 +139,7 @@ def choose_kv_size(
         )
     if n_tokens == 0:
         raise ConfigError(
-            f"a KV cache of {n_bytes} bytes holds no page of {page_bytes}: raise --kv-memory (kv_bytes)"
+            f"a KV cache of {n_bytes} bytes holds no page of {cost.page_bytes}: raise --kv-memory (kv_bytes)"
         )
     return KVSize(n_bytes, n_tokens, f"the context is {n_tokens:,} of {context:,} tokens: {room}; {ways_out}")
 

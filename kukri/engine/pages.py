@@ -41,14 +41,28 @@ def check_fits(n_tokens: int, n_pages: int, page_tokens: int) -> None:
         )
 
 
+def most_pages(n_tokens: int, page_tokens: int, window: int | None, step_tokens: int) -> int:
+    """The most pages that a sequence of `n_tokens` holds at a time, of layers with a window: those that the
+    window covers before a step of `step_tokens` tokens, and those that the step writes.
+    """
+    n_pages = pages_for(n_tokens, page_tokens)
+    return n_pages if window is None else min(n_pages, pages_for(window + step_tokens - 1, page_tokens) + 1)
+
+
 class PagePool:
     """Pages 0 to n_pages - 1, of `page_tokens` tokens each: free, held by owners, who are counted, or idle.
 
-    An idle page is cached and has no owner.
+    An idle page has no owner. It is cached, or set aside: its owner may still want to cache it. Layers with a
+    `window` have a pool of their own, of whose pages a sequence holds those that the window covers, and those
+    that a step of up to `step_tokens` tokens writes.
     """
 
-    def __init__(self, n_pages: int, page_tokens: int) -> None:
+    def __init__(
+        self, n_pages: int, page_tokens: int, window: int | None = None, step_tokens: int = 0
+    ) -> None:
         self.n_pages, self.page_tokens = n_pages, page_tokens
+        self.window, self._step_tokens = window, step_tokens
+        self._aside: dict[int, tuple[int, int]] = {}  # page -> (request, place in its sequence)
         # taken from the end: the page freed last is the warmest, and untouched pages cost no memory
         self._free = list(range(n_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
@@ -70,6 +84,17 @@ class PagePool:
         """Pages that hold `n_tokens` tokens."""
         return pages_for(n_tokens, self.page_tokens)
 
+    def first_needed(self, n_tokens: int) -> int:
+        """The first page that a sequence of so many computed tokens needs: nothing to come sees those before.
+
+        The last computed token counts as one to come: a prompt's may be computed again, for its logits.
+        """
+        return 0 if self.window is None else max(n_tokens - self.window, 0) // self.page_tokens
+
+    def most_held(self, n_tokens: int) -> int:
+        """The most pages that a sequence of so many tokens holds at a time."""
+        return most_pages(n_tokens, self.page_tokens, self.window, self._step_tokens)
+
     def allocate(self, n: int) -> list[int]:
         """Allocates n pages to one owner. Raises CapacityError, allocating none, if fewer are free."""
         if n > self.n_free:
@@ -86,23 +111,44 @@ class PagePool:
             self._idle.pop(page, None)
             self._n_owners[page] += 1
 
-    def free(self, pages: Sequence[int]) -> None:
-        """Removes an owner from each page, the last first: a prefix outlives what came after it."""
+    def free(self, pages: Sequence[int], *, first_out: bool = False) -> None:
+        """Removes an owner from each page, the last first: a prefix outlives what came after it.
+
+        Of pages that are cached and `first_out` the space is used before that of others.
+        """
         for page in reversed(pages):
             assert self._n_owners[page] > 0, f"page {page} is freed twice"
             self._n_owners[page] -= 1
             if self._n_owners[page] == 0:
                 if page in self._key_of:
-                    self._idle[page] = None
+                    self._make_idle(page, first_out)
                 else:
                     self._free.append(page)
+
+    def set_aside(self, page: int, owner: tuple[int, int], *, first_out: bool) -> None:
+        """Frees a full page of one owner, who may still `claim` it for the cache unless its space is used."""
+        assert self.is_writable(page), f"page {page} is not its owner's alone"
+        self._n_owners[page] = 0
+        self._aside[page] = owner
+        self._make_idle(page, first_out)
+
+    def claim(self, page: int, owner: tuple[int, int], key: PageKey | None) -> None:
+        """Caches a page that its owner set aside, if it is still there; without a key it is free."""
+        if self._aside.get(page) != owner:
+            return
+        del self._aside[page]
+        if key is None or key in self._page_of:
+            del self._idle[page]
+            self._free.append(page)
+        else:
+            self._page_of[key], self._key_of[page] = page, key
 
     def is_writable(self, page: int) -> bool:
         """True if a page has one owner and is not cached, so that no other will read it."""
         return self._n_owners[page] == 1 and page not in self._key_of
 
     def is_idle(self, page: int) -> bool:
-        """True if a page is cached and has no owner."""
+        """True if a page that is cached has no owner."""
         return page in self._idle
 
     def key(self, page: int) -> PageKey:
@@ -113,6 +159,21 @@ class PagePool:
         """The pages that nobody but `owners`, some of all, holds."""
         held = Counter(page for pages in owners for page in pages)
         return {page for page, n in held.items() if n == self._n_owners[page]}
+
+    def page_of(self, key: PageKey) -> int | None:
+        """The cached page of a key."""
+        return self._page_of.get(key)
+
+    def reach(self, keys: Sequence[PageKey], n_pages: int) -> int:
+        """The most of the first `n_pages` pages of a text after which all that are needed are cached."""
+        while n_pages:
+            first = self.first_needed(n_pages * self.page_tokens)
+            missing = (i for i in range(n_pages - 1, first - 1, -1) if keys[i] not in self._page_of)
+            last = next(missing, None)
+            if last is None:
+                break
+            n_pages = last
+        return n_pages
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
         """The cached pages of these keys, of a text's pages in order, up to the first that is not known."""
@@ -143,6 +204,7 @@ class PagePool:
         """Forgets every cached prefix, whose pages are then as any other."""
         self._free += reversed(self._idle)
         self._idle.clear()
+        self._aside.clear()
         self._page_of.clear()
         self._key_of.clear()
 
@@ -157,11 +219,20 @@ class PagePool:
         assert free.union(self._idle) == {p for p, n in enumerate(self._n_owners) if n == 0}, (
             "the free list is wrong"
         )
-        assert self._idle.keys() <= self._key_of.keys(), "an idle page cannot be found"
+        assert self._idle.keys() <= self._key_of.keys() | self._aside.keys(), "an idle page cannot be found"
+        assert self._aside.keys() <= self._idle.keys() - self._key_of.keys(), "a page set aside is held"
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages disagree"
 
     def _evict(self) -> int:
         """Evicts the least recently used idle page."""
         page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        if page in self._aside:
+            del self._aside[page]
+        else:
+            del self._page_of[self._key_of.pop(page)]
         return page
+
+    def _make_idle(self, page: int, first_out: bool) -> None:
+        self._idle[page] = None
+        if first_out:
+            self._idle.move_to_end(page, last=False)

@@ -67,12 +67,12 @@ class Request:
 
     __slots__ = (
         "__weakref__", "adapter", "arrived_s", "client", "cumulative_logprob", "drafts", "error",
-        "finish_reason",
+        "finish_reason", "first_pages",
         "first_row", "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_found", "n_generated_at_loss", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
         "next_row", "output",
-        "page_keys", "page_row", "page_rows", "params", "prefix_root", "priority", "prompt_logprobs", "rows",
+        "page_keys", "page_rows", "params", "passed", "prefix_root", "priority", "prompt_logprobs", "rows",
         "sampled",
         "sampler",
         "snapshot", "snapshots", "stage_s", "started_s", "state", "state_slot", "stop_ids", "stop_reason",
@@ -121,9 +121,10 @@ class Request:
         self.tokens = np.empty(self.max_length, np.int32)  # prompt, generated, and in a step drafts
         self.tokens[: self.n_prompt] = prompt_ids
         self.n_cached = 0  # tokens whose keys and values are in the cache
-        self.page_row = np.zeros(max_pages, np.int32)  # its row of the page table
-        self.page_rows = (self.page_row,)
-        self.n_pages = 0
+        self.page_rows = [np.zeros(max_pages, np.int32)]  # of the page tables, one for each pool of pages
+        self.first_pages = [0]  # of each pool: the first that it holds, as windows have passed those before
+        self.n_pages = 0  # one past the last that it holds, of every pool
+        self.passed: list[tuple[int, int, int]] = []  # (pool, place, page) that windows passed uncached
         self.n_cached_pages = 0  # of those, the first that may be found by their tokens
         self.page_keys: list[PageKey] = []  # of its full pages, as far as they were computed
         self.prefix_root = prefix_root  # the key before its first page: prefixes of others are never found
@@ -169,10 +170,9 @@ class Request:
         """True once it is finished."""
         return self.state is RequestState.FINISHED
 
-    @property
-    def pages(self) -> list[int]:
-        """The pages it holds, in order."""
-        pages: list[int] = self.page_row[: self.n_pages].tolist()
+    def pages(self, pool: int = 0) -> list[int]:
+        """The pages of a pool that it holds, in order."""
+        pages: list[int] = self.page_rows[pool][self.first_pages[pool] : self.n_pages].tolist()
         return pages
 
     @property

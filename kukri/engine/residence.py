@@ -9,32 +9,51 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
 
 from kukri.engine.pages import PageKey, PagePool, check_fits, page_keys
 from kukri.engine.request import Request
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.states import StatePool, snapshot_places
+from kukri.kernels.arrays import IntArray
+
+
+class Prefix(NamedTuple):
+    """The cached beginning of a text: whole pages, and of each pool those of them that are needed."""
+
+    n_pages: int
+    pages: list[list[int]]
 
 
 class Residence:
     """Gives requests their pages and states, and takes them back.
 
-    With `caches_prefixes` full pages outlive their requests; `saved` keeps them on disk too. `states` has the
-    slots of a model with recurrent layers, None for any other.
+    There is a pool of pages for the layers that see all, and one for those of each window
+    (`cache.pool_windows`): pages that a window has passed are freed. With `caches_prefixes` full pages
+    outlive their requests; `saved` keeps them on disk too, of a cache of one pool without a window. `states`
+    has the slots of a model with recurrent layers, None for any other.
     """
 
     def __init__(
         self,
-        pool: PagePool,
+        pools: Sequence[PagePool],
         *,
         caches_prefixes: bool = True,
         saved: SavedPrefixes | None = None,
         states: StatePool | None = None,
     ) -> None:
-        self.pool, self.page_tokens = pool, pool.page_tokens
+        assert saved is None or [pool.window for pool in pools] == [None], "saved pages have no windows"
+        self.pools, self.page_tokens = list(pools), pools[0].page_tokens
         self.caches_prefixes, self.saved, self.states = caches_prefixes, saved, states
         self.n_prefix_hit = 0  # tokens that were found and not computed
         self.n_restored = 0  # of those, read from disk
+
+    @property
+    def n_free(self) -> int:
+        """Pages that every pool has free."""
+        return min(pool.n_free for pool in self.pools)
 
     @property
     def saved_per_step(self) -> int:
@@ -42,32 +61,34 @@ class Residence:
         return 0 if self.saved is None else self.saved.pages_per_step
 
     def check_fits(self, request: Request) -> None:
-        """Raises CapacityError if a request could outgrow the whole pool."""
-        check_fits(request.max_cached, self.pool.n_pages, self.page_tokens)
+        """Raises CapacityError if a request could outgrow a whole pool."""
+        for pool in self.pools:
+            if pool.most_held(request.max_cached) > pool.n_pages:
+                check_fits(request.max_cached, pool.n_pages, self.page_tokens)
 
     def find_room(
-        self, request: Request, leaving: Sequence[Request] = (), n_promised: int = 0
-    ) -> list[int] | None:
-        """The cached pages that a waiting request can begin with; None if the rest of it finds no room.
+        self, request: Request, leaving: Sequence[Request] = (), promised: Sequence[Request] = ()
+    ) -> Prefix | None:
+        """The cached prefix that a waiting request can begin with; None if the rest of it finds no room.
 
-        What `leaving` hold alone counts as free, and `n_promised` of the free pages do not.
+        What `leaving` hold alone counts as free; what the prompts of `promised` have yet to get does not.
         """
         if self.states is not None and not self.states.n_free and not leaving:
             return None
-        known = self._cached_pages(request)
-        n_new = self.pool.pages_for(request.n_tokens) - len(known)
-        freed = self.pool.only_held_by([other.pages for other in leaving]) if leaving else ()
-        n_left = self.pool.n_free - n_promised - sum(self.pool.is_idle(page) for page in known)
-        n_left += len(freed) - sum(page in freed for page in known)
-        return known if n_new <= n_left else None
+        known = self._cached_prefix(request)
+        for i, (pool, pages) in enumerate(zip(self.pools, known.pages)):
+            freed = pool.only_held_by([other.pages(i) for other in leaving]) if leaving else ()
+            n_left = pool.n_free - sum(pool.is_idle(page) for page in pages)
+            n_left += len(freed) - sum(page in freed for page in pages)
+            for other in promised:
+                n_left -= max(pool.most_held(other.n_tokens) - len(other.pages(i)), 0)
+            if pool.most_held(request.n_tokens) - len(pages) > n_left:
+                return None
+        return known
 
     def note_cached(self, request: Request) -> None:
         """Notes how much of a new request's prompt is cached, in its `n_found`."""
-        self._cached_pages(request)
-
-    def n_to_come(self, request: Request) -> int:
-        """The pages that a running request does not hold yet and needs for the tokens it has."""
-        return self.pool.pages_for(request.n_tokens) - request.n_pages
+        self._cached_prefix(request)
 
     def n_common(self, request: Request, other: Request) -> int:
         """Tokens at the beginning of both requests that the first would find cached once the other is."""
@@ -77,22 +98,24 @@ class Residence:
         keys = zip(self._keys(request, 0, n_pages), self._keys(other, 0, n_pages), strict=True)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], keys)) * self.page_tokens
 
-    def admit(self, request: Request, pages: list[int], state_copies: list[tuple[int, int]]) -> None:
-        """Gives a request the pages that `find_room` found, or those of a leader that has its prompt.
+    def admit(self, request: Request, prefix: Prefix, state_copies: list[tuple[int, int]]) -> None:
+        """Gives a request the prefix that `find_room` found, or the pages of a leader that has its prompt.
 
         `state_copies` gets the state (from, to) to copy before the request's first step.
         """
-        n_found = len(pages) * self.page_tokens
-        leader, is_shared = request.leader, False
+        n_found, is_shared, pages = prefix.n_pages * self.page_tokens, False, prefix.pages
         if self.states is not None:
-            self._admit_state(request, pages, self.states, state_copies)
-        elif leader is not None and leader.n_cached >= request.n_prompt and not request.n_generated:
-            n_found = request.n_prompt - 1  # its last token is computed again, for logits
-            pages = leader.pages[: self.pool.pages_for(n_found)]
-            is_shared = True
-        self.pool.share(pages)
-        request.page_row[: len(pages)] = pages
-        request.n_pages = len(pages)
+            self._admit_state(request, n_found, self.states, state_copies)
+        elif (of_leader := self._pages_of_leader(request)) is not None:
+            n_found, is_shared = request.n_prompt - 1, True  # its last token is computed again, for logits
+            pages = of_leader
+        request.n_pages = self.pools[0].pages_for(n_found)
+        request.first_pages = [request.n_pages - len(own) for own in pages]
+        while len(request.page_rows) < len(self.pools):
+            request.page_rows.append(np.zeros_like(request.page_rows[0]))
+        for pool, row, first, own in zip(self.pools, request.page_rows, request.first_pages, pages):
+            pool.share(own)
+            row[first : request.n_pages] = own
         request.n_cached_pages = 0  # counted when its next token shows that all is well
         self._count_found(request, n_found)
         request.may_restore = self.saved is not None and not is_shared and request.taps is None
@@ -102,17 +125,17 @@ class Residence:
 
         Clears `may_restore` unless a later step may read more.
         """
-        size, depth = self.page_tokens, request.n_pages
+        size, depth, pool = self.page_tokens, request.n_pages, self.pools[0]
         n_wanted = (request.next_row - request.n_cached) // size
-        n_room = min(n_wanted, self.pool.n_free)
+        n_room = min(n_wanted, pool.n_free)
         if self.saved is None or not self._uses_cache(request) or not n_room:
             request.may_restore = False
             return 0
         keys = list(self._keys(request, depth, depth + min(n_room, n_most)))
         for key, contents in zip(keys, self.saved.read(keys, depth)):
-            (page,) = self.pool.allocate(1)
+            (page,) = pool.allocate(1)
             self.saved.write(page, contents)
-            request.page_row[request.n_pages] = self.pool.cache(page, key)
+            request.page_rows[0][request.n_pages] = pool.cache(page, key)
             request.n_pages += 1
         n_found = request.n_pages - depth
         self._count_found(request, n_found * size)
@@ -120,39 +143,69 @@ class Residence:
         request.may_restore = n_found == len(keys) and n_found < n_wanted
         return n_found
 
-    def make_writable(self, request: Request, start: int, stop: int, copies: list[tuple[int, int]]) -> bool:
+    def make_writable(
+        self, request: Request, start: int, stop: int, copies: list[tuple[int, int, int]]
+    ) -> bool:
         """Allocates pages to write tokens `start` to `stop` - 1 to; False if too few are free.
 
-        A page that others read too is replaced: `copies` gets (from, to), to be copied before the step.
+        Those that windows have passed are freed. A page that others read too is replaced: `copies` gets
+        (from, to, pool), to be copied before the step.
         """
+        self.pass_windows(request)
         first, place = divmod(start, self.page_tokens)
-        is_shared = place != 0 and not self.pool.is_writable(int(request.page_row[first]))
-        if self.pool.n_free < self.pool.pages_for(stop) - request.n_pages + is_shared:
-            return False
-        if is_shared:
-            old, (new,) = int(request.page_row[first]), self.pool.allocate(1)
-            copies.append((old, new))
-            request.page_row[first] = new
-            self.pool.free([old])
+        n_new = self.pools[0].pages_for(stop) - request.n_pages
+        shared: list[tuple[int, PagePool, IntArray]] = []
+        for i, (pool, row) in enumerate(zip(self.pools, request.page_rows)):
+            is_shared = place != 0 and not pool.is_writable(int(row[first]))
+            if pool.n_free < n_new + is_shared:
+                return False
+            if is_shared:
+                shared.append((i, pool, row))
+        for i, pool, row in shared:
+            old, (new,) = int(row[first]), pool.allocate(1)
+            copies.append((old, new, i))
+            row[first] = new
+            pool.free([old])
         self.grow(request, stop)
         return True
 
+    def pass_windows(self, request: Request) -> None:
+        """Frees the pages that no token to come sees.
+
+        Those that are not cached yet are set aside until the request's next token shows that all is well. The
+        pages of interest to others, up to the prompt's end and up to where they share it, go last.
+        """
+        for i, pool in enumerate(self.pools):
+            first, row = pool.first_needed(request.n_cached), request.page_rows[i]
+            for place in range(request.first_pages[i], first):
+                page, first_out = int(row[place]), not self._is_of_interest(request, pool, place)
+                if self._uses_cache(request) and pool.is_writable(page):
+                    pool.set_aside(page, (request.id, place), first_out=first_out)
+                    request.passed.append((i, place, page))
+                else:
+                    pool.free([page], first_out=first_out)
+            if first > request.first_pages[i]:
+                row[request.first_pages[i] : first] = 0
+                request.first_pages[i] = first
+
     def n_fitting(self, request: Request) -> int:
-        """Tokens that the request's pages hold, and those that are free."""
-        return (request.n_pages + self.pool.n_free) * self.page_tokens
+        """Tokens up to which the request's pages reach, and those that are free."""
+        return (request.n_pages + self.n_free) * self.page_tokens
 
     def grow(self, request: Request, n_tokens: int) -> None:
         """Allocates pages up to this many tokens of the request; they must be free."""
-        n_pages = self.pool.pages_for(n_tokens)
-        if n_pages > request.n_pages:
-            request.page_row[request.n_pages : n_pages] = self.pool.allocate(n_pages - request.n_pages)
+        before, n_pages = request.n_pages, self.pools[0].pages_for(n_tokens)
+        if n_pages > before:
+            for pool, row in zip(self.pools, request.page_rows):
+                row[before:n_pages] = pool.allocate(n_pages - before)
             request.n_pages = n_pages
 
     def trim(self, request: Request) -> None:
         """Frees the pages after the request's cached tokens."""
-        n_pages = self.pool.pages_for(request.n_cached)
-        self.pool.free(request.page_row[n_pages : request.n_pages].tolist())
-        request.page_row[n_pages : request.n_pages] = 0
+        n_pages = self.pools[0].pages_for(request.n_cached)
+        for pool, row in zip(self.pools, request.page_rows):
+            pool.free(row[n_pages : request.n_pages].tolist())
+            row[n_pages : request.n_pages] = 0
         request.n_pages = n_pages
 
     def snapshots(self, request: Request, start: int, stop: int, n_reserved: int) -> list[tuple[int, int]]:
@@ -180,10 +233,14 @@ class Residence:
             return
         first = request.n_cached_pages
         for i, key in enumerate(self._keys(request, first, n_full), first):
-            page = self.pool.cache(int(request.page_row[i]), key)
-            request.page_row[i] = page
+            for pool, row, first_held in zip(self.pools, request.page_rows, request.first_pages):
+                if i >= first_held:
+                    row[i] = pool.cache(int(row[i]), key)
             if self.saved is not None:
-                self.saved.save(page, key, i)
+                self.saved.save(int(request.page_rows[0][i]), key, i)
+        for which, place, page in request.passed:
+            self.pools[which].claim(page, (request.id, place), request.page_keys[place])
+        request.passed.clear()
         request.n_cached_pages = n_full
         if self.states is not None:
             self._keep_snapshots(request, self.states)
@@ -197,31 +254,44 @@ class Residence:
                 if slot >= 0:  # one that waits has none
                     self.states.free(slot)
             request.state_slot, request.snapshots, request.snapshot = -1, [], None
-        self.pool.free(request.pages)
-        request.page_row[: request.n_pages] = 0
+        for which, place, page in request.passed:
+            self.pools[which].claim(page, (request.id, place), None)
+        request.passed.clear()
+        if request.n_pages:
+            for i, (pool, row) in enumerate(zip(self.pools, request.page_rows)):
+                pool.free(request.pages(i))
+                row[: request.n_pages] = 0
+        request.first_pages = [0] * len(self.pools)
         request.n_pages = request.n_cached = request.n_cached_pages = 0
 
     def forget(self) -> None:
         """Forgets every cached prefix and snapshot."""
-        self.pool.forget()
+        for pool in self.pools:
+            pool.forget()
         if self.states is not None:
             self.states.forget()
 
     def check_integrity(self, holding: Iterable[Request]) -> None:
         """Asserts that `holding` hold all pages and states that are not free, and in good order."""
         holding = list(holding)
-        self.pool.check_integrity([request.pages for request in holding])
+        for i, pool in enumerate(self.pools):
+            pool.check_integrity([request.pages(i) for request in holding if request.n_pages])
         if self.states is not None:
             saved = [slot for request in holding for _, slot in request.snapshots]
             self.states.check_integrity([*saved, *(request.state_slot for request in holding)])
         for request in holding:
-            assert request.is_in_flight or request.n_pages == self.pool.pages_for(request.n_cached), (
+            assert request.is_in_flight or request.n_pages == self.pools[0].pages_for(request.n_cached), (
                 f"request {request.id} holds too many pages"
             )
             assert request.n_cached_pages <= request.n_cached // self.page_tokens, (
                 "a page is cached and not full"
             )
-            assert not request.page_row[request.n_pages :].any(), f"request {request.id} lists pages it lost"
+            for pool, row, first in zip(self.pools, request.page_rows, request.first_pages):
+                assert first <= pool.first_needed(request.n_cached), (
+                    f"request {request.id} has lost a page that its next token sees"
+                )
+                assert not row[:first].any(), f"request {request.id} lists pages that a window has passed"
+                assert not row[request.n_pages :].any(), f"request {request.id} lists pages it lost"
 
     def check_absent(self, request: Request) -> None:
         """Asserts that a request holds nothing."""
@@ -232,19 +302,43 @@ class Residence:
     def _uses_cache(self, request: Request) -> bool:
         return self.caches_prefixes and request.is_cacheable
 
-    def _cached_pages(self, request: Request) -> list[int]:
-        """Cached pages with the request's tokens, up to the first token whose row of output is wanted.
+    def _cached_prefix(self, request: Request) -> Prefix:
+        """The cached pages with the request's tokens, up to the first token whose row of output is wanted.
 
         With recurrent layers, up to the last page that has a snapshot.
         """
         if not self._uses_cache(request) or request.taps is not None:
-            return []
-        pages = self.pool.find(self._keys(request, 0, request.next_row // self.page_tokens))
-        request.n_found = len(pages) * self.page_tokens
-        if self.states is not None:
-            while pages and self.states.find(self.pool.key(pages[-1])) is None:
-                pages.pop()
-        return pages
+            return Prefix(0, [[] for _ in self.pools])
+        whole = self.pools[0].window is None  # the first pool: its pages are all needed
+        keys = self._keys(request, 0, request.next_row // self.page_tokens)
+        n_found = n_known = len(self.pools[0].find(keys) if whole else list(keys))
+        known, n_before = request.page_keys, n_known + 1
+        while n_known < n_before:
+            n_before = n_known
+            for pool in self.pools[whole:]:
+                n_known = pool.reach(known, n_known)
+            while n_known and self.states is not None and self.states.find(known[n_known - 1]) is None:
+                n_known -= 1
+        request.n_found = (n_found if whole else n_known) * self.page_tokens
+        firsts = [pool.first_needed(n_known * self.page_tokens) for pool in self.pools]
+        return Prefix(n_known, [p.find(known[first:n_known]) for p, first in zip(self.pools, firsts)])
+
+    def _pages_of_leader(self, request: Request) -> list[list[int]] | None:
+        """The pages of the request whose prompt is its own, which has computed it; None if there is none, or
+        if its windows have moved on.
+        """
+        leader, n_tokens = request.leader, request.n_prompt - 1
+        if leader is None or leader.n_cached < request.n_prompt or request.n_generated:
+            return None
+        firsts, stop = [pool.first_needed(n_tokens) for pool in self.pools], self.pools[0].pages_for(n_tokens)
+        if any(held > first for held, first in zip(leader.first_pages, firsts)):
+            return None
+        return [row[first:stop].tolist() for row, first in zip(leader.page_rows, firsts)]
+
+    def _is_of_interest(self, request: Request, pool: PagePool, place: int) -> bool:
+        """True if a window before the end of the prompt, or of what others share of it, covers a page."""
+        ends = (request.n_prompt - 1) // self.page_tokens, request.n_found // self.page_tokens
+        return any(pool.first_needed(end * self.page_tokens) <= place < end for end in ends)
 
     def _keys(self, request: Request, first: int, stop: int) -> Iterator[PageKey]:
         """The keys of the request's pages `first` to `stop` - 1, each computed once in its life."""
@@ -265,10 +359,10 @@ class Residence:
         self.n_prefix_hit += n_tokens
 
     def _admit_state(
-        self, request: Request, pages: list[int], states: StatePool, copies: list[tuple[int, int]]
+        self, request: Request, n_known: int, states: StatePool, copies: list[tuple[int, int]]
     ) -> None:
-        """Gives a request a slot, with the state after the cached pages that it begins with."""
-        source = states.find(self.pool.key(pages[-1])) if pages else None
+        """Gives a request a slot, with the state after the cached tokens that it begins with."""
+        source = states.find(request.page_keys[n_known // self.page_tokens - 1]) if n_known else None
         request.state_slot = states.allocate()
         if source is not None and source != request.state_slot:  # which may be the only one left
             copies.append((source, request.state_slot))
@@ -276,7 +370,7 @@ class Residence:
     def _keep_snapshots(self, request: Request, states: StatePool) -> None:
         """Keeps the states after the request's cached pages for others; of its answer the newest alone."""
         for place, slot in request.snapshots:
-            key = self.pool.key(int(request.page_row[place // self.page_tokens - 1]))
+            key = request.page_keys[place // self.page_tokens - 1]
             states.keep(key, slot)
             if place > request.n_prompt:
                 if request.snapshot is not None:

@@ -11,7 +11,7 @@ from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.request import ProgramKind
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, CompiledProgram, Logits
-from kukri.kernels.cache import KVType, has_states
+from kukri.kernels.cache import CacheLayout, KVType, has_states
 from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.op_set import Program
 from kukri.kernels.step import StepLimits
@@ -34,13 +34,14 @@ class Runner:
         self,
         model: Model,
         backend: Backend,
-        n_pages: int,
+        layout: CacheLayout,
+        n_pages: int | Sequence[int],
         limits: StepLimits,
         kv_type: KVType = "f16",
         n_states: int = 0,
     ) -> None:
         self.model, self.backend, self.limits = model, backend, limits
-        self.cache = backend.new_cache(model.cache_layout, n_pages, n_states, kv_type)
+        self.cache = backend.new_cache(layout, n_pages, n_states, kv_type)
         self.hooks = Hooks()
         self.plain = self._compile("logits", frozenset())
         self.adapters: AdapterSlots = ()

@@ -30,7 +30,7 @@ from kukri.kernels.cache import Cache
 
 logger = logging.getLogger("kukri.prefixes")
 
-_MAGIC = b"kukri KV page 2\n"
+_MAGIC = b"kukri KV page 1\n"
 _HEADER_BYTES = len(_MAGIC) + 32
 _SUFFIX, _UNFINISHED = ".page", ".new-"
 _ABANDONED_S = 3600.0  # the age at which an unfinished file is one that a killed process left
@@ -53,8 +53,7 @@ class SavedPrefixes:
     def __init__(self, cache: Cache, directory: Path, max_bytes: int) -> None:
         """Makes the directory, for this user alone. Raises ConfigError if it cannot be made or trusted."""
         self._cache, self.directory, self.max_bytes = cache, directory, max_bytes
-        self._n_pools = len(cache.n_pages)
-        self._page_bytes = len(cache.page_data([0] * self._n_pools))
+        self._page_bytes = len(cache.page_data([0]))
         if max_bytes < self._page_bytes + _HEADER_BYTES:
             raise ConfigError(
                 f"{max_bytes} bytes of saved prefixes hold no page of {self._page_bytes}: allow more "
@@ -89,7 +88,7 @@ class SavedPrefixes:
             is_full = (len(self._queue) + 1) * self._page_bytes > _MAX_QUEUED_BYTES
             if name in self._queued or is_full or time.monotonic() < self._paused_until_s:
                 return
-            self._queue.append((name, self._cache.page_data([page] * self._n_pools), used_s))
+            self._queue.append((name, self._cache.page_data([page]), used_s))
             self._queued.add(name)
             if self._thread is None:
                 # no daemon: a program that ends waits for what it has saved
@@ -112,7 +111,7 @@ class SavedPrefixes:
 
     def write(self, page: int, contents: memoryview) -> None:
         """Fills a page of the cache with what `read` gave."""
-        self._cache.set_page_data([page] * self._n_pools, contents)
+        self._cache.set_page_data([page], contents)
 
     def close(self) -> None:
         """Waits until all that was saved is on the disk."""

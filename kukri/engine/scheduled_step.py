@@ -33,7 +33,8 @@ class ScheduledChunk(Chunk):
 
 @dataclass(eq=False, slots=True)
 class ScheduledStep:
-    """The chunks of a step, and the pages and states (from, to) to copy before it runs, in this order.
+    """The chunks of a step, and what to copy before it runs, in this order: pages (from, to, pool) and states
+    (from, to).
 
     If every running request gets exactly one token, the next step can reuse this object (`can_repeat`): its
     chunks are advanced by one token in place (`is_repeat`). Most steps are of this kind, and making new
@@ -41,7 +42,7 @@ class ScheduledStep:
     """
 
     chunks: list[ScheduledChunk]
-    copies: list[tuple[int, int]]
+    copies: list[tuple[int, int, int]]
     state_copies: list[tuple[int, int]]
     program: ProgramKind = "logits"
     prompt_cost: float = 0.0  # of its prompts' tokens, in the units of StepCost

@@ -22,7 +22,7 @@ from itertools import takewhile
 
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.request import ProgramKind, Request, RequestState
-from kukri.engine.residence import Residence
+from kukri.engine.residence import Prefix, Residence
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.step_cost import StepCost
 from kukri.engine.waiting import WaitingQueue
@@ -62,7 +62,7 @@ class Scheduler:
         self.max_logit_rows = max_logit_rows or max_step_tokens
         self.cost = cost or StepCost()
         self._step = ScheduledStep([], [], [], "hidden")  # the last one
-        self._full: tuple[int, int, int] | None = None  # when nobody could be admitted: see `_occupancy`
+        self._full: tuple[int, ...] | None = None  # when nobody could be admitted: see `_occupancy`
         self.takes_drafts = True  # False while somebody must see each token once, and no others
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -102,9 +102,9 @@ class Scheduler:
         self._full = self._occupancy() if n_preemptions == self.n_preemptions else None
         return step
 
-    def _occupancy(self) -> tuple[int, int, int]:
+    def _occupancy(self) -> tuple[int, ...]:
         """What admission depends on: who waits, how many run, and how many pages are free."""
-        return self.waiting.n_changes, len(self.running), self.residence.pool.n_free
+        return self.waiting.n_changes, len(self.running), *(pool.n_free for pool in self.residence.pools)
 
     def _is_full(self) -> bool:
         """True if nobody can be admitted, as nobody could and nothing has been freed since."""
@@ -134,7 +134,9 @@ class Scheduler:
                 return False
             if request.n_cached % residence.page_tokens == 0:
                 growing.append(request)
-        if len(growing) > residence.pool.n_free:
+        for request in growing:
+            residence.pass_windows(request)
+        if len(growing) > residence.n_free:
             return False
         for request in growing:
             residence.grow(request, request.n_cached + 1)
@@ -425,22 +427,22 @@ class Scheduler:
                 return False
         return True
 
-    def _find_room(self, request: Request, leaving: Sequence[Request] = ()) -> list[int] | None:
-        """The cached pages a waiting request can begin with; None if it may not run, or finds no room.
+    def _find_room(self, request: Request, leaving: Sequence[Request] = ()) -> Prefix | None:
+        """The cached prefix a waiting request can begin with; None if it may not run, or finds no room.
 
         `leaving` are running requests that count as preempted.
         """
         if len(self.running) - len(leaving) >= self.max_requests:
             return None
-        prompts = (r for r in self.running if not _generates(r) and r not in leaving)
-        return self.residence.find_room(request, leaving, sum(map(self.residence.n_to_come, prompts)))
+        prompts = [r for r in self.running if not _generates(r) and r not in leaving]
+        return self.residence.find_room(request, leaving, prompts)
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Moves a waiting request to the running, with the pages it can share, if it has room."""
-        pages = self._find_room(request)
-        if pages is None:
+        prefix = self._find_room(request)
+        if prefix is None:
             return False
-        self.residence.admit(request, pages, step.state_copies)
+        self.residence.admit(request, prefix, step.state_copies)
         self.waiting.remove(request)
         insort(self.running, request, key=_turn)
         request.state = RequestState.RUNNING

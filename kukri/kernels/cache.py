@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kukri.config import KVType as KVType
@@ -42,6 +42,11 @@ def pool_windows(layout: CacheLayout) -> tuple[int | None, ...]:
     """
     windows = {layer.window for layer in layout if isinstance(layer, KVLayer)}
     return tuple(sorted(windows, key=lambda window: -(window or 1 << 60))) or (None,)
+
+
+def without_windows(layout: CacheLayout) -> CacheLayout:
+    """A layout whose pages are all in one pool, and stay as long as their sequence."""
+    return [replace(layer, window=None) if isinstance(layer, KVLayer) else layer for layer in layout]
 
 
 def pool_layouts(layout: CacheLayout) -> list[list[KVLayer]]:

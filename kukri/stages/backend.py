@@ -12,7 +12,7 @@ from typing import Any
 from kukri.errors import ConfigError, StageError, UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, CompiledProgram, Logits, SamplingBackend
-from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer, pool_windows
+from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
 from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import check_sizes
 from kukri.kernels.op_set import Program
@@ -76,17 +76,25 @@ class StagedBackend:
         """See Backend.page_bytes: of all stages."""
         return self.local.page_bytes(layout, kv_type)
 
+    def _pool_bytes(self, layout: CacheLayout) -> list[int]:
+        """Bytes of a page of each pool."""
+        return [self.page_bytes(layers, self.exact_kv_type) for layers in pool_layouts(layout)]
+
     def free_bytes(self) -> int:
-        """The memory that one process would need for as many pages as the fullest memory has room for."""
+        """The memory that one process would need for as many pages as the fullest memory has room for.
+
+        That is of the pool of which the most is in one memory: its layers may be the most of the cache.
+        """
         layout, weights = self._model.cache_layout, self._weights
-        page_bytes = self.page_bytes(layout, self.exact_kv_type)
+        whole = self._pool_bytes(layout)
         free: dict[str, int] = {}
-        own: dict[str, int] = {}  # bytes of a page
+        own: dict[str, list[int]] = {}  # bytes of a page of each pool
         for layers, room in zip(self.cut, self._rooms, strict=True):
             free[room.memory] = free.get(room.memory, room.free_bytes) - weights.held(layers)
-            part = self.page_bytes(stage_layout(layout, layers), self.exact_kv_type)
-            own[room.memory] = own.get(room.memory, 0) + part
-        left = min(n * page_bytes // own[name] for name, n in free.items() if own[name])
+            part, before = self._pool_bytes(stage_layout(layout, layers)), own.get(room.memory)
+            own[room.memory] = part if before is None else [a + b for a, b in zip(before, part)]
+        shares = ((n, zip(whole, own[name])) for name, n in free.items())
+        left = min(n * total // held for n, pools in shares for total, held in pools if held)
         return weights.held(range(len(weights.layers))) + left
 
     def new_cache(

@@ -11,6 +11,7 @@ from fake_model import EOS, N_VOCAB, POISON
 from hypothesis import strategies as st
 
 from kukri.engine import Engine, InFlight, Request, RequestState, StepOutput
+from kukri.engine.pages import most_pages
 from kukri.sampling import SamplingParams
 
 Event = tuple[Any, ...]
@@ -22,6 +23,18 @@ SIZES: dict[str, st.SearchStrategy[Any]] = {
     "n_pages": st.integers(6, 14),
     "n_in_flight": st.integers(1, 3),
 }
+
+# (window, pages that its pool has beyond what a request needs) of layers besides those that see all
+WINDOWS = st.lists(
+    st.tuples(st.sampled_from([1, 7, 16, 25, 40]), st.integers(0, 5)), max_size=2, unique_by=lambda w: w[0]
+)
+
+
+def pages_with_windows(windows: Sequence[tuple[int, int]], n_pages: int, step_tokens: int) -> dict[str, Any]:
+    """Options of an engine with `WINDOWS`: every request of 96 tokens fits, and others may have to leave."""
+    windows = sorted(windows, reverse=True)
+    own = [most_pages(96, 16, window, step_tokens) + more for window, more in windows]
+    return {"n_pages": (n_pages, *own), "windows": [window for window, _ in windows]}
 
 
 def prompt_of(n: int, seed: int = 0) -> list[int]:

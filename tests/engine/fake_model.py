@@ -68,8 +68,9 @@ class FakeModel:
     parameters = ()
     n_parameters = 0
 
-    def __init__(self, max_context: int, has_states: bool = False) -> None:
-        self.cache_layout = (KVLayer(1, 16), *((STATE,) if has_states else ()))
+    def __init__(self, max_context: int, has_states: bool = False, windows: Sequence[int] = ()) -> None:
+        layers = (KVLayer(1, 16, window) for window in windows)
+        self.cache_layout = (KVLayer(1, 16), *((STATE,) if has_states else ()), *layers)
         self.config = ModelConfig(
             architecture="fake",
             n_layers=1,
@@ -105,10 +106,10 @@ class FakeBackend:
         self.n_compiled = 0
         self.sampling = ReferenceSampling()
         self.error: BaseException | None = None  # raised by the next step
-        self.is_writable: Callable[[int], bool] = lambda page: True
+        self.is_writable: Callable[[int, int], bool] = lambda page, pool: True
 
     def new_cache(
-        self, layout: CacheLayout, n_pages: int, n_states: int = 0, kv_type: str = "f16"
+        self, layout: CacheLayout, n_pages: Any, n_states: int = 0, kv_type: Any = "f16"
     ) -> PagedKV:
         return PagedKV(layout, n_pages, n_states, kv_type)
 
@@ -131,7 +132,7 @@ class FakeProgram:
     def __init__(self, backend: FakeBackend, model: FakeModel, cache: PagedKV, limits: StepLimits) -> None:
         self.backend, self.program, self.cache, self.limits = backend, model, cache, limits
         self._last = np.zeros((0, N_VOCAB), np.float32)  # overwritten by the next call, as a plan's buffer is
-        self.inputs = StepInputs.zeros(limits)
+        self.inputs = StepInputs.zeros(limits, len(cache.n_pages))
 
     def __call__(self, batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
         if self.backend.error is not None:
@@ -139,9 +140,13 @@ class FakeProgram:
             raise error
         assert batch.inputs is self.inputs, "a batch in arrays of its own: the backend would have to copy it"
         self._check(batch)
-        pages, offsets = np.divmod(batch.slots, PAGE_TOKENS)
-        assert all(map(self.backend.is_writable, set(pages.tolist()))), "a write to a page that others read"
-        self.cache.keys[0][pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
+        for layer, pool in self.cache.pool_of.items():
+            pages, offsets = np.divmod(batch.pages(pool).slots, PAGE_TOKENS)
+            assert all(self.backend.is_writable(page, pool) for page in set(pages.tolist())), (
+                "a write to a page that others read"
+            )
+            self.cache.keys[layer][pages, 0, 0, offsets] = batch.token_ids + 1  # 0: never written
+        self._check_windows(batch)
         if self.cache.states:
             self._compute_states(batch)
         self._last.fill(np.nan)
@@ -161,6 +166,25 @@ class FakeProgram:
             if POISON in context:
                 logits[i, 3] = np.nan
         return HostLogits(logits)
+
+    def _check_windows(self, batch: ForwardBatch) -> None:
+        """What each layer with a window holds of what the tokens see is what the first layer holds there."""
+        for layer, pool in self.cache.pool_of.items():
+            window = self.cache.layout[layer].window
+            if window is None:
+                continue
+            for s, n_context in enumerate(batch.context_len.tolist()):
+                first = n_context - int(batch.query_start[s + 1] - batch.query_start[s])
+                positions = np.arange(max(first - window + 1, 0), n_context)
+                pages, offsets = np.divmod(positions, PAGE_TOKENS)
+                tokens, seen = (
+                    self.cache.keys[i][batch.pages(self.cache.pool_of[i]).page_table[s, pages], 0, 0, offsets]
+                    for i in (0, layer)
+                )
+                assert (tokens == seen).all(), "a window lost a token, or holds that of another text"
+                n_passed = max(first - window - PAGE_TOKENS, 0) // PAGE_TOKENS  # freed a page at a time
+                passed = batch.pages(pool).page_table[s, :n_passed]
+                assert not passed.any(), "a page is held that the window has passed"
 
     def _compute_states(self, batch: ForwardBatch) -> None:
         """Each state from where its sequence stood, which must be where the sequence goes on."""
@@ -191,6 +215,7 @@ class FakeProgram:
         arrays = [array for array in vars(batch).values() if isinstance(array, np.ndarray)]
         assert all(a.dtype == np.int32 and a.flags.c_contiguous for a in arrays)
         assert len(batch.positions) == len(batch.slots) == t
+        assert len(batch.other_pools) == len(self.cache.n_pages) - 1
         assert batch.page_table.shape == (s, self.limits.max_pages)
         assert batch.query_start[0] == 0
         assert batch.query_start[-1] == t
@@ -213,15 +238,16 @@ def make_engine(
     max_context: int = 128,
     max_requests: int = 1,
     max_step_tokens: int = 32,
-    n_pages: int | None = None,
+    n_pages: int | Sequence[int] | None = None,
     identity: bytes = b"",
     has_states: bool = False,
+    windows: Sequence[int] = (),
     **options: Any,
 ) -> tuple[Engine, FakeBackend]:
     backend = FakeBackend()
     options = {"speculation": "off", "max_step_ms": 0, **options}  # 0: nothing depends on the clock
     config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens, **options)
-    model: Any = FakeModel(max_context, has_states)
+    model: Any = FakeModel(max_context, has_states, windows)
     engine = Engine(model, backend, config, eos_ids=[EOS], n_pages=n_pages, identity=identity)  # type: ignore[arg-type]
-    backend.is_writable = engine.pool.is_writable
+    backend.is_writable = lambda page, pool: engine.residence.pools[pool].is_writable(page)
     return engine, backend

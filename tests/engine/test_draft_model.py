@@ -48,7 +48,7 @@ class WorseBackend(FakeBackend):
             return compiled
 
         def draft(batch: ForwardBatch, on_tap: Hook | None = None) -> HostLogits:
-            said, self.is_writable = self.is_writable, lambda page: True  # its pages are others
+            said, self.is_writable = self.is_writable, lambda page, pool: True  # its pages are others
             try:
                 logits = compiled(batch).numpy()
             finally:
@@ -69,7 +69,7 @@ def make(
     model, small = FakeModel(max_context), FakeModel(small_context or max_context)
     model.n_parameters, small.n_parameters = 100, 5
     engine = Engine(model, backend, config, eos_ids=[EOS], n_pages=n_pages, draft_model=small)  # type: ignore[arg-type]
-    backend.is_writable = engine.pool.is_writable
+    backend.is_writable = lambda page, pool: engine.pool.is_writable(page)
     return engine
 
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from driving import SIZES, add, any_events, finish, greedy, play, prompt_of, rows_of
+from driving import (
+    SIZES,
+    WINDOWS,
+    add,
+    any_events,
+    finish,
+    greedy,
+    pages_with_windows,
+    play,
+    prompt_of,
+    rows_of,
+)
 from fake_model import EOS, N_VOCAB, POISON, FakeBackend, FakeModel, expected_output, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +79,7 @@ def test_requests_share_steps() -> None:
         max_size=40,
     ),
     caches_prefixes=st.booleans(),
+    windows=WINDOWS,
 )
 def test_any_order_of_events_gives_every_request_its_tokens(
     max_requests: int,
@@ -76,12 +88,14 @@ def test_any_order_of_events_gives_every_request_its_tokens(
     n_in_flight: int,
     events: list,
     caches_prefixes: bool,
+    windows: list[tuple[int, int]],
 ) -> None:
     """Pages lost or held twice, tokens crossed between requests, a preempted request that answers otherwise,
     a prefix taken for another, a page written that others read, a request that never ends: under arrivals,
     aborts, shared prompts, priorities and too few pages for all, with one step in flight or several."""
+    pages = pages_with_windows(windows, n_pages, max_step_tokens)
     engine, _ = make_engine(
-        96, max_requests, max_step_tokens, n_pages, max_prompt_tokens=9, caches_prefixes=caches_prefixes
+        96, max_requests, max_step_tokens, **pages, max_prompt_tokens=9, caches_prefixes=caches_prefixes
     )
     live: list[tuple[Request, list[int], SamplingParams]] = []
 
@@ -104,7 +118,7 @@ def test_any_order_of_events_gives_every_request_its_tokens(
         else:
             assert request.output_ids == want
             assert request.finish_reason == ("stop" if want[-1] in stop_ids else "length")
-    assert engine.pool.n_free == n_pages
+    assert all(pool.n_free == pool.n_pages for pool in engine.residence.pools)
 
 
 def test_page_pressure_preempts_the_youngest() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM, SamplingParams
-from kukri.engine.kv_size import choose_kv_size
+from kukri.engine.kv_size import KVCost, choose_kv_size
 from kukri.errors import ConfigError
 from kukri.host.hardware import available_bytes
 from kukri.kernels.cpu import CpuBackend
@@ -22,8 +22,7 @@ HUGE_CONTEXT = 1 << 22
 
 def size(**changes: Any) -> Any:
     given = {
-        "page_bytes": 16 << 10,
-        "page_tokens": 16,
+        "cost": KVCost(((None, 16 << 10),), 16, 512),
         "model_context": 1 << 16,
         "max_context": None,
         "max_requests": 16,

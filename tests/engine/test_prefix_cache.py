@@ -78,8 +78,8 @@ def test_equal_prompts_at_a_time_end_in_one_copy(monkeypatch: pytest.MonkeyPatch
     a, b = (add(engine, prompt, greedy(30)) for _ in range(2))
     engine.step()
     engine.check_integrity()
-    assert a.pages[:3] == b.pages[:3]
-    assert a.pages[3] != b.pages[3]
+    assert a.pages()[:3] == b.pages()[:3]
+    assert a.pages()[3] != b.pages()[3]
     finish(engine)
     assert a.output_ids == b.output_ids == expected_output(prompt, 30)
 

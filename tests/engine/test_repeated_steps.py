@@ -35,7 +35,7 @@ def test_a_batch_moved_on_is_the_batch_made_anew() -> None:
         for i in range(3)
     ]
     for i, request in enumerate(requests):
-        request.page_row[:] = np.arange(6) * 3 + i + 1
+        request.page_rows[0][:] = np.arange(6) * 3 + i + 1
     chunks = [Chunk(request, start, 1, 1) for request, start in zip(requests, (3, 14, 31), strict=True)]
     moved = BatchBuilder(StepInputs.zeros(limits), PAGE)
     for _ in range(40):
@@ -46,7 +46,7 @@ def test_a_batch_moved_on_is_the_batch_made_anew() -> None:
         for chunk in chunks:
             chunk.start += 1
             if chunk.start % PAGE == 0:  # a page just given
-                chunk.sequence.page_row[chunk.start // PAGE] += 50
+                chunk.sequence.page_rows[0][chunk.start // PAGE] += 50
 
 
 def repeats(engine: Engine) -> bool:

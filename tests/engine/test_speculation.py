@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driving import SIZES, add, any_events, finish, greedy, play, prompt_of
+from driving import SIZES, WINDOWS, add, any_events, finish, greedy, pages_with_windows, play, prompt_of
 from fake_model import EOS, N_VOCAB, POISON, expected_output, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,6 +88,7 @@ def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: f
         max_size=30,
     ),
     caches_prefixes=st.booleans(),
+    windows=WINDOWS,
 )
 def test_any_drafts_under_any_events_change_no_token(
     max_requests: int,
@@ -96,6 +97,7 @@ def test_any_drafts_under_any_events_change_no_token(
     n_in_flight: int,
     events: list,
     caches_prefixes: bool,
+    windows: list[tuple[int, int]],
 ) -> None:
     """A rejected draft kept, pages of drafts lost or kept, a token that depends on the drafts
     beside it, drafts in what others read: under arrivals, aborts, shared prompts and too few pages."""
@@ -103,7 +105,7 @@ def test_any_drafts_under_any_events_change_no_token(
         max_context=96,
         max_requests=max_requests,
         max_step_tokens=max_step_tokens,
-        n_pages=n_pages,
+        **pages_with_windows(windows, n_pages, max_step_tokens),
         max_prompt_tokens=9,
         caches_prefixes=caches_prefixes,
     )
@@ -131,7 +133,7 @@ def test_any_drafts_under_any_events_change_no_token(
             assert request.output_ids == want[: request.n_generated]
         else:
             assert request.output_ids == want
-    assert engine.pool.n_free == engine.pool.n_pages
+    assert all(pool.n_free == pool.n_pages for pool in engine.residence.pools)
     assert engine.scheduler.n_accepted == sum(request.n_accepted for request, _ in live)
 
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from driving import SIZES, Event, Pipeline, add, any_events, finish, greedy, play, prompt_of
+from driving import (
+    SIZES,
+    WINDOWS,
+    Event,
+    Pipeline,
+    add,
+    any_events,
+    finish,
+    greedy,
+    pages_with_windows,
+    play,
+    prompt_of,
+)
 from fake_model import FakeModel, expected_output, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,12 +148,19 @@ def test_drafts_are_off() -> None:
     max_requests=SIZES["max_requests"],
     max_step_tokens=SIZES["max_step_tokens"],
     n_pages=SIZES["n_pages"],
+    windows=WINDOWS,
 )
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_states_are_those_of_their_texts(
-    events: list[Event], n_snapshots: int, n_in_flight: int, **sizes: Any
+    events: list[Event],
+    n_snapshots: int,
+    n_in_flight: int,
+    n_pages: int,
+    windows: list[tuple[int, int]],
+    **sizes: Any,
 ) -> None:
     """A slot lost or held twice, a snapshot overwritten while it is found, or one of another text."""
+    sizes |= pages_with_windows(windows, n_pages, sizes["max_step_tokens"])
     engine = hybrid(n_snapshots, max_context=96, **sizes)
     made: list[tuple[Request, list[int], int]] = []
 

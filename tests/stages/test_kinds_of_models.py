@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 from test_llm_safetensors import make
 from tiny_gguf import random_arrays, tiny_config, write_tiny
+from tiny_llama import make_pair
 
 from kukri import LLM
+from kukri.config import LayerConfig
+from kukri.engine.kv_size import KVCost
+from kukri.kernels import make_backend
+from kukri.kernels.cache import pool_layouts
+from kukri.models import load_model
+from kukri.stages.backend import StagedBackend
+from kukri.stages.cut import StageRoom, model_bytes
+from kukri.stages.program import stage_layout
 
 OPTIONS: dict[str, Any] = {"n_threads": 1, "max_requests": 4, "max_step_tokens": 48}
 PROMPTS = ["a prompt", "another one, which is longer than a page of the cache", "a third", "a prompt", "5th"]
@@ -44,7 +53,26 @@ def test_a_draft_model_drafts_for_stages(tmp_path: Path) -> None:
         expected = answers(llm)
     for draft in (target, other):
         with LLM(target, draft_model=draft, stages=2, **OPTIONS) as llm:
-            llm.engine._draft_model._price = 0.05  # else models of one size draft nothing
+            llm.engine._draft_model._relative_cost = 0.05  # else models of one size draft nothing
             assert answers(llm) == expected
             assert llm.engine.scheduler.n_drafted > 0
             assert draft is other or llm.engine.scheduler.n_accepted > 0
+
+
+def test_the_cache_of_a_stage_that_has_the_layers_without_windows_fits() -> None:
+    """Room counted as if each pool had as many pages: the layers that see all take the most of a cache."""
+    layers = LayerConfig(window=32), LayerConfig()
+    _, config, source = make_pair(d_head=32, layers=layers, n_vocab=80)
+    model, local = load_model(source, config), make_backend("reference")
+    rooms = [StageRoom(20 << 20, memory="a"), StageRoom(20 << 20, memory="b")]
+    pipeline: Any = None  # no step runs
+    backend = StagedBackend(local, model, pipeline, [], [1] * len(layers), rooms)
+    weights = model_bytes(model)
+    n_bytes = backend.free_bytes() - weights.held(range(len(layers)))
+    cost = KVCost.of(backend, model.cache_layout, "f16", 64)
+    sizes = cost.pool_sizes(n_bytes, 64, 1 << 20)
+    assert sizes[0] > 10 * sizes[1] > 0
+    for part, room in zip(backend.cut, rooms, strict=True):
+        pools = pool_layouts(stage_layout(model.cache_layout, part))
+        held = sum(n * local.page_bytes(own, "f16") for n, own in zip(sizes, pools, strict=True))
+        assert held + weights.held(part) <= room.free_bytes

@@ -104,6 +104,19 @@ def test_native_conversion_of_fp8_changes_no_bit(monkeypatch):
     same(step.decode()[0], plain)
 
 
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_pages_that_a_window_has_passed_may_hold_anything(kind):
+    """A value before the first token that is seen, times a weight of 0: its page is another's, or NaN."""
+    for window, n_new in ((1, (1, 1)), (40, (1, 1)), (300, (1, 1)), (40, (20, 9))):
+        step = Step([700, 290], n_new, window=window, kind=kind)
+        passed = Step([700, 290], n_new, window=window, kind=kind)
+        for s, n in enumerate(step.contexts):
+            passed.table[s, : max(n - n_new[s] + 1 - window, 0) // 16] = len(passed.cache.keys) - 1  # NaN
+        for n_chunks in (1, 3) if max(n_new) == 1 else ():
+            same(passed.decode(n_chunks)[0], step.decode(n_chunks)[0])
+        same(passed.one_pass(max(n_new) > 1), step.one_pass(max(n_new) > 1))
+
+
 def make_cache(rng, kind, shape, used):
     def numbers():
         if kind == "f16":
