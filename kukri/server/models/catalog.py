@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -101,14 +101,18 @@ class Catalog:
             if wait_s > 0 and (asked_s is None or self._looked_s > asked_s):
                 return
             await asyncio.sleep(wait_s)
-            self._looked_s = monotonic()
             places = [entry.found for entry in self.entries if entry.found is not None]
-            found, gone = await asyncio.to_thread(lambda: (list(self._found()), _gone(places)))
+            found, gone = await asyncio.to_thread(self._scan, places)
             self.entries[:] = [
                 entry for entry in self.entries if entry.found not in gone or entry.state != "unloaded"
             ]
             for one in found:
                 self._add(*one)
+
+    def _scan(self, places: Sequence[Path]) -> tuple[list[_Found], set[Path]]:
+        """What there is now, and which of the places are gone; on a thread, which may start late."""
+        self._looked_s = monotonic()
+        return list(self._found()), _gone(places)
 
     def _found(self) -> Iterator[_Found]:
         """The models of the directory and, if clients may pull, of the cache. Looks at files."""
