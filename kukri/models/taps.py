@@ -49,9 +49,10 @@ class _TapOps:
         if op.startswith("_"):
             raise AttributeError(op)
 
-        def run(*values: Any, tap: tuple[str, int | None] | None = None, **options: Any) -> Tensor:
-            if tap is not None:
-                self.tap(*tap, None)
+        def run(*values: Any, **options: Any) -> Tensor:
+            for value in (*values, *options.values()):
+                if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+                    self.tap(*value, None)
             return None
 
         return run
