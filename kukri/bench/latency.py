@@ -1,4 +1,4 @@
-"""Answers of one load, and the figures that they come to. Definitions: docs/serving.md."""
+"""Answers of one load, and the figures that they come to. Definitions: docs/howto/load-testing.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Declares a field of `SamplingParams` once: its type and default, and here its range, help and other names.
 
 From it follow the check of its value, the bodies of the server's APIs, the options of the command line and of
-the plugin for llm, the page's controls, and the table in docs/serving.md. Imports no NumPy: the command line
+the plugin for llm, the page's controls, and the table in docs/sampling.md. Imports no NumPy: the command line
 reads this at each start.
 """
 
