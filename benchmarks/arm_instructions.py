@@ -63,10 +63,12 @@ def count(assembly: str, products: int) -> dict[str, float]:
 
 def assembly_of(features: str, kernel: str) -> str:
     """A kernel's assembly for a processor with these features."""
-    source = f"from compile_for_arm import aim_at_arm, assembly; aim_at_arm(); print(assembly({kernel!r}))"
-    tests = Path(__file__).parents[1] / "tests" / "kernels"
+    source = (
+        "from tests.kernels.compile_for_arm import aim_at_arm, assembly; "
+        f"aim_at_arm(); print(assembly({kernel!r}))"
+    )
     env = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
-    env["PYTHONPATH"] = os.pathsep.join([str(tests), *sys.path])
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", source], env=env, stdout=subprocess.PIPE, text=True, check=True
     )

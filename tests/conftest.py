@@ -81,7 +81,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random numbers, small enough for the reference backend."""
-    from tiny_gguf import write_tiny
+    from tests.tiny_gguf import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf")
 

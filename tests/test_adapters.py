@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lora_files import ATTENTION, MLP, merged, random_updates, write_gguf_adapter, write_peft
 from safetensors.torch import load_file, save_file
-from test_llm_safetensors import N_VOCAB, make, theirs
 from typer.testing import CliRunner
 
 from kukri import LLM, SamplingParams
@@ -21,6 +19,8 @@ from kukri.cli import app
 from kukri.engine import Request
 from kukri.errors import CapacityError, ConfigError, KukriError, RequestError
 from kukri.terminal.convert import convert_model
+from tests.models.lora_files import ATTENTION, MLP, merged, random_updates, write_gguf_adapter, write_peft
+from tests.test_llm_safetensors import N_VOCAB, make, theirs
 
 IDS = np.random.default_rng(0).integers(0, 250, 40).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -360,7 +360,7 @@ def test_vectors_and_ranks_with_an_adapter(llm: LLM) -> None:
 
 def test_a_cross_encoder_with_an_adapter(tmp_path: Path) -> None:
     """Names of an encoder's matrices behind PEFT's prefix, and scores of the model alone."""
-    from tiny_encoders import save
+    from tests.models.tiny_encoders import save
 
     hf = save(tmp_path / "model", "bert", "ForSequenceClassification", num_labels=1)
     updates = random_updates(hf, ("query", "value", "dense"), rank=4)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from lora_files import Updates, random_updates, write_gguf_adapter, write_peft
 from safetensors.torch import load_file, save_file
-from test_llm_safetensors import make
 
 from kukri import LLM
 from kukri.errors import FormatError, UnsupportedError
 from kukri.terminal.convert import convert_model
+from tests.models.lora_files import Updates, random_updates, write_gguf_adapter, write_peft
+from tests.test_llm_safetensors import make
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiny_gguf import tiny_config, write_tiny
+
+from tests.tiny_gguf import tiny_config, write_tiny
 
 TRIES = [2, pytest.param(30, marks=pytest.mark.slow)]
 

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lora_files import Updates, merged, random_updates, write_peft
-from test_adapters import close, finish, requests
-from test_llm_safetensors import make, theirs
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -22,6 +19,9 @@ from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
+from tests.models.lora_files import Updates, merged, random_updates, write_peft
+from tests.test_adapters import close, finish, requests
+from tests.test_llm_safetensors import make, theirs
 
 IDS = np.random.default_rng(2).integers(0, 250, 40).tolist()
 N_EXPERTS = 8

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_gguf import END_ID, N_VOCAB, START_ID, random_arrays, tiny_config, write_tiny
-from yardstick import yardstick_s
 
 import kukri
 from kukri import LLM, Chunk, SamplingParams, errors
@@ -32,6 +30,8 @@ from kukri.errors import (
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.step import ForwardBatch
 from kukri.kernels.taps import Hook
+from tests.tiny_gguf import END_ID, N_VOCAB, START_ID, random_arrays, tiny_config, write_tiny
+from tests.yardstick import yardstick_s
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

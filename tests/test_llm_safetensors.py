@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import token_by_token  # noqa: F401
 import torch
 import transformers as tr
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -26,6 +25,7 @@ from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import ARCHITECTURES, load_model
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.models import token_by_token  # noqa: F401
 
 N_VOCAB = 272  # 12 rows more than there are tokens, as Qwen pads
 TINY = {

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_llm_safetensors import make as make_directory
-from tiny_encoders import save
 
 from kukri import LLM
 from kukri.host import mapped_files
 from kukri.host.mapped_files import fetch_pages, hold_pages, map_file, release_pages
 from kukri.kernels.cpu.run.memory import address_of
 from kukri.server.models.warm_up import warm_up
+from tests.models.tiny_encoders import save
+from tests.test_llm_safetensors import make as make_directory
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident"

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_llm_safetensors import CHECKPOINTS, make
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.config import RopeConfig
+from tests.test_llm_safetensors import CHECKPOINTS, make
+from tests.tiny_gguf import tiny_config, write_tiny
 
 _SIZES: list[dict[str, Any]] = [
     {"d_model": 100},

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.config import RopeConfig
 from kukri.errors import ConfigError
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 CONFIG = replace(tiny_config(), n_heads=2, n_kv_heads=1, d_head=32, rope=RopeConfig(10000.0, 32))
 PROMPT = [int(i) for i in np.random.default_rng(1).integers(0, 200, 60)]

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tr
-from test_llm_safetensors import TINY, make, theirs
-from tiny_gguf import write_tiny
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
@@ -18,6 +16,8 @@ from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.models.rope import rope_frequencies
+from tests.test_llm_safetensors import TINY, make, theirs
+from tests.tiny_gguf import write_tiny
 
 CONTEXT = TINY["max_position_embeddings"]
 

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tiny_gguf import write_tiny
-
 import kukri
 from kukri import LLM, SamplingParams
+from tests.tiny_gguf import write_tiny
 
 # Keeps from kukri, in the process that runs it, what Windows lacks; other packages go by the system's name
 WITHOUT = """

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tr
-from test_llm_safetensors import TINY, byte_tokenizer
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -23,6 +22,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
 from kukri.models import load_model
 from kukri.tasks import last_token
+from tests.test_llm_safetensors import TINY, byte_tokenizer
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "phi", "starcoder2")
 # (class of transformers, by the checkpoints that it has: Phi and Phi-3 answer no questions there)

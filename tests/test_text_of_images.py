@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as tr
-from test_llm_safetensors import GEMMA, N_VOCAB, TINY, byte_tokenizer, exact_logits
 
 from kukri import LLM
 from kukri.errors import UnusedTensorError
 from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.config import hf_model_config, text_config
 from kukri.terminal.convert import convert_model
+from tests.test_llm_safetensors import GEMMA, N_VOCAB, TINY, byte_tokenizer, exact_logits
 
 IDS = np.random.default_rng(0).integers(0, 200, 30).tolist()
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}

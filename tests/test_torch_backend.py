@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_gguf import START_ID, tiny_config, write_tiny
-from tiny_llama import random_ids
-from tiny_models import TINY, V, make
 
 from kukri import LLM
 from kukri.config import EngineConfig, RopeConfig
@@ -25,6 +22,9 @@ from kukri.kernels.pytorch import devices
 from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.models import Forward, load_model
 from kukri.sampling import SamplingParams
+from tests.models.tiny_llama import random_ids
+from tests.models.tiny_models import TINY, V, make
+from tests.tiny_gguf import START_ID, tiny_config, write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=3, max_tokens=12, ignore_eos=True)

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from fake_api import FakeAPI, chunk, fake_api, usage
 from typer.testing import CliRunner
 
 from kukri.bench.endpoint import Answer
@@ -22,6 +21,7 @@ from kukri.bench.load import LoadOptions, measure_load
 from kukri.bench.prompts import WORDS, file_prompts, random_prompts
 from kukri.cli import app
 from kukri.errors import ConfigError, KukriError
+from tests.bench.fake_api import FakeAPI, chunk, fake_api, usage
 
 WAIT_S, GAP_S = 0.3, 0.1
 TOLERANCE_S = 0.03  # between what one thread sent and another read, at the median

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_llm_safetensors import make
 
 from kukri import LLM
 from kukri.bench import card
 from kukri.errors import ConfigError
 from kukri.terminal.bench import run_bench
+from tests.test_llm_safetensors import make
 
 
 @pytest.fixture(autouse=True)

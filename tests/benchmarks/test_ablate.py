@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cli import assert_one_line_error
-from tiny_gguf import tiny_config, write_tiny
 from typer.testing import CliRunner
 
 from benchmarks.ablate import app, page_text, show_ablation
@@ -30,6 +28,8 @@ from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
 from kukri.quant.types import QUANT_TYPES
+from tests.test_cli import assert_one_line_error
+from tests.tiny_gguf import tiny_config, write_tiny
 
 SMALL = Sizes(
     context=128,

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_gguf import tiny_config, write_tiny
 from typer.testing import CliRunner
 
 from benchmarks.plan import app
 from benchmarks.simulation import Engine, Load, StepCosts, replicas_needed, simulate
+from tests.tiny_gguf import tiny_config, write_tiny
 
 COSTS = StepCosts(base_s=0.002, sequence_s=0.0004, token_s=0.00025)
 ENGINE = Engine(COSTS, n_pages=4096)

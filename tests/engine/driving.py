@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from fake_model import EOS, N_VOCAB, POISON
 from hypothesis import strategies as st
 
 from kukri.engine import Engine, InFlight, Request, RequestState, StepOutput
 from kukri.engine.pages import most_pages
 from kukri.sampling import SamplingParams
+from tests.engine.fake_model import EOS, N_VOCAB, POISON
 
 Event = tuple[Any, ...]
 

@@ -8,12 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driving import add, any_events, finish, greedy, play, prompt_of
-from fake_model import EOS, POISON, FakeBackend, FakeModel, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_speculation import alone
-from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.config import EngineConfig
@@ -26,6 +22,10 @@ from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
 from kukri.sampling import SamplingParams
+from tests.engine.driving import add, any_events, finish, greedy, play, prompt_of
+from tests.engine.fake_model import EOS, POISON, FakeBackend, FakeModel, expected_output
+from tests.engine.test_speculation import alone
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 
 class WorseBackend(FakeBackend):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from driving import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kukri.config import EngineConfig
+from kukri.engine import Engine, Request, RequestState
+from kukri.errors import CapacityError, ConfigError, ContextLengthError, HookError, KukriError, RequestError
+from kukri.sampling import SamplingParams
+from tests.engine.driving import (
     SIZES,
     WINDOWS,
     add,
@@ -16,14 +23,16 @@ from driving import (
     prompt_of,
     rows_of,
 )
-from fake_model import EOS, N_VOCAB, POISON, FakeBackend, FakeModel, expected_output, make_engine, next_token
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from kukri.config import EngineConfig
-from kukri.engine import Engine, Request, RequestState
-from kukri.errors import CapacityError, ConfigError, ContextLengthError, HookError, KukriError, RequestError
-from kukri.sampling import SamplingParams
+from tests.engine.fake_model import (
+    EOS,
+    N_VOCAB,
+    POISON,
+    FakeBackend,
+    FakeModel,
+    expected_output,
+    make_engine,
+    next_token,
+)
 
 
 @pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 100])

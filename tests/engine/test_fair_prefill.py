@@ -6,8 +6,6 @@ from math import inf
 from typing import Any
 
 import pytest
-from driving import add, finish, greedy, prompt_of
-from fake_model import FakeBackend, expected_output, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +13,8 @@ from kukri.engine import Engine, Request
 from kukri.engine.step_cost import StepCost
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.step import ForwardBatch
+from tests.engine.driving import add, finish, greedy, prompt_of
+from tests.engine.fake_model import FakeBackend, expected_output, make_engine
 
 
 def make(**options: Any) -> Engine:
@@ -142,7 +142,7 @@ class TimedBackend(FakeBackend):
 
 def timed_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Engine, TimedBackend]:
     backend = TimedBackend()
-    monkeypatch.setattr("fake_model.FakeBackend", lambda: backend)
+    monkeypatch.setattr("tests.engine.fake_model.FakeBackend", lambda: backend)
     monkeypatch.setattr("kukri.engine.engine.even_depth", lambda *given: 100.0)
     engine = make(max_step_ms=100, max_step_tokens=256, **options)
     engine._clock = lambda: backend.now_s

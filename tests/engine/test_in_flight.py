@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from driving import Pipeline, add, finish, greedy, prompt_of
-from fake_model import POISON, expected_output, make_engine
 
 from kukri.engine import RequestState
+from tests.engine.driving import Pipeline, add, finish, greedy, prompt_of
+from tests.engine.fake_model import POISON, expected_output, make_engine
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

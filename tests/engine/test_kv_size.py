@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM, SamplingParams
 from kukri.engine.kv_size import KVCost, choose_kv_size
@@ -15,6 +14,7 @@ from kukri.errors import ConfigError
 from kukri.host.hardware import available_bytes
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.reference import ReferenceBackend
+from tests.tiny_gguf import tiny_config, write_tiny
 
 MiB = 1 << 20
 HUGE_CONTEXT = 1 << 22

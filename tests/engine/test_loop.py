@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from driving import greedy, prompt_of
-from fake_model import POISON, FakeBackend, expected_output, hidden_state, make_engine
 
 from kukri.engine import Engine, EngineLoop, Request, StepOutput
 from kukri.errors import CapacityError, HookError
 from kukri.sampling import SamplingParams
+from tests.engine.driving import greedy, prompt_of
+from tests.engine.fake_model import POISON, FakeBackend, expected_output, hidden_state, make_engine
 
 
 class Inbox:

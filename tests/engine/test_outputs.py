@@ -6,13 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driving import SIZES, add, any_events, finish, greedy, play, prompt_of, rows_of
-from fake_model import N_HIDDEN, N_VOCAB, POISON, expected_output, hidden_state, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.engine import Request
 from kukri.errors import CapacityError
+from tests.engine.driving import SIZES, add, any_events, finish, greedy, play, prompt_of, rows_of
+from tests.engine.fake_model import (
+    N_HIDDEN,
+    N_VOCAB,
+    POISON,
+    expected_output,
+    hidden_state,
+    make_engine,
+    next_token,
+)
 
 
 def states(ids: list[int], first_row: int = 0) -> np.ndarray:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from driving import add, finish, greedy, prompt_of, rows_of
-from fake_model import POISON, expected_output, make_engine
 
 from kukri.engine import Engine, Request, residence
 from kukri.sampling import SamplingParams
+from tests.engine.driving import add, finish, greedy, prompt_of, rows_of
+from tests.engine.fake_model import POISON, expected_output, make_engine
 
 
 def add_all(engine: Engine, prompt: list[int], params: SamplingParams, **options: object) -> list[Request]:

@@ -9,14 +9,14 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from driving import add, greedy, prompt_of
-from fake_model import POISON, expected_output, make_engine
 
 from kukri.engine import Engine
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.request import Request
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.sampling import SamplingParams
+from tests.engine.driving import add, greedy, prompt_of
+from tests.engine.fake_model import POISON, expected_output, make_engine
 
 PAGE = 16
 

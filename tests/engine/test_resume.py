@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.engine import Request
 from kukri.errors import RequestError
 from kukri.sampling import Grammar, ReasoningLimit, SampledToken, SamplingParams, resolve_texts
+from tests.tiny_gguf import tiny_config, write_tiny
 
 N = 40
 KINDS: dict[str, dict[str, Any]] = {

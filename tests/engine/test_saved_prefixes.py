@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from driving import add, finish, greedy, prompt_of
-from fake_model import FakeBackend, expected_output, make_engine
 
 from kukri.engine import Engine, Request, saved_prefixes
 from kukri.engine.pages import ROOT, page_keys
@@ -22,6 +20,8 @@ from kukri.engine.saved_prefixes import _HEADER_BYTES, SavedPrefixes
 from kukri.errors import ConfigError
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PagedKV
+from tests.engine.driving import add, finish, greedy, prompt_of
+from tests.engine.fake_model import FakeBackend, expected_output, make_engine
 
 PAGE_FILE_BYTES = 1024 + _HEADER_BYTES  # of the fake model's pages
 

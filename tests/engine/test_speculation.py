@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driving import SIZES, WINDOWS, add, any_events, finish, greedy, pages_with_windows, play, prompt_of
-from fake_model import EOS, N_VOCAB, POISON, expected_output, make_engine, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +19,18 @@ from kukri.engine.drafts import DraftBudget, LookupDrafts
 from kukri.errors import RequestError
 from kukri.kernels.arrays import IntArray
 from kukri.sampling import Grammar, SamplingParams
+from tests.engine.driving import (
+    SIZES,
+    WINDOWS,
+    add,
+    any_events,
+    finish,
+    greedy,
+    pages_with_windows,
+    play,
+    prompt_of,
+)
+from tests.engine.fake_model import EOS, N_VOCAB, POISON, expected_output, make_engine, next_token
 
 DRAWN: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_llama import make_pair, random_ids
 
 from kukri.config import EngineConfig, LayerConfig
 from kukri.engine import Engine
@@ -18,6 +17,7 @@ from kukri.kernels import make_backend
 from kukri.kernels.cache import KVType
 from kukri.models import Model, load_model
 from kukri.sampling import SamplingParams
+from tests.models.tiny_llama import make_pair, random_ids
 
 N_VOCAB = 80
 NAN, HUGE = 0xFF, 0x7B  # bytes: every float of them is NaN, or about the largest there is

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from driving import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kukri.config import EngineConfig
+from kukri.engine import Engine, Request
+from kukri.engine.states import StatePool, snapshot_places
+from kukri.errors import ConfigError
+from tests.engine.driving import (
     SIZES,
     WINDOWS,
     Event,
@@ -18,14 +25,7 @@ from driving import (
     play,
     prompt_of,
 )
-from fake_model import FakeModel, expected_output, make_engine
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from kukri.config import EngineConfig
-from kukri.engine import Engine, Request
-from kukri.engine.states import StatePool, snapshot_places
-from kukri.errors import ConfigError
+from tests.engine.fake_model import FakeModel, expected_output, make_engine
 
 STATE_BYTES = 8
 

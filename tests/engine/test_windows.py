@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from driving import add, finish, greedy, prompt_of
-from fake_model import expected_output, make_engine
 
 from kukri.engine import Engine
 from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, most_pages
 from kukri.errors import CapacityError
+from tests.engine.driving import add, finish, greedy, prompt_of
+from tests.engine.fake_model import expected_output, make_engine
 
 PAGE = 16
 

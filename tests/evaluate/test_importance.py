@@ -10,8 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_llm_safetensors import make
-from tiny_gguf import tiny_config, write_tiny
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -27,6 +25,8 @@ from kukri.kernels.quantize import quantize, requantize
 from kukri.models import linear_inputs, tap_names
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.test_llm_safetensors import make
+from tests.tiny_gguf import tiny_config, write_tiny
 
 BOS, CHUNK = 256, 40
 IDS = np.random.default_rng(2).integers(0, 250, 100).tolist()

@@ -11,8 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_llm_safetensors import make
-from tiny_gguf import tiny_config, write_tiny
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -21,6 +19,8 @@ from kukri.errors import ConfigError
 from kukri.evaluate.compare import compare
 from kukri.evaluate.perplexity import perplexity
 from kukri.evaluate.text import prose, text_windows, windows
+from tests.test_llm_safetensors import make
+from tests.tiny_gguf import tiny_config, write_tiny
 
 TEXT = prose()[:300]
 SIZE, STRIDE, BOS = 64, 24, 256

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_gguf import random_arrays, tiny_config, write_tiny
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -20,6 +19,7 @@ from kukri.evaluate.tuning import Choice, allocate, recipe_of, tune
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.quant.recipes import apply_recipe, recipe_named
 from kukri.quant.types import QUANT_TYPES
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 Q4, Q8 = QUANT_TYPES["Q4_0"], QUANT_TYPES["Q8_0"]
 

@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tr
-from test_llm_safetensors import CHECKPOINTS, N_VOCAB, TINY, exact_logits, make
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
@@ -36,6 +34,8 @@ from kukri.quant.recipes import Recipe
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.tokenizer import Tokenizer, load_tokenizer
+from tests.test_llm_safetensors import CHECKPOINTS, N_VOCAB, TINY, exact_logits, make
+from tests.tiny_gguf import tiny_config, write_tiny
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 50).tolist()
 KINDS = list(CHECKPOINTS)

@@ -11,12 +11,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.repos import RepoName, choose
+from tests.tiny_gguf import write_tiny
 
 
 def split(source: Path, directory: Path, **limits: int) -> list[Path]:

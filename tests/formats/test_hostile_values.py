@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lora_files import random_updates, write_gguf_adapter, write_peft
-from test_llm_safetensors import make
-from tiny_encoders import save as save_encoder
 
 from kukri.errors import ConfigError, FormatError, KukriError, MissingKernelError, UnsupportedError, reading
 from kukri.formats.adapters import read_adapter
@@ -35,6 +32,9 @@ from kukri.models.keys import Keys
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
 from kukri.tokenizer import Tokenizer, load_tokenizer
+from tests.models.lora_files import random_updates, write_gguf_adapter, write_peft
+from tests.models.tiny_encoders import save as save_encoder
+from tests.test_llm_safetensors import make
 
 DEEP: Any = []
 for _ in range(400):

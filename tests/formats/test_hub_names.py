@@ -13,13 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from test_gguf_split import split
-from tiny_gguf import write_tiny
 
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name
+from tests.formats.test_gguf_split import split
+from tests.tiny_gguf import write_tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_test"

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_gguf import write_tiny
 from typer.testing import CliRunner
 
 from kukri.cli import app
 from kukri.errors import UnsupportedError
 from kukri.formats import hub
 from kukri.formats.model_cache import cached_models, cached_path, remove
+from tests.tiny_gguf import write_tiny
 
 COMMIT = "0123456789" * 4
 

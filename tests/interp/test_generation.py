@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.engine import RequestState
 from kukri.errors import HookError, RequestError
 from kukri.interp.generation import RequestTaps
 from kukri.sampling import SamplingParams
+from tests.tiny_gguf import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 STREAM = "blocks.1.hook_resid_pre"

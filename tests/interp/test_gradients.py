@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_models
-import tl_models
 import torch
-from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.errors import RequestError, UnsupportedError
 from kukri.interp import gradients
 from kukri.interp.tape import Tape
+from tests.interp import tl_models
+from tests.models import tiny_models
+from tests.tiny_gguf import write_tiny
 
 IDS = tl_models.IDS[0]
 OTHER = np.random.default_rng(1).integers(3, tiny_models.V, len(IDS))

@@ -9,12 +9,12 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
-from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError, FormatError, KukriError, RequestError, UnsupportedError
 from kukri.interp import ControlVector, Intervention, Probe, SparseAutoencoder
 from kukri.sampling import SamplingParams
+from tests.tiny_gguf import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 D, F = 64, 96

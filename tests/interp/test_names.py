@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-import tiny_models
-from tl_models import ENCODERS, FACTS, IDS, NAMES, probe, session
 
 from kukri.errors import HookError
 from kukri.interp.names import full_name
+from tests.interp.tl_models import ENCODERS, FACTS, IDS, NAMES, probe, session
+from tests.models import tiny_models
 
 EXPECTED = json.loads(FACTS.read_text(encoding="utf-8"))
 

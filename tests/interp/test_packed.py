@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tl_models
 import torch
 import transformers
 
 from benchmarks.fidelity import judge_model
 from kukri import LLM
+from tests.interp import tl_models
 
 TEXT = "When Mary and John went to the store, John gave a drink to"
 

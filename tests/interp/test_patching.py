@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tl_models import session
 
 from kukri.errors import RequestError
 from kukri.interp import patching, plots
+from tests.interp.tl_models import session
 
 RNG = np.random.default_rng(3)
 CLEAN = RNG.integers(3, 80, (2, 19), np.int32)

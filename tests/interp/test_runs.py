@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_gguf import write_tiny
-from tl_models import IDS, session
 
 from kukri import LLM
 from kukri.errors import ContextLengthError, HookError, KukriError, RequestError
+from tests.interp.tl_models import IDS, session
+from tests.tiny_gguf import write_tiny
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
-from tiny_gguf import write_tiny
 from typer.testing import CliRunner
 
 from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ConfigError, FormatError, HookError
 from kukri.interp.store import ActivationStore, write_store
+from tests.tiny_gguf import write_tiny
 
 TEXTS = ["Once upon a time there was a fox. " * 3, "And a crow.", "A" * 70]
 NAMES = ["resid_post0", "blocks.1.attn.hook_z"]

@@ -1,4 +1,4 @@
-"""Tiny random models in TransformerLens and here. `python tests/interp/tl_models.py` writes names.json anew.
+"""Tiny random models in TransformerLens and here. `python -m tests.interp.tl_models` writes names.json anew.
 
 TransformerLens is no dependency of the tests: names.json holds what it says of names, shapes and values, and
 `pytest -m slow tests/interp` compares with the package itself where it is installed (4.3 was used).
@@ -7,7 +7,6 @@ TransformerLens is no dependency of the tests: names.json holds what it says of 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import warnings
 from contextlib import nullcontext
@@ -16,15 +15,11 @@ from typing import Any
 
 import numpy as np
 
-if __name__ == "__main__":  # pytest adds these folders itself
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "models")]
-import tiny_encoders
-import tiny_models
-
 from kukri.interp import Session
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVType
 from kukri.models import Model, load_model
+from tests.models import tiny_encoders, tiny_models
 
 NAMES = ["smollm3", "llama", "qwen3", "phi", "phi3", "starcoder2", "mistral", "qwen2"]
 NAMES += ["gemma2", "gemma3_text", "olmo2", "granite", "ernie4_5", "olmo3"]

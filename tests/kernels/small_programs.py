@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from random_blocks import random_rows
 
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Vector, Weight
@@ -14,6 +13,7 @@ from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import PACKED, QUANT_TYPES
+from tests.random_blocks import random_rows
 
 # one type for each form of tiles: what else a type has is how its blocks are read
 QUANTIZED = tuple({type.tiles.name: type.name for type in PACKED}.values())

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_programs import assert_close, exact_rows, f32_weight, weight
 
 from kukri.errors import ShapeError
 from kukri.kernels import make_backend
@@ -14,6 +13,7 @@ from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import LowRank, Vector, Weight
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.step import ForwardBatch, StepLimits
+from tests.kernels.small_programs import assert_close, exact_rows, f32_weight, weight
 
 N_IN, N_OUTS, D = 64, (32, 24, 40), 96
 LENGTHS = (1, 9, 3, 1, 7, 2)

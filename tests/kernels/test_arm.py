@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_programs import TYPES
-from tiny_gguf import write_tiny
 
 from benchmarks.arm_instructions import assembly_of
 from kukri.kernels.cpu.compile import features
 from kukri.kernels.cpu.compile.features import cpu_target
+from tests.kernels.small_programs import TYPES
+from tests.tiny_gguf import write_tiny
 
 HERE = Path(__file__).parent
 ARM_PYTHON = os.environ.get("KUKRI_ARM_PYTHON", "")

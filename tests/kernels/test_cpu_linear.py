@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_blocks import HALVES, random_rows, set_scales
-from small_programs import (
+
+from kukri.errors import ShapeError
+from kukri.kernels.constants import Vector, Weight
+from kukri.kernels.quantize import quantize
+from kukri.quant.blocks import dequantize
+from kukri.quant.per_token import linear_per_token, quantize_tokens
+from kukri.quant.types import QUANT_TYPES
+from tests.kernels.small_programs import (
     QUANTIZED,
     RELATIVE,
     TYPES,
@@ -21,13 +27,7 @@ from small_programs import (
     run,
     weight,
 )
-
-from kukri.errors import ShapeError
-from kukri.kernels.constants import Vector, Weight
-from kukri.kernels.quantize import quantize
-from kukri.quant.blocks import dequantize
-from kukri.quant.per_token import linear_per_token, quantize_tokens
-from kukri.quant.types import QUANT_TYPES
+from tests.random_blocks import HALVES, random_rows, set_scales
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 5, 8, 9, 63, 65, 130])

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_programs import assert_close, attention_case, copy_of, f32_weight, plain_batch
 
 from kukri.errors import ShapeError
 from kukri.kernels.cache import KVLayer
@@ -16,6 +15,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
+from tests.kernels.small_programs import assert_close, attention_case, copy_of, f32_weight, plain_batch
 
 
 def run(backend, program, batch, cache, mask_heads):

@@ -11,16 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from small_programs import (
-    assert_close,
-    attention_case,
-    both,
-    copy_of,
-    f32_weight,
-    plain_batch,
-    run,
-    weight,
-)
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
 from kukri.kernels.cache import KVLayer
@@ -32,6 +22,16 @@ from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec, ConvSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import RUN
+from tests.kernels.small_programs import (
+    assert_close,
+    attention_case,
+    both,
+    copy_of,
+    f32_weight,
+    plain_batch,
+    run,
+    weight,
+)
 
 
 @pytest.mark.parametrize("type_name", RUN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from small_programs import TYPES, assert_close, both, exact_rows, f32_weight, plain_batch, run, weight
 
 from kukri.errors import HookError, ShapeError
 from kukri.kernels import make_backend
@@ -13,6 +12,16 @@ from kukri.kernels.constants import Experts, Vector
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import Routing
 from kukri.kernels.step import StepLimits
+from tests.kernels.small_programs import (
+    TYPES,
+    assert_close,
+    both,
+    exact_rows,
+    f32_weight,
+    plain_batch,
+    run,
+    weight,
+)
 
 ROUTING = Routing(n_experts=11, n_used=3, normalized=True)
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_programs import assert_close, f32_weight, plain_batch, run
 
 from kukri.errors import ShapeError
 from kukri.kernels import make_backend
@@ -18,6 +17,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
+from tests.kernels.small_programs import assert_close, f32_weight, plain_batch, run
 
 N_SLOTS, MOST = 9, 150
 

@@ -7,7 +7,6 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from small_programs import TYPES, weight
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
 from kukri.kernels import make_backend
@@ -26,6 +25,7 @@ from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.kernels.small_programs import TYPES, weight
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(300, 8, 300, 24)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampling_kernel import FILTERS, copy_of, empty_records, make_records, outcome, outcomes, random_row
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.host_step import HostLogits
@@ -27,6 +26,15 @@ from kukri.kernels.sampling_record import (
     TOP_N_SIGMA,
     TOP_P,
     SamplingRecords,
+)
+from tests.kernels.test_sampling_kernel import (
+    FILTERS,
+    copy_of,
+    empty_records,
+    make_records,
+    outcome,
+    outcomes,
+    random_row,
 )
 
 REFERENCE = ReferenceSampling()

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_llama import TOLERANCE, residual_recorder
-from tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
-from tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
 
 from kukri.errors import FormatError, UnusedTensorError
 from kukri.formats.gguf.config import model_config
@@ -20,6 +17,9 @@ from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
 from kukri.models import ARCHITECTURES, Model, load_model, tap_names
+from tests.models.test_llama import TOLERANCE, residual_recorder
+from tests.models.tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
+from tests.models.tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
 
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts

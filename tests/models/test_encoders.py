@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_encoders import CONTEXT, ENCODERS, N_LAYERS, V, hf_states, load, save
-from tiny_llama import Driver, random_ids
 
 from kukri import LLM
 from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
+from tests.models.tiny_encoders import CONTEXT, ENCODERS, N_LAYERS, V, hf_states, load, save
+from tests.models.tiny_llama import Driver, random_ids
 
 IDS = [max(i, 2) for i in random_ids(37, V)]  # no padding, which XLM-RoBERTa has no position for
 TOLERANCES = {"reference": 1e-4, "cpu": 2e-3, "torch": 1e-4}  # float16 keys and values on the CPU

@@ -11,14 +11,14 @@ import pytest
 import torch
 import transformers as tr
 from safetensors.torch import load_file, save_file
-from tiny_encoders import load
-from tiny_llama import Driver
 
 from kukri import LLM
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.kernels import make_backend
 from kukri.terminal.convert import convert_model
+from tests.models.tiny_encoders import load
+from tests.models.tiny_llama import Driver
 
 V, WINDOW = 272, 10  # a token sees 5 before and 5 after it
 IDS = np.random.default_rng(5).integers(0, 256, 37).tolist()
@@ -27,7 +27,7 @@ TEXTS = ["The cat sat on the mat, and the dog lay beside it.", "a", "Dense layer
 
 def save(directory: Path, **more: Any) -> Any:
     """transformers' model, saved with a tokenizer and the files of sentence-transformers."""
-    from test_llm_safetensors import byte_tokenizer
+    from tests.test_llm_safetensors import byte_tokenizer
 
     torch.manual_seed(4)
     config = tr.Gemma3TextConfig(

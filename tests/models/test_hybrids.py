@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_llm_safetensors import CHECKPOINTS, N_VOCAB, byte_tokenizer, make
-from test_llm_safetensors import TINY as TINY_HF
-from tiny_models import TINY, write
-from tiny_models import make as make_tiny
 
 from kukri import LLM, SamplingParams
 from kukri.errors import FormatError, KukriError, RequestError, UnsupportedError
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.terminal.inspect import show_model
+from tests.models.tiny_models import TINY, write
+from tests.models.tiny_models import make as make_tiny
+from tests.test_llm_safetensors import CHECKPOINTS, N_VOCAB, byte_tokenizer, make
+from tests.test_llm_safetensors import TINY as TINY_HF
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_gguf import write_tiny
-from tiny_llama import Driver, TorchSource, hf_forward, make_pair, random_ids
 
 from kukri.config import LayerConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
@@ -24,6 +22,8 @@ from kukri.models import load_model, tap_names
 from kukri.models.rope import rope_frequencies
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.models.tiny_llama import Driver, TorchSource, hf_forward, make_pair, random_ids
+from tests.tiny_gguf import write_tiny
 
 # Two orders of float32 sums: 60 to 100 terms each, through 2 or 3 layers. Values are of size 1 to 7.
 TOLERANCE = 1e-4

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from test_llm_safetensors import N_VOCAB, exact_logits, make
 
 from kukri import LLM, SamplingParams
 from kukri.bench.card import model_card
@@ -22,6 +21,7 @@ from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.terminal.inspect import show_model
+from tests.test_llm_safetensors import N_VOCAB, exact_logits, make
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 30).tolist()
 LAYER = "model.layers.1.mlp"

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import real_llama
-from tiny_llama import Driver, hf_forward
 
 from kukri import LLM
 from kukri.formats.gguf.config import model_config
@@ -17,6 +15,8 @@ from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.models import Model, load_model
 from kukri.tokenizer import Tokenizer
+from tests.models import real_llama
+from tests.models.tiny_llama import Driver, hf_forward
 
 PROSE = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of
 foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was

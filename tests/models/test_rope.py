@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_llama import make_pair
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -16,6 +15,7 @@ from kukri.config import RopeConfig, RopeScaling
 from kukri.errors import ConfigError
 from kukri.kernels.rope_rows import RopeRows
 from kukri.models.rope import attention_factor, inverse_frequencies, rope_frequencies, with_scaling
+from tests.models.tiny_llama import make_pair
 
 HALF = 32
 SHORT = tuple(1 + 0.01 * i for i in range(HALF))

@@ -10,11 +10,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-import token_by_token  # noqa: F401
 import torch
 import transformers
-from tiny_gguf import _interleaved
-from tiny_llama import TorchSource
 
 from kukri.config import LayerConfig, MixtureConfig, ModelConfig, RecurrentConfig, RopeConfig, RopeScaling
 from kukri.formats.gguf.writer import write_gguf
@@ -22,6 +19,9 @@ from kukri.formats.huggingface.weights import is_convolution
 from kukri.kernels.quantize import quantize
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
+from tests.models import token_by_token  # noqa: F401
+from tests.models.tiny_llama import TorchSource
+from tests.tiny_gguf import _interleaved
 
 N_LAYERS, D, F, V, HEADS, KV_HEADS, D_HEAD, CONTEXT = 4, 64, 96, 80, 4, 2, 16, 256
 N_TOKENS = 40  # of a prompt: longer than every window and every original context

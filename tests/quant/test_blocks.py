@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 
 import gguf
-import newer_types
 import numpy as np
 import pytest
-from random_blocks import HALVES
 
 from kukri.errors import ShapeError, UnsupportedError
 from kukri.kernels.constants import Weight
@@ -18,6 +16,8 @@ from kukri.kernels.cpu.pack.weights import in_blocks_of_tiles
 from kukri.kernels.quantize import quantize
 from kukri.quant.blocks import BLOCKS, WRITTEN, dequantize
 from kukri.quant.types import PACKED, QUANT_TYPES
+from tests.quant import newer_types
+from tests.random_blocks import HALVES
 
 NAMES = list(BLOCKS)
 EXACT = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"]

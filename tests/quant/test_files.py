@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_blocks import dequantized_by_gguf, random_rows
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import MissingKernelError, UnsupportedError
@@ -18,6 +16,8 @@ from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels.cpu.pack.layouts import LAYOUTS
 from kukri.quant.blocks import BLOCKS
 from kukri.quant.types import PACKED, QUANT_TYPES
+from tests.random_blocks import dequantized_by_gguf, random_rows
+from tests.tiny_gguf import tiny_config, write_tiny
 
 NAMES = [type.name for type in PACKED]
 # inputs of every matrix are a multiple of 256, the block size of K-quants

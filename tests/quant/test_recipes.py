@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from tiny_gguf import tiny_config, write_tiny
 from typer.testing import CliRunner
 
 from benchmarks.make_model import SHAPES, tensor_shapes
@@ -23,6 +22,7 @@ from kukri.quant.per_token import ACTIVATIONS_KEY
 from kukri.quant.recipes import apply_recipe, recipe_named, shipped_recipes
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
+from tests.tiny_gguf import tiny_config, write_tiny
 
 SHAPES_3B = tensor_shapes(SHAPES["smollm3-3b"])
 HF_NAMES = {name: hf_name(name) for name in SHAPES_3B}

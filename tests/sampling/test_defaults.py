@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_gguf import write_tiny
 
 from kukri import LLM, SamplingParams
 from kukri.errors import RequestError
@@ -17,6 +16,7 @@ from kukri.formats import hub
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
 from kukri.sampling import default_params, with_overrides
 from kukri.sampling.defaults import OWN_DEFAULTS
+from tests.tiny_gguf import write_tiny
 
 
 @pytest.mark.parametrize(

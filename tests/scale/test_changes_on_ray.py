@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.model_options import ModelOptions
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")

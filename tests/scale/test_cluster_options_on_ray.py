@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from collector import Collector, collecting
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.config import LayerConfig
+from tests.collector import Collector, collecting
+from tests.tiny_gguf import tiny_config, write_tiny
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.scale.data import Predictor, predictor
+from tests.tiny_gguf import tiny_config, write_tiny
 
 SAMPLING = {"max_tokens": 12, "seed": 3}
 
@@ -60,7 +60,7 @@ def test_vectors(path: str) -> None:
 def test_labels(tmp_path: Path) -> None:
     """Catches labels of another row, and a text that is too long and takes the others with it."""
     pytest.importorskip("torch")
-    from test_tasks import TEXTS, make
+    from tests.test_tasks import TEXTS, make
 
     make(tmp_path, "llama", TEXTS)
     texts = ["a good day", "x" * 1000, "a bad day"]
@@ -78,7 +78,7 @@ def test_labels(tmp_path: Path) -> None:
 def test_scores_of_documents(head: str, tmp_path: Path) -> None:
     """Catches a score of another query or document, of cross-encoders and of embeddings."""
     pytest.importorskip("torch")
-    from tiny_encoders import save
+    from tests.models.tiny_encoders import save
 
     save(tmp_path, "bert", head, **({"num_labels": 1} if head != "Model" else {}))
     queries = ["cat?", "dog?", "cat?", "dog?", "cat?"]

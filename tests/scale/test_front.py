@@ -14,8 +14,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from clusters import LocalCluster, cluster, until
-from tiny_gguf import tiny_config, write_tiny
 
 from benchmarks.simulation import Engine, Load, StepCosts, simulate
 from kukri import LLM
@@ -23,6 +21,8 @@ from kukri.model_options import ModelOptions
 from kukri.server.app import create_app
 from kukri.server.asgi_client import post
 from kukri.server.settings import ServerSettings
+from tests.scale.clusters import LocalCluster, cluster, until
+from tests.tiny_gguf import tiny_config, write_tiny
 
 PATH = "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from clusters import cluster, until
-from collector import collecting
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri.model_options import ModelOptions
 from kukri.server.asgi_client import post
+from tests.collector import collecting
+from tests.scale.clusters import cluster, until
+from tests.tiny_gguf import tiny_config, write_tiny
 
 
 def test_a_trace_goes_on_in_the_replicas(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_gguf import tiny_config, write_tiny
+
+from tests.tiny_gguf import tiny_config, write_tiny
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray")

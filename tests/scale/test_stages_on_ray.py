@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.config import LayerConfig
 from kukri.errors import ConfigError
+from tests.tiny_gguf import tiny_config, write_tiny
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import SERVER, TOOL_TEMPLATE, Served, serving
 
 from kukri import LLM
+from tests.server.live_server import SERVER, TOOL_TEMPLATE, Served, serving
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def site(smollm2_path: Path) -> Iterator[Served]:
 @pytest.fixture
 def visit(browser, site) -> Iterator[Any]:
     """The page, open and ready; its console must have stayed silent."""
-    from browsing import visiting
+    from tests.server.browsing import visiting
 
     with visiting(browser, site.url) as visit:
         yield visit.ready()
@@ -79,7 +79,7 @@ def visit(browser, site) -> Iterator[Any]:
 def forced(site, monkeypatch) -> Callable[..., None]:
     """Makes the model say a text, whatever it is asked, one token every `pause_s`."""
 
-    from forcing import force
+    from tests.server.forcing import force
 
     def force_text(text: str, pause_s: float = 0.0) -> None:
         force(site.served, monkeypatch, text, pause_s=pause_s)

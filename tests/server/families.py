@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import family_templates as templates
-from tiny_gguf import tiny_config, write_tiny
+from tests.server import family_templates as templates
+from tests.tiny_gguf import tiny_config, write_tiny
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
 

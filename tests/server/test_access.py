@@ -16,8 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import ASK, CHAT, MODEL, TEXT, serving
-from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError
@@ -27,6 +25,8 @@ from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ModelSpec
 from kukri.terminal.options import ServeOptions
 from kukri.terminal.serve import bound_unix_socket, server_settings
+from tests.server.live_server import ASK, CHAT, MODEL, TEXT, serving
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 
 @pytest.fixture(scope="module")

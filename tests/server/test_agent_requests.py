@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from bodies import check_error, check_event, check_response, events
-from forcing import force
-from live_server import MODEL
 
 from kukri.errors import RequestError
 from kukri.server.errors import NotFoundError
 from kukri.server.openai.response_store import ResponseStore
 from kukri.server.openai.responses import parse_response
 from kukri.server.openai.responses_schema import ResponseBody
+from tests.server.bodies import check_error, check_event, check_response, events
+from tests.server.forcing import force
+from tests.server.live_server import MODEL
 
 PATCH = {
     "type": "custom",

@@ -11,14 +11,14 @@ from typing import Any
 
 import openai
 import pytest
-from live_server import MODEL, Served, serving
-from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.engine import EngineLoop
 from kukri.errors import RequestError
 from kukri.server.openai import batches as batches_module
 from kukri.server.openai.batch_routes import form_fields
+from tests.server.live_server import MODEL, Served, serving
+from tests.tiny_gguf import write_tiny
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from bodies import check_chat, check_completion, events
-from live_server import ASK, CHAT, MODEL, TEXT
+
+from tests.server.bodies import check_chat, check_completion, events
+from tests.server.live_server import ASK, CHAT, MODEL, TEXT
 
 
 def test_n_answers_are_n_choices(served):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Served, serving
 
 from kukri import LLM
+from tests.server.live_server import Served, serving
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / "examples" / "clients"

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Served, serving
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import StageError
 from kukri.stages.pipeline import Pipeline
+from tests.server.live_server import Served, serving
+from tests.tiny_gguf import tiny_config, write_tiny
 
 OPTIONS: dict[str, Any] = {"n_threads": 1, "max_requests": 4}
 N_STREAMS, N_TOKENS = 6, 400  # two streams more than are computed at a time

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from families import FAMILIES, QWEN, Calls, Family, history_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from kukri.server.chat.dialects.history import readable
 from kukri.server.chat.dialects.signatures import Signatures
 from kukri.server.chat.dialects.thoughts import Thought
 from kukri.tokenizer.chat import ChatTemplate
+from tests.server.families import FAMILIES, QWEN, Calls, Family, history_of
 
 FUNCTIONS = [
     {

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as tr
-from bodies import check_embeddings, check_error
-from live_server import MODEL, OTHER_NAME, serving
-from test_tasks import TEXT, TOLERANCES, make
 
 from kukri import LLM
+from tests.server.bodies import check_embeddings, check_error
+from tests.server.live_server import MODEL, OTHER_NAME, serving
+from tests.test_tasks import TEXT, TOLERANCES, make
 
 TEXTS = [TEXT, "a", "The capital of France is Paris. " * 9]
 

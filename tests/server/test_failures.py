@@ -7,10 +7,10 @@ import logging
 
 import numpy as np
 import pytest
-from bodies import check_error, events
-from live_server import ASK, TEXT, serving
 
 from kukri import LLM
+from tests.server.bodies import check_error, events
+from tests.server.live_server import ASK, TEXT, serving
 
 
 def test_a_failing_request_fails_alone(smollm2_path, caplog):

@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from floods import Flood, Floods
-from live_server import TEXT, Served, serving
-from tiny_gguf import write_tiny
 
 from kukri import LLM
+from tests.server.floods import Flood, Floods
+from tests.server.live_server import TEXT, Served, serving
+from tests.tiny_gguf import write_tiny
 
 MOST_S = 1.0
 

@@ -8,7 +8,6 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from live_server import MODEL, Served, serving
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -18,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from kukri import LLM
+from tests.server.live_server import MODEL, Served, serving
 
 HANG_S = 20.0  # nothing that fits into the little context takes as long
 GENERATED = (

@@ -7,11 +7,12 @@ from typing import Any
 
 import anthropic
 import pytest
-from bodies import check_chat, check_chunk, check_error, events
-from forcing import force
-from live_server import MODEL
 from pydantic import BaseModel, Field
-from test_tool_families import CALLS, NAMED, QUESTION, STRICT, TOOLS, ask, prompt_of
+
+from tests.server.bodies import check_chat, check_chunk, check_error, events
+from tests.server.forcing import force
+from tests.server.live_server import MODEL
+from tests.server.test_tool_families import CALLS, NAMED, QUESTION, STRICT, TOOLS, ask, prompt_of
 
 
 class User(BaseModel):

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from bodies import check_error, events
-from live_server import MODEL, serving
 
 from kukri import LLM
 from kukri.server.chat.grammar_worker import BUDGET_S, MAX_AT_ONCE
 from kukri.terminal.serve import host_names
+from tests.server.bodies import check_error, events
+from tests.server.live_server import MODEL, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "Hi"}]

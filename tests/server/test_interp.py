@@ -12,15 +12,15 @@ import numpy as np
 import openai
 import pytest
 import safetensors.numpy
-from bodies import check_error
-from live_server import serving
-from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.interp import Probe
 from kukri.server.keys import KeyRing
 from kukri.server.settings import ServerSettings
+from tests.server.bodies import check_error
+from tests.server.live_server import serving
+from tests.tiny_gguf import write_tiny
 
 D = 64
 DIRECTION = np.random.default_rng(0).standard_normal(D).astype(np.float32) * 8

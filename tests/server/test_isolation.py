@@ -9,9 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from bodies import check_error, events
-from live_server import CHAT, TEXT, Served, serving
-from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.engine import Request
@@ -19,6 +16,9 @@ from kukri.engine.drafts import LookupDrafts
 from kukri.server.chat.prompts import ChatPrompts
 from kukri.server.models import served_model
 from kukri.server.openai.completions import CompletionWriter
+from tests.server.bodies import check_error, events
+from tests.server.live_server import CHAT, TEXT, Served, serving
+from tests.tiny_gguf import write_tiny
 
 N = 10
 BAD = 666  # the seed of the request with the fault

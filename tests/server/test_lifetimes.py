@@ -11,8 +11,6 @@ import time
 import weakref
 
 import pytest
-from live_server import ASK, TEXT, serving
-from tiny_gguf import write_tiny
 
 from kukri import LLM, Grammar
 from kukri.errors import CapacityError
@@ -20,6 +18,8 @@ from kukri.server.chat import grammar_check
 from kukri.server.connection import uvicorn_options
 from kukri.server.models.bridge import Bridge
 from kukri.server.settings import ServerSettings
+from tests.server.live_server import ASK, TEXT, serving
+from tests.tiny_gguf import write_tiny
 
 
 @pytest.fixture(scope="module")

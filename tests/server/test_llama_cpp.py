@@ -9,14 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
-from bodies import check_error, events
 from hypothesis import given
 from hypothesis import strategies as st
-from live_server import CHAT, MODEL, TEXT, Served, serving
-from tiny_gguf import CONTROL, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.server.llama_cpp.indent import IndentLimit
+from tests.server.bodies import check_error, events
+from tests.server.live_server import CHAT, MODEL, TEXT, Served, serving
+from tests.tiny_gguf import CONTROL, tiny_config, write_tiny
 
 PROMPT = "Once upon a time"
 LIKELIEST = {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from live_server import MODEL, Served
+from tests.server.live_server import MODEL, Served
 
 
 def bench(served: Served, *arguments: str) -> dict[str, Any]:

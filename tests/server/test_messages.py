@@ -9,18 +9,18 @@ from typing import Any
 
 import anthropic
 import pytest
-from bodies import (
+
+from kukri import LLM
+from kukri.server.anthropic.messages import parse_message
+from kukri.server.anthropic.schema import PromptBody
+from tests.server.bodies import (
     check_message,
     check_message_error,
     check_message_event,
     check_message_tokens,
     events,
 )
-from live_server import MODEL, Served, serving
-
-from kukri import LLM
-from kukri.server.anthropic.messages import parse_message
-from kukri.server.anthropic.schema import PromptBody
+from tests.server.live_server import MODEL, Served, serving
 
 SYSTEM = "You are a helpful AI assistant."
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -12,8 +12,6 @@ from hashlib import sha256
 
 import httpx
 import pytest
-from bodies import check_error, events
-from live_server import MODEL, serving
 
 from kukri import LLM
 from kukri.errors import ConfigError
@@ -21,6 +19,8 @@ from kukri.server.keys import KeyRing
 from kukri.server.logs import JsonFormatter, LoggedLines, TextFormatter
 from kukri.server.rates import RateLimiter
 from kukri.server.settings import ServerSettings
+from tests.server.bodies import check_error, events
+from tests.server.live_server import MODEL, serving
 
 ASK = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
 LONG = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}

@@ -11,11 +11,7 @@ from typing import Any
 import numpy as np
 import ollama
 import pytest
-from families import FAMILIES, write_family
-from forcing import force
-from live_server import MODEL, Served, serving
 from pydantic import BaseModel, ConfigDict, Field
-from tiny_gguf import write_tiny
 
 from kukri import LLM
 from kukri.formats import hub
@@ -23,6 +19,10 @@ from kukri.formats.model_cache import remove as remove_files
 from kukri.model_options import ModelOptions
 from kukri.server.ollama import models as ollama_models
 from kukri.server.settings import ModelSpec
+from tests.server.families import FAMILIES, write_family
+from tests.server.forcing import force
+from tests.server.live_server import MODEL, Served, serving
+from tests.tiny_gguf import write_tiny
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 LIKELIEST = {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0}

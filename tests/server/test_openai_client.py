@@ -7,7 +7,8 @@ import os
 
 import openai
 import pytest
-from bodies import (
+
+from tests.server.bodies import (
     check_chat,
     check_chunk,
     check_completion,
@@ -16,7 +17,7 @@ from bodies import (
     check_response,
     events,
 )
-from live_server import MODEL, OTHER_NAME, SERVER
+from tests.server.live_server import MODEL, OTHER_NAME, SERVER
 
 QUESTION = [
     {"role": "system", "content": "You are a helpful AI assistant."},

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from browsing import PHONE, visiting
-from live_server import MODEL, serving
-from tiny_gguf import write_tiny
-
 from kukri import LLM
 from kukri.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from kukri.system_message import opening
+from tests.server.browsing import PHONE, visiting
+from tests.server.live_server import MODEL, serving
+from tests.tiny_gguf import write_tiny
 
 # --- a conversation
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from browsing import PHONE, visiting
+
+from tests.server.browsing import PHONE, visiting
 
 
 def unreached(page) -> set[str]:

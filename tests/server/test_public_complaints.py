@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forcing import force
-from live_server import MODEL, Served, serving
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ContextLengthError
 from kukri.kernels.cpu.compile import features
+from tests.server.forcing import force
+from tests.server.live_server import MODEL, Served, serving
+from tests.tiny_gguf import tiny_config, write_tiny
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -17,9 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Served, serving
-from tiny_encoders import save
-from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError
@@ -29,6 +26,9 @@ from kukri.server.models import catalog as catalog_module
 from kukri.server.models import registry as registry_module
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec, duration_s
+from tests.models.tiny_encoders import save
+from tests.server.live_server import Served, serving
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 NAMES = ("red", "green", "blue")
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -226,8 +226,7 @@ def test_an_encoder_is_served_beside_language_models(files, tmp_path):
 _RSS = """
 import json, sys, time
 import httpx
-sys.path[:0] = ["tests/server", "tests"]
-from live_server import serving
+from tests.server.live_server import serving
 from kukri.model_options import ModelOptions
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec
@@ -386,8 +385,7 @@ def test_directories_are_looked_at_off_the_loop_and_seldom(files, tmp_path, monk
 
 _CUT = """
 import json, os, sys, time
-sys.path[:0] = ["tests/server", "tests"]
-from live_server import serving
+from tests.server.live_server import serving
 from kukri.loading import ModelOptions
 from kukri.server.settings import ModelSpec
 

@@ -7,14 +7,14 @@ import re
 
 import openai
 import pytest
-from bodies import check_error
-from live_server import ASK, CHAT, MODEL, RESPONSE, TEXT
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from kukri.server.openai.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody
+from tests.server.bodies import check_error
+from tests.server.live_server import ASK, CHAT, MODEL, RESPONSE, TEXT
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from bodies import check_error
-from live_server import MODEL, serving
 from typer.testing import CliRunner
 
 from kukri import LLM
 from kukri.cli import app
 from kukri.model_options import ModelOptions
 from kukri.server.asgi_client import post
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "scale"))
-from clusters import cluster
-from tiny_encoders import save
+from tests.models.tiny_encoders import save
+from tests.scale.clusters import cluster
+from tests.server.bodies import check_error
+from tests.server.live_server import MODEL, serving
 
 DOCUMENTS = ["the mat", "cats", "a cat sat on a mat, sitting"]
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import openai
 import pytest
-from bodies import check_error, check_event, check_response, events
-from live_server import MODEL, Served
 from pydantic import BaseModel
-from test_thinking import options, thinker  # noqa: F401  (a fixture)
+
+from tests.server.bodies import check_error, check_event, check_response, events
+from tests.server.live_server import MODEL, Served
+from tests.server.test_thinking import options, thinker  # noqa: F401  (a fixture)
 
 WEATHER = {
     "type": "function",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bodies import check_error
-from live_server import MODEL
 
 from kukri.errors import RequestError
 from kukri.server.anthropic.messages import parse_message
@@ -16,6 +14,8 @@ from kukri.server.ollama.schema import OllamaChatBody
 from kukri.server.openai.chat_completions import parse_chat
 from kukri.server.schema import ChatBody
 from kukri.tokenizer import ChatTemplate
+from tests.server.bodies import check_error
+from tests.server.live_server import MODEL
 
 HI = {"role": "user", "content": "Hi"}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}

@@ -11,9 +11,6 @@ import httpx
 import openai
 import pytest
 import torch
-from live_server import Served, serving
-from lora_files import Updates, write_gguf_adapter, write_peft
-from tiny_gguf import random_arrays, tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError
@@ -21,6 +18,9 @@ from kukri.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from kukri.terminal.options import ServeOptions
 from kukri.terminal.served_models import served_models
+from tests.models.lora_files import Updates, write_gguf_adapter, write_peft
+from tests.server.live_server import Served, serving
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]

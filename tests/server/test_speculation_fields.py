@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from live_server import MODEL, Served
+
+from tests.server.live_server import MODEL, Served
 
 TEXT = "The quick brown fox jumps over the lazy dog. A lazy dog sleeps in the sun all day long. "
 MESSAGES: Any = [{"role": "user", "content": f"Repeat this text: {TEXT}"}]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from live_server import MODEL, serving
 
 from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.server.settings import ServerSettings
+from tests.server.live_server import MODEL, serving
 
 
 def chunks_of(server, **fields):

@@ -10,12 +10,12 @@ from typing import Any
 
 import openai
 import pytest
-from bodies import check_error, check_response
-from live_server import MODEL, serving
 from pydantic import BaseModel
 
 from kukri import LLM, Grammar
 from kukri.server.chat.grammar_check import GrammarCheck
+from tests.server.bodies import check_error, check_response
+from tests.server.live_server import MODEL, serving
 
 QUESTION = [{"role": "user", "content": "Name a city and its country."}]
 SAMPLED = {"model": MODEL, "temperature": 1, "max_tokens": 160}

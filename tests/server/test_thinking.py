@@ -9,11 +9,11 @@ import anthropic
 import pytest
 import torch
 import transformers as tr
-from bodies import check_message, check_message_event, events
-from live_server import MODEL, Served, serving
-from test_llm_safetensors import TINY, byte_tokenizer
 
 from kukri import LLM
+from tests.server.bodies import check_message, check_message_event, events
+from tests.server.live_server import MODEL, Served, serving
+from tests.test_llm_safetensors import TINY, byte_tokenizer
 
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from bodies import check_chat, check_response, events
-from live_server import ASK, CHAT, MODEL, RESPONSE, serving
 
 from kukri import LLM
+from tests.server.bodies import check_chat, check_response, events
+from tests.server.live_server import ASK, CHAT, MODEL, RESPONSE, serving
 
 
 @pytest.fixture(scope="module")

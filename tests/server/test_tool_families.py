@@ -10,12 +10,12 @@ from typing import Any
 import anthropic
 import ollama
 import pytest
-from bodies import check_chat, check_chunk, events
-from families import FAMILIES, PYTHON_TOOLS, SMOLLM3_CODE, Family, history_of, write_family
-from forcing import force
-from live_server import MODEL, Served, serving
 
 from kukri import LLM
+from tests.server.bodies import check_chat, check_chunk, events
+from tests.server.families import FAMILIES, PYTHON_TOOLS, SMOLLM3_CODE, Family, history_of, write_family
+from tests.server.forcing import force
+from tests.server.live_server import MODEL, Served, serving
 
 CALLS = [("get_weather", {"city": "Zürich \"}'", "unit": "C"}), ("get_time", {})]
 TOOLS = [

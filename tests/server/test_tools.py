@@ -9,10 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from bodies import check_chat, check_chunk, check_error, events
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_server import MODEL
 
 from kukri.server.chat.dialects.answer_parser import marks_of
 from kukri.server.chat.dialects.calls import CallDelta
@@ -20,6 +18,8 @@ from kukri.server.chat.dialects.dialect import Dialect
 from kukri.server.chat.dialects.families import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES
 from kukri.server.chat.dialects.signatures import Signatures
 from kukri.server.chat.dialects.tool_parser import ToolParser
+from tests.server.bodies import check_chat, check_chunk, check_error, events
+from tests.server.live_server import MODEL
 
 CODE = replace(HERMES, reads_code=True)
 SIGNATURES = Signatures([{"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}])

@@ -9,14 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from collector import Collector, SeenSpan, collecting
-from live_server import serving
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.server.settings import ServerSettings
 from kukri.traces import open_traces
+from tests.collector import Collector, SeenSpan, collecting
+from tests.server.live_server import serving
+from tests.tiny_gguf import tiny_config, write_tiny
 
 SHORT = {"model": "smol", "prompt": "x", "max_tokens": 2}
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

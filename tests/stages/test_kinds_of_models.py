@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_llm_safetensors import make
-from tiny_gguf import random_arrays, tiny_config, write_tiny
-from tiny_llama import make_pair
 
 from kukri import LLM
 from kukri.config import LayerConfig
@@ -19,6 +16,9 @@ from kukri.models import load_model
 from kukri.stages.backend import StagedBackend
 from kukri.stages.cut import StageRoom, model_bytes
 from kukri.stages.program import stage_layout
+from tests.models.tiny_llama import make_pair
+from tests.test_llm_safetensors import make
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 OPTIONS: dict[str, Any] = {"n_threads": 1, "max_requests": 4, "max_step_tokens": 48}
 PROMPTS = ["a prompt", "another one, which is longer than a page of the cache", "a third", "a prompt", "5th"]

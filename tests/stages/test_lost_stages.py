@@ -16,7 +16,6 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.config import LayerConfig
@@ -27,6 +26,7 @@ from kukri.scale.stage import StageOptions, serve_stage
 from kukri.stages.connection import Connection, LostError
 from kukri.stages.greeting import Door, connect, listen
 from kukri.stages.messages import Kind, to_text
+from tests.tiny_gguf import tiny_config, write_tiny
 
 TOKEN = b"a token that only these tests know"
 OPTIONS: dict[str, Any] = {"max_context": 256, "max_requests": 4, "n_threads": 1, "max_step_tokens": 48}

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_gguf import tiny_config, write_tiny
 
 from kukri import LLM
 from kukri.config import LayerConfig
@@ -24,6 +23,7 @@ from kukri.kernels.constants import LowRank, Weight
 from kukri.models import Adapter, linear_matrices
 from kukri.quant.types import QUANT_TYPES
 from kukri.stages.backend import StagedBackend
+from tests.tiny_gguf import tiny_config, write_tiny
 
 OPTIONS: dict[str, Any] = {"max_context": 256, "max_requests": 4, "n_threads": 1, "max_step_tokens": 48}
 TOKEN = "a token that only these tests know"

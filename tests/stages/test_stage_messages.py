@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from tiny_models import TINY, make
 
 from kukri.errors import ConfigError, StageError
 from kukri.kernels import make_backend
@@ -25,6 +24,7 @@ from kukri.stages.messages import (
 )
 from kukri.stages.program import StageProgram, stage_layout
 from kukri.stages.stage import Stage
+from tests.models.tiny_models import TINY, make
 
 LIMITS = StepLimits(max_tokens=8, max_sequences=3, max_logit_rows=4, max_pages=5)
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 import transformers as tr
-from tiny_models import TINY, as_read, make, write
 from typer.testing import CliRunner
 
 from kukri.cli import app
 from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
+from tests.models.tiny_models import TINY, as_read, make, write
 
 SIZES = {
     "hidden_size": 64,

@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-from tiny_gguf import TEMPLATE, write_tiny
 
 from kukri import LLM
 from kukri.errors import RequestError
@@ -19,6 +18,7 @@ from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.terminal.chat import talk
 from kukri.terminal.options import SteeringOptions
 from kukri.terminal.run import answer_prompt, is_model
+from tests.tiny_gguf import TEMPLATE, write_tiny
 
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 

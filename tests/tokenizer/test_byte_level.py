@@ -5,9 +5,7 @@ import re
 import unicodedata
 
 import pytest
-from hard_texts import HARD_TEXTS, any_text
 from hypothesis import given
-from tiny_tokenizers import SPECIALS, byte_level_metadata
 from tokenizers import AddedToken, Regex
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import BPE
@@ -26,6 +24,8 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from kukri.errors import UnsupportedError
 from kukri.tokenizer import Tokenizer
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
+from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
+from tests.tokenizer.tiny_tokenizers import SPECIALS, byte_level_metadata
 
 GPT2_WORDS = ByteLevel(add_prefix_space=False)
 

@@ -8,12 +8,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kukri.errors import FormatError, RequestError
 from kukri.tokenizer import ChatTemplate, Tokenizer, template_process
+from tests.tokenizer.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
 
 USER = [{"role": "user", "content": "Hi <b> & 'you' é 日本"}]
 CHATML = (

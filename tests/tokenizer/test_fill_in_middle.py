@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tiny_tokenizers import byte_level_metadata
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kukri.errors import ContextLengthError
 from kukri.tokenizer import FillInMiddle, Tokenizer
+from tests.tokenizer.tiny_tokenizers import byte_level_metadata
 
 
 def tokenizer_with(*marks: str) -> Tokenizer:

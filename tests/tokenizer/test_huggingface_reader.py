@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hard_texts import HARD_TEXTS, any_text
 from hypothesis import HealthCheck, given, settings
-from tiny_tokenizers import CORPUS
 from tokenizers import (
     AddedToken,
     Regex,
@@ -25,6 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.huggingface.directory import TokenizerFiles, tokenizer_files
 from kukri.tokenizer import ChatTemplate, TextStream, load_tokenizer
+from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
+from tests.tokenizer.tiny_tokenizers import CORPUS
 
 N_VOCAB = 1000
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_huggingface_reader import KINDS, edited, files, save
 
 from kukri.errors import FormatError, KukriError, UnsupportedError
 from kukri.tokenizer import load_tokenizer
 from kukri.tokenizer.gguf_writer import tokenizer_metadata
+from tests.tokenizer.test_huggingface_reader import KINDS, edited, files, save
 
 JUNK: list[Any] = [
     *(None, True, 7, -1, 2**70, 1.5, math.nan, "", "x", "\ud800"),

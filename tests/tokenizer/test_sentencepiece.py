@@ -5,9 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hard_texts import HARD_TEXTS, any_text
 from hypothesis import given
-from tiny_tokenizers import sentencepiece_metadata, train_sentencepiece
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer
 from transformers.tokenization_utils_base import generate_merges
@@ -17,6 +15,8 @@ from kukri.tokenizer import TextStream, Tokenizer
 from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.tokenizer import merges_from_scores
 from kukri.tokenizer.vocabulary import read_vocabulary
+from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
+from tests.tokenizer.tiny_tokenizers import sentencepiece_metadata, train_sentencepiece
 
 PROCESSOR = train_sentencepiece(user_defined_symbols=["<tool>"])
 METADATA = sentencepiece_metadata(PROCESSOR)

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from hard_texts import HARD_TEXTS, any_text
 from hypothesis import given
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoTokenizer
-from yardstick import yardstick_s
 
 from kukri.tokenizer import ChatTemplate, TextStream, Tokenizer
+from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
+from tests.yardstick import yardstick_s
 
 CONVERSATION = [
     {"role": "user", "content": "What's the capital of France?"},

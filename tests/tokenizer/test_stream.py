@@ -3,14 +3,14 @@
 import time
 
 import pytest
-from hard_texts import HARD_TEXTS, any_text
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_level_metadata
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kukri.errors import RequestError
 from kukri.tokenizer import StopStrings, TextStream, Tokenizer
+from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
+from tests.tokenizer.tiny_tokenizers import byte_level_metadata
 
 METADATA = byte_level_metadata("gpt-2", ByteLevel(add_prefix_space=False))
 TOKENIZER = Tokenizer.from_metadata(METADATA)

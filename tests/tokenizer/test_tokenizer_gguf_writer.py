@@ -12,9 +12,6 @@ import gguf
 import pytest
 import sentencepiece
 import transformers as tr
-from hard_texts import HARD_TEXTS
-from test_huggingface_reader import byte_level, files, plain_ids, prepending, save, whole
-from tiny_tokenizers import CORPUS, sentencepiece_metadata, train_sentencepiece
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HFTokenizer
 from transformers.tokenization_utils_base import generate_merges
@@ -26,6 +23,9 @@ from kukri.tokenizer import Tokenizer, load_tokenizer
 from kukri.tokenizer.gguf_writer import tokenizer_metadata
 from kukri.tokenizer.huggingface_writer import tokenizer_files
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
+from tests.tokenizer.hard_texts import HARD_TEXTS
+from tests.tokenizer.test_huggingface_reader import byte_level, files, plain_ids, prepending, save, whole
+from tests.tokenizer.tiny_tokenizers import CORPUS, sentencepiece_metadata, train_sentencepiece
 
 
 def read_back(metadata: dict[str, Any], path: Path) -> Tokenizer:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tiny_encoders import V, charsmap, pieces, save
 
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
@@ -19,6 +18,7 @@ from kukri.formats.gguf.writer import write_gguf
 from kukri.tokenizer import Tokenizer, load_tokenizer
 from kukri.tokenizer.gguf_writer import tokenizer_metadata
 from kukri.tokenizer.huggingface_writer import tokenizer_files
+from tests.models.tiny_encoders import V, charsmap, pieces, save
 
 TEXTS = [
     *("The CAT sat, on the mats!", "càts ﬁ", "日本 cat", "", " the\tcat\n\n", "sittings 123 w3", "\n"),

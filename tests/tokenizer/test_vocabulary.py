@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kukri.errors import FormatError, KukriError, RequestError, UnsupportedError
 from kukri.tokenizer import Tokenizer
+from tests.tokenizer.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
 
 METADATA = byte_level_metadata("gpt-2", ByteLevel(add_prefix_space=False))
 N_TOKENS = len(METADATA["tokenizer.ggml.tokens"])

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import sentencepiece
-from hard_texts import HARD_TEXTS, PROSE
 from tokenizers import Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer
+
+from tests.tokenizer.hard_texts import HARD_TEXTS, PROSE
 
 CORPUS = [*(text.encode("utf-8", "replace").decode() for text in HARD_TEXTS), *PROSE.split("\n")] * 3
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_end|>!", "<tool>"]

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_gpu_rows import floats
 
 from kukri.kernels.gpu import attention, tiles
 from kukri.kernels.specs import AttentionSpec
+from tests.kernels.gpu.test_gpu_rows import floats
 
 LAYERS, LAYER = 2, 1
 

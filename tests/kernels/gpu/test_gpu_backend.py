@@ -8,8 +8,6 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from tiny_llama import Driver, random_ids
-from tiny_models import TINY, V, make
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -24,6 +22,8 @@ from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
+from tests.models.tiny_llama import Driver, random_ids
+from tests.models.tiny_models import TINY, V, make
 
 IDS = random_ids(4, V)
 SLOW = pytest.mark.slow  # the interpreter takes seconds for a step

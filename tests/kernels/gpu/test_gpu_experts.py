@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from small_programs import exact_rows, f32_weight, plain_batch, weight
-from test_gpu_linear import bits
 
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Experts, Vector
@@ -16,6 +14,8 @@ from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import Routing
 from kukri.kernels.step import StepLimits
+from tests.kernels.gpu.test_gpu_linear import bits
+from tests.kernels.small_programs import exact_rows, f32_weight, plain_batch, weight
 
 OPS = ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
 

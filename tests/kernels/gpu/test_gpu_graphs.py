@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_gpu_backend import Sequence, model_of
-from tiny_llama import random_ids
-from tiny_models import V
 
 from kukri.bench.device_checks import Sizes, check_backend
 from kukri.engine.batch_builder import BatchBuilder, Chunk
@@ -18,6 +15,9 @@ from kukri.kernels.gpu.attention import CHUNK
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.gpu.graphs import graph_sizes
 from kukri.kernels.step import StepLimits
+from tests.kernels.gpu.test_gpu_backend import Sequence, model_of
+from tests.models.tiny_llama import random_ids
+from tests.models.tiny_models import V
 
 
 class FakeGraphs:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from test_gpu_attention import Step, copied, same, same_caches
-from test_gpu_linear import QUANT_TYPES, np, random_rows
 
 from benchmarks.prototypes import persistent
 from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import attention
 from kukri.kernels.gpu.products import Output, linear_of, to_device
 from kukri.kernels.gpu.rows import Recipe
+from tests.kernels.gpu.test_gpu_attention import Step, copied, same, same_caches
+from tests.kernels.gpu.test_gpu_linear import QUANT_TYPES, np, random_rows
 
 
 def matrix(seed, n_rows, n_columns, type_name="Q4_0"):

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from random_blocks import random_rows
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.constants import Weight
@@ -17,6 +16,7 @@ from kukri.kernels.gpu.products import Output, linear, linear_float, linear_of, 
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, quantize, quantized
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.random_blocks import random_rows
 
 N_ROWS = 37
 
@@ -151,7 +151,7 @@ def test_extreme_quants(type_name):
     for value, row in zip((255, 127, 128, 0), data, strict=True):
         row[:] = value
     blocks = data.reshape(4, -1, type.block_bytes)
-    from random_blocks import HALVES
+    from tests.random_blocks import HALVES
 
     if type_name == "MXFP4":
         blocks[:, :, 0] = 127  # a scale of 1/2; with 2^127 sums overflow
