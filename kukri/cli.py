@@ -20,6 +20,7 @@ from kukri.terminal.options import (
     CompareOptions,
     DryRun,
     EmbedOptions,
+    FormOptions,
     InspectOptions,
     Json,
     LoadOptions,
@@ -127,6 +128,7 @@ def run(
             help="With --raw: take control tokens written in the text for what they are, or as text."
         ),
     ] = True,
+    form: FormOptions,
     sampling: SamplingOptions,
     loading: LoadOptions,
     steering: SteeringOptions,
@@ -135,28 +137,13 @@ def run(
 ) -> None:
     """Answer a prompt and stream the answer."""
     gc.set_threshold(_GC_THRESHOLD)
+    from kukri.terminal.run import answer_or_chat
+
     files, interventions = steering.files_and_interventions()
-    if prompt is None and named.model is not None:
-        from kukri.terminal.run import is_model, is_typed
-
-        if not is_model(named.model):
-            named.model, prompt = None, named.model
-        elif is_typed() and not (json or raw or stats):
-            from kukri.terminal.chat import talk
-
-            talk(
-                model=named.name,
-                system=system,
-                sampling=given(sampling),
-                loading=given(loading) | files,
-                interventions=interventions,
-            )
-            return
-    from kukri.terminal.run import answer_prompt
-
-    answer_prompt(
+    answer_or_chat(
+        named,
         prompt,
-        model=named.name,
+        form,
         system=system,
         raw=raw,
         parse_special=parse_special,

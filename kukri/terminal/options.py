@@ -241,6 +241,16 @@ class SamplingOptions:
     """Sampling parameters, as `kukri.sampling.params` declares them."""
 
 
+@dataclass(eq=False, repr=False)
+class FormOptions:
+    """The form that an answer must have: one of these, or none (`kukri.terminal.answer_form`)."""
+
+    schema: Path | None = option("Answer JSON that this JSON schema accepts.", metavar="FILE")
+    regex: str | None = option("Answer a text that this regular expression matches.", metavar="PATTERN")
+    choice: list[str] | None = option("Answer one of these texts; repeatable.", metavar="A,B")
+    grammar: Path | None = option("Answer a text of this grammar, Lark's or GBNF.", metavar="FILE")
+
+
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     """Takes the options of a configuration file for those that the command line leaves out."""
     if file is not None and not context.resilient_parsing:

@@ -15,13 +15,57 @@ from kukri.calls.results import Chunk, Result
 from kukri.errors import RequestError
 from kukri.formats import hub
 from kukri.llm import LLM
-from kukri.sampling import SamplingParams, with_overrides
+from kukri.sampling import Grammar, SamplingParams, with_overrides
 from kukri.system_message import DEFAULT_SYSTEM, opening
+from kukri.terminal.command import given as given_options
+from kukri.terminal.options import FormOptions, ModelName
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
 from kukri.terminal.progress import loading_bar
 from kukri.tokenizer.template_process import start_early
 
 MAX_TOKENS = 512
+
+
+def answer_or_chat(
+    named: ModelName,
+    prompt: str | None,
+    form: FormOptions,
+    *,
+    system: str,
+    sampling: dict[str, Any],
+    loading: dict[str, Any],
+    interventions: Sequence[Mapping[str, Any]],
+    **options: Any,
+) -> None:
+    """Answers the prompt as `answer_prompt` does; chats if a model alone is named, by a person at a terminal.
+
+    `options` are those of `answer_prompt`, which a chat has not.
+    """
+    is_chat = False
+    if prompt is None and named.model is not None:
+        if not is_model(named.model):
+            named.model, prompt = None, named.model
+        else:
+            asks = options["as_json"] or options["raw"] or options["with_stats"] or given_options(form)
+            is_chat = is_typed() and not asks
+    shared: dict[str, Any] = {
+        "model": named.name,
+        "system": system,
+        "sampling": sampling,
+        "loading": loading,
+        "interventions": interventions,
+    }
+    if is_chat:
+        from kukri.terminal.chat import talk
+
+        talk(**shared)
+        return
+    grammar = None
+    if given_options(form):
+        from kukri.terminal.answer_form import answer_form
+
+        grammar = answer_form(form)
+    answer_prompt(prompt, grammar=grammar, **shared, **options)
 
 
 def answer_prompt(
@@ -31,6 +75,7 @@ def answer_prompt(
     system: str,
     raw: bool,
     parse_special: bool = True,
+    grammar: Grammar | None = None,
     sampling: dict[str, Any],
     loading: dict[str, Any],
     interventions: Sequence[Mapping[str, Any]] = (),
@@ -41,11 +86,11 @@ def answer_prompt(
 
     `sampling` are fields of SamplingParams over the model's defaults, `loading` are options of LLM; of
     several adapters the first is used. With `raw`, control tokens in the text count unless `parse_special`
-    is False. `interventions` are those of `LLM.generate`. Errors of the request are
-    raised before the model is loaded.
+    is False. `grammar` is the form of the answer. `interventions` are those of `LLM.generate`. Errors of the
+    request are raised before the model is loaded, those of the grammar's source before a token is computed.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
-    SamplingParams(**given)
+    SamplingParams(**given, grammar=grammar)
     text = _full_prompt(prompt)
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
@@ -59,6 +104,10 @@ def answer_prompt(
                 raise RequestError("the model has no chat template, so --system has no place: leave it out")
             print("the model has no chat template: it continues the text, as with --raw", file=sys.stderr)
             raw = True
+        if grammar is not None:
+            from kukri.terminal.answer_form import compiled_in_time
+
+            given["grammar"] = compiled_in_time(grammar, llm.tokenizer)
         params = with_overrides(llm.default_params, given)
         request: Any = text if parse_special else llm.tokenizer.encode(text, add_special=True)
         if not raw:
@@ -70,6 +119,9 @@ def answer_prompt(
             print(json.dumps(_as_dict(llm, text, result), ensure_ascii=False))
         else:
             result = _stream(llm.stream(request, params, adapter=adapter, interventions=interventions))
+    if grammar is not None and result.finish_reason == "length":
+        n_tokens = len(result.token_ids)
+        print(f"the answer is cut off after {n_tokens} tokens: --max-tokens allows more", file=sys.stderr)
     if with_stats:
         print(describe_timings(result.timings), file=sys.stderr)
 

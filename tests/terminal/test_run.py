@@ -6,17 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kukri import LLM
-from kukri.errors import RequestError
+from kukri import LLM, Grammar
+from kukri.errors import ConfigError, RequestError
 from kukri.formats.hub import DEFAULT_MODEL
 from kukri.interp import ControlVector
 from kukri.system_message import DEFAULT_SYSTEM, opening
+from kukri.terminal.answer_form import answer_form, compiled_in_time
 from kukri.terminal.chat import talk
-from kukri.terminal.options import SteeringOptions
+from kukri.terminal.options import FormOptions, SteeringOptions
 from kukri.terminal.run import answer_prompt, is_model
 from tests.tiny_gguf import TEMPLATE, write_tiny
 
@@ -125,3 +127,68 @@ def test_bytes_that_are_not_utf8_end_no_chat(tmp_path):
         assert done.returncode == 0, done.stderr
         assert b"not UTF-8" in done.stdout
         assert b"Traceback" not in done.stderr
+
+
+PEOPLE = {"type": "object", "properties": {"age": {"type": "integer", "enum": [34]}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"schema": json.dumps(PEOPLE)}, {'{"age":34}'}),
+        ({"regex": "[ab]{3}"}, {a + b + c for a in "ab" for b in "ab" for c in "ab"}),
+        ({"choice": ["yes, no", "maybe"]}, {"yes", "no", "maybe"}),
+        ({"grammar": 'start: "up" | "down"'}, {"up", "down"}),
+        ({"grammar": 'root ::= "up" | "down"'}, {"up", "down"}),
+    ],
+)
+def test_an_answer_has_the_form_that_an_option_asks_for(tmp_path, capsys, form, wanted):
+    """Catches a form that is read and not enforced, and choices that keep their commas."""
+    path = write_tiny(tmp_path / "tiny.gguf")
+    options = FormOptions(**form)
+    for name in ("schema", "grammar"):
+        if text := form.get(name):
+            (tmp_path / "form").write_text(text)
+            setattr(options, name, tmp_path / "form")
+    grammar = answer_form(options)
+    answer("Hello", path, grammar=grammar, as_json=True, sampling={"max_tokens": 64, "seed": 1})
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert "".join(text.split()) in wanted  # JSON may have white space
+
+
+def test_a_form_of_a_file_that_is_wrong_is_one_line(tmp_path):
+    """Catches a hostile file that is read without end, or ends in a traceback."""
+    with pytest.raises(ConfigError, match="--schema and --choice"):
+        answer_form(FormOptions(tmp_path, choice=["a"]))
+    file = tmp_path / "form"
+    for data, message in (
+        (b"[" * 100_000, "nested too deeply"),
+        (b"{", "not JSON"),
+        (b"[1]", "must be an object"),
+        (b"\xff", "not UTF-8"),
+        (b'"' + b"a" * 300_000 + b'"', "longer than"),
+        ("ä".encode() * 600_000 + b"\xff", "longer than"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(RequestError, match=message):
+            answer_form(FormOptions(schema=file))
+    with pytest.raises(RequestError, match="longer than"):
+        answer_form(FormOptions(grammar=Path("/dev/zero")))
+    with pytest.raises(OSError, match="nothing"):
+        answer_form(FormOptions(grammar=tmp_path / "nothing"))
+
+
+def test_a_grammar_that_does_not_compile_in_time_is_refused(tmp_path):
+    """Catches a schema of 1 kB that keeps the command line busy for minutes, deaf to Ctrl-C."""
+    patterns = [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrst"]
+    with LLM(write_tiny(tmp_path / "tiny.gguf"), backend="reference") as llm:
+        assert compiled_in_time(Grammar.choice(["a"]), llm.tokenizer).notes == ()
+        with pytest.raises(RequestError, match=r"more than 0\.2 s to compile"):
+            compiled_in_time(Grammar.json({"allOf": patterns}), llm.tokenizer, 0.2)
+
+
+def test_an_answer_cut_off_says_so(tmp_path, capsys):
+    """Catches half of a JSON object that passes for an answer of its schema."""
+    path = write_tiny(tmp_path / "tiny.gguf")
+    answer("Hello", path, grammar=Grammar.regex("[a-z]{64}"), sampling={"max_tokens": 3, "seed": 1})
+    assert "cut off after 3 tokens" in capsys.readouterr().err
