@@ -25,13 +25,14 @@ LAYERS = (
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
 ALLOWED["tokenizer"] = {"errors", "formats"}
 ALLOWED["sampling"] = {"errors", "kernels"}
+ALLOWED["dialects"] = {"errors", "sampling", "tokenizer"}
 ALLOWED["tasks"] |= {"tokenizer"}
 ALLOWED["embedding"] |= {"tokenizer"}
 ALLOWED["engine"] |= {"sampling", "tokenizer"}
 for part in ("loading", "calls", "llm", "async_llm"):
-    ALLOWED[part] |= {"sampling", "tokenizer"}
+    ALLOWED[part] |= {"sampling", "tokenizer", "dialects"}
 ALLOWED["system_message"] = {"tokenizer"}
-BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "system_message", "__init__"}
+BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "dialects", "system_message", "__init__"}
 ALLOWED["evaluate"] = BELOW_THE_FACES
 ALLOWED["bench"] = BELOW_THE_FACES | {"evaluate"}
 ALLOWED["server"] = BELOW_THE_FACES

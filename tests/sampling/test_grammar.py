@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 
+from kukri.dialects.call_grammar import Spelling, reasoning_grammar
+from kukri.dialects.families import GENERIC
 from kukri.errors import RequestError, UnsupportedError
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.sampling import Grammar, RequestSampler, SamplingError, SamplingParams, resolve_texts
 from kukri.sampling.grammar import CompiledGrammar, compiled
-from kukri.server.chat.dialects.call_grammar import Spelling, reasoning_grammar
-from kukri.server.chat.dialects.families import GENERIC
 from kukri.tokenizer import Tokenizer
 
 PERSON = {

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kukri.server.chat.tools import Toolbox
 
 from kukri.calls.answer import Answer
+from kukri.dialects.answer_parser import parser_of
+from kukri.dialects.families import HERMES
 from kukri.engine import Request
 from kukri.sampling import SampledToken, SamplingParams
 from kukri.server.chat.choice import Choice
-from kukri.server.chat.dialects.answer_parser import parser_of
-from kukri.server.chat.dialects.families import HERMES
-from kukri.server.chat.tools import Toolbox
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import Chat
 from kukri.server.openai.chat_completions import ChatWriter

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kukri.server.chat.dialects.answer_parser import parser_of
-from kukri.server.chat.dialects.calls import CallDelta
-from kukri.server.chat.dialects.dialect import Dialect
-from kukri.server.chat.dialects.families import DIALECTS, GENERIC, HERMES, MISTRAL_NAMES, QWEN_XML, dialect_of
-from kukri.server.chat.dialects.history import readable
-from kukri.server.chat.dialects.signatures import Signatures
-from kukri.server.chat.dialects.thoughts import Thought
+from kukri.dialects.answer_parser import parser_of
+from kukri.dialects.calls import CallDelta
+from kukri.dialects.dialect import Dialect
+from kukri.dialects.families import DIALECTS, GENERIC, HERMES, MISTRAL_NAMES, QWEN_XML, dialect_of
+from kukri.dialects.history import readable
+from kukri.dialects.signatures import Signatures
+from kukri.dialects.thoughts import Thought
 from kukri.tokenizer.chat import ChatTemplate
 from tests.server.families import FAMILIES, QWEN, Calls, Family, history_of
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kukri.server.chat.dialects.thoughts import Thought, ThoughtParser, Thoughts
+from kukri.dialects.thoughts import Thought, ThoughtParser, Thoughts
 
 THINK = Thoughts()
 

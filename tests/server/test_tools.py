@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kukri.server.chat.dialects.answer_parser import marks_of
-from kukri.server.chat.dialects.calls import CallDelta
-from kukri.server.chat.dialects.dialect import Dialect
-from kukri.server.chat.dialects.families import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES
-from kukri.server.chat.dialects.signatures import Signatures
-from kukri.server.chat.dialects.tool_parser import ToolParser
+from kukri.dialects.answer_parser import marks_of
+from kukri.dialects.calls import CallDelta
+from kukri.dialects.dialect import Dialect
+from kukri.dialects.families import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES
+from kukri.dialects.signatures import Signatures
+from kukri.dialects.tool_parser import ToolParser
 from tests.server.bodies import check_chat, check_chunk, check_error, events
 from tests.server.live_server import MODEL
 

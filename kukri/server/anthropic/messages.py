@@ -12,6 +12,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kukri.dialects.calls import CallDelta
 from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.server.anthropic.schema import (
     HostedTool,
@@ -26,7 +27,6 @@ from kukri.server.anthropic.schema import (
     ToolUseBlock,
     TurnMessage,
 )
-from kukri.server.chat.dialects.calls import CallDelta
 from kukri.server.chat.request import ChatRequest, ToolChoice, only_grammar
 from kukri.server.errors import message_error_body
 from kukri.server.models.served_model import Chat, ServedModel

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kukri.calls.answer import Answer
+from kukri.dialects.answer_parser import AnswerParser, Piece, parser_of
+from kukri.dialects.calls import CallDelta
+from kukri.dialects.families import GENERIC
+from kukri.dialects.thoughts import Thought
+from kukri.dialects.toolbox import Toolbox
 from kukri.sampling import SampledToken
-from kukri.server.chat.dialects.answer_parser import AnswerParser, Piece, parser_of
-from kukri.server.chat.dialects.calls import CallDelta
-from kukri.server.chat.dialects.families import GENERIC
-from kukri.server.chat.dialects.thoughts import Thought
-from kukri.server.chat.tools import Toolbox
 
 
 class Choice:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from kukri.dialects.dialect import Dialect
+from kukri.dialects.toolbox import Toolbox
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
 
@@ -76,6 +78,20 @@ class ChatRequest:
             {key: value for key, value in function.items() if key != "strict"} for function in self.functions
         ]
         return [{"type": "function", "function": function} for function in shown]
+
+    def toolbox(self, dialect: Dialect) -> Toolbox | None:
+        """The tools that the answer may call, in a model's dialect; None for none."""
+        if not self.uses_tools:
+            return None
+        named = self.tool_name
+        functions = [f for f in self.functions if named is None or f["name"] == named]
+        return Toolbox(
+            replace(dialect, reads_code=self.calls_python),
+            functions,
+            many=self.parallel_tool_calls and named is None,
+            required=self.tool_choice == "required",
+            is_strict=dialect.is_generic or any(function.get("strict") for function in functions),
+        )
 
     def error(self, error: RequestError) -> RequestError:
         """Renames an error's fields to those that the client sent."""

@@ -15,6 +15,8 @@ from starlette.types import Scope
 from kukri import __version__
 from kukri.calls.answer import Answer
 from kukri.config import EngineConfig
+from kukri.dialects.answer_parser import shown_marks
+from kukri.dialects.toolbox import Toolbox
 from kukri.embedding import TextEncoder
 from kukri.engine import EngineLoop, RequestMaker
 from kukri.engine import Request as EngineRequest
@@ -25,12 +27,10 @@ from kukri.model_options import ModelOptions
 from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
 from kukri.server.access import check_interp
 from kukri.server.chat.choice import Choice
-from kukri.server.chat.dialects.answer_parser import shown_marks
 from kukri.server.chat.grammar_check import GrammarCheck
 from kukri.server.chat.loosening import Functions, loosened, without_schemas
 from kukri.server.chat.prompts import ChatPrompts
 from kukri.server.chat.request import ChatRequest
-from kukri.server.chat.tools import Toolbox
 from kukri.server.keys import Client
 from kukri.server.metrics import Metrics, ModelMetrics
 from kukri.server.models.bridge import Bridge, LiveCall, LoopMaker
@@ -139,12 +139,12 @@ class ServedModel:
     async def open(self, request: ChatRequest, scope: Scope) -> Chat:
         """Queues a chat. Raises RequestError, in the client's names of fields, and CapacityError."""
         try:
-            toolbox = Toolbox.of(request, self.prompts.dialect)
+            toolbox = request.toolbox(self.prompts.dialect)
             prompt = await self.prompts.of(request)
             if toolbox is not None:
                 grammar = await self._tool_grammar(toolbox, request, prompt)
             else:
-                grammar = request.grammar and self.prompts.with_reasoning(request.grammar, prompt, request)
+                grammar = request.grammar and self.prompts.with_reasoning_of(request.grammar, prompt, request)
             limit = self.prompts.reasoning_limit(request.thinking_budget, prompt)
             sampling = self.within_context(request, len(prompt))
             params = self.params({**sampling, "grammar": grammar, "reasoning_limit": limit})
@@ -177,7 +177,7 @@ class ServedModel:
             grammar = replace(toolbox, functions=functions).grammar(self.prompts.spelling)
             if grammar is not None:
                 if toolbox.dialect.body != "harmony":  # whose grammar of calls has the channels before them
-                    grammar = self.prompts.with_reasoning(grammar, prompt, request)
+                    grammar = self.prompts.with_reasoning_of(grammar, prompt, request)
                 await self.grammars.check(grammar)
             return grammar
 

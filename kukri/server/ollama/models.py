@@ -16,13 +16,13 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kukri.dialects.families import dialect_of
 from kukri.errors import KukriError, RequestError
 from kukri.formats import hub
 from kukri.formats.headers import read_headers
 from kukri.formats.model_cache import cached_path, remove
 from kukri.formats.repos import cache_folder, parse_name
 from kukri.server.access import check_manages_models
-from kukri.server.chat.dialects.families import dialect_of
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
 from kukri.server.models.registry import ModelRegistry

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.dialects.calls import CallDelta
 from kukri.server.chat.choice import Choice
-from kukri.server.chat.dialects.calls import CallDelta
 from kukri.server.chat.request import ChatRequest, only_grammar
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs

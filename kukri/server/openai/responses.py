@@ -15,9 +15,9 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.dialects.calls import CallDelta
 from kukri.errors import KukriError, RequestError
 from kukri.sampling import SampledToken
-from kukri.server.chat.dialects.calls import CallDelta
 from kukri.server.chat.request import ChatRequest, only_grammar
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from kukri.server.chat.dialects.calls import Call, CallDelta, merged
-from kukri.server.chat.dialects.feed import EndOfText, Feed, Marks, Reading
-from kukri.server.chat.dialects.signatures import Signatures
-from kukri.server.chat.dialects.thoughts import Thought
-from kukri.server.chat.dialects.values import Malformed, ignore, read_value
+from kukri.dialects.calls import Call, CallDelta, merged
+from kukri.dialects.feed import EndOfText, Feed, Marks, Reading
+from kukri.dialects.signatures import Signatures
+from kukri.dialects.thoughts import Thought
+from kukri.dialects.values import Malformed, ignore, read_value
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _HEADER_MARKS = ("<|start|>", "<|channel|>")

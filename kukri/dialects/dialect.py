@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kukri.server.chat.dialects.thoughts import Thoughts
+from kukri.dialects.thoughts import Thoughts
 
 # json: {"name": …, "arguments": …}; named: name{…}; tagged: <function=name><parameter=key>…;
 # keys: name<arg_key>…; python: name(key=value); gemma: call:name{key:value}; harmony: a message to it

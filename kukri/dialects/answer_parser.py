@@ -6,13 +6,13 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Protocol
 
-from kukri.server.chat.dialects.calls import CallDelta
-from kukri.server.chat.dialects.dialect import Dialect
-from kukri.server.chat.dialects.families import CLOSERS, INNER, OPENERS
-from kukri.server.chat.dialects.harmony import MARKS, HarmonyParser
-from kukri.server.chat.dialects.signatures import Signatures
-from kukri.server.chat.dialects.thoughts import Thought, ThoughtParser
-from kukri.server.chat.dialects.tool_parser import TAGS, CallMarks, ToolParser
+from kukri.dialects.calls import CallDelta
+from kukri.dialects.dialect import Dialect
+from kukri.dialects.families import CLOSERS, INNER, OPENERS
+from kukri.dialects.harmony import MARKS, HarmonyParser
+from kukri.dialects.signatures import Signatures
+from kukri.dialects.thoughts import Thought, ThoughtParser
+from kukri.dialects.tool_parser import TAGS, CallMarks, ToolParser
 
 Piece = Thought | CallDelta | str  # reasoning, a call, content
 Spans = list[tuple[int, int | None]]  # places in a text, in characters; the end of the last may be open

@@ -1,17 +1,16 @@
-"""The tools that one request may call."""
+"""`Toolbox`: the tools that one request may call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from kukri.dialects.call_grammar import Spelling, call_grammar
+from kukri.dialects.dialect import Dialect
+from kukri.dialects.signatures import Signatures
 from kukri.sampling import Grammar
-from kukri.server.chat.dialects.call_grammar import Spelling, call_grammar
-from kukri.server.chat.dialects.dialect import Dialect
-from kukri.server.chat.dialects.signatures import Signatures
-from kukri.server.chat.request import ChatRequest
 
 
 @dataclass(frozen=True)
@@ -23,21 +22,6 @@ class Toolbox:
     many: bool  # more than one call
     required: bool  # nothing but calls
     is_strict: bool  # the arguments follow their schemas
-
-    @classmethod
-    def of(cls, request: ChatRequest, dialect: Dialect) -> Toolbox | None:
-        """The tools of a request; None for none."""
-        if not request.uses_tools:
-            return None
-        named = request.tool_name
-        functions = [f for f in request.functions if named is None or f["name"] == named]
-        return cls(
-            replace(dialect, reads_code=request.calls_python),
-            functions,
-            many=request.parallel_tool_calls and named is None,
-            required=request.tool_choice == "required",
-            is_strict=dialect.is_generic or any(function.get("strict") for function in functions),
-        )
 
     @property
     def signatures(self) -> Signatures:

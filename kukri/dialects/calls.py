@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from kukri.server.chat.dialects.feed import EndOfText, Feed, Marks, Reading
-from kukri.server.chat.dialects.signatures import Signatures
-from kukri.server.chat.dialects.values import (
+from kukri.dialects.feed import EndOfText, Feed, Marks, Reading
+from kukri.dialects.signatures import Signatures
+from kukri.dialects.values import (
     Malformed,
     as_json,
     ignore,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from kukri.server.chat.dialects.dialect import MARK, Around, Dialect
-from kukri.server.chat.dialects.families import introduction
+from kukri.dialects.dialect import MARK, Around, Dialect
+from kukri.dialects.families import introduction
 from kukri.tokenizer import arguments_object
 
 Messages = Sequence[Mapping[str, Any]]

@@ -12,8 +12,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kukri.server.chat.dialects.dialect import Around, Dialect
-from kukri.server.chat.dialects.thoughts import Thoughts
+from kukri.dialects.dialect import Around, Dialect
+from kukri.dialects.thoughts import Thoughts
 
 HARMONY = Dialect(
     "harmony", "harmony", signs=(("<|channel|>", "<|message|>", "<|constrain|>"),), most_calls=1

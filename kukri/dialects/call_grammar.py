@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kukri.dialects.dialect import Dialect
+from kukri.dialects.signatures import resolved, types_of
 from kukri.sampling.grammar import json_rule, lark_string
-from kukri.server.chat.dialects.dialect import Dialect
-from kukri.server.chat.dialects.signatures import resolved, types_of
 
 Reasoning = Literal["none", "possible", "open"]
 

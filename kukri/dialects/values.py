@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 
-from kukri.server.chat.dialects.feed import EndOfText, Feed, Marks, Reading, whole
+from kukri.dialects.feed import EndOfText, Feed, Marks, Reading, whole
 
 Write = Callable[[str], None]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kukri.server.chat.dialects.feed import Feed, Marks, Reading
+from kukri.dialects.feed import Feed, Marks, Reading
 
 _WHITE = " \t\r\n"
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kukri.server.chat.dialects.calls import (
+from kukri.dialects.calls import (
     Call,
     CallDelta,
     merged,
@@ -21,9 +21,9 @@ from kukri.server.chat.dialects.calls import (
     read_object_call,
     read_tagged_call,
 )
-from kukri.server.chat.dialects.feed import EndOfText, Feed, Marks, Reading
-from kukri.server.chat.dialects.signatures import Signatures
-from kukri.server.chat.dialects.values import Malformed, ignore
+from kukri.dialects.feed import EndOfText, Feed, Marks, Reading
+from kukri.dialects.signatures import Signatures
+from kukri.dialects.values import Malformed, ignore
 
 CODE, CODE_END = "<code>", "</code>"
 FENCE = "```"
