@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kukri.server.chat.tools import Toolbox
 
 from kukri.calls.answer import Answer
 from kukri.dialects.answer_parser import parser_of
 from kukri.dialects.families import HERMES
+from kukri.dialects.toolbox import Toolbox
 from kukri.engine import Request
 from kukri.sampling import SampledToken, SamplingParams
 from kukri.server.chat.choice import Choice
@@ -87,8 +87,8 @@ def streamed(pieces: list[bytes], options: dict[str, Any], *, keeps: bool) -> li
 
 @pytest.fixture
 def same_ids(monkeypatch):
-    for module in ("reply", "chat.tools"):
-        monkeypatch.setattr(f"kukri.server.{module}.uuid4", lambda: SimpleNamespace(hex="0" * 32))
+    for module in ("server.reply", "dialects.toolbox"):
+        monkeypatch.setattr(f"kukri.{module}.uuid4", lambda: SimpleNamespace(hex="0" * 32))
     monkeypatch.setattr("kukri.server.reply.time", SimpleNamespace(time=lambda: 1.0))
 
 
