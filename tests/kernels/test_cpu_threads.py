@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from kukri.kernels.cpu.compile.jit import KernelLibrary, pack_record
+from kukri.kernels.cpu.run import pool as pool_module
 from kukri.kernels.cpu.run.abi import STALLED_NS
 from kukri.kernels.cpu.run.memory import address_of
 from kukri.kernels.cpu.run.pool import ThreadPool
@@ -146,6 +149,115 @@ def test_a_forgotten_pool_ends_its_threads(kernels):
     gc.collect()
     assert not worker.is_alive()
     del keep
+
+
+def places_of_interrupts(code):
+    """Offsets of a function's instructions before which Python may run a signal's handler."""
+    found, before = set(), "RESUME"
+    for instruction in dis.get_instructions(code):
+        if before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
+            found.add(instruction.offset)
+        before = instruction.opname
+    return found
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th place where a signal's handler could, in two modules and `own`."""
+
+    def __init__(self, n, files):
+        self.n, self.files, self.where, self.places = n, files, None, {}
+
+    def __enter__(self):
+        sys.settrace(self.begin)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def begin(self, frame, event, arg):
+        if frame.f_code.co_filename not in self.files:
+            return None
+        frame.f_trace_opcodes = True
+        return self.look
+
+    def look(self, frame, event, arg):
+        code = frame.f_code
+        if event == "opcode":
+            places = self.places.get(code) or self.places.setdefault(code, places_of_interrupts(code))
+            self.n -= frame.f_lasti in places
+            if self.n < 0 and self.where is None:
+                self.where = f"{code.co_qualname}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self.look
+
+
+@pytest.mark.parametrize("starts", [True, False], ids=["first", "parked"])
+def test_an_interrupt_anywhere_leaves_the_pool_in_order(kernels, starts):
+    """Would catch a lock that stays taken, and a worker that is started twice or never, after Ctrl-C between
+    any two calls of a run: of the first, and of one that wakes sleeping workers."""
+    ops, buffers, keep = copy_chain(kernels, [100] * 3)
+    before, files = set(threading.enumerate()), {pool_module.__file__, threading.__file__}
+    n = n_interrupts = 0
+    pool = ThreadPool(kernels, 3)
+    while True:
+        if starts:
+            pool.close()
+            pool = ThreadPool(kernels, 3)
+        else:
+            pool.run(address_of(ops), len(ops))
+            deadline = time.monotonic() + 10
+            while pool.n_parked < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+        interrupt = InterruptAt(n, files)
+        try:
+            with interrupt:
+                pool.run(address_of(ops), len(ops))
+        except KeyboardInterrupt:
+            n_interrupts += 1
+        buffers[0][:] = n + 1
+        after = threading.Thread(target=pool.run, args=(address_of(ops), len(ops)), daemon=True)
+        after.start()
+        after.join(10)
+        assert not after.is_alive(), f"the pool hangs after an interrupt in {interrupt.where}"
+        assert (buffers[-1] == n + 1).all(), interrupt.where
+        workers = {thread for thread in threading.enumerate() if thread.name in ("kukri-1", "kukri-2")}
+        assert len(workers - before) == 2, f"{len(workers)} workers after an interrupt in {interrupt.where}"
+        if interrupt.where is None:
+            break
+        n += 1
+    pool.close()
+    del keep
+    assert n_interrupts > 20  # the premise
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_has_workers_of_its_own():
+    """Would catch a child, as of multiprocessing or a preloaded server, that waits for threads it lacks."""
+    code = """
+import os, sys, threading, warnings
+import numpy as np
+from kukri.kernels.cpu.run.pool import shared_pool
+warnings.simplefilter("ignore")  # Python's, of a fork with threads
+data = np.ones(1 << 20, np.uint8)
+out = np.zeros(64 * 4 + 16, np.float32)
+where = {"data": data.ctypes.data, "n_bytes": data.nbytes, "out": out.ctypes.data}
+pool = shared_pool(3)
+pool.run_kernel("read_memory", **where)
+pool._is_running.acquire()  # as another thread has it, which runs a plan
+child = []
+def fork():
+    child.append(os.fork())
+    if not child[0]:
+        for _ in range(50):
+            pool.run_kernel("read_memory", **where)
+        os._exit(0 if threading.active_count() == 3 else 1)
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+pool._is_running.release()
+pool.run_kernel("read_memory", **where)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child[0], 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_process_can_end_while_workers_spin():

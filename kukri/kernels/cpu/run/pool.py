@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
+import os
 import threading
 import time
 import weakref
@@ -39,27 +41,46 @@ class _Workers:
         self.kernels = kernels  # keeps the code that threads run in memory
         self.memory = aligned_zeros(STATE_BYTES)
         self.state = self.memory.view(np.int64)
-        self.wake = threading.Condition()
+        self.lock = threading.Lock()
+        self.wake = threading.Condition(self.lock)  # whose own `with` may stay locked after an interrupt
         self.n_parked = 0
         self.generation = 0
         self.threads: list[threading.Thread] = []
 
     def start(self, n_workers: int) -> None:
-        """Starts threads 1 to n_workers; thread 0 is the pool's caller."""
-        for index in range(1, n_workers + 1):
-            worker = threading.Thread(target=self._serve, args=(index,), daemon=True, name=f"kukri-{index}")
-            worker.start()
-            self.threads.append(worker)
+        """Starts threads 1 to n_workers; thread 0 is the pool's caller.
+
+        On a thread of its own, as only the main thread is interrupted: a thread that was half started could
+        be neither joined nor started again.
+        """
+        is_done = threading.Lock()
+        is_done.acquire()
+        _thread.start_new_thread(self._start_missing, (n_workers, is_done))
+        is_done.acquire()
+
+    def _start_missing(self, n_workers: int, is_done: threading.Lock) -> None:
+        try:
+            with self.lock:
+                n_there = n_workers if self.state[STOP // 8] else len(self.threads)
+                for index in range(n_there + 1, n_workers + 1):
+                    worker = threading.Thread(
+                        target=self._serve, args=(index,), daemon=True, name=f"kukri-{index}"
+                    )
+                    worker.start()
+                    self.threads.append(worker)
+        finally:
+            is_done.release()
 
     def wake_all(self) -> None:
         """Ends the sleep of parked threads."""
-        with self.wake:
+        with self.lock:
             self.generation += 1
             self.wake.notify_all()
 
     def stop(self) -> None:
         """Ends the threads and waits until they have left the compiled code."""
-        self.state[STOP // 8] = 1
+        with self.lock:
+            self.state[STOP // 8] = 1
         self.wake_all()
         for thread in self.threads:
             thread.join()
@@ -83,7 +104,7 @@ class _Workers:
         enter = self.executor()
         while not self.state[STOP // 8]:
             enter(index)
-            with self.wake:
+            with self.lock:
                 generation = self.generation
                 self.n_parked += 1
                 while self.generation == generation and not self.state[STOP // 8]:
@@ -96,13 +117,18 @@ class ThreadPool:
 
     One plan at a time: other threads that call `run` wait, and nobody runs two plans while one waits. Workers
     start with the first plan and spin through a generation; after some milliseconds without work they sleep
-    until the next plan. They end with the pool.
+    until the next plan. They end with the pool. An interrupt (an exception that a signal's handler raises)
+    leaves the pool in order; a process that is forked starts workers of its own.
     """
 
     def __init__(self, kernels: KernelLibrary, n_threads: int | None = None) -> None:
         self.kernels = kernels
         self.n_threads = min(n_threads or usable_cores(), MAX_THREADS)
-        self._workers = _Workers(kernels)
+        self._prepare()
+        _pools.add(self)
+
+    def _prepare(self) -> None:
+        self._workers = _Workers(self.kernels)
         self._state = self._workers.state.data  # a memoryview: NumPy takes longer for one number
         self._state[WORDS // 8] = (IDLE << 32) | BIAS
         self._set_active(self.n_threads)
@@ -110,7 +136,7 @@ class ThreadPool:
         self._retry_at = 0.0  # when to try with one thread more
         self._pause_s = _FIRST_PAUSE_S
         self._enter: Callable[[int], int] | None = None
-        self._is_next, self._is_running = threading.Lock(), threading.Lock()
+        self._is_next, self._is_running = threading.Lock(), threading.RLock()
         # also runs before the interpreter ends, when compiled code is about to be unmapped
         self._finalizer = weakref.finalize(self, self._workers.stop)
 
@@ -121,17 +147,21 @@ class ThreadPool:
 
     def run(self, ops_address: int, n_ops: int) -> None:
         """Runs ops once: int64 [n_ops, OP_BYTES / 8] as drawn in abi.py."""
-        with self._is_next:  # a lock alone is often taken again by the thread that has just released it
-            self._is_running.acquire()
         try:
+            with self._is_next:  # a lock alone is often taken again by the thread that has just released it
+                self._is_running.acquire()
             self._run(ops_address, n_ops)
         finally:
-            self._is_running.release()
+            try:  # noqa: SIM105 - a call of suppress() could be interrupted
+                self._is_running.release()
+            except RuntimeError:  # the interrupt came before it was taken
+                pass
 
     def _run(self, ops_address: int, n_ops: int) -> None:
         if self._enter is None:
-            self._enter = self._workers.executor()
+            enter = self._workers.executor()
             self._workers.start(self.n_threads - 1)
+            self._enter = enter
         self._state[OPS // 8] = ops_address
         self._state[N_OPS // 8] = n_ops
         if self._n_active < self.n_threads and time.monotonic() >= self._retry_at:
@@ -160,9 +190,17 @@ class ThreadPool:
         self._retry_at = now + self._pause_s
         self._set_active(max(1, self._n_active - 1))
 
+    @property
+    def _n_active(self) -> int:
+        return self._state[N_ACTIVE // 8]
+
     def _set_active(self, n_active: int) -> None:
-        self._n_active = n_active
         self._state[N_ACTIVE // 8] = n_active
+
+    def _after_fork(self) -> None:
+        """In a process that was forked, which has none of the threads, and may have been forked in a plan."""
+        self._finalizer.detach()
+        self._prepare()
 
     def run_kernel(self, name: str, **arguments: int) -> None:
         """Runs one kernel over all its tiles."""
@@ -176,6 +214,7 @@ class ThreadPool:
         self._finalizer()
 
 
+_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 _shared: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()  # by n_threads
 _sharing = threading.Lock()
 
@@ -192,3 +231,14 @@ def shared_pool(n_threads: int | None = None) -> ThreadPool:
         if pool is None:
             pool = _shared[n] = ThreadPool(KernelLibrary(), n)
     return pool
+
+
+def _after_fork() -> None:
+    global _sharing
+    _sharing = threading.Lock()
+    for pool in _pools:
+        pool._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
