@@ -328,6 +328,7 @@ class LLM:
         fwd_hooks: FwdHooks = (),
         return_type: ReturnType = "logits",
         adapter: str | None = None,
+        interventions: Interventions = (),
     ) -> tuple[FloatArray | None, ActivationCache]:
         """Runs texts; returns (logits [batch, pos, V], activations), with TransformerLens' names and shapes.
 
@@ -336,10 +337,11 @@ class LLM:
         None is all. With `stop_at_layer` nothing from that layer on is computed, and the stream before it
         [batch, pos, D] takes the logits' place. `return_type` "loss" gives the mean loss in nats, None
         no result, and nothing after the last name is computed. `fwd_hooks` are those of `run_with_hooks`.
-        `adapter` is the name of a loaded adapter, with which the model then runs.
+        `adapter` is the name of a loaded adapter, with which the model then runs. `interventions` edit before
+        the hooks see a value: see `kukri.interp.Intervention`.
         """
         session = self._session(adapter)
-        return session.run_with_cache(prompt, names, stop_at_layer, fwd_hooks, return_type)
+        return session.run_with_cache(prompt, names, stop_at_layer, fwd_hooks, return_type, interventions)
 
     def run_with_hooks(
         self,
@@ -349,6 +351,7 @@ class LLM:
         return_type: ReturnType = "logits",
         stop_at_layer: int | None = None,
         adapter: str | None = None,
+        interventions: Interventions = (),
     ) -> FloatArray | None:
         """Runs texts with hooks that read and edit; returns the logits [batch, pos, V]: see `run_with_cache`.
 
@@ -356,7 +359,8 @@ class LLM:
         batch [batch, pos, ...] in TransformerLens' shape; it edits the array in place or returns another.
         Raises HookError on a name that does not exist, or that can only be read.
         """
-        return self._session(adapter).run_with_hooks(prompt, fwd_hooks, return_type, stop_at_layer)
+        session = self._session(adapter)
+        return session.run_with_hooks(prompt, fwd_hooks, return_type, stop_at_layer, interventions)
 
     @overload
     def generate_with_hooks(
@@ -433,7 +437,8 @@ class LLM:
         options = self.options
         catalog = Catalog(self.config, options.control_vectors, options.probes, options.saes)
         kv_type: KVType | None = "f32" if options.kv_type == "f32" else None
-        return Session(self.model, self._backend, encode, alone, catalog, kv_type)
+        token_bytes = self.tokenizer.token_bytes
+        return Session(self.model, self._backend, encode, token_bytes, alone, catalog, kv_type)
 
     def _session(self, adapter: str | None) -> Session:
         """The session about the model, with an adapter of this name or without."""

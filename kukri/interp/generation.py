@@ -11,7 +11,7 @@ import numpy as np
 from kukri.engine import Request
 from kukri.errors import ActivationLimitError, HookError
 from kukri.interp.cache import ActivationCache
-from kukri.interp.interventions import Edit, Resolved
+from kukri.interp.interventions import Edit, Resolved, When
 from kukri.interp.listening import Listening, StepListener
 from kukri.interp.names import POS_AXIS, Point
 from kukri.interp.values import Model, Rows
@@ -116,21 +116,27 @@ class InterventionTaps:
 
     def __init__(self, model: Model, resolved: Resolved, max_bytes: int | None = None) -> None:
         self._model, self._readings, self._max_bytes = model, resolved.readings, max_bytes
-        self._positions = {point.name: span for point, span in resolved.captures}
+        self._positions = {point.name: spans for point, spans in resolved.captures}
         self._captured = RequestTaps(model, [point for point, _ in resolved.captures], max_bytes=max_bytes)
         self._edits: dict[str, list[Edit]] = {}
         for edit in resolved.edits:
             self._edits.setdefault(edit.tap, []).append(edit)
+        self._conditions: dict[str, list[When]] = {}
+        for when in {edit.when: None for edit in resolved.edits if edit.when is not None}:
+            self._conditions.setdefault(when.point.tap, []).append(when)
+        self._holds: dict[When, Any] = {}  # for the tokens of the chunk under way
         self._unread: list[dict[int, FloatArray]] = [{} for _ in self._readings]  # by position
         self._n_read = [0] * len(self._readings)  # positions that are kept, or were read already
         read = {reading.point.tap for reading in self._readings}
-        self.names = self._captured.names | self._edits.keys() | read
+        self.names = self._captured.names | self._edits.keys() | self._conditions.keys() | read
         self.edits = bool(resolved.edits)
 
     def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
         """Edits and shows a chunk's rows at a tap."""
+        for when in self._conditions.get(name, ()):
+            self._holds[when] = when.holds(self._value(when.point, x, n_tokens))
         for edit in self._edits.get(name, ()):
-            edit(x, start, n_tokens)
+            edit(x, start, n_tokens, None if edit.when is None else self._holds[edit.when])
         if name in self._captured.names:
             self._captured(name, x, start, n_tokens)
         for i, reading in enumerate(self._readings):
@@ -139,18 +145,22 @@ class InterventionTaps:
 
     def _keep_to_read(self, i: int, x: FloatArray, start: int, n_tokens: int) -> None:
         reading = self._readings[i]
-        first = max(reading.first, start, self._n_read[i])
-        stop = min(reading.stop, start + n_tokens)
-        if first < stop:
-            rows = Rows(np.array([n_tokens], np.int32))
-            value = self._model.value(reading.point, {reading.point.tap: x}, rows, _NO_IDS)
-            value = value[0].reshape(n_tokens, -1)
-            self._n_read[i] = stop
-            self._unread[i].update((p, value[p - start].copy()) for p in range(first, stop))
+        wanted = reading.spans.mask(start, n_tokens)
+        wanted[: max(self._n_read[i] - start, 0)] = False
+        if wanted.any():
+            value = self._value(reading.point, x, n_tokens)
+            self._n_read[i] = start + n_tokens
+            self._unread[i].update((start + int(p), value[p].copy()) for p in np.flatnonzero(wanted))
             unread = zip(self._readings, self._unread)
             n_bytes = 4 * sum(each.reader.width * len(kept) for each, kept in unread)
             if self._max_bytes is not None and n_bytes > self._max_bytes:
                 raise ActivationLimitError(self._max_bytes)
+
+    def _value(self, point: Point, x: FloatArray, n_tokens: int) -> FloatArray:
+        """A point's value for the rows of its tap, [tokens, width]."""
+        rows = Rows(np.array([n_tokens], np.int32))
+        value: FloatArray = self._model.value(point, {point.tap: x}, rows, _NO_IDS)[0]
+        return value.reshape(n_tokens, -1)
 
     @property
     def has_unread(self) -> bool:
@@ -186,7 +196,8 @@ class InterventionTaps:
         found: dict[str, FloatArray] = {}
         for name in cache:
             axis = POS_AXIS.get(cache.form(name), 1)
-            found[name] = cache[name][(*[slice(None)] * axis, self._positions[name])]
+            chosen = self._positions[name].mask(0, cache[name].shape[axis])
+            found[name] = np.compress(chosen, cache[name], axis)
         return found
 
 

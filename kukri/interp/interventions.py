@@ -5,6 +5,7 @@ So they may come over HTTP. Each belongs to one request; in a step it touches th
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,17 +18,16 @@ from kukri.config import ModelConfig
 from kukri.errors import ConfigError, HookError, RequestError, brief
 from kukri.interp.control_vectors import ControlVector
 from kukri.interp.names import Point, find, full_name
+from kukri.interp.places import Positions, Prompt, Spans, find_places
 from kukri.interp.readers import Probe, SparseAutoencoder
 from kukri.interp.values import Model
 from kukri.kernels.arrays import FloatArray
 
 Op = Literal["capture", "add", "scale", "replace", "ablate", "read"]
-Positions = Literal["all", "prompt", "last", "generated"]
 MAX_INTERVENTIONS = 64
 _MAX_FEATURES = 256  # read out for a token
 _ROWS = 32  # that an autoencoder reads at a time
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_END = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +43,12 @@ class Intervention:
     layers `layers` (first, last), all without. "read" reads out a `probe` or an `sae` that is loaded: of the
     latter the `features`, or the `top_k` largest.
 
-    `positions` are "all", those of the "prompt", its "last", or the "generated" tokens.
+    `positions` are a place: "all", those of the "prompt", its "last", or the "generated" tokens; numbers,
+    spans, a text of the prompt, or steps of the answer (see `kukri.interp.places`). With `when` an edit is
+    made only to tokens of which a probe or a feature says so: {"probe": "name", "label": "a label", "above":
+    0.5}, or {"sae": "name", "feature": 17, "below": 2}; it reads its hook before the edits made there, which
+    must not come after the edit's own. With `match_norm` the vector has the length of the row that it
+    replaces, or that it is added to, times `strength`.
     """
 
     op: Op
@@ -58,14 +63,16 @@ class Intervention:
     sae: str | None = None
     top_k: int = 8
     features: Sequence[int] | None = None
+    match_norm: bool = False
+    when: Mapping[str, Any] | None = None
 
 
 _ALLOWED: dict[str, set[str]] = {
     "capture": set(),
-    "add": {"vector", "strength", "heads", "control_vector", "layers"},
-    "scale": {"strength", "heads"},
-    "replace": {"vector", "heads"},
-    "ablate": {"vector", "heads", "control_vector", "layers"},
+    "add": {"vector", "strength", "heads", "control_vector", "layers", "match_norm", "when"},
+    "scale": {"strength", "heads", "when"},
+    "replace": {"vector", "heads", "match_norm", "when"},
+    "ablate": {"vector", "heads", "control_vector", "layers", "when"},
     "read": {"probe", "sae", "top_k", "features"},
 }
 _DEFAULTS = {one.name: one.default for one in fields(Intervention)}
@@ -110,24 +117,49 @@ class Catalog:
 
 
 @dataclass(frozen=True, eq=False)
+class When:
+    """A condition of an edit: a probe's score, or an autoencoder's feature, is above or below a limit."""
+
+    point: Point
+    reader: Probe | SparseAutoencoder
+    index: int  # of the score or feature
+    above: float
+    below: float
+
+    def holds(self, x: FloatArray) -> npt.NDArray[np.bool_]:
+        """Of which rows of x [rows, width] it holds, [rows]."""
+        if isinstance(self.reader, Probe):
+            found = self.reader.scores(x)[:, self.index]
+        else:
+            parts = range(0, len(x), _ROWS)
+            found = np.concatenate([self.reader.features(x[i : i + _ROWS])[:, self.index] for i in parts])
+        return (found > self.above) & (found < self.below)
+
+
+@dataclass(frozen=True, eq=False)
 class Edit:
-    """A change of a tap's rows, of the tokens from `first` to `stop` - 1. Columns None are all."""
+    """A change of a tap's rows at some positions. Columns None are all."""
 
     op: Op
     tap: str
-    first: int
-    stop: int
+    spans: Spans
     columns: npt.NDArray[np.int64] | None
     vector: FloatArray | None
     strength: float
+    matches_norm: bool = False
+    when: When | None = None
 
-    def __call__(self, x: FloatArray, start: int, n_tokens: int) -> None:
-        """Edits x in place: rows of `n_tokens` tokens from `start` on."""
-        n = len(x) // n_tokens  # rows of a token: a mixture has one for each expert it uses
-        first, stop = max(self.first - start, 0), min(self.stop - start, n_tokens)
-        if first >= stop:
+    def __call__(
+        self, x: FloatArray, start: int, n_tokens: int, chosen: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Edits x in place: rows of `n_tokens` tokens from `start` on, of the tokens `chosen` alone."""
+        wanted = self.spans.mask(start, n_tokens)
+        if chosen is not None:
+            wanted &= chosen
+        if not wanted.any():
             return
-        rows = x[n * first : n * stop]
+        of_tokens = x.reshape(n_tokens, -1, x.shape[1])  # a mixture has a row for each expert it uses
+        rows = of_tokens[wanted].reshape(-1, x.shape[1])
         with np.errstate(all="ignore"):  # logits that are not numbers end the request
             if self.columns is None:
                 self._edit(rows)
@@ -135,6 +167,7 @@ class Edit:
                 part = rows[:, self.columns]
                 self._edit(part)
                 rows[:, self.columns] = part
+        of_tokens[wanted] = rows.reshape(-1, *of_tokens.shape[1:])
 
     def _edit(self, x: FloatArray) -> None:
         vector = self.vector
@@ -142,23 +175,24 @@ class Edit:
             x *= np.float32(self.strength if self.op == "scale" else 0)
             return
         parts = x.reshape(len(x), -1, len(vector))  # a view: a head each, or one part
+        if self.matches_norm:  # the vector has length 1, or the strength
+            vector = np.sqrt((parts * parts).sum(-1, keepdims=True)) * vector
         if self.op == "add":
             parts += vector
         elif self.op == "replace":
             parts[...] = vector
-        else:
-            parts -= (parts @ vector)[..., None] * vector  # of length 1
+        else:  # a product of whole rows, whose bits do not depend on how many rows there are
+            parts -= (parts * vector).sum(-1, keepdims=True) * vector  # of length 1
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A readout of the tokens from `first` to `stop` - 1."""
+    """A readout of the tokens at some positions."""
 
     name: str
     point: Point
     reader: Probe | SparseAutoencoder
-    first: int
-    stop: int
+    spans: Spans
     top_k: int
     features: tuple[int, ...] | None
 
@@ -183,12 +217,12 @@ class Resolved:
     """A request's interventions, resolved for a model."""
 
     edits: list[Edit]
-    captures: list[tuple[Point, slice]]  # of these positions
+    captures: list[tuple[Point, Spans]]
     readings: list[Reading]
 
 
 def resolve(
-    given: Sequence[Intervention | Mapping[str, Any]], model: Model, catalog: Catalog, n_prompt: int
+    given: Sequence[Intervention | Mapping[str, Any]], model: Model, catalog: Catalog, prompt: Prompt
 ) -> Resolved:
     """Checks interventions against a model. Raises RequestError, whose `param` is interventions[i]."""
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
@@ -200,7 +234,7 @@ def resolve(
     found = Resolved([], [], [])
     for i, one in enumerate(given):
         try:
-            _resolve(_as_intervention(one), model, catalog, n_prompt, found)
+            _resolve(_as_intervention(one), model, catalog, prompt, found)
         except (RequestError, HookError) as error:
             raise RequestError(str(error), param=f"interventions[{i}]") from None
     return found
@@ -218,7 +252,7 @@ def _as_intervention(given: Intervention | Mapping[str, Any]) -> Intervention:
     return given
 
 
-def _resolve(one: Intervention, model: Model, catalog: Catalog, n_prompt: int, found: Resolved) -> None:
+def _resolve(one: Intervention, model: Model, catalog: Catalog, prompt: Prompt, found: Resolved) -> None:
     if not isinstance(one.op, str) or one.op not in _ALLOWED:
         raise RequestError(f"op must be one of {', '.join(get_args(Op))}, not {brief(one.op)}")
     allowed = _ALLOWED[one.op] | {"op", "name", "positions"}
@@ -226,26 +260,18 @@ def _resolve(one: Intervention, model: Model, catalog: Catalog, n_prompt: int, f
         value = getattr(one, name)
         if name not in allowed and not (type(value) is type(default) and value == default):
             raise RequestError(f"{one.op} takes no {name}")
-    spans = {
-        "all": (0, _END),
-        "prompt": (0, n_prompt),
-        "last": (n_prompt - 1, n_prompt),
-        "generated": (n_prompt, _END),
-    }
-    if not isinstance(one.positions, str) or one.positions not in spans:
-        raise RequestError(f"positions must be one of {', '.join(spans)}, not {brief(one.positions)}")
-    span = spans[one.positions]
+    spans = find_places(one.positions, prompt)
     if one.op == "read":
-        found.readings.append(_reading(one, model, catalog, span))
+        found.readings.append(_reading(one, model, catalog, spans))
     elif one.op == "capture":
         point = _point(one.name, model)
         if any(point is other for other, _ in found.captures):
             raise RequestError(f"{point.name} is captured twice")
-        found.captures.append((point, slice(*span)))
+        found.captures.append((point, spans))
     elif one.control_vector is not None:
-        found.edits.extend(_steering(one, model, catalog, span))
+        found.edits.extend(_steering(one, model, catalog, spans))
     else:
-        found.edits.append(_edit(one, model, span))
+        found.edits.append(_edit(one, model, catalog, spans))
 
 
 def _point(name: Any, model: Model) -> Point:
@@ -257,7 +283,7 @@ def _point(name: Any, model: Model) -> Point:
     return point
 
 
-def _edit(one: Intervention, model: Model, span: tuple[int, int]) -> Edit:
+def _edit(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Edit:
     point = _point(one.name, model)
     if point.form not in ("plain", "heads") or point.tap != point.edit_tap or _sees_logit_rows(point):
         raise RequestError(f"{point.name} can be captured but not edited")
@@ -274,35 +300,77 @@ def _edit(one: Intervention, model: Model, span: tuple[int, int]) -> Edit:
         vector = _vector(one.vector, {width, d_head} - {0})
     elif one.op in ("add", "replace"):
         raise RequestError(f"{one.op} needs a vector, or the name of a control_vector")
-    return _make_edit(one, point.tap, span, columns, vector)
+    return _make_edit(one, model, catalog, point.tap, spans, columns, vector)
 
 
 def _make_edit(
     one: Intervention,
+    model: Model,
+    catalog: Catalog,
     tap: str,
-    span: tuple[int, int],
+    spans: Spans,
     columns: npt.NDArray[np.int64] | None,
     vector: FloatArray | None,
 ) -> Edit:
     strength = one.strength
     if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not abs(strength) <= 1e6:
         raise RequestError(f"strength must be a number within 1e6 of 0, not {brief(strength)}")
-    if vector is not None and one.op == "add":
-        vector = vector * np.float32(strength)
-    elif vector is not None and one.op == "ablate":
+    if type(one.match_norm) is not bool:
+        raise RequestError(f"match_norm must be true or false, not {brief(one.match_norm)}")
+    if vector is not None and (one.op == "ablate" or one.match_norm):
         length = float(np.linalg.norm(vector.astype(np.float64)))
         if not length > 0:
-            raise RequestError("the vector of an ablation must not be zero")
+            raise RequestError("a vector whose length does not count must not be zero")
         vector = (vector / length).astype(np.float32)
-    return Edit(one.op, tap, *span, columns, vector, float(strength))
+    if vector is not None and one.op == "add":
+        vector = vector * np.float32(strength)
+    when = None if one.when is None else _condition(one.when, tap, model, catalog)
+    return Edit(one.op, tap, spans, columns, vector, float(strength), one.match_norm, when)
 
 
-def _steering(one: Intervention, model: Model, catalog: Catalog, span: tuple[int, int]) -> list[Edit]:
+def _condition(given: Any, tap: str, model: Model, catalog: Catalog) -> When:
+    if not isinstance(given, Mapping) or not given.keys() <= {
+        "probe",
+        "label",
+        "sae",
+        "feature",
+        "above",
+        "below",
+    }:
+        raise RequestError(
+            f"when has probe and label, or sae and feature, and above or below, not {brief(given)}"
+        )
+    if ("probe" in given) == ("sae" in given):
+        raise RequestError("when needs a probe or an sae")
+    reader: Probe | SparseAutoencoder
+    if "probe" in given:
+        probe: Probe = _known(given["probe"], catalog.probes, "probe")
+        label = given.get("label", probe.labels[0] if len(probe.labels) == 1 else None)
+        if "feature" in given or label not in probe.labels:
+            raise RequestError(f"when needs a label of the probe: {brief(', '.join(probe.labels))}")
+        reader, index = probe, probe.labels.index(label)
+    else:
+        sae: SparseAutoencoder = _known(given["sae"], catalog.saes, "sae")
+        (index,) = _numbers([given.get("feature")], sae.n_features, "when.feature")
+        reader = sae
+    limits = [given.get("above", -math.inf), given.get("below", math.inf)]
+    if not {"above", "below"} & given.keys() or not all(
+        type(one) in (int, float) and not math.isnan(one) for one in limits
+    ):
+        raise RequestError("when needs above or below, a number")
+    point = find(full_name(reader.name, model.config.n_layers), model.points)
+    order = list(model.trace.taps)
+    if order.index(point.tap) > order.index(tap):
+        raise RequestError(f"when reads {point.name}, which comes after the edit of {tap}")
+    return When(point, reader, index, *map(float, limits))
+
+
+def _steering(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> list[Edit]:
     """An edit for each direction of a control vector."""
     if one.name is not None or one.vector is not None or one.heads is not None:
         raise RequestError("a control_vector has its own names and vectors: leave out name, vector and heads")
     directions = _known(one.control_vector, catalog.vectors, "control vector").directions
-    first, last = 0, _END
+    first, last = 0, model.config.n_layers
     if one.layers is not None:
         layers = list(one.layers) if isinstance(one.layers, Sequence) else []
         if len(layers) != 2 or not all(type(layer) is int for layer in layers) or layers[0] > layers[1]:
@@ -312,13 +380,13 @@ def _steering(one: Intervention, model: Model, catalog: Catalog, span: tuple[int
     if not chosen:
         raise RequestError(f"control vector {one.control_vector!r} has no layers from {first} to {last}")
     return [
-        _make_edit(one, f"blocks.{layer}.hook_resid_post", span, None, vector)
+        _make_edit(one, model, catalog, f"blocks.{layer}.hook_resid_post", spans, None, vector)
         for layer, vector in sorted(chosen.items())
         if one.op != "ablate" or vector.any()
     ]
 
 
-def _reading(one: Intervention, model: Model, catalog: Catalog, span: tuple[int, int]) -> Reading:
+def _reading(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Reading:
     if (one.probe is None) == (one.sae is None):
         raise RequestError("read needs a probe or an sae")
     if one.name is not None:
@@ -339,7 +407,7 @@ def _reading(one: Intervention, model: Model, catalog: Catalog, span: tuple[int,
         if len(features) > _MAX_FEATURES:
             raise RequestError(f"{len(features)} features are more than {_MAX_FEATURES}")
     point = find(full_name(reader.name, model.config.n_layers), model.points)
-    return Reading(name, point, reader, *span, one.top_k, features)
+    return Reading(name, point, reader, spans, one.top_k, features)
 
 
 def _known(name: Any, there: Mapping[str, Any], kind: str) -> Any:

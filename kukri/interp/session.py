@@ -17,6 +17,7 @@ from kukri.interp.generation import InterventionTaps, RequestTaps
 from kukri.interp.interventions import Catalog, Intervention, resolve
 from kukri.interp.listening import Listening, PointHook, StepListener
 from kukri.interp.names import LOGITS, Point, find, full_name
+from kukri.interp.places import Prompt, TokenBytes
 from kukri.interp.tape import Tape, Variable
 from kukri.interp.texts import Texts
 from kukri.interp.trace import Trace
@@ -31,6 +32,7 @@ from kukri.models import Adapter, Model
 
 NamesFilter = None | str | Sequence[str] | Callable[[str], bool]
 FwdHooks = Iterable[tuple[Any, PointHook]]
+Interventions = Sequence[Intervention | Mapping[str, Any]]
 ReturnType = Literal["logits", "loss"] | None
 _N_ADAPTED = 4  # sessions of adapters that are kept
 _STEP_ROWS = 2048  # texts that are only read share steps of about this many tokens
@@ -48,6 +50,7 @@ class Session:
         model: Model,
         backend: Backend,
         encode: Encode,
+        token_bytes: TokenBytes,
         alone: Callable[[], AbstractContextManager[None]],
         catalog: Catalog | None = None,
         kv_type: KVType | None = None,
@@ -58,7 +61,7 @@ class Session:
         With an `adapter` the session is about the model as it changes it.
         """
         kv_type = kv_type or backend.exact_kv_type
-        self.alone, self.model = alone, model
+        self.alone, self.model, self._token_bytes = alone, model, token_bytes
         self.trace = Trace(model, None if adapter is None else adapter.updates)
         self._matrices: dict[Weight, FloatArray] = {}  # in float32, of tapes
         self._ropes: dict[RopeFrequencies, RopeRows] = {}
@@ -81,6 +84,7 @@ class Session:
                 self.model,
                 texts.backend,
                 self.values.encode,
+                self._token_bytes,
                 self.alone,
                 self.catalog,
                 texts.kv_type,
@@ -169,6 +173,7 @@ class Session:
         stop_at_layer: int | None = None,
         fwd_hooks: FwdHooks = (),
         return_type: ReturnType = "logits",
+        interventions: Interventions = (),
     ) -> tuple[FloatArray | None, ActivationCache]:
         """See LLM.run_with_cache."""
         texts = self.tokens(prompt)
@@ -177,7 +182,7 @@ class Session:
         if stop is not None:
             wanted = [point for point in wanted if self._is_before(point, stop)]
         keep = {tap for point in wanted for tap in point.needs} - {LOGITS}
-        output, kept = self._run(texts, fwd_hooks, keep, stop, return_type, wanted)
+        output, kept = self._run(texts, fwd_hooks, keep, stop, return_type, wanted, interventions)
         rows = Rows(np.array([len(ids) for ids in texts], np.int32))
         cache = ActivationCache(self.values, kept, rows, np.concatenate(texts), [p.name for p in wanted])
         return output, cache
@@ -188,10 +193,11 @@ class Session:
         fwd_hooks: FwdHooks = (),
         return_type: ReturnType = "logits",
         stop_at_layer: int | None = None,
+        interventions: Interventions = (),
     ) -> FloatArray | None:
         """See LLM.run_with_hooks."""
         stop = None if stop_at_layer is None else self._stop(stop_at_layer)
-        return self._run(self.tokens(prompt), fwd_hooks, set(), stop, return_type, ())[0]
+        return self._run(self.tokens(prompt), fwd_hooks, set(), stop, return_type, (), interventions)[0]
 
     def tape(self, given: Mapping[str, FloatArray] | None = None) -> Any:
         """A run with gradients: a Tape, or a TorchTape on the device if the LLM runs on PyTorch."""
@@ -222,14 +228,16 @@ class Session:
     def intervene(
         self,
         requests: Sequence[Request],
-        interventions: Sequence[Intervention | Mapping[str, Any]],
+        interventions: Interventions,
         max_bytes: int | None = None,
     ) -> list[InterventionTaps]:
         """Makes the new requests for one prompt do what interventions say. Raises RequestError."""
-        found = resolve(interventions, self.values, self.catalog, requests[0].n_prompt)
+        first = requests[0]
+        prompt = Prompt(first.tokens[: first.n_prompt], self._token_bytes)
+        found = resolve(interventions, self.values, self.catalog, prompt)
         if len(requests) > 1 and (found.captures or found.readings):
             raise RequestError("captures and readouts are of one answer: leave n and best_of at 1", param="n")
-        values = self.values_of(requests[0])
+        values = self.values_of(first)
         made = [InterventionTaps(values, found, max_bytes) for _ in requests]
         for request, taps in zip(requests, made):
             request.listen(taps)
@@ -243,6 +251,7 @@ class Session:
         stop: str | None,
         return_type: ReturnType,
         wanted: Sequence[Point],
+        interventions: Interventions,
     ) -> tuple[FloatArray | None, dict[str, FloatArray]]:
         """The output, padded, and the taps to keep, as rows."""
         if return_type not in ("logits", "loss", None):
@@ -250,6 +259,7 @@ class Session:
                 f"return_type must be logits, loss or None, not {return_type!r}", param="return_type"
             )
         hooks = [*self.added, *self.listen(fwd_hooks)]
+        steered = self._steered(texts, interventions)
         if stop is not None:
             keep = keep | {stop}
         needs_logits = stop is None and (
@@ -259,7 +269,7 @@ class Session:
         )
         last = stop
         if not needs_logits and last is None:
-            seen = keep | {h.point.edit_tap for h in hooks}
+            seen = keep.union({h.point.edit_tap for h in hooks}, *(taps.names for taps in steered))
             last = max(seen, key=self._order.__getitem__, default=self.trace.taps[0])
             keep = keep | {last}
         kept: dict[str, list[FloatArray]] = {}
@@ -267,7 +277,8 @@ class Session:
         with self.alone():
             # hooks see the whole batch; what is only read may take several steps
             for group in [texts] if hooks else _groups(texts):
-                found = self._step(group, hooks, keep, last, needs_logits, outputs)
+                edits, steered = steered[: len(group)], steered[len(group) :]
+                found = self._step(group, hooks, edits, keep, last, needs_logits, outputs)
                 for tap, x in found.items():
                     kept.setdefault(tap, []).append(x)
         joined = {tap: parts[0] if len(parts) == 1 else np.concatenate(parts) for tap, parts in kept.items()}
@@ -285,6 +296,7 @@ class Session:
         self,
         texts: list[IntArray],
         hooks: list[Listening],
+        steered: list[InterventionTaps],
         keep: set[str],
         last: str | None,
         needs_logits: bool,
@@ -294,14 +306,37 @@ class Session:
         pieces = self.texts.whole(texts)
         rows = Rows(np.array([len(ids) for ids in texts], np.int32))
         listener = StepListener(self.values, rows, np.concatenate(texts), hooks, keep)
+        taps = listener.taps.union(*(one.names for one in steered))
+        ends = np.cumsum(rows.lengths)
+
+        def show(tap: str, x: FloatArray) -> None:
+            n = len(x) // ends[-1]  # rows of a token
+            for edits, end, length in zip(steered, ends, rows.lengths):
+                if tap in edits.names:
+                    edits(tap, x[n * (end - length) : n * end], 0, length)
+            listener(tap, x)
+
         none = np.zeros(0, np.int32)
         logits = self.texts.run(
-            pieces, listener.taps, listener, logit_rows=None if needs_logits else none, stop=last
+            pieces, taps, show if steered else listener, logit_rows=None if needs_logits else none, stop=last
         )
         if needs_logits:
             listener(LOGITS, logits)
             outputs.append(logits)
         return {tap: x for tap, x in listener.kept.items() if tap in keep}
+
+    def _steered(self, texts: list[IntArray], interventions: Interventions) -> list[InterventionTaps]:
+        """The edits of each text; [] if there are none. Raises RequestError."""
+        if isinstance(interventions, Sequence) and not interventions:
+            return []
+        many = [
+            resolve(interventions, self.values, self.catalog, Prompt(ids, self._token_bytes)) for ids in texts
+        ]
+        if any(found.captures or found.readings for found in many):
+            raise RequestError(
+                "interventions of a run only edit: names say what is captured", param="interventions"
+            )
+        return [InterventionTaps(self.values, found) for found in many]
 
     def _stop(self, layer: int) -> str:
         """The tap of the stream before a layer. Raises RequestError."""

@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema
 
 from kukri.errors import RequestError
 from kukri.interp.interventions import MAX_INTERVENTIONS
+from kukri.interp.places import MAX_PLACES, MAX_TEXT
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
 from kukri.server.bounds import bounded
@@ -185,6 +186,42 @@ class Sampling(Body):
 Float32 = Annotated[str, Field(min_length=4, max_length=1 << 20)]  # base64 of little-endian numbers
 
 
+Span = Annotated[list[int | None], Field(min_length=2, max_length=2)]
+
+
+class TextPlace(Body):
+    """The tokens of a text wherever the prompt has it."""
+
+    text: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+    tokens: Literal["all", "first", "last"] | None = None
+
+
+class StepsPlace(Body):
+    """The steps that choose some tokens of the answer."""
+
+    steps: int | Span
+
+
+Place = (
+    Literal["all", "prompt", "last", "generated"]
+    | int
+    | Annotated[list[int | Span], Field(min_length=1, max_length=MAX_PLACES)]
+    | TextPlace
+    | StepsPlace
+)
+
+
+class When(Body):
+    """A condition of an edit."""
+
+    probe: Annotated[str, Field(max_length=64)] | None = None
+    label: Annotated[str, Field(max_length=200)] | None = None
+    sae: Annotated[str, Field(max_length=64)] | None = None
+    feature: int | None = None
+    above: float | None = None
+    below: float | None = None
+
+
 class InterventionBody(Body):
     """An operation on the activations of a request: see `kukri.interp.Intervention`."""
 
@@ -193,13 +230,15 @@ class InterventionBody(Body):
     vector: Annotated[list[float], Field(max_length=1 << 17)] | Float32 | None = None
     strength: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
     heads: Annotated[list[int], Field(max_length=1024)] | None = None
-    positions: Literal["all", "prompt", "last", "generated"] | None = None
+    positions: Place | None = None
     control_vector: Annotated[str, Field(max_length=64)] | None = None
     layers: Annotated[list[int], Field(max_length=2)] | None = None
     probe: Annotated[str, Field(max_length=64)] | None = None
     sae: Annotated[str, Field(max_length=64)] | None = None
     top_k: int | None = None
     features: Annotated[list[int], Field(max_length=1024)] | None = None
+    match_norm: bool | None = None
+    when: When | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields that are set, the vector as numbers. Raises RequestError."""

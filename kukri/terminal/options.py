@@ -5,6 +5,7 @@ as they are. The dataclasses have no `__repr__`, and no `__eq__` if nobody compa
 each.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 
-from kukri.errors import ConfigError
+from kukri.errors import ConfigError, brief
 from kukri.model_options import Group, choices, flag_of, option_facts, option_fields, read_option
 from kukri.sampling.fields import facts_of
 from kukri.sampling.params import SamplingParams
@@ -189,7 +190,7 @@ class ReaderOptions:
 
 @dataclass(eq=False, repr=False)
 class SteeringOptions:
-    """Options of control vectors that work on every answer."""
+    """Options of what steers every answer."""
 
     control_vector: list[str] | None = option(
         "Control vector (GGUF) to add; repeatable.", metavar="FILE[:STRENGTH]"
@@ -197,9 +198,21 @@ class SteeringOptions:
     control_vector_layers: str | None = option(
         "First and last layer it applies to. [default: all]", metavar="FIRST-LAST"
     )
+    intervention: list[str] | None = option(
+        "Edit of activations, as JSON such as "
+        '{"op": "scale", "name": "attn_out3", "strength": 0, "positions": {"text": "Paris"}}'
+        ", or @FILE with one or a list; repeatable.",
+        metavar="JSON|@FILE",
+    )
 
     def files_and_interventions(self) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
         """The options of LLM, and what to do to each request. Raises ConfigError."""
+        files, interventions = self._control_vectors()
+        for text in self.intervention or ():
+            interventions += _edits(text)
+        return {"control_vectors": files} if files else {}, interventions
+
+    def _control_vectors(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
         if not self.control_vector:
             if self.control_vector_layers is not None:
                 raise ConfigError("--control-vector-layers needs a --control-vector")
@@ -219,7 +232,25 @@ class SteeringOptions:
             interventions.append(
                 {"op": "add", "control_vector": str(i), "strength": strength, "layers": layers}
             )
-        return {"control_vectors": files}, interventions
+        return files, interventions
+
+
+def _edits(text: str) -> list[dict[str, Any]]:
+    """The interventions of a value of --intervention. Raises ConfigError."""
+    option_name = f"--intervention {brief(text)}"
+    try:
+        given = json.loads(Path(text[1:]).read_bytes() if text.startswith("@") else text)
+    except OSError as error:
+        raise ConfigError(f"{option_name}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{option_name} is not JSON") from None
+    many = given if isinstance(given, list) else [given]
+    for one in many:
+        if not isinstance(one, dict) or one.get("op") in ("capture", "read"):
+            raise ConfigError(
+                f"{option_name}: an edit is an object whose op adds, scales, replaces or ablates"
+            )
+    return many
 
 
 def sampling_flags(made: type[_Class]) -> type[_Class]:

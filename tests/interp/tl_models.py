@@ -61,7 +61,10 @@ def session(name: str, backend: str = "reference", kv_type: KVType | None = None
     def encode(text: str, add_special: bool = True) -> list[int]:
         return [int(word[1:]) for word in text.split()]
 
-    return Session(model, make_backend(backend), encode, nullcontext, kv_type=kv_type)
+    def token_bytes(token_id: int) -> bytes:
+        return b" t%d" % token_id
+
+    return Session(model, make_backend(backend), encode, token_bytes, nullcontext, kv_type=kv_type)
 
 
 def _encoder(name: str) -> Model:

@@ -166,6 +166,28 @@ def test_the_other_chats_are_steered(served, llm, path):
         assert "scope" in refused.text
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"positions": [0, -2, [5, None]]},
+        {"positions": {"steps": [1, 3]}},
+        {"positions": -1, "match_norm": True},
+        {"when": {"probe": "truth", "above": 0}},
+    ],
+    ids=str,
+)
+def test_places_over_http(served, llm, place):
+    """A place or a condition that a schema drops or turns into another."""
+    edit = {"op": "add", "name": "resid_post0", "vector": DIRECTION.tolist(), "strength": 3.0, **place}
+    expected = llm.generate(ASK["prompt"], temperature=0, max_tokens=6, ignore_eos=True, interventions=[edit])
+    answer = ask(served, interventions=[edit])
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == expected.text
+    wrong = ask(served, interventions=[edit | {"positions": {"text": "nowhere to be found"}}])
+    assert wrong.status_code == 400
+    assert "does not contain" in wrong.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_captures_come_as_safetensors(served, llm, stream):
     """Captures of a stream that are lost, rows of another answer."""
@@ -298,7 +320,8 @@ def test_hostile_names_and_shapes(served):
         "é",
         "a" * 80,
     ]
-    shapes = [[], [[]], [1e308], [0.5] * 64, ["x"], [None], [True], 3, {}, "AAAA", "=", [0.5] * 5000]
+    shapes = [{"text": "x"}, {"steps": 1}, [[0, None]], {"probe": "truth", "above": 0}]
+    shapes += [[], [[]], [1e308], [0.5] * 64, ["x"], [None], [True], 3, {}, "AAAA", "=", [0.5] * 5000]
 
     def value():
         return rng.choice(
@@ -314,7 +337,7 @@ def test_hostile_names_and_shapes(served):
         )
 
     fields = ["name", "vector", "strength", "heads", "positions", "control_vector", "layers", "probe", "sae"]
-    fields += ["top_k", "features", "else"]
+    fields += ["top_k", "features", "when", "match_norm", "else"]
     with served.http(headers=ALLOWED) as http:
         for _ in range(50):
             op = rng.choice(["capture", "add", "scale", "replace", "ablate", "read", value()])

@@ -16,6 +16,7 @@ from kukri.errors import ActivationLimitError, ContextLengthError, RequestError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.generation import RequestTaps, joined_cache
 from kukri.interp.interventions import MAX_INTERVENTIONS, resolve
+from kukri.interp.places import NO_PROMPT
 from kukri.interp.values import Rows
 from kukri.server.keys import Client
 from kukri.server.models.served_model import ServedModel
@@ -63,9 +64,8 @@ def _requests(
     given: Any = body.input
     many = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     try:
-        wanted = resolve(
-            [{"op": "capture", "name": n} for n in body.names], session.values, session.catalog, 1
-        )
+        captures = [{"op": "capture", "name": name} for name in body.names]
+        wanted = resolve(captures, session.values, session.catalog, NO_PROMPT)
     except RequestError as error:
         raise RequestError(str(error), param="names") from None
     points = [point for point, _ in wanted.captures]
