@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from kukri.calls.engine_calls import Call, Message, Prompt, is_many
+from kukri.calls.functions import MAX_ROUNDS
 from kukri.calls.results import Chunk, Result
 from kukri.errors import KukriError
 from kukri.llm import LLM
@@ -96,12 +97,29 @@ class AsyncLLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Callable[..., Any]] = (),
+        max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result:
-        """Answers a conversation as `LLM.chat` does; raises the same."""
+        """Answers a conversation as `LLM.chat` does; raises the same.
+
+        Tools may be async functions; others run in a thread.
+        """
         self._check_open()
+        if tools:
+            from kukri.calls.tool_loop import ToolLoop
+
+            loop = ToolLoop(
+                self.llm.calls, messages, tools, max_rounds, self.llm.calls.params(params, overrides),
+                adapter=adapter, intervene=self.llm.intervene(interventions), is_async=True,
+            )  # fmt: skip
+            while loop.result is None:
+                (result,) = await self._run([await asyncio.to_thread(loop.next_call)])
+                for asked in loop.read(result):
+                    loop.add_result(asked, await asked.run_async())
+            return loop.result
         call = await asyncio.to_thread(
             self.llm.calls.for_chat, messages, params, overrides, adapter, self.llm.intervene(interventions)
         )

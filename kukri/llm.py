@@ -6,7 +6,7 @@ Calls under way are in `kukri.calls.engine_calls`; models are opened in `kukri.l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_many
+from kukri.calls.functions import MAX_ROUNDS
 from kukri.calls.results import Chunk, Result
 from kukri.config import Pooling
 from kukri.embedding import Ranked, check_pooling, ranked
@@ -133,6 +134,8 @@ class LLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Callable[..., Any]] = (),
+        max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
@@ -141,7 +144,24 @@ class LLM:
 
         Control tokens come from the template alone: in the contents they stay text. The other arguments and
         errors are those of `generate`; a model without a chat template raises RequestError.
+
+        `tools` are functions that the model may call, described by their signatures, type hints and
+        docstrings. They are called here, one after another, in up to `max_rounds` rounds, after which a call
+        is a RequestError; a function's error is told to the model as text. The Result is that of the last
+        answer, and its `messages` are all that came to the conversation.
         """
+        if tools:
+            from kukri.calls.tool_loop import ToolLoop
+
+            loop = ToolLoop(
+                self.calls, messages, tools, max_rounds, self.calls.params(params, overrides),
+                adapter=adapter, intervene=self.intervene(interventions),
+            )  # fmt: skip
+            while loop.result is None:
+                (result,) = self.calls.run([loop.next_call()])
+                for asked in loop.read(result):
+                    loop.add_result(asked, asked.run())
+            return loop.result
         call = self.calls.for_chat(messages, params, overrides, adapter, self.intervene(interventions))
         return self.calls.run([call])[0]
 

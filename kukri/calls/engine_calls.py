@@ -75,7 +75,7 @@ class EngineCalls:
         intervene: Intervene | None = None,
     ) -> list[Call]:
         """A call for a prompt, or for each of a list of them."""
-        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
+        checked = resolve_texts(self.params(params, overrides), self.tokenizer)
         prompts = prompt if is_many(prompt) else [prompt]
         return [self._call(self._encode(one), checked, adapter, intervene) for one in prompts]
 
@@ -88,8 +88,20 @@ class EngineCalls:
         intervene: Intervene | None = None,
     ) -> Call:
         """A call for the answer to a conversation."""
-        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
+        checked = resolve_texts(self.params(params, overrides), self.tokenizer)
         return self._call(self._encode_chat(messages), checked, adapter, intervene)
+
+    def for_ids(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        adapter: str | None,
+        intervene: Intervene | None,
+        shown: frozenset[int],
+    ) -> Call:
+        """A call for a prompt of token ids; the control tokens `shown` are part of the answer's text."""
+        return self._call(prompt_ids, resolve_texts(params, self.tokenizer), adapter, intervene, shown=shown)
 
     def for_stream(
         self,
@@ -100,7 +112,7 @@ class EngineCalls:
         intervene: Intervene | None = None,
     ) -> Call:
         """A call for a stream. Raises RequestError for a `best_of` above `n`."""
-        checked = resolve_texts(self._params(params, overrides), self.tokenizer)
+        checked = resolve_texts(self.params(params, overrides), self.tokenizer)
         if checked.n_generated_answers > checked.n:
             raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
         if _is_chat(prompt):
@@ -176,7 +188,7 @@ class EngineCalls:
                 f"{self._path} has {head} and generates no text: use {_USES[kind]} or model.forward()"
             )
 
-    def _params(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+    def params(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
         """The caller's parameters, or the model's defaults, with the overrides set on top."""
         if params is not None and not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
@@ -213,6 +225,7 @@ class EngineCalls:
         intervene: Intervene | None,
         *,
         streams: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> Call:
         """A call for one prompt, checked, texts in its parameters tokenized already; not started."""
         self.check_generates()
@@ -220,7 +233,7 @@ class EngineCalls:
         requests = engine.make_requests(prompt_ids, params, adapter=adapter)
         engine.check_fits(requests[0])
         taps = [] if intervene is None else intervene(requests)
-        return Call(requests, params, self.tokenizer, taps, streams=streams)
+        return Call(requests, params, self.tokenizer, taps, streams=streams, shown=shown)
 
     # The methods below belong to the thread that holds the turn.
 
@@ -321,8 +334,9 @@ class Call:
         taps: Sequence[InterventionTaps] = (),
         *,
         streams: bool,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        self.answers = [Answer(request, i, tokenizer) for i, request in enumerate(requests)]
+        self.answers = [Answer(request, i, tokenizer, shown=shown) for i, request in enumerate(requests)]
         self.chunks: deque[Chunk] = deque()  # of a stream, not read yet
         self.result: Result | None = None
         self.error: Exception | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kukri.engine import Timings
 from kukri.kernels.arrays import FloatArray
@@ -48,7 +48,8 @@ class Result:
     The fields up to `logprobs` are those of `outputs[0]`, as `Output` has them. `outputs` are in the order of
     their seeds, or with `best_of` the most probable first. `prompt_logprobs`, if requested, has an entry for
     each token of the prompt, of which the first has no log-probability. `activations` and `readouts` are
-    those that interventions capture and read.
+    those that interventions capture and read. `messages` are those that a chat with tools has added: calls,
+    their results and the answer.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Result:
     outputs: tuple[Output, ...] = ()
     activations: dict[str, FloatArray] | None = None
     readouts: list[Readout] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return self.text

@@ -282,6 +282,17 @@ class FormOptions:
     grammar: Path | None = option("Answer a text of this grammar, Lark's or GBNF.", metavar="FILE")
 
 
+@dataclass(eq=False, repr=False)
+class ToolOptions:
+    """Python functions that the model may call (`kukri.terminal.function_files`)."""
+
+    tool: list[Path] | None = option(
+        "Let the model call the public functions of this Python file; repeatable.", metavar="FILE"
+    )
+    yes: bool = option("Call them without asking.", "--yes", "-y", default=False)
+    max_rounds: int = option("Most rounds of calls before the answer.", default=8, min=1, metavar="N")
+
+
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     """Takes the options of a configuration file for those that the command line leaves out."""
     if file is not None and not context.resilient_parsing:

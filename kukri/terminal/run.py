@@ -7,10 +7,11 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kukri.calls.functions import MAX_ROUNDS
 from kukri.calls.results import Chunk, Result
 from kukri.errors import RequestError
 from kukri.formats import hub
@@ -18,7 +19,7 @@ from kukri.llm import LLM
 from kukri.sampling import Grammar, SamplingParams, with_overrides
 from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.terminal.command import given as given_options
-from kukri.terminal.options import FormOptions, ModelName
+from kukri.terminal.options import FormOptions, ModelName, ToolOptions
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
 from kukri.terminal.progress import loading_bar
 from kukri.tokenizer.template_process import start_early
@@ -30,6 +31,7 @@ def answer_or_chat(
     named: ModelName,
     prompt: str | None,
     form: FormOptions,
+    tools: ToolOptions,
     *,
     system: str,
     sampling: dict[str, Any],
@@ -47,7 +49,7 @@ def answer_or_chat(
             named.model, prompt = None, named.model
         else:
             asks = options["as_json"] or options["raw"] or options["with_stats"] or given_options(form)
-            is_chat = is_typed() and not asks
+            is_chat = is_typed() and not asks and not tools.tool
     shared: dict[str, Any] = {
         "model": named.name,
         "system": system,
@@ -65,6 +67,14 @@ def answer_or_chat(
         from kukri.terminal.answer_form import answer_form
 
         grammar = answer_form(form)
+    if tools.tool:
+        if options["raw"] or grammar is not None:
+            other = "--raw" if grammar is None else grammar.param
+            raise RequestError(f"--tool and {other} do not go together: leave one out", param="tools")
+        from kukri.terminal.function_files import functions_of
+
+        options["functions"] = functions_of(tools.tool, asks=not tools.yes)
+        options["max_rounds"] = tools.max_rounds
     answer_prompt(prompt, grammar=grammar, **shared, **options)
 
 
@@ -76,6 +86,8 @@ def answer_prompt(
     raw: bool,
     parse_special: bool = True,
     grammar: Grammar | None = None,
+    functions: Sequence[Callable[..., Any]] = (),
+    max_rounds: int = MAX_ROUNDS,
     sampling: dict[str, Any],
     loading: dict[str, Any],
     interventions: Sequence[Mapping[str, Any]] = (),
@@ -86,7 +98,8 @@ def answer_prompt(
 
     `sampling` are fields of SamplingParams over the model's defaults, `loading` are options of LLM; of
     several adapters the first is used. With `raw`, control tokens in the text count unless `parse_special`
-    is False. `grammar` is the form of the answer. `interventions` are those of `LLM.generate`. Errors of the
+    is False. `grammar` is the form of the answer; `functions` are tools, called in `max_rounds` rounds at
+    most before an answer that is printed whole. `interventions` are those of `LLM.generate`. Errors of the
     request are raised before the model is loaded, those of the grammar's source before a token is computed.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
@@ -113,12 +126,20 @@ def answer_prompt(
         if not raw:
             request = [*opening(llm.chat_template, system), {"role": "user", "content": text}]
         adapter = next(iter(llm.adapters), None)
-        if as_json:
-            ask = llm.generate if raw else llm.chat
-            result = ask(request, params, adapter=adapter, interventions=interventions)
-            print(json.dumps(_as_dict(llm, text, result), ensure_ascii=False))
+        asked: dict[str, Any] = {"adapter": adapter, "interventions": interventions}
+        if functions and raw:
+            raise RequestError("the model has no chat template, which --tool needs", param="tools")
+        if functions:
+            result = llm.chat(request, params, tools=functions, max_rounds=max_rounds, **asked)
+        elif as_json:
+            result = (llm.generate if raw else llm.chat)(request, params, **asked)
         else:
-            result = _stream(llm.stream(request, params, adapter=adapter, interventions=interventions))
+            result = _stream(llm.stream(request, params, **asked))
+        if as_json:
+            print(json.dumps(_as_dict(llm, text, result), ensure_ascii=False))
+        elif functions:
+            allow_any_text()
+            write_text(result.text.rstrip("\n") + "\n")
     if grammar is not None and result.finish_reason == "length":
         n_tokens = len(result.token_ids)
         print(f"the answer is cut off after {n_tokens} tokens: --max-tokens allows more", file=sys.stderr)
@@ -213,4 +234,5 @@ def _as_dict(llm: LLM, prompt: str, result: Result) -> dict[str, Any]:
         "n_prompt_tokens": result.timings.n_prompt_tokens,
         "n_generated": result.timings.n_generated,
         "timings": timings_as_dict(result.timings),
+        **({"messages": result.messages} if result.messages else {}),
     }

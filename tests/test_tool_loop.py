@@ -1,0 +1,277 @@
+"""`chat(tools=[...])`: functions described, called, and their results told to the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+
+from kukri import LLM, AsyncLLM
+from kukri.calls.functions import FunctionTool, result_text
+from kukri.errors import ConfigError, RequestError
+from kukri.terminal import function_files
+from kukri.terminal.function_files import DECLINED, functions_of
+from kukri.terminal.run import answer_prompt
+from tests.server.families import FAMILIES, write_family
+from tests.tiny_gguf import TEMPLATE
+
+# a template that knows no tools gets them in the system message
+KNOWN = {**FAMILIES, "generic": replace(FAMILIES["hermes"], template=TEMPLATE)}
+QUESTION = [{"role": "user", "content": "Which weather has Oslo?"}]
+
+
+def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, Any]:
+    """The weather in a city.
+
+    Args:
+        city: Its name, without
+            the country.
+        days (int): How many.
+
+    Returns:
+        The degrees.
+    """
+    if city == "Atlantis":
+        raise ValueError("it has sunk")
+    return {"city": city, "days": days, "unit": unit}
+
+
+@pytest.fixture(scope="module", params=["hermes", "generic", "qwen_xml", "gpt_oss", "mistral", "lfm2"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = write_family(tmp_path_factory.mktemp("model") / "tiny.gguf", KNOWN[family])
+    with LLM(path, backend="reference", speculation="off") as made:
+        yield made
+
+
+def script(llm: LLM, answers: Sequence[str]) -> dict[str, Any]:
+    """Parameters with which the model says these texts in turn; where a grammar forbids one, it fails."""
+    end = min(llm.tokenizer.eos_ids)
+    ids = [
+        i
+        for text in answers
+        for i in (*llm.tokenizer.encode(text, add_special=False, parse_special=True), end)
+    ]
+    left = iter(ids)
+
+    def processor(_: Any, logits: Any) -> Any:
+        row = np.full_like(logits, -np.inf)
+        row[next(left)] = 0.0
+        return row
+
+    return {"logits_processors": (processor,), "temperature": 0.0, "max_tokens": 500}
+
+
+def said(family: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    return KNOWN[family].write(calls)
+
+
+def answered(family: str, text: str) -> str:
+    begin, end = KNOWN[family].says
+    return f"{begin}{text}{end}"
+
+
+def test_calls_are_made_and_the_answer_comes_after_them(llm: LLM, family: str) -> None:
+    """Catches calls that are not found in a family's own form, results that are lost, and calls unmade."""
+    texts = [
+        said(family, ("weather", {"city": "Oslo", "days": 2})),
+        said(family, ("weather", {"city": "Atlantis", "days": 2})),
+        answered(family, "Fine."),
+    ]
+    result = llm.chat(QUESTION, tools=[weather], **script(llm, texts))
+    assert result.text == result.outputs[0].text == "Fine."
+    assert [message["role"] for message in result.messages] == [*["assistant", "tool"] * 2, "assistant"]
+    call = result.messages[0]["tool_calls"][0]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo", "days": 2}
+    assert result.messages[1]["tool_call_id"] == call["id"]
+    assert json.loads(result.messages[1]["content"]) == {"city": "Oslo", "days": 2, "unit": "C"}
+    assert result.messages[3]["content"] == "error: ValueError: it has sunk"
+    assert "Atlantis" in llm.tokenizer.decode(result.prompt_token_ids)
+    # the conversation goes on with what it returned
+    again = llm.chat([*QUESTION, *result.messages, QUESTION[0]], max_tokens=1)
+    assert "it has sunk" in llm.tokenizer.decode(again.prompt_token_ids)
+
+
+def test_async_functions_are_awaited(llm: LLM, family: str) -> None:
+    """Catches a coroutine that is shown to the model, and a loop in Python that blocks the event loop."""
+
+    async def weather(city: str) -> str:
+        await asyncio.sleep(0)
+        return f"cold in {city}"
+
+    def when() -> str:
+        """The time."""
+        return "now"
+
+    async def main() -> Any:
+        async with AsyncLLM(llm) as made:
+            texts = [
+                said(family, ("weather", {"city": "Oslo"})), said(family, ("when", {})),
+                answered(family, "Fine."),
+            ]  # fmt: skip
+            return await made.chat(QUESTION, tools=[weather, when], **script(llm, texts))
+
+    result = asyncio.run(main())
+    assert [m["content"] for m in result.messages if m["role"] == "tool"] == ["cold in Oslo", "now"]
+    with pytest.raises(RequestError, match="AsyncLLM"):
+        llm.chat(QUESTION, tools=[weather])
+
+
+def test_rounds_are_bounded(llm: LLM, family: str) -> None:
+    """Catches a model that calls for ever."""
+    texts = [said(family, ("weather", {"city": "Oslo"}))] * 3
+    with pytest.raises(RequestError, match="max_rounds"):
+        llm.chat(QUESTION, tools=[weather], max_rounds=2, **script(llm, texts))
+
+
+def test_an_answer_cut_off_in_a_call_calls_nothing(llm: LLM, family: str) -> None:
+    """Catches half of a call that is made."""
+    text = said(family, ("weather", {"city": "Oslo", "days": 2}))
+    n_tokens = len(llm.tokenizer.encode(text, add_special=False, parse_special=True))
+    for n in range(1, n_tokens // 2, 5):
+        given = {**script(llm, [text]), "max_tokens": n}
+        result = llm.chat(QUESTION, tools=[weather], **given)
+        assert [message["role"] for message in result.messages] == ["assistant"]
+        assert "tool_calls" not in result.messages[0]
+        assert result.finish_reason == "length"
+
+
+def test_a_function_is_described_by_its_signature_and_docstring() -> None:
+    """Catches descriptions that are lost, and defaults that a model would have to give."""
+    tool = FunctionTool.of(weather)
+    assert tool.schema == {
+        "name": "weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"description": "Its name, without the country.", "type": "string"},
+                "days": {"description": "How many.", "type": "integer"},
+                "unit": {"enum": ["C", "F"]},
+            },
+            "required": ["city"],
+        },
+    }
+
+    def other(a: list[int] | None, b: dict[str, float], *, c: Annotated[bool, "Whether."], d=1) -> None:
+        """Does.
+
+        :param a: The
+            numbers.
+        :param str b: The rest.
+        """
+
+    tool = FunctionTool.of(other)
+    assert tool.description == "Does."
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "a": {
+                "description": "The numbers.",
+                "anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}],
+            },
+            "b": {
+                "description": "The rest.", "type": "object", "additionalProperties": {"type": "number"}
+            },
+            "c": {"description": "Whether.", "type": "boolean"},
+            "d": {},
+        },
+        "required": ["a", "b", "c"],
+    }  # fmt: skip
+
+
+def test_what_cannot_be_a_tool_is_refused() -> None:
+    """Catches a tool that no model could call, found out in the middle of an answer."""
+
+    def any_number(*values: int) -> None: ...
+    def of_bytes(data: bytes) -> None: ...
+    def by_place(a: int, /) -> None: ...
+
+    wrong: list[Any] = [any_number, of_bytes, by_place, lambda: 1, "weather", 3]
+    for one in wrong:
+        with pytest.raises(RequestError, match="tool"):
+            FunctionTool.of(one)
+
+
+def test_arguments_are_fitted_to_the_schema() -> None:
+    """Catches a small model's "3" for 3 that fails, and a text that becomes a number."""
+    tool = FunctionTool.of(weather)
+    assert tool.bound('{"city": "12", "days": "3"}').arguments == {"city": "12", "days": 3}
+    for wrong in ("[1]", "{", '{"town": "Oslo"}', "{}"):
+        with pytest.raises((TypeError, ValueError)):
+            tool.bound(wrong)
+
+
+def test_results_become_texts() -> None:
+    """Catches a result that ends the conversation because JSON has no form for it."""
+    loop: list[Any] = []
+    loop.append(loop)
+    assert [result_text(one) for one in ("ä", ["ä"], None, {1, 2}, loop)] == [
+        "ä", '["ä"]', "null", '"{1, 2}"', "[[...]]"
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tools.py"
+    path.write_text(
+        "from json import dumps\n"
+        "def double(n: int) -> int:\n    '''Twice n.'''\n    return 2 * n\n"
+        "def _hidden(): ...\n"
+        "class Other: ...\n"
+    )
+    return path
+
+
+def ask(llm: LLM, functions: Sequence[Callable[..., Any]], **options: Any) -> None:
+    answer_prompt(
+        "Hello", model=str(llm.path), system="", raw=False, functions=functions, as_json=True,
+        with_stats=False, loading={"backend": "reference"}, **options,
+    )  # fmt: skip
+
+
+def test_functions_of_a_file_are_called_and_shown(llm: LLM, family: str, file: Path, capsys: Any) -> None:
+    """Catches imports and private functions that a model may call, and calls that nobody sees."""
+    functions = functions_of([file], asks=False)
+    assert [function.__name__ for function in functions] == ["double"]
+    ask(llm, functions, sampling=script(llm, [said(family, ("double", {"n": 4})), answered(family, "8")]))
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["text"] == "8"
+    assert json.loads(shown.out)["messages"][1]["content"] == "8"
+    assert shown.err.endswith("→ double(n=4)\n← 8\n")
+
+
+def test_a_call_wants_a_yes(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Catches a call that is made before the yes, after a no, or where nobody can be asked."""
+    monkeypatch.setattr(function_files.sys, "stdin", None)
+    with pytest.raises(ConfigError, match="--yes"):
+        functions_of([file], asks=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(function_files.sys.stdin, "isatty", lambda: True, raising=False)
+    (double,) = functions_of([file], asks=True)
+    for reply, wanted in (("y", "8"), ("n", DECLINED), ("", DECLINED)):
+        monkeypatch.setattr("builtins.input", lambda reply=reply: reply)
+        assert double(n=4) == wanted
+    monkeypatch.setattr("builtins.input", lambda: "y")
+    assert double(n="\x1b[2J") == "\x1b[2J" * 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_files_that_have_no_tools_are_refused(tmp_path: Path) -> None:
+    """Catches a traceback for a file that is not there, is broken, or is not Python."""
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "text.md").write_text("# tools\n")
+    for name in ("nothing.py", "empty.py", "broken.py", "text.md", "."):
+        with pytest.raises(ConfigError, match="--tool"):
+            functions_of([tmp_path / name], asks=False)
