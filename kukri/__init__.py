@@ -1,4 +1,4 @@
-"""kukri runs small language models, in Python alone.
+"""kukri runs small language models, in pure Python.
 
     from kukri import LLM
 

@@ -36,7 +36,7 @@ class AsyncLLM:
 
     Args:
         model: As for `LLM`, which is opened here and closed by `aclose`; opening blocks, and may be done in
-            `asyncio.to_thread`. Or an `LLM`, which may be used beside this and stays open after `aclose`.
+            `asyncio.to_thread`. Or an `LLM`, which may be used alongside this and stays open after `aclose`.
         options: The other arguments of `LLM`.
 
     Attributes:
@@ -45,7 +45,7 @@ class AsyncLLM:
 
     def __init__(self, model: LLM | str | os.PathLike[str] | None = None, **options: Any) -> None:
         if isinstance(model, LLM) and options:
-            raise KukriError(f"the LLM is open already: it takes no {', '.join(options)}")
+            raise KukriError(f"the LLM is already open and does not take {', '.join(options)}")
         self._owns_llm = not isinstance(model, LLM)
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._is_open = True
@@ -237,7 +237,7 @@ class AsyncLLM:
             try:
                 self.llm.calls.turns.wait(self._is_idle)
             except BaseException as raised:  # by a step, and no request's own error
-                error = raised if isinstance(raised, Exception) else KukriError(f"a step ended by {raised!r}")
+                error = raised if isinstance(raised, Exception) else KukriError(f"a step raised {raised!r}")
             with self.llm.calls.turns.alone():
                 if error is not None:
                     self._end_live(error)

@@ -158,7 +158,7 @@ class RecurrentConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError on sizes that no layer can have."""
         if self.n_taps < 2:
-            raise ConfigError(f"a recurrent layer's convolution of {self.n_taps} taps: it has at least 2")
+            raise ConfigError(f"a recurrent layer's convolution of {self.n_taps} taps: it needs at least 2")
         if self.n_heads and (self.n_groups < 1 or self.n_heads % self.n_groups):
             raise ConfigError(f"{self.n_heads} heads of a recurrent layer in {self.n_groups} groups")
 
@@ -326,7 +326,7 @@ class EngineConfig:
             for no bound. Deep in a long prompt this allows fewer tokens than `max_step_tokens`.
         kv_bytes: Size of the KV pool; None for room for `max_requests` of `max_context`.
         caches_prefixes: Reuses keys and values of past requests with equal prefixes.
-        snapshot_bytes: Size of all snapshots of recurrent states behind such prefixes.
+        snapshot_bytes: Size of all snapshots of recurrent states after such prefixes.
         n_threads: Threads of the CPU backend; None for the cores this process may use.
         speculation: Source of draft tokens, unless a request says otherwise.
         max_draft_tokens: Most draft tokens of a request in a step.

@@ -76,7 +76,7 @@ class TextEncoder:
         prompt_name: str | None = None,
         truncate: bool = False,
     ) -> Encoded:
-        """The token ids of texts, each behind the prompt.
+        """The token ids of texts, each after the prompt.
 
         A text beyond the limit is cut with `truncate`, which is logged as a warning, and raises
         ContextLengthError without. Raises RequestError for a prompt name that the model does not have.
@@ -106,7 +106,7 @@ class TextEncoder:
         found = Encoded()
         first = self.tokenizer.encode(query, add_special=True)
         for i, document in enumerate(documents):
-            second = self._behind(document)
+            second = self._second(document)
             n_tokens = len(first) + len(second)
             if n_tokens > self.max_tokens:
                 if not truncate:
@@ -211,12 +211,14 @@ class TextEncoder:
             return
         if self.model.config.is_causal:
             raise RequestError(
-                f"dimensions can only be {self.width}: the model's vectors are not made to be cut",
+                f"dimensions can only be {self.width}: the model was not trained for shorter vectors",
                 param="dimensions",
                 code="unsupported_parameter",
             )
         if not 1 <= dimensions <= self.width:
-            raise RequestError(f"dimensions go from 1 to {self.width}, not {dimensions}", param="dimensions")
+            raise RequestError(
+                f"dimensions must be from 1 to {self.width}, not {dimensions}", param="dimensions"
+            )
 
     def check_ranks(self) -> None:
         """Raises UnsupportedError for a model that cannot rank documents."""
@@ -251,8 +253,8 @@ class TextEncoder:
             raise RequestError(f"the model has no prompt {name!r}: it has {known}", param="prompt_name")
         return "" if name is None else self.config.prompts[name]
 
-    def _behind(self, text: str) -> list[int]:
-        """A text's ids as the second of a pair: without BOS, or behind EOS for models that want it."""
+    def _second(self, text: str) -> list[int]:
+        """A text's ids as the second of a pair: without BOS, or after EOS for models that want it."""
         ids = self.tokenizer.encode(text, add_special=True)
         ids = ids[1:] if self.tokenizer.add_bos else ids
         return ids[-1:] + ids if self.tokenizer.add_separator else ids
@@ -266,7 +268,7 @@ class TextEncoder:
     def _report(self, found: Encoded) -> None:
         if found.truncated:
             logger.warning(
-                "%d of %d texts were cut to %d tokens",
+                "%d of %d texts were truncated to %d tokens",
                 len(found.truncated), len(found.ids), self.max_tokens,
             )  # fmt: skip
 

@@ -144,8 +144,8 @@ def reading(
 ) -> Iterator[None]:
     """Whatever goes wrong while a file is read is one FormatError with its path, and the key read last.
 
-    A file may hold anything, and what Python or a library makes of it is no contract: division by zero, a
-    number too large, a panic of Rust, which is not an Exception. Errors of kukri's own pass, with the
+    A file may hold anything, and what Python or a library makes of it follows no contract: division by zero,
+    a number too large, a panic of Rust, which is not an Exception. Errors of kukri's own pass, with the
     path; a ConfigError, of values that make no sense together, is a FormatError too.
     """
     try:
@@ -162,7 +162,7 @@ def reading(
         raise FormatError(f"cannot be read: {error.strerror or error}", path=path) from error
     except BaseException as error:
         last = key()
-        what = "holds something" if last is None else f"key {brief(last)} holds something, or one before it,"
+        what = "holds something" if last is None else f"key {brief(last)}, or one before it, holds something"
         reason = _short(f"{type(error).__name__}: {error}", 120)
         raise FormatError(f"{what} that kukri cannot read ({reason})", path=path) from error
 

@@ -61,7 +61,7 @@ class LLM:
         engine_config: Options of the engine.
         tokenizer: Text to token ids and back.
         model: The model, with a transformers-style `forward`.
-        engine: The engine below, to be stepped by this LLM alone.
+        engine: The engine below; only this LLM may step it.
         default_params: Sampling parameters of calls without `params`: as the model's files advise
             (generation_config.json, general.sampling.* of GGUF), else kukri's own defaults.
         calls: Calls in progress.
@@ -121,7 +121,7 @@ class LLM:
         `overrides` are fields of SamplingParams, set on top of `params` or, without these, of the model's
         `default_params`; `adapter` is the name of a loaded adapter, None for the model alone. A text gets the
         model's tokens around it (BOS, EOS), and control tokens spelled out in it count: to keep them text,
-        give `tokenizer.encode(text, add_special=True)`. `interventions` steer these requests alone, capture
+        give `tokenizer.encode(text, add_special=True)`. `interventions` steer only these requests, capture
         their activations and read them out (`kukri.interp.Intervention`, or the same as a dictionary). Raises
         RequestError on anything wrong with a prompt or the parameters, before a token is computed.
         """
@@ -184,10 +184,10 @@ class LLM:
         return self.calls.chunks(self.calls.for_stream(prompt, params, overrides, adapter, intervene))
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Loads a LoRA adapter, a PEFT directory or a GGUF file, under a name that requests may choose it by.
+        """Loads a LoRA adapter, a PEFT directory or a GGUF file, under a name by which requests choose it.
 
-        Running requests go on. Raises FormatError and UnsupportedError for files that are broken, of another
-        model, or no plain LoRA, ConfigError on a name that is taken.
+        Running requests continue. Raises FormatError and UnsupportedError for files that are broken, of
+        another model, or not plain LoRA, ConfigError on a name that is taken.
         """
         adapter = read_adapter(Path(path).expanduser(), self.model)
         with self.calls.turns.alone():
@@ -416,13 +416,13 @@ class LLM:
         adapter: str | None = None,
         **overrides: Unpack[SamplingOptions],
     ) -> Any:
-        """Generates with hooks and captures of these requests alone: (result, activations) of each prompt.
+        """Generates with hooks and captures for these requests only: (result, activations) of each prompt.
 
         A hook is called as hook(value [1, pos, ...], hook=point) for each chunk of the prompt and each token
         generated; `point.start` is the first one's position. `names` are captured of every token but the
-        last, which is no input. Requests beside them in the batch keep bit-identical tokens, drafts and
-        prefixes; an error in a hook ends its request alone. Scores and patterns are read, and take no hooks
-        here.
+        last, which is not an input. Other requests in the batch keep bit-identical tokens, drafts and
+        prefixes; an error in a hook ends only its request. Scores and patterns can be captured, and take no
+        hooks here.
         """
         hooks = list(fwd_hooks)
         calls = self.calls.for_prompts(prompt, params, overrides, adapter)
@@ -432,7 +432,7 @@ class LLM:
         return found if is_many(prompt) else found[0]
 
     def add_hook(self, name: Any, hook: PointHook) -> None:
-        """Adds a hook to all runs with a cache or hooks to come: see `run_with_hooks`, `reset_hooks`."""
+        """Adds a hook to all later runs with a cache or hooks: see `run_with_hooks`, `reset_hooks`."""
         self.interp.added += self.interp.listen([(name, hook)])
 
     def reset_hooks(self) -> None:
@@ -465,7 +465,7 @@ class LLM:
         return self.interp if adapter is None else self.interp.adapted(self.engine.adapters.get(adapter))
 
     def intervene(self, interventions: Interventions) -> Intervene | None:
-        """Returns a function that adds interventions to a prompt's new requests; None if there are none."""
+        """Returns a function that adds interventions to new requests of a prompt; None without any."""
         if isinstance(interventions, Sequence) and not interventions:
             return None
         return lambda requests: self.interp.intervene(requests, interventions)
@@ -493,7 +493,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine below, to be stepped by this LLM alone.
+        """The engine below; only this LLM may step it.
 
         Raises KukriError after `close`.
         """

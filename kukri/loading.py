@@ -261,7 +261,7 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
     if config.kv_bytes is None and not models[0].config.is_causal:
         config = replace(config, kv_bytes=_encoder_kv_bytes(config, models[0], backend))
     cost = KVCost.of(backend, engine_layout(models[0], config), kv_type, config.max_step_tokens)
-    both = cost.beside([backend.page_bytes(m.cache_layout, kv_type) for m in models[1:]])
+    both = cost.with_others([backend.page_bytes(m.cache_layout, kv_type) for m in models[1:]])
     weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
     free_bytes = backend.free_bytes()
     if config.device is not None:
@@ -316,13 +316,13 @@ class MemoryNeed:
         return self.weight_bytes + self.step_bytes + self.kv_bytes
 
 
-_LOGIT_ROWS = 64  # that a step computes beside those of its requests, at most
+_LOGIT_ROWS = 64  # most rows that a step computes besides those of its requests
 
 
 def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> MemoryNeed:
     """The memory that a model will take, of which `most_kv_bytes` for keys and values unless its options say.
 
-    Reads headers alone; a model that is not cached is fetched. Raises KukriError if it cannot run.
+    Reads only headers; a model that is not cached is fetched. Raises KukriError if it cannot run.
     """
     headers = read_headers(hub.resolve(options.model))
     config = headers.config
@@ -357,7 +357,9 @@ def _file_bytes(path: Path) -> int:
 
 
 def _weight_bytes(headers: Headers, quantize: str | None) -> int:
-    """Bytes of a model's weights in memory: each tensor packed, and the embedding's rows beside its tiles."""
+    """Bytes of a model's weights in memory: each tensor packed, and the embedding's rows in addition to its
+    tiles.
+    """
     target = None if quantize is None else packed_type(quantize)
     sizes: list[float] = []
     for tensor in headers.tensors:

@@ -1,4 +1,4 @@
-"""A hash of all that keys and values depend on beside tokens: saved pages are shared by equal hashes.
+"""A hash of all that keys and values depend on besides tokens: saved pages are shared by equal hashes.
 
 That is the contents of the model's files, how they were loaded, the code that runs the model, and the
 arithmetic of the backend on this processor.

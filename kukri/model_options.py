@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kukri.stages.sources import StagePlacer
 
 BackendName = Literal["cpu", "torch", "gpu", "reference"]
-# commands have these groups of flags; an option of no group is set in Python and in files alone
+# commands have these groups of flags; an option of no group is set only in Python and in files
 Group = Literal["any", "generating", "many", "readers"]
 
 _RAY_STAGES = "kukri.scale.pipeline:RayStages"  # by name: it stands above this module, and imports Ray

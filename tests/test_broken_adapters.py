@@ -100,7 +100,7 @@ def broken(path: Path, case: str, updates: Updates) -> Path:
         "pickle": "does not read pickles",
         "cut": "cut short",
         "list": "must hold a JSON object",
-        "empty": "holds no update",
+        "empty": "updates no matrix",
         "dora": "use_dora is True; kukri applies no DoRA",
         "saved": "modules_to_save is .*no whole modules",
         "bias": "bias is 'all'",
@@ -147,7 +147,7 @@ def test_broken_directories(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"general__type": None}, "no adapter: its general.type"),
+        ({"general__type": None}, "not an adapter: its general.type"),
         ({"adapter__type": "control_vector"}, "adapter.type is 'control_vector'"),
         ({"general__architecture": "qwen2"}, "for the architecture 'qwen2', not 'llama'"),
         ({"adapter__lora__alpha": None}, "'adapter.lora.alpha' is None"),

@@ -348,7 +348,7 @@ def test_heads_are_converted(architecture: str, head: str, tmp_path: Path) -> No
             assert replace(one, score=0) == replace(other, score=0)
     done = CliRunner().invoke(app, ["convert", str(tmp_path / "to.gguf"), str(tmp_path / "x"), "--to", "hf"])
     assert done.exit_code == 2
-    assert "kukri writes directories of language models, and this one's head is" in done.output
+    assert "kukri writes safetensors of language models" in done.output
     assert not (tmp_path / "x").exists()
 
 

@@ -193,7 +193,7 @@ def _check_model(
     """A small random Llama with head norms: logits, then bit-identical results."""
     model = load_model(_RandomSource(), _config(sizes.n_layers))
     ids = np.random.default_rng(4).integers(0, model.config.n_vocab, 40).astype(np.int32)
-    alone, beside = _Sequence(ids, 0), _Sequence(ids, 3)
+    alone, batched = _Sequence(ids, 0), _Sequence(ids, 3)
     other = _Sequence(ids[::-1].copy(), 6)
 
     def runner(one: Backend) -> _Runner:
@@ -208,10 +208,10 @@ def _check_model(
     yield _same_bits("model, twice", first, mine.step((alone, 0, 20, 20)))
     if not backend.is_batch_invariant:
         return
-    mine.step((beside, 0, 20, 0), (other, 0, 11, 0))
+    mine.step((batched, 0, 20, 0), (other, 0, 11, 0))
     steps = range(20, 24)
     decoded = [mine.step((alone, i, 1, 1)) for i in steps]
-    crowd = [mine.step((other, i - 9, 1, 1), (beside, i, 1, 1))[1:] for i in steps]
+    crowd = [mine.step((other, i - 9, 1, 1), (batched, i, 1, 1))[1:] for i in steps]
     yield _same_bits("model, alone and in a batch", np.concatenate(decoded), np.concatenate(crowd))
     if eager is not None:
         plain = runner(eager)

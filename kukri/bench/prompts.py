@@ -49,7 +49,7 @@ def file_prompts(path: Path, kind: str) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"the prompts cannot be read: {error}") from None
     bodies = [_line(line, kind, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not bodies:
-        raise ConfigError(f'{path} has no prompts: write one a line, like {{"prompt": "Hello"}}')
+        raise ConfigError(f'{path} has no prompts: write one per line, like {{"prompt": "Hello"}}')
     return cycle(bodies)
 
 

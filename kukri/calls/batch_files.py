@@ -1,7 +1,7 @@
-"""The files of a batch: requests in OpenAI's form, one a line, and the results so far.
+"""The files of a batch: requests in OpenAI's form, one per line, and the results so far.
 
 A result is appended to `OUTPUT.part` as soon as there is one; when all are there, they become OUTPUT, in the
-order of the requests. A result's id comes of the model's name and of the request's line, so that a later run
+order of the requests. A result's id is made from the model's name and the request's line, so that a later run
 knows what is done.
 """
 
@@ -51,7 +51,7 @@ def read_batch(path: Path, model: str) -> list[BatchLine]:
         if raw.strip():
             lines.append(_line(raw, number, _new_id(model, raw, ids), custom_ids))
     if not lines:
-        raise ConfigError(f"{path} holds no requests: write one a line, as OpenAI's batches have them")
+        raise ConfigError(f"{path} holds no requests: write one per line, as OpenAI's batches have them")
     return lines
 
 
@@ -91,7 +91,7 @@ def _problem(given: Mapping[str, Any], is_known: bool) -> tuple[str, str] | None
     """(code, message) of the error in a line that has a custom_id."""
     unknown = sorted(set(given) - _FIELDS)
     if is_known:
-        return "duplicate_custom_id", "the custom_id is that of an earlier line"
+        return "duplicate_custom_id", "an earlier line has the same custom_id"
     if unknown:
         return "invalid_line", f"unknown field {unknown[0]!r}"
     if given.get("method") != "POST":
@@ -194,7 +194,7 @@ class Results:
                         self._note(result, place)
                 elif result is None or not self._is_outdated(result, custom_ids):
                     raise ConfigError(
-                        f"{path} holds something else than results of this batch and model: "
+                        f"{path} holds something other than results of this batch and model: "
                         "remove it, or name another output"
                     )
 

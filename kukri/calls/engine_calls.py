@@ -114,7 +114,9 @@ class EngineCalls:
         """A call for a stream. Raises RequestError for a `best_of` above `n`."""
         checked = resolve_texts(self.params(params, overrides), self.tokenizer)
         if checked.n_generated_answers > checked.n:
-            raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
+            raise RequestError(
+                "best_of cannot be streamed: the best is known only at the end", param="best_of"
+            )
         if _is_chat(prompt):
             ids: Any = self._encode_chat(cast("Sequence[Message]", prompt))
         else:
@@ -203,7 +205,9 @@ class EngineCalls:
     def _encode(self, prompt: Any) -> Any:
         """The token ids of a text; anything else is for the engine to check."""
         if _is_chat(prompt):
-            raise RequestError("these are messages, which chat() answers: a prompt is a text", param="prompt")
+            raise RequestError(
+                "these are messages: pass them to chat(), or give a prompt as a string", param="prompt"
+            )
         is_text = isinstance(prompt, str)
         return self.tokenizer.encode(prompt, add_special=True, parse_special=True) if is_text else prompt
 

@@ -17,7 +17,8 @@ Reasoning = Literal["none", "possible", "open"]
 _TEXT = r"TEXT: /(.|\n)*/"
 _KEY = r"KEY: /[A-Za-z_][A-Za-z0-9_]*/"
 _SINGLE = r"SINGLE: /'([^'\\\n]|\\[^\n])*'/"  # a text as Python quotes it
-_BOUNDS = {"pattern", "format", "minLength", "maxLength", "const"}  # of a text, enforced in JSON's form alone
+# bounds of a string, enforced only in the JSON form
+_BOUNDS = {"pattern", "format", "minLength", "maxLength", "const"}
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Chunk:
     """Tokens `start` to `start + n_tokens - 1` of a sequence; the last `n_logits` of them want logits.
 
     The last `n_drafts` are draft tokens, which lie in its `tokens` beyond its own; or `n_after` tokens follow
-    those that want logits. `saves`: (number of tokens, slot) of copies of the state behind so many.
+    those that want logits. `saves`: (number of tokens, slot) of copies of the state after so many.
     """
 
     sequence: CachedSequence

@@ -24,7 +24,7 @@ from kukri.kernels.step import StepLimits
 from kukri.models import Model
 
 _PRIOR = (0.7,) * 6  # acceptance of its drafts, before an answer shows its own
-_MIN_COST = 0.05  # of a draft, in steps of the larger model: a step has a cost beside its weights
+_MIN_COST = 0.05  # a draft costs at least this part of a full step: some costs do not depend on weights
 _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is tried again
 
 
@@ -131,7 +131,7 @@ class DraftModel:
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
         """Makes this many drafts for each request, or none if its pages or context leave no room.
 
-        They are written behind the request's tokens, if it has room for them. Other kinds of drafts are
+        They are written after the request's tokens, if it has room for them. Other kinds of drafts are
         skipped.
         """
         own = [(drafts, n) for drafts, n in wanted if isinstance(drafts, ModelDrafts)]

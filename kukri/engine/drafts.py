@@ -1,4 +1,4 @@
-"""Draft tokens: candidates for the tokens to come, computed beside the newest one and kept if accepted.
+"""Draft tokens: candidates for the tokens to come, computed alongside the newest one and kept if accepted.
 
 A draft changes no token: each token is drawn as ever, from logits that do not depend on how tokens are cut
 into steps, and a draft that is another token is rejected with all after it. So only speed is at stake: how
@@ -53,7 +53,7 @@ class AcceptanceRate:
 class DraftBudget:
     """Decides how many drafts of each request a step computes.
 
-    A row in a panel that is computed anyway costs a tenth of a step, and so does any row beside a prompt;
+    A row in a panel that is computed anyway costs a tenth of a step, and so does any row alongside a prompt;
     other rows cost twice that, in a step that serves many: these must be all but sure (docs/log).
     """
 

@@ -150,8 +150,8 @@ class Engine(RequestMaker):
         if draft_model is not None:
             if self._has_states or has_states(draft_model.cache_layout):
                 raise ConfigError(
-                    "a model with recurrent layers takes no draft model and is none: their state cannot go "
-                    "back behind a rejected draft; leave draft_model (--draft-model) out"
+                    "a model with recurrent layers neither takes a draft model nor serves as one: its state "
+                    "cannot be rolled back when a draft is rejected; leave draft_model (--draft-model) out"
                 )
             relative_cost = draft_model.n_parameters / model.n_parameters
             self._draft_model = DraftModel(
@@ -159,7 +159,7 @@ class Engine(RequestMaker):
                 *(model.config.n_vocab, relative_cost),
             )
         elif config.speculation == "draft":
-            raise ConfigError("speculation by a draft model needs one: give draft_model, --draft-model")
+            raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
         self._in_flight: deque[InFlight] = deque()  # in the order of their launch
         self._records = SamplingRecords()
 
@@ -257,7 +257,7 @@ class Engine(RequestMaker):
         A request whose logits are unusable fails alone; one that ended while in flight gets nothing. What the
         backend raises fails every request of the step and is raised.
         """
-        assert step is self._in_flight[0], "steps are collected in the order of their launch"
+        assert step is self._in_flight[0], "steps are collected in the order in which they were launched"
         self._in_flight.popleft()
         chunks, is_repeat = step.chunks, step.is_repeat
         for chunk in chunks:
@@ -303,7 +303,9 @@ class Engine(RequestMaker):
             self.saved_prefixes.close()
 
     def add_hooks(self, hooks: Mapping[str, Hook]) -> None:
-        """Makes each hook listen on its full name. What a hook saw or edited is no cached prefix."""
+        """Makes each hook listen on its full name. Tokens that a hook saw or edited are not cached as
+        prefixes.
+        """
         self.runner.hooks.add(hooks)
         self._forget_prefixes()
 
@@ -399,7 +401,7 @@ class Engine(RequestMaker):
     def _drafts(self, params: SamplingParams) -> Drafts | None:
         """The source of a request's drafts. Raises RequestError if there is none of that kind here."""
         kind = params.speculation or ("ngram" if params.prediction else self.config.speculation)
-        if kind == "off" or self._has_states:  # a state cannot go back behind a rejected draft
+        if kind == "off" or self._has_states:  # a state cannot be rolled back when a draft is rejected
             return None
         if kind == "draft":
             if self._draft_model is None:
@@ -510,7 +512,7 @@ def _was_accepted(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]
 
 
 def _saved_prefixes(config: EngineConfig, cache: Cache) -> SavedPrefixes | None:
-    """The saved pages of a cache. Raises ConfigError if it is not made of pages alone."""
+    """The saved pages of a cache. Raises ConfigError if it does not consist only of pages."""
     if config.prefix_dir is None:
         return None
     if has_states(cache.layout):

@@ -11,7 +11,7 @@ from kukri.errors import ConfigError
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import CacheLayout, KVType, pool_layouts, pool_windows
 
-_SHARE = 0.7  # of the memory left beside the weights: the rest is for activations and other programs
+_SHARE = 0.7  # of the memory that the weights leave: the rest is for activations and other programs
 _MOST_PAGES = 1 << 28  # of a request: windows hold any
 _MIN_CONTEXT = 256  # tokens; a model with less is of no use
 
@@ -39,7 +39,7 @@ class KVCost:
         """Bytes of a page of every pool."""
         return sum(n_bytes for _, n_bytes in self.pools)
 
-    def beside(self, others: Sequence[int]) -> KVCost:
+    def with_others(self, others: Sequence[int]) -> KVCost:
         """The cost together with caches of other models, of these bytes a page: they keep all pages.
 
         Its first pool is theirs too, if all pages are kept there.
@@ -84,7 +84,7 @@ class KVCost:
             return tuple(wanted)
         if n_bytes < self.page_bytes:
             raise ConfigError(
-                f"a KV pool of {n_bytes} bytes holds no page of {self.page_bytes}: give it more"
+                f"a KV pool of {n_bytes} bytes is smaller than a page of {self.page_bytes}: give it more"
             )
         scale = n_bytes / max(self.n_bytes(wanted), 1)
         sizes = [int(n * scale) for n in wanted]
@@ -118,7 +118,7 @@ def choose_kv_size(
     """Fits the pool, and without `max_context` the context too, into memory.
 
     `cost` is that of all caches; `kv_bytes` is the user's own size, which is taken as it is; `free_bytes` are
-    left beside the weights. The pool has room for `max_requests` whole contexts, if these fit. Raises
+    left besides the weights. The pool has room for `max_requests` whole contexts, if these fit. Raises
     ConfigError if the `max_context` that the user chose does not fit, or if little does.
     """
     context = model_context if max_context is None else max_context
@@ -135,11 +135,12 @@ def choose_kv_size(
         least = max_context or min(_MIN_CONTEXT, context)
         raise ConfigError(
             f"{_gib(free_bytes)} of memory are free, and {room}, fewer than {least:,}: lower --max-context "
-            f"(max_context), if set; {ways_out}; --max-requests (max_requests) cannot help"
+            f"(max_context), if set; {ways_out}; lowering --max-requests (max_requests) does not help"
         )
     if n_tokens == 0:
         raise ConfigError(
-            f"a KV cache of {n_bytes} bytes holds no page of {cost.page_bytes}: raise --kv-memory (kv_bytes)"
+            f"a KV cache of {n_bytes} bytes is smaller than a page of {cost.page_bytes}: raise --kv-memory "
+            "(kv_bytes)"
         )
     return KVSize(n_bytes, n_tokens, f"the context is {n_tokens:,} of {context:,} tokens: {room}; {ways_out}")
 

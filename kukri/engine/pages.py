@@ -127,7 +127,7 @@ class PagePool:
 
     def set_aside(self, page: int, owner: tuple[int, int], *, first_out: bool) -> None:
         """Frees a full page of one owner, who may still `claim` it for the cache unless its space is used."""
-        assert self.is_writable(page), f"page {page} is not its owner's alone"
+        assert self.is_writable(page), f"page {page} is shared"
         self._n_owners[page] = 0
         self._aside[page] = owner
         self._make_idle(page, first_out)

@@ -131,7 +131,7 @@ class Request:
         self.may_restore = False  # True while its next pages may be saved on disk
         self.state_slot = -1  # of its recurrent state, while it runs
         self.snapshots: list[tuple[int, int]] = []  # (tokens, slot) of states to keep once pages are cached
-        self.snapshot: PageKey | None = None  # of the page behind which its answer's newest state is kept
+        self.snapshot: PageKey | None = None  # key of the last page whose state is kept
         self.is_cacheable = True  # False if hooks may have changed what its pages hold
         self.is_in_flight = False  # True from the launch of a step to its collection
         self.taps: SequenceTaps | None = None
@@ -155,7 +155,7 @@ class Request:
 
     def listen(self, taps: SequenceTaps) -> None:
         """Makes a new request show its rows to taps: each token once, so none comes from a cached prefix and
-        none is drafted. What it edits is no cached prefix of others.
+        none is drafted. What it edits is not cached as a prefix for others.
         """
         self.taps, self.drafts = taps, None
         self.is_cacheable = self.is_cacheable and not taps.edits
@@ -224,7 +224,9 @@ class Request:
         if not generated:
             return
         if self.sampler is None or self.n_tokens + len(generated) >= self.max_length:
-            raise RequestError(f"{len(generated)} tokens cannot be resumed: the request ends before")
+            raise RequestError(
+                f"{len(generated)} tokens cannot be resumed: the request would already have ended"
+            )
         now_s = perf_counter()
         for token in generated:
             self.append(token, now_s)

@@ -28,7 +28,7 @@ class RequestMaker(ABC):
     """Makes the requests of an engine. `make_requests` may be called from any thread.
 
     The engine's pool has `n_pages` pages of `page_tokens` tokens. `eos_ids` end a request unless it ignores
-    them. `identity` names all that keys and values depend on beside the tokens, for prefixes that are saved
+    them. `identity` names all that keys and values depend on besides the tokens, for prefixes that are saved
     on disk. Attributes: max_context, eos_ids, n_pages, page_tokens.
     """
 

@@ -71,7 +71,7 @@ class Residence:
     ) -> Prefix | None:
         """The cached prefix that a waiting request can begin with; None if the rest of it finds no room.
 
-        What `leaving` hold alone counts as free; what the prompts of `promised` have yet to get does not.
+        What only `leaving` hold counts as free; what the prompts of `promised` have yet to get does not.
         """
         if self.states is not None and not self.states.n_free and not leaving:
             return None
@@ -368,7 +368,7 @@ class Residence:
             copies.append((source, request.state_slot))
 
     def _keep_snapshots(self, request: Request, states: StatePool) -> None:
-        """Keeps the states after the request's cached pages for others; of its answer the newest alone."""
+        """Keeps the states after the request's cached pages for others; of its answer only the newest."""
         for place, slot in request.snapshots:
             key = request.page_keys[place // self.page_tokens - 1]
             states.keep(key, slot)

@@ -18,7 +18,7 @@ from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook, Hooks
 from kukri.models import Model
 
-_N_KEPT = 4  # programs beside the plain one that are kept, each with buffers of its own
+_N_KEPT = 4  # programs with taps that are kept besides the plain one, each with its own buffers
 _N_SPARE_TAPS = 32  # that a step may stop at beyond those it needs: each costs some 20 us
 
 

@@ -51,12 +51,14 @@ class SavedPrefixes:
     """
 
     def __init__(self, cache: Cache, directory: Path, max_bytes: int) -> None:
-        """Makes the directory, for this user alone. Raises ConfigError if it cannot be made or trusted."""
+        """Makes the directory, readable by this user only. Raises ConfigError if it cannot be made or
+        trusted.
+        """
         self._cache, self.directory, self.max_bytes = cache, directory, max_bytes
         self._page_bytes = len(cache.page_data([0]))
         if max_bytes < self._page_bytes + _HEADER_BYTES:
             raise ConfigError(
-                f"{max_bytes} bytes of saved prefixes hold no page of {self._page_bytes}: allow more "
+                f"{max_bytes} bytes of saved prefixes are less than a page of {self._page_bytes}: allow more "
                 "(--prefix-size, prefix_bytes)"
             )
         self.pages_per_step = max(_STEP_BYTES // self._page_bytes, 1)
@@ -161,7 +163,9 @@ class SavedPrefixes:
                 self._write(batch)
                 self._remove_beyond_budget()
             except OSError as error:
-                logger.warning("prefixes are not saved for %.0f s: %s: %s", _PAUSE_S, self.directory, error)
+                logger.warning(
+                    "saving prefixes is paused for %.0f s: %s: %s", _PAUSE_S, self.directory, error
+                )
                 with self._lock:
                     self._paused_until_s = time.monotonic() + _PAUSE_S
                     batch += self._queue

@@ -2,14 +2,14 @@
 
 Every decoding request gets its next token; the rest of a step is shared among prompts, within a budget of
 tokens and of time, so that long prompts do not delay the others' tokens. Up to half goes to the shortest
-prompts, so that a short one begins at once beside a long one, and the rest in turn (waiting.py has the
+prompts, so that a short one begins at once alongside a long one, and the rest in turn (waiting.py has the
 order), so that a long one never stands still. A waiting request is admitted when it is to compute something.
 If pages run out, the request last in order is preempted: it frees its pages and is recomputed later. That
 changes no token, as no result depends on chunks. What a request holds in the caches, and which prefixes it
 finds there, is told by residence.py.
 
-If room is left, decoding requests have draft tokens computed beside their newest one (drafts.py). No request
-is preempted for a draft, and a rejected one is forgotten: its slot in the cache is overwritten.
+If room is left, decoding requests have draft tokens computed alongside their newest one (drafts.py). No
+request is preempted for a draft, and a rejected one is forgotten: its slot in the cache is overwritten.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Scheduler:
         self._step.can_repeat = False
 
     def _can_repeat(self, step: ScheduledStep) -> bool:
-        """True if a step gives each request that runs a token, and has nothing to do beside."""
+        """True if a step gives each running request one token and does nothing else."""
         if self.residence.states is not None or self.n_in_flight > 1 or len(step.chunks) < len(self.running):
             return False
         known = [r for r in self.running if _generates(r) and r.taps is None and not r.may_restore]
@@ -260,7 +260,7 @@ class Scheduler:
         return planned
 
     def with_drafts(self, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledChunk:
-        """A decoding request's chunk with drafts behind its newest token, those that free pages hold."""
+        """A decoding request's chunk with drafts after its newest token, as many as free pages hold."""
         request = chunk.request
         n = max(min(len(drafts), self.residence.n_fitting(request) - request.n_tokens), 0)
         stop = request.n_tokens + n
@@ -340,18 +340,22 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that queue, running requests and pages agree with one another."""
-        assert len(self.running) <= self.max_requests, "more requests run than may"
-        assert self.running == sorted(self.running, key=_turn), "requests run out of turn"
+        assert len(self.running) <= self.max_requests, "more requests run than max_requests allows"
+        assert self.running == sorted(self.running, key=_turn), "the running requests are out of order"
         self.residence.check_integrity((*self.running, *self.ending))
-        assert all(request.is_in_flight for request in self.ending), "a request has landed and not been freed"
+        assert all(request.is_in_flight for request in self.ending), "a collected request has not been freed"
         for request in self.waiting:
-            assert request.state is RequestState.WAITING, f"request {request.id} waits and is {request.state}"
+            assert request.state is RequestState.WAITING, (
+                f"request {request.id} is in the queue and {request.state}"
+            )
             self.residence.check_absent(request)
         for request in self.running:
-            assert request.state is RequestState.RUNNING, f"request {request.id} runs and is {request.state}"
+            assert request.state is RequestState.RUNNING, (
+                f"request {request.id} is among the running and {request.state}"
+            )
             assert request not in self.waiting, f"request {request.id} runs and waits"
             assert request.n_cached <= request.n_tokens <= request.max_length, (
-                f"request {request.id} ran over"
+                f"request {request.id} is longer than it may be"
             )
 
     def _preempt_for_urgent(self) -> None:

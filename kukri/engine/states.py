@@ -1,6 +1,6 @@
 """The pool of slots for recurrent states: one for each request that runs, and snapshots of past states.
 
-A snapshot is the state behind a cached page, under the key of that page: a prompt that begins with the
+A snapshot is the state after a cached page, under the key of that page: a prompt that begins with the
 page's tokens, and all those before it, continues from there. Which are taken: `snapshot_places`. The one that
 was used least recently makes room for others.
 """
@@ -44,7 +44,7 @@ class StatePool:
         self._free.append(slot)
 
     def keep(self, key: PageKey, slot: int) -> None:
-        """Makes a held slot the snapshot behind a page; if there is one, the bits are the same."""
+        """Makes a held slot the snapshot after a page; if there is one already, its bits are the same."""
         if key in self._snapshots:
             self.free(slot)
             self._snapshots.move_to_end(key)
@@ -52,7 +52,7 @@ class StatePool:
             self._snapshots[key] = slot
 
     def find(self, key: PageKey) -> int | None:
-        """The slot of the snapshot behind a page, which counts as used now."""
+        """The slot of the snapshot after a page, which counts as used now."""
         if key in self._snapshots:
             self._snapshots.move_to_end(key)
         return self._snapshots.get(key)
@@ -75,11 +75,11 @@ class StatePool:
 
 
 def snapshot_places(n_prompt: int, n_found: int, page_tokens: int) -> list[int]:
-    """Numbers of tokens of a prompt, of whole pages, behind which snapshots are taken, the last first.
+    """Prompt lengths (whole pages) after which a snapshot is taken, the longest first.
 
-    Behind the last page that leaves a token to compute, and 64, 192, 448 … tokens before that: then a prompt
-    that shares all but its end computes at most about twice what it does not share, or 64 tokens. Behind the
-    `n_found` tokens, too, whose pages were cached: others share them.
+    After the last page that leaves a token to compute, and 64, 192, 448 … tokens earlier: then a prompt that
+    shares all but its end computes at most about twice what it does not share, or 64 tokens. Also after the
+    `n_found` tokens whose pages were cached: others share them.
     """
     last = (n_prompt - 1) // page_tokens * page_tokens
     places, step = {n_found} if 0 < n_found < last else set[int](), _FIRST_STEP

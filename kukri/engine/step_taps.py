@@ -11,7 +11,7 @@ from kukri.kernels.taps import sees_logit_rows
 
 
 class StepTaps:
-    """The listener of a step with requests that listen. An error in a request's taps ends that one alone."""
+    """The listener of a step with requests that listen. An error in a request's taps ends only that one."""
 
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._listening: list[tuple[ScheduledChunk, slice, slice]] = []  # rows of tokens, rows of logits

@@ -132,7 +132,7 @@ class EngineTurns:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Gives the turn to the first waiter; frees it, with no command left behind, if none waits."""
+        """Gives the turn to the first waiter; frees it, with no command left over, if nobody waits."""
         with self._mutex:
             if self._waiters:
                 waiter = self._waiters.popleft()
@@ -180,7 +180,7 @@ class EngineTurns:
 class DeferredInterrupt:
     """Within the `with` block Ctrl-C is noted, and acted on at its end: a step is never torn.
 
-    A second Ctrl-C acts at once. Does nothing in other threads than the main one, which alone gets signals.
+    A second Ctrl-C acts at once. Does nothing in threads other than the main one: only that gets signals.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ _Line = tuple[int, bool, str, ProgramKind]  # priority, never preempted, client,
 class WaitingQueue:
     """The waiting requests, and a virtual token counter for each client with a live request.
 
-    Requests that differ by their id alone stand in one line, so that finding the next of a thousand looks at
+    Requests that differ only by their id stand in one line, so that finding the next of a thousand looks at
     the first of each line.
     """
 

@@ -79,7 +79,9 @@ def check_same_tokens(a: LLM, b: LLM) -> None:
     """Raises ConfigError unless both models' tokens are the same."""
     probe = "The quick brown fox: naïve 1234, 日本\n\tif (x == 1) { return; }"
     if a.tokenizer.n_vocab != b.tokenizer.n_vocab or a.tokenizer.encode(probe) != b.tokenizer.encode(probe):
-        raise ConfigError(f"{a.path} and {b.path} have different tokens: only the same ones can be compared")
+        raise ConfigError(
+            f"{a.path} and {b.path} have different vocabularies: compare models with the same one"
+        )
 
 
 def _joined(parts: Sequence[Divergence], n_last: int = 0) -> Divergence:
@@ -111,7 +113,7 @@ def _summary(found: Divergence, layers: tuple[float, ...] | None) -> Comparison:
 
 
 class _Residuals:
-    """Listens to the residual stream behind each block of two models while `stack` is open."""
+    """Listens to the residual stream after each block of two models while `stack` is open."""
 
     def __init__(self, a: LLM, b: LLM, stack: ExitStack) -> None:
         shape = (a.config.n_layers, a.config.d_model)

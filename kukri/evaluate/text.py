@@ -41,7 +41,7 @@ def read_text(path: Path | None) -> str:
 
 
 def windows(ids: Sequence[int], bos: Sequence[int], size: int, stride: int) -> list[Window]:
-    """Windows of at most `size` tokens, each behind `bos`: every token of `ids` but the first is scored once.
+    """Windows of at most `size` tokens, each after `bos`: every token of `ids` but the first is scored once.
 
     A window begins `stride` tokens after the one before and scores its last `stride` tokens, the first window
     all of its own: so each token has the whole text before it as context, or at least size - stride tokens.
@@ -63,7 +63,7 @@ def windows(ids: Sequence[int], bos: Sequence[int], size: int, stride: int) -> l
 
 
 def text_windows(tokenizer: Tokenizer, text: str, size: int, stride: int) -> list[Window]:
-    """The `windows` of a text, behind BOS if the model wants it."""
+    """The `windows` of a text, after BOS if the model wants it."""
     return windows(tokenizer.encode(text), bos_ids(tokenizer), size, stride)
 
 

@@ -44,7 +44,7 @@ _PREFIXES = ("model.", "transformer.", "bert.", "roberta.")
 # Keys of adapter_config.json that change the result unless they hold one of these, with what they ask for.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((False,), "DoRA"),
-    "modules_to_save": (([],), "whole modules beside the updates"),
+    "modules_to_save": (([],), "whole modules besides the updates"),
     "bias": (("none",), "biases"),
     "lora_bias": ((False,), "biases of updates"),
     "fan_in_fan_out": ((False,), "transposed matrices"),
@@ -128,7 +128,7 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
 
 
 def _check_config(stated: Mapping[str, Any], path: Path) -> None:
-    """Raises UnsupportedError for what is no plain LoRA."""
+    """Raises UnsupportedError for anything but plain LoRA."""
     kind = stated.get("peft_type", "LORA")
     if kind != "LORA":
         raise UnsupportedError(f"{path}: peft_type is {brief(kind)}; kukri applies LORA")
@@ -235,7 +235,7 @@ def _check_keys(file: GGUFFile, model: Model) -> float:
     """The alpha of a file. Raises FormatError and UnsupportedError unless it is LoRA for such a model."""
     path, stated = file.path, file.metadata
     if stated.get("general.type") != "adapter":
-        raise FormatError("is no adapter: its general.type is not 'adapter'", path=path)
+        raise FormatError("is not an adapter: its general.type is not 'adapter'", path=path)
     kind = stated.get("adapter.type")
     if kind != "lora":
         raise UnsupportedError(f"{path}: adapter.type is {brief(kind)}; kukri applies lora")
@@ -317,14 +317,14 @@ def _refuse_kind(name: str, path: Path) -> None:
     for mark, what in (
         ("lora_embedding_", "updates of embeddings"),
         ("lora_magnitude_vector", "DoRA"),
-        ("modules_to_save", "whole modules beside the updates"),
+        ("modules_to_save", "whole modules besides the updates"),
     ):
         if mark in name:
             raise UnsupportedError(f"{path}: tensor {name[:200]!r}: kukri applies no {what}")
 
 
 def _no_matrix(module: str, matrices: Iterable[str], path: Path, tensor: str) -> Exception:
-    """The error of an update of a module that is no linear layer of the model."""
+    """The error of an update of a module that is not a linear layer of the model."""
     if module.rpartition(".")[2] in ("embed_tokens", "word_embeddings", "wte"):
         return UnsupportedError(f"{path}: tensor {tensor!r}: kukri applies no updates of embeddings")
     parts = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in matrices)
@@ -335,5 +335,5 @@ def _no_matrix(module: str, matrices: Iterable[str], path: Path, tensor: str) ->
 
 def _adapter(path: Path, updates: Mapping[str, LowRank]) -> Adapter:
     if not updates:
-        raise FormatError("holds no update of any matrix", path=path)
+        raise FormatError("updates no matrix", path=path)
     return Adapter(path, updates)

@@ -62,7 +62,7 @@ class Step:
     source: QuantType
     target: QuantType
     read: Callable[[], ByteArray]
-    hf_name: str = ""  # Hugging Face's, "" if there is none
+    hf_name: str = ""  # Hugging Face's, "" without one
     importance: FloatArray | None = field(default=None, compare=False)  # of each column
 
     @property
@@ -185,7 +185,7 @@ def _of_safetensors(
     columns: Any = slice(None)
     if architecture.recurrent is not None and architecture.recurrent.tiles:
         assert config.recurrent is not None, "the configuration's readers see to that"
-        order, columns = tiled_heads(name, config.recurrent)  # no row of these has another order beside
+        order, columns = tiled_heads(name, config.recurrent)  # no row of these has a second order
 
     def read() -> ByteArray:
         of_part = slice(first + part * n_rows, first + (part + 1) * n_rows)

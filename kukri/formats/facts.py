@@ -162,7 +162,7 @@ def by_layer(
     if not present:
         raise keys.error(key, "is 0 in each layer")
     if field == "n_heads" and len(present) > 1:
-        raise keys.unsupported(key, f"is {brief(sorted(present))}: kukri runs as many in each layer")
+        raise keys.unsupported(key, f"is {brief(sorted(present))}: kukri runs the same number in each layer")
     for n in present if field == "n_kv_heads" else ():
         if n_heads % n:  # more than heads among them
             raise keys.error(key, f"is {n}, which does not divide {n_heads} heads")
@@ -205,7 +205,7 @@ def write_recurrent(
     if "expansion" in named and d_inner % d_model:
         raise UnsupportedError(
             f"config.json of {architecture.name} has no key for a width of {d_inner} in recurrent layers,"
-            f" which is no multiple of the model's, {d_model}"
+            f" which is not a multiple of the model's, {d_model}"
         )
     return {key: values[field] for field, key in named.items()}
 

@@ -47,7 +47,7 @@ class StoredTensor:
 class Headers:
     """A model without its weights.
 
-    `tensors` are its parameters; `buffers` what files hold beside them: RoPE's factors and frequencies,
+    `tensors` are its parameters; `buffers` what files hold besides them: RoPE's factors and frequencies,
     masks, the copy of a tied head. `config` is None for a model that kukri cannot run, `problem` then says
     why. `stated` is a GGUF file's metadata, arrays as their lengths, or the contents of config.json;
     `unknown` are its keys for the model that kukri leaves out because it does not know them.

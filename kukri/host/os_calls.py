@@ -1,6 +1,6 @@
 """The operating system: what only some have, and what is done elsewhere.
 
-Modules and calls that a system may lack are used here alone, and in two worker programs, which limit
+Modules and calls that a system may lack are used only here, and in two worker programs, which limit
 themselves (`tokenizer/sandbox.py`, `server/chat/grammar_worker.py`). Windows has no affinity, locks, owners
 or limits of this kind; tests take them away, but nothing was run there.
 """
@@ -82,7 +82,7 @@ def locked(path: Path, *, wait: bool = True, create: bool = False) -> Iterator[b
     """Holds the lock of a file or directory within the block; the system drops it when the process ends.
 
     Yields True, or False if another process has it, or None if there are no locks here. Raises OSError if the
-    path cannot be opened, which `create` makes a file of this user alone.
+    path cannot be opened, which `create` makes a file that only this user may read.
     """
     if not HAS_LOCKS:
         yield None

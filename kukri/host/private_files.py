@@ -17,7 +17,7 @@ from kukri.host.os_calls import open_carefully, sync_directory, user_id
 
 
 def make_private(directory: Path) -> None:
-    """Makes a directory that its owner alone may enter (0700), with its parents; checks one that is there.
+    """Makes a directory that only its owner may enter (0700), with its parents; checks one that is there.
 
     Raises ConfigError if another user owns it or may write to it, OSError if it cannot be made.
     """
@@ -69,7 +69,7 @@ def _check(found: os.stat_result, path: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Writes a file that its owner alone may read, whole or not at all. Raises OSError."""
+    """Writes a file that only its owner may read, whole or not at all. Raises OSError."""
     handle, temporary = mkstemp(prefix=".new-", dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,4 +1,4 @@
-"""Attention scores and patterns, computed eagerly beside a backend's own kernel.
+"""Attention scores and patterns, computed eagerly alongside a backend's own kernel.
 
 A backend keeps neither. They are computed from rotated queries and keys, the latter rounded as the KV cache
 rounds them, so reading them changes no bit of the stream.
@@ -34,7 +34,7 @@ def scores(q: FloatArray, k: FloatArray, spec: AttentionSpec, lengths: IntArray)
 
 
 def pattern(found: FloatArray, spec: AttentionSpec) -> FloatArray:
-    """The softmax of scores [B, H, T, T] over keys, beside the heads' sinks, if there are any; zeros for
+    """The softmax of scores [B, H, T, T] over keys and the heads' sinks, if there are any; zeros for
     padding, which sees nothing.
     """
     top = found.max(axis=-1, keepdims=True)

@@ -201,7 +201,7 @@ class ActivationCache(Mapping[str, Any]):
                 continue
             z = _at(self["z", i], pos_slice, from_end=3)
             if f"blocks.{i}.hook_attn_out" not in model.trace.matrices:
-                raise RequestError(f"a norm stands between the heads of layer {i} and the stream")
+                raise RequestError(f"a norm is applied between the heads of layer {i} and the stream")
             w_o = model.weights.layer("W_O", i)  # [H, K, D]
             parts.append(np.einsum("...hk,hkd->h...d", z, w_o, optimize=True))
             labels += [f"L{i}H{head}" for head in range(len(w_o))]
@@ -335,7 +335,7 @@ class ActivationCache(Mapping[str, Any]):
         """Raises RequestError if the stream is not the sum of what the layers add."""
         if "blocks.0.ln2.hook_in" in self._model.trace.taps:
             raise RequestError(
-                "norms follow each sum in this encoder: its stream has no parts that sum to it"
+                "norms follow each sum in this encoder: its stream cannot be split into parts that sum to it"
             )
 
     def _mixer(self, layer: int) -> str:

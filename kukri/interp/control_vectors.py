@@ -39,12 +39,12 @@ class ControlVector:
         for layer, vector in given.items():
             array = np.array(vector, np.float32)
             if not isinstance(layer, (int, np.integer)) or not 0 <= layer < _MAX_LAYERS:
-                raise ConfigError(f"a control vector has layers from 0 on, not {brief(layer)}")
+                raise ConfigError(f"layers of a control vector start at 0, not {brief(layer)}")
             if array.ndim != 1 or not np.isfinite(array).all():
                 raise ConfigError(f"the direction of layer {layer} must be a vector of finite numbers")
             self.directions[int(layer)] = array
         if len({len(vector) for vector in self.directions.values()}) > 1:
-            raise ConfigError("the directions of a control vector must have one length")
+            raise ConfigError("the directions of a control vector must have the same length")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ControlVector:

@@ -1,4 +1,4 @@
-"""Hooks, interventions and captures of one request, while it generates beside others."""
+"""Hooks, interventions and captures of one request, while it generates alongside others."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class RequestTaps:
     ) -> None:
         for point in (*wanted, *(listening.point for listening in hooks)):
             if point.form == "logits":
-                raise HookError(f"{point.name} is seen in runs of whole texts alone: run_with_hooks")
+                raise HookError(f"{point.name} exists only where whole texts are run: use run_with_hooks")
         for listening in hooks:
             point = listening.point
             if point.form in ("scores", "pattern") or (
                 point.layer is None and point.edit_tap != "hook_embed"
             ):
-                raise HookError(f"{point.name} takes hooks in runs of whole texts alone: run_with_hooks")
+                raise HookError(
+                    f"{point.name} takes hooks only where whole texts are run: use run_with_hooks"
+                )
         self._model, self._wanted, self._hooks = model, wanted, hooks
         self._keep = {tap for point in wanted for tap in point.needs}
         self.names = StepListener(model, Rows(np.ones(1, np.int32)), _NO_IDS, hooks, self._keep).taps
@@ -86,7 +88,7 @@ class RequestTaps:
 def joined_cache(taps: Sequence[RequestTaps], requests: Sequence[Request]) -> ActivationCache:
     """One cache of requests that have ended and captured the same. Raises ActivationLimitError."""
     first = taps[0]
-    # the last token generated was no input
+    # the last token generated was not an input
     texts = [request.tokens[: request.n_tokens - (request.output == "tokens")] for request in requests]
     kept = [one.taken(len(ids)) for one, ids in zip(taps, texts, strict=True)]
     joined = {tap: np.concatenate([each[tap] for each in kept]) for tap in kept[0]}

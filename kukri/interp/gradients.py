@@ -113,7 +113,9 @@ def attribution_patch(
     _, corrupted, grads = run_with_gradients(llm, corrupted_tokens, metric, names)
     _, clean, _ = run_with_gradients(llm, clean_tokens, metric, names)
     if corrupted.tokens.shape != clean.tokens.shape:
-        raise RequestError("the clean and the corrupted texts must be of one length", param="clean_tokens")
+        raise RequestError(
+            "the clean and the corrupted texts must have the same length", param="clean_tokens"
+        )
     found: list[FloatArray] = []
     for full_name in names:
         parts = (clean[full_name] - corrupted[full_name]) * grads[full_name]  # [batch, pos, (head,) width]
@@ -171,7 +173,5 @@ def _points(session: Session, names: NamesFilter) -> list[Point]:
     usable = [p for p in found if p.form in ("plain", "heads") and p.tap == p.edit_tap and p.tap != LOGITS]
     if names is not None and not callable(names) and len(usable) < len(found):
         lacking = next(point.name for point in found if point not in usable)
-        raise RequestError(
-            f"{lacking} has no gradient of its own: name what it is computed of", param="names"
-        )
+        raise RequestError(f"{lacking} has no gradient: name what it is computed from", param="names")
     return usable

@@ -1,6 +1,6 @@
 """Interventions: edits, captures and readings of a request's activations, said in data and not in code.
 
-So they may come over HTTP. Each belongs to one request; in a step it touches that request's rows alone.
+So they may come over HTTP. Each belongs to one request; in a step it touches only that request's rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Intervention:
 
     `op` is "add" (strength * vector), "scale" (times `strength`), "replace" (by vector), "ablate" (to zero;
     with a vector, the part along it is taken away), "capture" or "read". `name` is TransformerLens', full or
-    short: "blocks.14.hook_resid_post", "resid_post14". With `heads` it concerns these alone.
+    short: "blocks.14.hook_resid_post", "resid_post14". With `heads` it applies only to these.
 
     The `vector` has as many numbers as the activation of a token (of its heads, side by side), or as one
     head. `control_vector` names one that is loaded, in place of name and vector: its directions work on the
@@ -402,7 +402,7 @@ def _reading(one: Intervention, model: Model, catalog: Catalog, spans: Spans) ->
     features = None
     if one.features is not None:
         if isinstance(reader, Probe):
-            raise RequestError("features are an sae's")
+            raise RequestError("features need an sae")
         features = _numbers(one.features, reader.n_features, "features")
         if len(features) > _MAX_FEATURES:
             raise RequestError(f"{len(features)} features are more than {_MAX_FEATURES}")
@@ -459,5 +459,5 @@ def _is_path(given: Any) -> bool:
 
 def _checked(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"a name has letters, digits and ._- alone, 64 at most, not {brief(name)}")
+        raise ConfigError(f"a name has only letters, digits and ._-, at most 64, not {brief(name)}")
     return name

@@ -16,7 +16,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 
 @dataclass(frozen=True)
 class HookPoint:
-    """Told to a hook beside the value: the `name` it listens on, and the first token's position in its text.
+    """Told to a hook besides the value: the `name` it listens on, and the first token's position in its text.
 
     `ctx` is a dictionary that lasts as long as the hook is there.
     """

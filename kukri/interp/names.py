@@ -145,7 +145,7 @@ class Point:
 
     @property
     def edit_needs(self) -> tuple[str, ...]:
-        """The taps that a hook on it needs beside `edit_tap`, all before that."""
+        """The taps that a hook on it needs besides `edit_tap`, all before that."""
         if self.form in ("scores", "pattern"):
             return *self.needs, self.tap.replace("hook_rot_q", "hook_v")
         return () if self.tap == self.edit_tap else self.needs

@@ -32,7 +32,7 @@ def heat_map(
     except ImportError:
         raise RequestError("a heat map needs matplotlib: pip install 'kukri[plots]'") from None
     if values.ndim != 2:
-        raise RequestError(f"a heat map is of [rows, columns], not {list(values.shape)}", param="values")
+        raise RequestError(f"a heat map takes [rows, columns], not {list(values.shape)}", param="values")
     n_rows, n_columns = values.shape
     figure = Figure(figsize=(2 + 0.35 * n_columns, 1.5 + 0.22 * n_rows), layout="constrained")
     axes = figure.subplots()
@@ -65,7 +65,7 @@ def attention_page(
     """
     if pattern.ndim != 3 or pattern.shape[1:] != (len(tokens), len(tokens)):
         raise RequestError(
-            f"a page is of a pattern [head, query, key] of {len(tokens)} tokens, not {list(pattern.shape)}",
+            f"a page takes a pattern [head, query, key] of {len(tokens)} tokens, not {list(pattern.shape)}",
             param="pattern",
         )
     data = json.dumps({"tokens": list(tokens), "pattern": np.round(pattern, 3).tolist()})

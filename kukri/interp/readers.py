@@ -56,7 +56,7 @@ class Probe:
             if labels is not None and not (
                 isinstance(labels, list) and all(isinstance(label, str) for label in labels)
             ):
-                raise FormatError("the labels of a probe must be a JSON list of texts", path=path)
+                raise FormatError("the labels of a probe must be a JSON list of strings", path=path)
             return cls(name, arrays["weight"], arrays.get("bias"), labels)
 
     @property

@@ -236,7 +236,9 @@ class Session:
         prompt = Prompt(first.tokens[: first.n_prompt], self._token_bytes)
         found = resolve(interventions, self.values, self.catalog, prompt)
         if len(requests) > 1 and (found.captures or found.readings):
-            raise RequestError("captures and readouts are of one answer: leave n and best_of at 1", param="n")
+            raise RequestError(
+                "captures and readouts need a single answer: leave n and best_of at 1", param="n"
+            )
         values = self.values_of(first)
         made = [InterventionTaps(values, found, max_bytes) for _ in requests]
         for request, taps in zip(requests, made):
@@ -343,7 +345,7 @@ class Session:
         n = self.config.n_layers
         at = layer + n if layer < 0 else layer
         if not 0 <= at <= n:
-            raise RequestError(f"stop_at_layer goes from {-n} to {n}, not {layer}", param="stop_at_layer")
+            raise RequestError(f"stop_at_layer must be from {-n} to {n}, not {layer}", param="stop_at_layer")
         return f"blocks.{at}.hook_resid_pre" if at < n else f"blocks.{n - 1}.hook_resid_post"
 
     def _is_before(self, point: Point, stop: str) -> bool:

@@ -1,4 +1,4 @@
-"""Runs whole texts through a model with taps, each text in one step, beside the engine.
+"""Runs whole texts through a model with taps, each text in one step, apart from the engine.
 
 Its keys and values have pages of their own. A run may begin at a tap, with the stream that another run left
 there, and may continue the cached beginning of another text: a sweep over patches computes only what differs.
@@ -73,7 +73,7 @@ class Texts:
     @property
     def cache(self) -> Cache:
         """The pages, once some are reserved."""
-        assert self._cache is not None, "reserve() comes first"
+        assert self._cache is not None, "call reserve() first"
         return self._cache
 
     def whole(self, texts: Sequence[IntArray]) -> list[Piece]:

@@ -37,7 +37,7 @@ class Rows:
         self._is_token = np.arange(self.n_tokens) < lengths[:, None]
 
     def padded(self, x: FloatArray) -> FloatArray:
-        """x [rows, ...] as [B, T, ...], zeros for padding; a view if there is none."""
+        """x [rows, ...] as [B, T, ...], zeros for padding; a view if nothing is padded."""
         shape = (self.n_batch, self.n_tokens, *x.shape[1:])
         if self._is_full:
             return x.reshape(shape)
@@ -51,7 +51,7 @@ class Rows:
 
 
 class Model:
-    """The sources of values, beside taps.
+    """The sources of values besides taps.
 
     Attributes: config; trace; weights; points, every name; kv_type, which rounds keys and values;
     encode(text, add_special), which gives token ids; adjust_logits, which caps or divides those of the head

@@ -74,7 +74,7 @@ class Weights:
 
     def _matrix(self, letter: str, layer: int) -> Matrix:
         if letter not in _TAPS:
-            raise KukriError(f"there are no weights {letter!r}: choose of {', '.join(_TAPS)}")
+            raise KukriError(f"there are no weights {letter!r}: choose from {', '.join(_TAPS)}")
         prefix = f"blocks.{layer}."
         tap = _TAPS[letter]
         if letter == "in" and f"{prefix}mlp.hook_pre_linear" not in self._trace.products:
@@ -116,7 +116,7 @@ def rows(matrix: Matrix, wanted: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     parts: list[FloatArray] = []
     start = 0
     if wanted is not None:
-        assert len(matrix.weights) == 1, "single rows are taken of one weight"
+        assert len(matrix.weights) == 1, "single rows are taken from one weight"
         return _rows(matrix.weights[0], matrix.updates[0], np.asarray(wanted) + matrix.start)
     for weight, update in zip(matrix.weights, matrix.updates):
         first, stop = max(matrix.start - start, 0), min(matrix.stop - start, weight.shape[0])

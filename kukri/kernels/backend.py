@@ -61,7 +61,8 @@ class CompiledProgram(Protocol):
         start: str | None = None,
         stop: str | None = None,
     ) -> Logits:
-        """Runs one step and gives its logits. Writes the cache. A batch that is none of `inputs` is copied.
+        """Runs one step and gives its logits. Writes the cache. A batch that is not one of `inputs` is
+        copied.
 
         Raises CapacityError on a step beyond the limits, ShapeError on indices outside their arrays.
 
@@ -103,7 +104,7 @@ class Backend(Protocol):
 
     @property
     def arithmetic(self) -> str:
-        """A name of what the bits of a result depend on beside the model: kernels, libraries, processor."""
+        """A name of what the bits of a result depend on besides the model: kernels, libraries, processor."""
 
     @property
     def sampling(self) -> SamplingBackend:

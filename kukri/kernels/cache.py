@@ -63,7 +63,7 @@ def has_states(layout: CacheLayout) -> bool:
 class Cache(Protocol):
     """The memory of a model's sequences: keys and values in pages, recurrent states in slots.
 
-    It belongs to the backend that made it, which alone knows how it lies in memory. Pages are of a pool
+    It belongs to the backend that made it; only that knows its layout in memory. Pages are of a pool
     (`pool_windows`): a page has room for `page_tokens` tokens in all layers of its pool; page p has the slots
     p * page_tokens and on. Pages are not cleared: what lies where no token of a context is may be anything,
     NaN included (see `Backend`).

@@ -127,7 +127,7 @@ def check_adapters(batch: ForwardBatch, adapters: AdapterSlots) -> None:
 
 
 def row_adapters(batch: ForwardBatch) -> IntArray | None:
-    """The slot of the adapter of each token of a step, int32 [T]; None if there are none."""
+    """The slot of the adapter of each token of a step, int32 [T]; None without adapters."""
     if batch.adapters is None or batch.adapters.max() < 0:
         return None
     return np.repeat(batch.adapters, np.diff(batch.query_start))
@@ -147,5 +147,6 @@ def check_routes(weights: FloatArray, n_used: int) -> None:
     most = int((weights != 0).sum(axis=1).max(initial=0))
     if most > n_used:
         raise HookError(
-            f"a hook left {most} experts of a token with a weight, and it uses {n_used}: set the others to 0"
+            f"a hook left {most} experts of a token with a weight, but the model uses {n_used}: "
+            "set the others to 0"
         )

@@ -41,7 +41,7 @@ def requantize(
 
     Runs on all cores, and holds few of the weights as floats at a time. `importance`, float32 [columns],
     says how much an error in each column counts, to all types but Q8_0. Raises
-    UnsupportedError for types without a quantizer, ShapeError when a row is no whole number of blocks, and
+    UnsupportedError for types without a quantizer, ShapeError when a row is not a whole number of blocks, and
     FormatError, which names `tensor`, for weights that are NaN or infinite if blocks cannot hold them.
     """
     if source == target:

@@ -507,7 +507,7 @@ def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> Flo
 
 
 def _softmax(scores: FloatArray, sinks: Vector | None) -> FloatArray:
-    """Softmax along the last axis of [G, H/G, n], beside a sink for each head; zeros if all are -inf."""
+    """Softmax along the last axis of [G, H/G, n], with a sink for each head; zeros if all are -inf."""
     top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         sink = sinks.data.reshape(top.shape)

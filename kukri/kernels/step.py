@@ -37,11 +37,11 @@ class ForwardBatch:
     `adapters[s]` is the slot of sequence s's adapter, -1 for none; None: no sequence has one.
 
     Recurrent layers read and write the state in slot `state_slots[s]` of sequence s (None: slot s); it counts
-    as zeros for a sequence that begins, whose first token in the step has position 0. Behind token t they
+    as zeros for a sequence that begins, whose first token in the step has position 0. After token t they
     also copy it to slot `state_saves[t]`, -1 for no copy (None: none).
 
-    `activations` [T, D] are what the layers before have made of the tokens, for a program that begins behind
-    them (`StageOps`).
+    `activations` [T, D] are the output of the preceding layers, for a program that starts after them
+    (`StageOps`).
     """
 
     token_ids: IntArray  # [T]

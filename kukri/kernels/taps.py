@@ -20,10 +20,10 @@ def tap_name(name: str, layer: int | None) -> str:
 
 
 class SequenceTaps(Protocol):
-    """The taps of one sequence, beside others in a step."""
+    """The taps of one sequence, in a step with others."""
 
     names: frozenset[str]  # full names of taps
-    edits: bool  # False if it reads alone
+    edits: bool  # False if it only reads
 
     def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
         """Shows the sequence's rows of a tap, to be edited in place: `n_tokens` tokens from `start` on."""
@@ -54,7 +54,7 @@ class Hooks:
         return bool(self._by_name)
 
     def add(self, hooks: Mapping[str, Hook]) -> None:
-        """Adds each hook to its tap, behind earlier ones."""
+        """Adds each hook to its tap, after earlier ones."""
         for name, hook in hooks.items():
             self._by_name[name] = (*self._by_name.get(name, ()), hook)
 

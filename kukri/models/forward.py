@@ -1,6 +1,6 @@
 """A model as a function of token ids, for research: batches, masks and caches as transformers takes them.
 
-It runs beside the engine: its keys and values have pages of their own. Pads take no part in a step and no
+It runs apart from the engine: its keys and values have pages of their own. Pads take no part in a step and no
 room in the cache, so a padded batch costs what its tokens cost and gives each row what it gives alone. Masks
 of four dimensions run as a program of their own; ordinary steps know nothing of them.
 """
@@ -55,11 +55,9 @@ class KVCache:
     def __init__(self, model: ForwardModel, backend: Backend, batch_size: int, max_tokens: int) -> None:
         config = model.config
         if not 1 <= max_tokens <= config.max_context:
-            raise _error(
-                f"a cache of {max_tokens} tokens: it may have 1 to {config.max_context}", "max_tokens"
-            )
+            raise _error(f"a cache can hold 1 to {config.max_context} tokens, not {max_tokens}", "max_tokens")
         if batch_size < 1:
-            raise _error(f"a cache of {batch_size} rows: it must have at least one", "batch_size")
+            raise _error(f"a cache needs at least one row, not {batch_size}", "batch_size")
         self.batch_size, self.max_tokens, self.n_tokens = batch_size, max_tokens, 0
         self.layout = tuple(model.cache_layout)  # the backend's may have larger heads
         n_pages = -(-max_tokens // backend.page_tokens)
@@ -81,7 +79,8 @@ class KVCache:
             )
         if n_tokens and n_tokens < self.n_tokens and has_states(self.kv.layout):
             raise _error(
-                "a recurrent state cannot go back: cut the cache to 0 tokens, or to none", "n_tokens"
+                "a recurrent state cannot be rolled back: crop the cache to 0 tokens or not at all",
+                "n_tokens",
             )
         self.n_tokens = n_tokens
 
@@ -270,7 +269,7 @@ class _Call:
         seen: _BoolArray = mask.astype(np.bool_)
         if (seen[:, : self.n_past] != self.cache.stored()).any():
             raise _error(
-                "attention_mask says otherwise about cached tokens than when they came: use a mask of 4 "
+                "attention_mask hides other cached tokens than it did when they were new: use a mask of 4 "
                 "dimensions to hide some",
                 "attention_mask",
             )
@@ -286,7 +285,7 @@ class _Call:
         n_starts = np.diff(seen.astype(np.int8), axis=1, prepend=0) == 1
         if (n_starts.sum(axis=1) > 1).any():
             raise _error(
-                "pads between tokens, and layers with a window or a state: pad on the left, or use a mask "
+                "layers with a window or a state take no pads between tokens: pad on the left, or use a mask "
                 "of 4 dimensions",
                 "attention_mask",
             )
@@ -356,7 +355,8 @@ def _additive(mask: npt.NDArray[Any], shape: tuple[int, int, int, int]) -> Float
         return np.where(mask, np.float32(0), np.float32(-np.inf))
     if mask.dtype.kind != "f":
         raise _error(
-            f"an attention_mask of 4 dimensions is boolean or what to add to scores, not {mask.dtype}",
+            "an attention_mask of 4 dimensions is boolean or holds numbers to add to the scores, not "
+            f"{mask.dtype}",
             "attention_mask",
         )
     with np.errstate(over="ignore"):  # float64's lowest number is -inf
@@ -372,7 +372,7 @@ def _array(value: Any, param: str) -> npt.NDArray[Any]:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that NumPy cannot read
         reason = " ".join(str(error).split())[:100]
-        raise _error(f"{param} is no array: {reason}", param) from None
+        raise _error(f"{param} is not an array: {reason}", param) from None
 
 
 def _error(message: str, param: str) -> RequestError:

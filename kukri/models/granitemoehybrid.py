@@ -1,4 +1,4 @@
-"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention in some, a mixture beside an MLP for all tokens.
+"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention in some, a mixture alongside an MLP for all tokens.
 
 A state space (Dao and Gu 2024) keeps a matrix for each head: it decays, takes a token's value in under b, and
 is read by c. Small models have no mixture, and some no state.
@@ -26,13 +26,13 @@ from kukri.models.weights import WeightSource
 
 
 class Mamba2:
-    """A state space behind a convolution, its result gated, then normed."""
+    """A state space after a convolution, its result gated, then normed."""
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         own = config.recurrent
         assert own is not None, "the configuration's readers see to that"
         if own.n_groups != 1:
-            raise UnsupportedError(f"{name}: a norm in {own.n_groups} groups; kukri runs one group alone")
+            raise UnsupportedError(f"{name}: a norm in {own.n_groups} groups; kukri runs only one group")
         n, n_heads = own.n_heads * own.d_head, own.n_heads
         self.layer, self.widths = layer, (n, own.d_state, own.d_state)
         widths = (n, sum(self.widths), n_heads)
@@ -58,7 +58,7 @@ class Mamba2:
 
 
 class SharedMLP(GatedMLP):
-    """A gated MLP that each token passes beside its experts."""
+    """A gated MLP that each token passes in addition to its experts."""
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor = None) -> Tensor:
         """mlp(x) [T, D], with nothing added."""
@@ -82,7 +82,7 @@ class SharedMixture(Mixture):
 
 
 class DenseBlock(GraniteBlock):
-    """A layer: a state space or attention, and an MLP, each behind its norm, added multiplied."""
+    """A layer: a state space or attention, and an MLP, each after its norm, added multiplied."""
 
     recurrent_type, recurrent_name = Mamba2, "mamba"
 

@@ -50,7 +50,7 @@ class PredictionHead:
 
 
 def encoder_head(source: WeightSource, config: ModelConfig, pooler: str, classifier: str) -> Head | None:
-    """The head of an encoder; the classification of a text is `classifier`, behind `pooler`."""
+    """The head of an encoder; the classification of a text is `classifier`, after `pooler`."""
     kind = config.head.kind
     if kind == "sequence_classification":
         return PooledHead(source, config, pooler, classifier)

@@ -23,7 +23,7 @@ class Linear:
     """y = x Wᵀ + b, for one matrix or for several side by side in one op (`names`, `n_outs`).
 
     One name for several `n_outs` is a matrix that holds them all. A bias is taken if the checkpoint has
-    one; beside others that have one, a matrix without has zeros.
+    one; a matrix without one that is stacked with others gets zeros.
     """
 
     def __init__(self, source: WeightSource, names: Sequence[str], n_outs: Sequence[int], n_in: int) -> None:

@@ -56,7 +56,7 @@ class Lfm2MLP(GatedMLP):
 
 
 class Lfm2Block(Block):
-    """A layer: a convolution or attention, and an MLP, each behind its norm."""
+    """A layer: a convolution or attention, and an MLP, each after its norm."""
 
     attention_type, recurrent_type, mlp_type = Lfm2Attention, ShortConv, Lfm2MLP
     attention_norm_name, mlp_norm_name = "operator_norm", "ffn_norm"

@@ -28,7 +28,7 @@ from kukri.models.weights import Parameter, WeightSource
 
 
 class Block:
-    """One layer: attention and MLP, each behind its norm, each added to the residual stream."""
+    """One layer: attention and MLP, each after its norm, each added to the residual stream."""
 
     norm_type: Callable[..., Any] = RMSNorm
     attention_type: Callable[..., Any] = Attention

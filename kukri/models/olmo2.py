@@ -1,4 +1,4 @@
-"""OLMo 2 (Walsh et al. 2024): Llama with its norms behind attention and MLP, and with normed q and k.
+"""OLMo 2 (Walsh et al. 2024): Llama with its norms after attention and MLP, and with normed q and k.
 
 Attention and MLP read the residual stream as it is, and what each adds to it is normed. One norm runs over
 all query heads together, one over all key heads.

@@ -1,4 +1,4 @@
-"""OLMo 3 (Ai2 2025): OLMo 2 with a window in three of four layers; scaled RoPE is for the fourth alone.
+"""OLMo 3 (Ai2 2025): OLMo 2 with a window in three of four layers; scaled RoPE is only for the fourth.
 
 Its GGUF files say olmo2.
 """

@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2 (Li et al. 2023): attention and MLP side by side behind one LayerNorm, with biases."""
+"""Phi-1, 1.5 and 2 (Li et al. 2023): attention and MLP side by side after one LayerNorm, with biases."""
 
 from __future__ import annotations
 

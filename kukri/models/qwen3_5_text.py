@@ -43,7 +43,7 @@ class GatedAttention(Qwen3Attention):
 
 
 class GatedDeltaNet:
-    """The gated delta rule behind a convolution, its result normed and gated head by head."""
+    """The gated delta rule after a convolution, its result normed and gated head by head."""
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         own = config.recurrent
@@ -78,7 +78,7 @@ class GatedDeltaNet:
 
 
 class Qwen35Block(Block):
-    """A layer: the delta rule or attention, and an MLP, each behind its norm."""
+    """A layer: the delta rule or attention, and an MLP, each after its norm."""
 
     attention_type, recurrent_type, recurrent_name = GatedAttention, GatedDeltaNet, "linear_attn"
 

@@ -89,7 +89,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 def _powers(theta: float, rotary_dim: int) -> FloatArray:
     """theta^(2i / rotary_dim)."""
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
-    base = np.float64(np.float32(theta))  # torch rounds a number beside a float32 tensor
+    base = np.float64(np.float32(theta))  # torch rounds a number that meets a float32 tensor
     powers: FloatArray = np.power(base, exponents.astype(np.float64)).astype(np.float32)
     return powers
 

@@ -35,7 +35,7 @@ def _read_rotating(keys: Keys, facts: dict[str, Any]) -> None:
     else:
         stated = keys.first("no_rope_layers", int, n_layers)
         if not set(stated) <= {0, 1}:
-            raise keys.error("no_rope_layers", "must hold 0 and 1 alone")
+            raise keys.error("no_rope_layers", "must hold only 0 and 1")
         rotating = [use == 1 for use in stated]
     set_rotating(facts, rotating)
     if keys.value("layer_types") is None:  # then windows are for the layers without RoPE

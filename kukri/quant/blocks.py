@@ -50,8 +50,8 @@ _FLOATS: dict[str, Callable[[ByteArray], FloatArray]] = {
 def dequantize(data: npt.ArrayLike, type: QuantType) -> FloatArray:
     """The weights of uint8 [rows, row_bytes] -> float32 [rows, columns].
 
-    A view of `data` for F32. Raises ShapeError when a row is no whole number of blocks, and UnsupportedError,
-    listing the types that run, for another.
+    A view of `data` for F32. Raises ShapeError when a row is not a whole number of blocks, and
+    UnsupportedError, listing the types that run, for another.
     """
     if type.block is None and type.name not in _FLOATS:
         raise UnsupportedError(f"kukri does not run weight type {type.name}: it runs {', '.join(RUN)}")

@@ -52,7 +52,7 @@ _KEPT = ("cls.weight", "cls.output.weight", "qa_output.weight", "position_embd.w
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """True for the tensors that a mix touches: matrices that are no norms. `name` is GGUF's.
+    """True for the tensors that a mix touches: matrices other than norms. `name` is GGUF's.
 
     Heads for tasks and routers of experts stay as they are: a few rows on which much depends.
     """
@@ -78,7 +78,7 @@ def mix_types(mix: str, shapes: Shapes, queries_per_key: int) -> dict[str, Quant
     """The type of each tensor that a mix of MIXES touches, by GGUF name.
 
     `shapes` are all tensors of the file, (out, in); `queries_per_key` is query heads per key head. Where rows
-    are no whole blocks, a type's stand-in takes its place, or F16.
+    are not whole blocks, a type's stand-in takes its place, or F16.
     """
     main = QUANT_TYPES[MIXES[mix][0]]
     head = "output.weight" if "output.weight" in shapes else "token_embd.weight"

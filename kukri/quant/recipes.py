@@ -30,7 +30,7 @@ from kukri.quant.per_token import PER_TOKEN
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
 SHIPPED = Path(__file__).with_name("recipes")
-_FACTS = ("base", "activations", "about")  # keys that are no patterns
+_FACTS = ("base", "activations", "about")  # keys that are not patterns
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Recipe:
 
 
 def mix_named(name: str) -> str:
-    """The mix of that name, in any case, or of its alias. Raises ConfigError for a name that is none."""
+    """The mix of that name, in any case, or of its alias. Raises ConfigError for an unknown name."""
     mix = ALIASES.get(name.upper(), name.upper())
     if mix not in MIXES:
         raise ConfigError(
-            f"{name!r} is no type to convert to: use a recipe (.json or .yaml), or one of"
+            f"{name!r} is not a type to convert to: use a recipe (.json or .yaml), or one of"
             f" {', '.join((*MIXES, *shipped_recipes()))}"
         )
     return mix
@@ -147,12 +147,12 @@ def _rule(key: Any, value: Any, path: Path) -> Rule:
     try:
         pattern = re.compile(key)
     except (re.error, TypeError) as wrong:
-        raise error(f"is no pattern: {wrong}") from None
+        raise error(f"is not a pattern: {wrong}") from None
     kind, rename = facts.get("type", "keep"), facts.get("rename")
     if not isinstance(kind, str) or (kind != "keep" and kind.upper() not in WRITTEN):
         raise error(f"asks for {kind!r}: use keep or one of {', '.join(WRITTEN)}")
     if rename is not None and not isinstance(rename, str):
-        raise error(f"has the new name {rename!r}, which is no text")
+        raise error(f"has the new name {rename!r}, which is not text")
     type = None if kind == "keep" else QUANT_TYPES[kind.upper()]
     return Rule(pattern, type, _layers(facts.get("layers"), error), rename)
 
@@ -176,7 +176,7 @@ def apply_recipe(
 ) -> tuple[dict[str, QuantType], dict[str, str]]:
     """The types of the tensors that change, and the new names of those that get one, by GGUF name.
 
-    `other_names` are Hugging Face's. Types are for matrices alone, with stand-ins as in a mix. Raises
+    `other_names` are Hugging Face's. Types are only for matrices, with stand-ins as in a mix. Raises
     ConfigError for a pattern that matches nothing it could change.
     """
     types = mix_types(recipe.base, shapes, queries_per_key) if recipe.base else {}

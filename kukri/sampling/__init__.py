@@ -9,7 +9,7 @@ A row of logits goes through these, those left out that would change nothing:
 4. the stages of `samplers`, in the order given there; by default that of llama.cpp's chain:
    - `penalties`: repetition (prompt and generated tokens), then presence and frequency (generated tokens),
      looking back on `repeat_last_n` tokens
-   - `dry`: a growing penalty on tokens that would go on with a repetition
+   - `dry`: a growing penalty on tokens that would continue a repetition
    - `top_n_sigma` keeps logits within n standard deviations of the largest
    - `top_k` keeps the k most likely
    - `typical_p` keeps those about as surprising as expected, with a share p of the probability
@@ -23,7 +23,7 @@ A row of logits goes through these, those left out that would change nothing:
 So with the default order top_p and min_p look at the model's own distribution, before the temperature
 flattens or sharpens it, and top_p at that of the tokens top_k left. Temperature 0 takes the largest logit
 after the penalties; of equals, the lowest id. Log-probabilities are those of the raw logits, before step 1,
-as vLLM reports them. A token depends on the request's seed, history and logits alone, whichever requests
+as vLLM reports them. A token depends only on the request's seed, history and logits, whichever requests
 share the step.
 """
 
@@ -70,7 +70,7 @@ _HOMES = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:  # the command line reads `params` alone, without NumPy
+def __getattr__(name: str) -> Any:  # the command line reads only `params`, without NumPy
     if name not in _HOMES:
         raise AttributeError(f"module 'kukri.sampling' has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"kukri.sampling.{_HOMES[name]}"), name)

@@ -15,8 +15,8 @@ _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with `additionalProperties: false` in each object that names properties and does not say.
 
-    A model would go on with properties of its own. Parts of an object that several schemas describe together
-    stay open, as each would forbid what the others name; where these are very many, all do.
+    A model would otherwise add properties that it makes up. Parts of an object that several schemas describe
+    together stay open, as each would forbid what the others name; where these are very many, all do.
     """
     open_ids: set[int] = set()
     n_left = _MOST_PARTS

@@ -107,7 +107,7 @@ def wrong_value(name: str, allowed: str, value: object) -> RequestError:
 
 
 def is_integer(value: object) -> bool:
-    """True for an integer that is no bool, NumPy's too."""
+    """True for an integer, NumPy's too, that is not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_CHARS = 1 << 18  # of a grammar's source
 # between the tokens of JSON: a space, or the end of a line and the next one's indent. A model that is unsure
-# could go on with white space for ever
+# could continue with white space forever
 _WHITE_SPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 
 Kind = Literal["json", "regex", "choice", "grammar"]
@@ -75,7 +75,7 @@ class Grammar:
         """One of several strings."""
         if not texts or isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
             raise RequestError(
-                "a choice must be among texts that are not empty", param=param, code="invalid_value"
+                "a choice takes a list of texts, none of them empty", param=param, code="invalid_value"
             )
         return cls("choice", json.dumps(list(texts)), param=param)
 
@@ -88,7 +88,7 @@ class Grammar:
         """The error that says why the grammar cannot be served."""
         reason = " ".join(reason.split())
         return RequestError(
-            f"{self.param} cannot be served: {reason[:500]}", param=self.param, code="invalid_value"
+            f"{self.param} cannot be used: {reason[:500]}", param=self.param, code="invalid_value"
         )
 
 

@@ -85,7 +85,7 @@ class ReasoningTokens:
 class SeenTokens:
     """The distinct tokens that penalties look back on: how often each came, and how often generated.
 
-    The prompt counts for the repetition penalty alone.
+    The prompt counts only for the repetition penalty.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: npt.ArrayLike) -> None:

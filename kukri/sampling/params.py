@@ -238,7 +238,7 @@ class SamplingParams:
         None, "object", "The reasoning budget; None for no limit."
     )
     seed: int | None = integer(
-        None, SEED_MIN, SEED_MAX, "Seed of the random numbers; without one each answer is another.",
+        None, SEED_MIN, SEED_MAX, "Seed of the random numbers; without one, answers differ each time.",
         is_optional=True, flags=("--seed",), ollama="seed", llama_cpp="seed", on_page=True,
     )
     max_tokens: int | None = integer(
@@ -274,11 +274,12 @@ class SamplingParams:
     speculation: str | None = other(
         None, "choice",
         'Source of draft tokens, which save time and change no answer: "off", "ngram" (the text so far and '
-        '`prediction`) or "draft" (a draft model); None as the engine is set.',
+        '`prediction`) or "draft" (a draft model); None for the setting of the engine.',
         choices=SPECULATIONS, is_optional=True,
     )
     max_draft_tokens: int | None = integer(
-        None, 1, MAX_DRAFT_TOKENS, "Most draft tokens in a step; None as the engine is set.", is_optional=True
+        None, 1, MAX_DRAFT_TOKENS, "Most draft tokens in a step; None for the setting of the engine.",
+        is_optional=True,
     )
     prediction: str | Sequence[int] = other(
         (), "object", "A text or token ids that the answer may resemble, for n-gram drafts."
@@ -303,7 +304,7 @@ class SamplingParams:
         if self.speculation not in (None, *SPECULATIONS):
             raise wrong_value("speculation", f"one of {', '.join(SPECULATIONS)}, or None", self.speculation)
         if self.prediction and self.speculation not in (None, "ngram"):
-            raise wrong_value("speculation", "ngram, as a prediction is given", self.speculation)
+            raise wrong_value("speculation", "ngram, because a prediction is given", self.speculation)
         if not isinstance(self.ignore_eos, bool):
             raise wrong_value("ignore_eos", "True or False", self.ignore_eos)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -361,7 +362,7 @@ class SamplingParams:
             if is_on and stage not in self.samplers and not (stage == "temperature" and self.is_greedy):
                 raise wrong_value("samplers", f"a list that names {stage}, which is set", list(self.samplers))
             if is_on and self.mirostat and stage not in ("penalties", "dry", "temperature"):
-                raise wrong_value("mirostat", f"0 where {stage} is set, whose place it takes", self.mirostat)
+                raise wrong_value("mirostat", f"0 where {stage} is set, which it replaces", self.mirostat)
 
     def _check_grammar(self) -> None:
         if self.reasoning_limit is not None and not isinstance(self.reasoning_limit, ReasoningLimit):
@@ -420,7 +421,7 @@ def _checked_stop(stop: Any, stop_token_ids: Any) -> tuple[tuple[str, ...], tupl
 
 
 def _checked_bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
-    allowed = f"at most {MAX_PHRASES} phrases, of which a text is two: {_A_PHRASE}"
+    allowed = f"at most {MAX_PHRASES} phrases (a text counts as two): {_A_PHRASE}"
     checked = _checked_phrases("bad_words", words, allowed)
     if (n := sum(2 if isinstance(word, str) else 1 for word in checked)) > MAX_PHRASES:
         raise wrong_value("bad_words", allowed, n)

@@ -109,7 +109,7 @@ class RequestSampler:
         # Python's own: importing NumPy's takes 10 ms of a start
         seed = None if params.seed is None else params.seed % 2**64
         self._random = None if params.is_greedy else Random(seed)
-        # True if a record changes from token to token by its random number alone
+        # True if a record changes from token to token only by its random number
         histories = (self._dry, self._seen, self._matcher, self._reasoning, params.logprobs)
         edits = (params.logit_bias, bad_words, self._processors, params.min_tokens)
         draws_more = params.mirostat or params.xtc_probability

@@ -1,6 +1,6 @@
 """The connection between a front and a replica: JSON messages over TCP, each after its length in bytes.
 
-A message is an object of an own `kind`. Both sides send one each second, so that a silent channel is a dead
+A message is an object with a `kind`. Both sides send one each second, so that a silent channel is a dead
 one. Neither encrypts: like Ray's own, it belongs in a network of machines that trust one another. A secret,
 which Ray carries, keeps others out.
 """

@@ -119,7 +119,7 @@ def predictor(
     `concurrency` actors, or from one number to another, have a model each, opened with `options` (those of
     `LLM`); each takes as many processors as `n_threads` says, 1 unless it is given. Ray Data replaces an
     actor that dies, and runs its batches again. Raises ConfigError on an unknown task, and unless
-    "rerank", and it alone, has a `query`.
+    Only "rerank" has a `query`.
     """
     if task not in _TASKS:
         raise ConfigError(f"task must be one of {', '.join(_TASKS)}, not {task!r}")

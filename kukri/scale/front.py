@@ -4,7 +4,7 @@
 `ReplicaLoop` stands where a server on its own has an `EngineLoop`. It holds requests in a queue that is fair
 among clients, sends each to a replica that has room, and delivers the tokens as they come. When a replica
 dies, its requests go to another with the tokens they have so far. As results are the same bits everywhere,
-their answers go on as if nothing had happened.
+their answers continue as if nothing had happened.
 
 A request may itself be what kills a replica. So one whose replica died counts as a suspect until its next
 token comes, and a replica runs one suspect at a time. If that replica dies too, the request ends with an
@@ -111,8 +111,8 @@ class RemoteModel:
         self.identity = weights_identity(read.path, read.config, options.quantize)
         if self.identity != facts.model:
             raise KukriError(
-                f"{read.path} here is another model, or kukri another version, than on {facts.host}: "
-                "give all machines the same"
+                f"{read.path} or the version of kukri differs from that on {facts.host}: "
+                "use the same on all machines"
             )
         tokenizer = self.tokenizer
         self.chat_template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
@@ -331,15 +331,15 @@ class ReplicaLoop:
             return None
         facts = ReplicaFacts(**hello["facts"])
         if facts.model != self._identity:
-            log.warning("replica %s on %s has another model: it is not used", facts.name, facts.host)
+            log.warning("replica %s on %s has a different model: it is not used", facts.name, facts.host)
             return None
         if facts.name in self._replicas:
             return None
         numerics = {replica.facts.numerics for replica in self._replicas.values()}
         if numerics and facts.numerics not in numerics:
             log.warning(
-                "replica %s computes other bits (%s) than the others (%s): an answer that one of them began "
-                "cannot go on there", facts.name, facts.numerics, ", ".join(numerics),
+                "replica %s computes different bits (%s) from the others (%s): it cannot continue answers "
+                "that they began", facts.name, facts.numerics, ", ".join(numerics),
             )  # fmt: skip
         return facts
 
@@ -521,8 +521,8 @@ class ReplicaLoop:
         return self._failed(
             live,
             KukriError(
-                f"{live.n_deaths} replicas of the model ended while they ran the request, of {live.n_runs} "
-                "that tried: it is not tried again"
+                f"{live.n_deaths} of the {live.n_runs} replicas that ran the request died while they ran it: "
+                "it is not tried again"
             ),
         )
 

@@ -29,7 +29,7 @@ from kukri.stages.processes import Address
 log = logging.getLogger("kukri.scale")
 _PLACE_S = 60.0  # for Ray to find room
 _START_S = 60.0  # for a stage to start, elsewhere if its machine is lost
-_PROCESS_BYTES = 300 << 20  # of a stage, beside weights and cache
+_PROCESS_BYTES = 300 << 20  # memory of a stage besides weights and cache
 _OWN_CPUS = 0.001  # of the engine's place in the group
 _OBJECT_STORE_BYTES = 100 << 20  # of a Ray of our own, through which nothing large goes
 
@@ -68,8 +68,8 @@ class PlacedStages:
         if not self._group.wait(_PLACE_S):
             self.close()
             raise ConfigError(
-                f"{n} stages of {n_threads} processors and {resources['memory'] / 2**30:.2f} GiB find "
-                f"no room beside this process on {_machines()}: add machines or stages, or use fewer threads"
+                f"{n} stages of {n_threads} processors and {resources['memory'] / 2**30:.2f} GiB do not fit "
+                f"alongside this process on {_machines()}: add machines or stages, or use fewer threads"
             )
         self._actors = [self._placed(i + 1, resources, n_threads) for i in range(n)]
 

@@ -228,7 +228,7 @@ class EngineReplica:
                 made.append(wire.request_from_json(fields, self._llm.engine, params))
             except KukriError as error:
                 made.append(error)
-            except Exception as error:  # else its client would wait for ever
+            except Exception as error:  # else its client would wait forever
                 log.exception("a request of a front could not be made")
                 made.append(KukriError(f"the request could not be made: {error}"))
         return made
@@ -293,7 +293,7 @@ class EngineReplica:
             }
 
     def _send_soon(self, front: _Front) -> None:
-        """Sends a front its news, 10 ms after the last at the earliest."""
+        """Sends a front its news, at least 10 ms after the last."""
         if front.timer is not None:
             return
         wait_s = front.sent_s + _JOIN_S - perf_counter()

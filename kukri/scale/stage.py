@@ -50,7 +50,7 @@ class StageOptions:
 
 
 def serve_stage(listener: socket.socket, token: bytes, own: StageOptions, *, once: bool = False) -> None:
-    """Serves engines, one after another; with `once` the first alone."""
+    """Serves engines, one after another; with `once` only the first."""
     door = Door(listener, token)
     while True:
         engine = door.accept("engine", "the engine")
@@ -104,7 +104,7 @@ class _Neighbours:
             self._own.append(self.following)
         if opened.get("has_previous"):
             self.before = door.accept(
-                "stage", "the stage before", engine=self._engine, timeout_s=_NEIGHBOUR_S
+                "stage", "the previous stage", engine=self._engine, timeout_s=_NEIGHBOUR_S
             )
             self._own.append(self.before)
 
@@ -130,7 +130,7 @@ class OpenStage:
             n_pages, n_states = [*map(int, opened["n_pages"])], int(opened["n_states"])
             kv_type = opened["kv_type"]
         except (KeyError, TypeError, ValueError) as error:
-            raise StageError(f"the engine's message lacks something: {error}") from None
+            raise StageError(f"the engine's message is incomplete: {error}") from None
         path = hub.resolve(options.model)
         config, model = read_weights(path, options)
         if not 0 <= start < stop <= config.n_layers or min(vars(self.limits).values()) < 0:

@@ -51,7 +51,7 @@ def connection_of(scope: Scope) -> Connection | None:
 def protocol_with_timeout(timeout_s: float) -> type[asyncio.Protocol]:
     """uvicorn's HTTP protocol, for `uvicorn.Config(http=…)`, with a limit until headers are complete.
 
-    uvicorn waits for them for ever. The time runs from the connection, or from the first byte after an
+    uvicorn waits for them forever. The time runs from the connection, or from the first byte after an
     answer. Each request's scope has the connection in its state.
     """
     protocol: Any = AutoHTTPProtocol

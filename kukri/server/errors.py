@@ -175,9 +175,9 @@ def _nearest(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     another kind.
     """
     param = _param(errors[0]["loc"]) or ""
-    beside = [one for one in errors if (_param(one["loc"]) or "").startswith(param)]
+    related = [one for one in errors if (_param(one["loc"]) or "").startswith(param)]
     return max(
-        beside,
+        related,
         key=lambda one: (
             sum(part for part in one["loc"] if isinstance(part, int)),
             not one["type"].endswith("_type"),

@@ -73,7 +73,7 @@ class Client:
             return (first or 0) if self.usual_priority is None else self.usual_priority
         if first is not None and wanted < first:
             raise RequestError(
-                f"the priority of this key's requests is {first} or more, not {wanted}", param="priority"
+                f"the priority of this key's requests must be {first} or more, not {wanted}", param="priority"
             )
         return wanted
 
@@ -125,7 +125,7 @@ class KeyRing:
         for line in keys:
             client = self._client(line)
             if client.digest in clients:
-                raise ConfigError(f"the API key of {client.name} is there twice: give each key one line")
+                raise ConfigError(f"the API key of {client.name} appears twice: give each key one line")
             clients[client.digest] = client
         self._clients = clients
 

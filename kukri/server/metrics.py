@@ -41,10 +41,10 @@ class Metrics:
         self.queue = histogram("queue_seconds", "Arrival to the first step.", _SECONDS)
         self.load = histogram("model_load_seconds", "Loading of a model.", _SECONDS)
         self.ends = counter("requests", "Answers that ended, by reason.", "model", "reason")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were taken.", "model")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.", "model")
         self.unloads = counter("model_unloads", "Models unloaded, by reason.", "model", "reason")
         self.missed_calls = counter(
-            "unparsed_tool_calls", "What looked like tool calls in answers and could not be read.", "model"
+            "unparsed_tool_calls", "Tool calls in answers that could not be parsed.", "model"
         )
         self._keys = CollectorRegistry()
         self._responses = counter("http_responses", "HTTP responses.", "path", "status")
@@ -110,7 +110,7 @@ class _TokenTimes(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(
-            "kukri_inter_token_seconds", "Between tokens of an answer.", labels=["model"]
+            "kukri_inter_token_seconds", "Time between tokens of an answer.", labels=["model"]
         )
         bounds = [*map(str, _TOKEN_SECONDS), "+Inf"]
         for model, counts in self._counts.items():
@@ -162,7 +162,7 @@ _GAUGES = {
     "waiting_requests": ("Requests in the queue.", "n_waiting"),
     "kv_pages": ("Pages of the KV cache.", "n_pages"),
     "kv_pages_held": ("Pages that requests hold.", "n_pages_held"),
-    "kv_pages_cached": ("Pages that hold the beginning of a prompt, for others.", "n_pages_cached"),
+    "kv_pages_cached": ("Pages that keep the beginning of a prompt for others.", "n_pages_cached"),
 }
 _COUNTERS = {
     "preemptions": ("Times that a request was preempted.", "n_preemptions"),

@@ -94,7 +94,7 @@ class Middleware:
             failure_of("the request", error)  # raises again what ends the task, or the program
             log.exception("request failed", extra={"request_id": request_id})
             if not status:
-                failure = error_response(f"an error of the server; its log has it as {request_id}", 500)
+                failure = error_response(f"internal server error; the log has it as {request_id}", 500)
                 await failure(scope, receive, send_with_id)
         finally:
             for end in on_end:
@@ -144,7 +144,7 @@ class Middleware:
         if not self._may_cross(headers):
             origin = headers.get("origin", "another site")[:200]
             message = (
-                f"web pages of {origin} may not use this server; --cors-origin ORIGIN allows those of one"
+                f"web pages of {origin} may not use this server: --cors-origin ORIGIN allows those of one"
             )
             return error_response(message, 403, code="origin_not_allowed")
         if self._keys:
@@ -204,7 +204,7 @@ class Middleware:
 
     @property
     def _too_large(self) -> str:
-        return f"the body is larger than {self._settings.max_body_bytes} bytes, which --max-body sets"
+        return f"the body is larger than {self._settings.max_body_bytes} bytes, the limit set by --max-body"
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
         """`receive` that ends a body which is too large or too slow."""
@@ -258,7 +258,7 @@ def _over_budget(client: Client) -> Response | None:
     if not client.is_over_budget:
         return None
     message = (
-        f"this API key has used its {client.daily_tokens} tokens of today: more are there after midnight UTC"
+        f"this API key has used its {client.daily_tokens} tokens for today: there are more after midnight UTC"
     )
     wait_s = int(client.meter.left_s) + 1
     return error_response(message, 429, code="insufficient_quota", retry_after_s=wait_s)

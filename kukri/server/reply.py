@@ -248,7 +248,7 @@ class Reply(Response):
             )
 
     async def _advanced(self) -> bytes:
-        """The events of what has come; an error that taking or writing it raises ends the call alone."""
+        """The events of what has come; an error that taking or writing it raises ends only that call."""
         try:
             await self._call.read_out()
             return b"" if self._call.error or self._call.is_gone else self._writer.advance()

@@ -34,7 +34,7 @@ ELSEWHERE: Refused = {
     "include_reasoning": ((True,), "reasoning is always shown"),
     "include_stop_str_in_output": ((False,), "stop strings are not shown"),
     "length_penalty": ((1.0,), "there is no beam search"),
-    "min_keep": ((0,), "samplers keep one token at least"),
+    "min_keep": ((0,), "samplers keep at least one token"),
     "n_probs": ((0,), "use logprobs"),
     "post_sampling_probs": ((False,), "log-probabilities are the model's own"),
     "spaces_between_special_tokens": ((True, False), "tokens are joined as they are"),
@@ -174,7 +174,7 @@ class Sampling(Body):
         return {"max_tokens": None, **{name: value for name, value in both if value is not None}}
 
     def token_bias(self) -> dict[int, float] | None:
-        """The bias by token id. Raises RequestError on a key that is no id."""
+        """The bias by token id. Raises RequestError on a key that is not an id."""
         return _token_bias(self.logit_bias)
 
     @property
@@ -269,7 +269,7 @@ class GenerationBody(Sampling):
     adapter: str | None = None  # a LoRA adapter; or its name is the model's
     if TYPE_CHECKING:
         n: int | None
-    grammar: str | None = None  # as llama.cpp spells structured_outputs.grammar; an empty one is none
+    grammar: str | None = None  # as llama.cpp spells structured_outputs.grammar; "" is like None
     json_schema: dict[str, Any] | None = None  # as it spells structured_outputs.json
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # of each token of the prompt
@@ -447,7 +447,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer; `schema` beside the type is llama.cpp's spelling."""
+    """The form of an answer; `schema` next to the type is llama.cpp's spelling."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -501,7 +501,7 @@ class ChatBody(GenerationBody):
         "function_call": (("none", "auto"), "it is deprecated: use tool_choice"),
         "functions": (([],), "it is deprecated: use tools"),
         "modalities": ((["text"],), TEXT_ONLY),
-        "moderation": ((), "nothing is moderated here"),
+        "moderation": ((), "there is no moderation here"),
         "web_search_options": ((), "this server searches nothing"),
     }
     ignored = HINTS
@@ -582,7 +582,7 @@ class CompletionBody(GenerationBody):
 
     refused = {
         **ELSEWHERE,
-        "add_special_tokens": ((True,), "a text gets the tokens that the model wants around it"),
+        "add_special_tokens": ((True,), "the model's special tokens are always added to a text"),
     }
     ignored = HINTS - {"user"}
     prompt: (
@@ -606,7 +606,9 @@ class CompletionBody(GenerationBody):
         if best_of is not None and best_of < n:
             raise RequestError(f"best_of must be at least n, {n}, not {best_of}", param="best_of")
         if best_of is not None and best_of > n and self.stream:
-            raise RequestError("best_of cannot be streamed: the best is known at the end", param="best_of")
+            raise RequestError(
+                "best_of cannot be streamed: the best is known only at the end", param="best_of"
+            )
         if self.suffix and (self.echo or not isinstance(self.prompt, str)):
             raise RequestError("suffix needs a prompt that is a text, and no echo", param="suffix")
         return self

@@ -172,10 +172,11 @@ class StagedBackend:
         """Compares the stages with this process. Raises ConfigError on other weights."""
         for i, (facts, opening) in enumerate(zip(stages, self._openings), 1):
             if facts["identity"] != opening["identity"]:
-                raise ConfigError(f"stage {i} has other files under the name of this model")
+                raise ConfigError(f"stage {i} has different files under the name of this model")
             if facts["arithmetic"] != self.arithmetic:
                 logger.warning(
-                    "stage %d computes with %s and this process with %s: results differ from one process'",
+                    "stage %d computes with %s and this process with %s: results differ from those of one "
+                    "process",
                     *(i, facts["arithmetic"], self.arithmetic),
                 )
 
@@ -325,5 +326,5 @@ class StagedLogits:
     def _wait(self) -> Logits:
         if self.landed is None:
             self._cache.land(self)
-        assert self.landed is not None, "a step has landed"
+        assert self.landed is not None, "the step has been collected"
         return self.landed

@@ -161,7 +161,7 @@ class Pipeline:
                 self._stages.append(stage)
                 facts = from_text(stage.expect(Kind.FACTS))
                 if facts.get("code") != code_digest().hex():
-                    raise ConfigError(f"{name} runs another version of kukri: install the same")
+                    raise ConfigError(f"{name} runs a different version of kukri: install the same one")
                 rooms.append(
                     StageRoom(int(facts["free_bytes"]), float(facts["speed"]), str(facts["machine"]))
                 )
@@ -180,7 +180,7 @@ class Pipeline:
             stage.send(Kind.OPEN, to_text({**part, "next": following, "has_previous": i > 0}))
 
     def _wait(self) -> list[dict[str, Any]]:
-        assert self._opening is not None, "open() comes before"
+        assert self._opening is not None, "call open() first"
         facts: dict[Connection, dict[str, Any]] = {}
         while waiting := [stage for stage in self._stages if stage not in facts]:
             for stage in ready(waiting, None):  # not in their order: one may fail while another still loads

@@ -36,7 +36,7 @@ class Address:
 
 
 class StageProcess:
-    """A process with a stage for this one alone; it ends with its connection."""
+    """A process with a stage for only this one; it ends with its connection."""
 
     def __init__(self) -> None:
         """Starts it, and waits until it listens. Raises StageError if it does not."""

@@ -130,7 +130,7 @@ def stage_source(
     if isinstance(stages, int):
         return OwnProcesses(n_stages - 1)
     if n_devices:
-        raise ConfigError("stages elsewhere have devices of their own: leave devices (--devices) out")
+        raise ConfigError("remote stages choose their own devices: leave devices (--devices) out")
     if not isinstance(stages, Sequence):
         return stages.place(n_bytes // n_stages, n_threads)
     token = os.environ.get(TOKEN_VARIABLE, "").encode()

@@ -1,4 +1,4 @@
-"""`kukri bench`: the speed of one request, with the machine and the model beside it."""
+"""`kukri bench`: the speed of one request, alongside the machine's and the model's figures."""
 
 from __future__ import annotations
 

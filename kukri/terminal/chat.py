@@ -247,7 +247,7 @@ class Chat:
             print(f"(--prefix-dir {loaded.prefix_dir} has what it computed)")
 
     def show_or_choose_adapter(self, name: str) -> None:
-        """Shows the adapter and those there are, or chooses one; `off` is none."""
+        """Shows the adapter and the available ones, or chooses one; `off` for no adapter."""
         if name and name != "off" and name not in self.llm.adapters:
             known = ", ".join(self.llm.adapters) or "none: start with --adapter NAME=PATH"
             raise RequestError(f"there is no adapter {name!r}: {known}")

@@ -126,7 +126,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("cpu", f"{cpu['name']}, {_cores(cpu)}"),
         ("features", " ".join(cpu["features"])),
         ("kernels", f"for {kernels['target']}, int8 dot product by {kernels['int8_dot']}{half}"),
-        ("shipped", f"{kernels['shipped']} kernels came compiled"),
+        ("shipped", f"{kernels['shipped']} precompiled kernels"),
         ("compiled", " ".join(kernels["compiled"]) or "none here: a run compiles what it lacks"),
         (
             "jit cache",

@@ -33,7 +33,7 @@ def show_vectors(
 def show_ranking(
     texts: Sequence[str], model: str | None, options: RerankOptions, loading: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Prints the documents behind the query, or lines of piped text, by their score, the best first."""
+    """Prints the documents after the query, or lines of piped text, by their score, the best first."""
     if not texts:
         raise RequestError("no query: give one as an argument", param="query")
     query, given = texts[0], _texts(texts[1:], "document")

@@ -133,7 +133,7 @@ def show_comparison(a: str | None, b: str, reading: Reading, plot: Path | None, 
     print_facts([*((name.upper(), path) for name, path in paths.items()), *_facts(found)])
     if found.layers is not None:
         rows = [[f"blocks.{i}", f"{error:.4f}"] for i, error in enumerate(found.layers)]
-        print_table("residual stream behind each block", ["block", "relative error"], rows)
+        print_table("residual stream after each block", ["block", "relative error"], rows)
 
 
 def _facts(found: Comparison) -> list[tuple[str, str]]:

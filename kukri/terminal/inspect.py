@@ -1,4 +1,4 @@
-"""`kukri inspect`: the contents of a model's files. Reads headers alone, so it takes files of any size."""
+"""`kukri inspect`: the contents of a model's files. Reads only headers, so it takes files of any size."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _remarks(point: LoadPoint, report: LoadReport) -> list[str]:
     if point.n_cached_tokens * 4 > point.n_prompt_tokens:
         lines.append(f"{point.n_cached_tokens:,} prompt tokens were in the server's prefix cache")
     if not point.has_usage and point.n_answered:
-        lines.append("the server sent no usage: chunks are counted for tokens")
+        lines.append("the server sent no usage: chunks are counted as tokens")
     if (point.late_p99_ms or 0.0) > _LATE_MS:
         lines.append(
             f"requests were sent late, p99 {point.late_p99_ms:.0f} ms: the client was the bottleneck"

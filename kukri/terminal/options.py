@@ -394,7 +394,7 @@ class ClusterOptions:
     n_replicas: int = option("Number of replicas.", "--replicas", "-r", default=1, min=0, metavar="N")
     max_replicas: int | None = option("Scale with the load, up to N replicas.", metavar="N")
     spare_s: float = option(
-        "How long a replica that is not needed is kept.", "--spare", default=120.0, min=0, metavar="SECONDS"
+        "Keep an idle replica this long.", "--spare", default=120.0, min=0, metavar="SECONDS"
     )
     cpus: float | None = option("CPUs per replica. [default: its threads, or a whole machine's]", metavar="N")
     gpus: float = option("GPUs per replica.", default=0, min=0, metavar="N")

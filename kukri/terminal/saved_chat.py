@@ -47,7 +47,7 @@ def read_chat(path: Path) -> SavedChat:
 
 
 def write_chat(path: Path, chat: SavedChat, *, replaces: bool) -> None:
-    """Writes a conversation, for its owner to read alone, whole or not at all.
+    """Writes a conversation, readable only by its owner, whole or not at all.
 
     Raises RequestError if it cannot be written, or if there is such a file and `replaces` is false.
     """

@@ -156,7 +156,7 @@ def require_web_stack(command: str = "kukri serve") -> None:
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The API keys, each after a name if it has one: of a file, one a line; or $KUKRI_API_KEY, by commas.
+    """The API keys, each after a name if it has one: from a file, one per line, or $KUKRI_API_KEY, by commas.
 
     In a file, `#` begins a comment.
     """
@@ -167,7 +167,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         keys = [line.partition("#")[0] for line in lines]
     found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
     if file is not None and not found:
-        raise ConfigError(f"{file} holds no API key: write one a line")
+        raise ConfigError(f"{file} holds no API key: write one per line")
     return found
 
 
@@ -209,7 +209,7 @@ def socket_of(options: ServeOptions) -> socket.socket:
 
 
 def bound_unix_socket(path: Path) -> socket.socket:
-    """A Unix socket bound to a path, for this user alone. Raises ConfigError if that fails.
+    """A Unix socket bound to a path, for this user only. Raises ConfigError if that fails.
 
     A socket that an earlier server left there is replaced; another file, or a server that answers, is not.
     """

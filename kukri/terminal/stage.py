@@ -11,7 +11,7 @@ from kukri.stages.processes import MIN_TOKEN, TOKEN_VARIABLE, Address
 
 
 def run_stage(address: str, device: str | None, n_threads: int | None, *, once: bool) -> None:
-    """Serves stages until it is ended; with `once` one engine alone. Prints the address that it listens on.
+    """Serves stages until it is ended; with `once` only one engine. Prints the address that it listens on.
 
     Raises ConfigError without a token, on an address that makes no sense or is taken.
     """

@@ -40,7 +40,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt for a conversation in OpenAI's form.
 
-        With `continue_final_message` it ends with the content of the last message, for the model to go on.
+        With `continue_final_message` it ends with the content of the last message, for the model to continue.
         `kwargs` go to the template (`enable_thinking`, ...). Content given in parts is joined by newlines,
         arguments of tool calls are parsed, the null content of a call is "" unless the template takes null.
         Raises RequestError for messages that are malformed or that the template refuses, FormatError when the
@@ -71,7 +71,7 @@ class ChatTemplate:
         controls: str = "",
         **kwargs: Any,
     ) -> list[int]:
-        """The token ids of `render`; control tokens come from the template alone.
+        """The token ids of `render`; control tokens come only from the template.
 
         Their texts inside messages, tools and `kwargs` stay text, so that a user cannot end a turn or begin
         one of the system's; only between two `controls`, which nobody else may know, they count. BOS is added

@@ -149,7 +149,7 @@ def _pre_tokenizer(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFil
         if named and _merges_reach_all(parts):
             return named[not ignores_merges]
     raise UnsupportedError(
-        f"{files.path}: GGUF has no name for this tokenizer's way to cut text into words; kukri knows"
+        f"{files.path}: GGUF has no name for this tokenizer's way of splitting text into words; kukri knows"
         f" {', '.join(PRE_TOKENIZERS)}"
     )
 

@@ -1,7 +1,7 @@
 """Where system and developer messages go when a chat template has no place for them: none is lost.
 
 Those at the beginning are merged into one, or into the first user's message if the template knows no system.
-Later ones join the user's message beside them, so that they keep their place and the prompt its beginning.
+Later ones join the user's message next to them, so that they keep their place and the prompt its beginning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def placed(messages: list[dict[str, Any]], shows: Shows) -> list[dict[str, Any]]
 
 
 def as_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages for a template that takes turns of user and assistant alone."""
+    """The messages for a template that takes only turns of user and assistant."""
     moved = [{**m, "role": "user"} if m["role"] in SYSTEM_ROLES else m for m in messages]
     return _joined([{**m, "is_moved": m["role"] in ("user", "assistant")} for m in moved])
 

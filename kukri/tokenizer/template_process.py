@@ -71,7 +71,7 @@ class TemplateProcess:
 
 
 def start_early() -> None:
-    """Starts the process of the first template now: its 80 ms pass beside the loading of a model.
+    """Starts the process of the first template now: its 80 ms pass while a model loads.
 
     For programs that will render one. It ends with the program if none is.
     """

@@ -51,8 +51,8 @@ class Tokenizer:
     ) -> None:
         """Use `load_tokenizer`, `from_gguf` or `from_metadata`. `text` must never return a special id.
 
-        `specials` are the special tokens where they take spaces beside them along; `later_text` stands in for
-        `text` behind a special token.
+        `specials` are the special tokens where they take adjacent spaces along; `later_text` stands in for
+        `text` after a special token.
         """
         self.vocabulary, self.text, self._later_text = vocabulary, text, later_text or text
         self._marks = _special_finder(vocabulary, specials)
@@ -154,7 +154,7 @@ class Tokenizer:
     def encode_spans(
         self, text: str, before: str | None = None
     ) -> tuple[list[int], list[tuple[int, int] | None]]:
-        """The ids of a text, behind those of `before` if given, with BOS and EOS as the model wants them.
+        """The ids of a text, after those of `before` if given, with BOS and EOS as the model wants them.
 
         Beside each token its characters in `text`, (start, stop), or None for other tokens. Control tokens
         written in either stay text. Raises RequestError unless both are str.
@@ -256,14 +256,14 @@ class Tokenizer:
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     """The ids of a text. A batch of one lets other threads run meanwhile, which `encode` does not."""
-    with reading(None):  # a tokenizer.json may make the library panic at some text alone
+    with reading(None):  # a tokenizer.json may make the library panic only at some text
         if len(text) < _SHARED:
             return tokenizer.encode(text, add_special_tokens=False).ids
         return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _special_finder(vocabulary: Vocabulary, specials: Sequence[AddedToken] | None) -> tokenizers.Tokenizer:
-    """A tokenizer that knows special tokens alone: it returns those in a text, leftmost and longest first.
+    """A tokenizer that knows only special tokens: it returns those in a text, leftmost and longest first.
 
     They are kept out of the one that sees plain text, so that nothing a user writes can become one.
     """
@@ -353,7 +353,7 @@ def _bpe(
     ids = vocabulary.text_ids()
     if unk_token:
         ids[unk_token] = vocabulary.id_of[unk_token]
-    # the library panics at a result that is no token, without an Exception
+    # the library panics at a result that is not a token, without an Exception
     if not all(map(ids.__contains__, map("".join, merges))):
         known = vocabulary.id_of
         if wrong := next((pair for pair in merges if "".join(pair) not in known), None):

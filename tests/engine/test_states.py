@@ -130,7 +130,9 @@ def test_drafts_are_off() -> None:
     assert request.n_drafted == 0
     plain, states = FakeModel(64), FakeModel(64, has_states=True)
     for model, draft_model in ((states, plain), (plain, states)):
-        with pytest.raises(ConfigError, match="recurrent layers takes no draft model and is none"):
+        with pytest.raises(
+            ConfigError, match="recurrent layers neither takes a draft model nor serves as one"
+        ):
             Engine(model, make_engine()[1], EngineConfig(), draft_model=draft_model)  # type: ignore[arg-type]
 
 

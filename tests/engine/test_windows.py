@@ -127,7 +127,7 @@ def test_the_cache_of_a_model_with_windows() -> None:
         sizes = cost.pool_sizes(n_bytes, 4, context)
         assert cost.n_bytes(sizes) <= n_bytes < cost.n_bytes(sizes) * 1.01 + cost.page_bytes
         assert all(n >= most for n, most in zip(sizes, cost.most_held(context), strict=True))
-    both = cost.beside([4096 * PAGE])
+    both = cost.with_others([4096 * PAGE])
     assert both.pools == ((None, 6 * 4096 * PAGE), (1024, 29 * 4096 * PAGE))
     mistral = KVCost(((4096, 4096 * PAGE),), PAGE, 512)
     assert mistral.longest(1 << 30) > 1 << 30

@@ -188,7 +188,7 @@ def test_the_commands(tmp_path: Path) -> None:
     [
         (["compare", "MODEL"], "name a second model, or the types"),
         (["compare", "MODEL", "MODEL", "--types", "Q8_0"], "name a second model, or the types"),
-        (["compare", "MODEL", "--types", "Q9"], "is no type to convert to"),
+        (["compare", "MODEL", "--types", "Q9"], "is not a type to convert to"),
         (["compare", "MODEL", "--types", ","], "names no type"),
         (["compare", "MODEL", "MODEL", "--plot", "x.pdf"], "a plot is a PNG"),
         (["perplexity", "MODEL", "--text", "nowhere.txt"], "cannot be read as UTF-8"),

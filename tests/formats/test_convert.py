@@ -399,7 +399,7 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no directory"):
         convert(source, tmp_path / "no" / "m.gguf", "Q8_0")
     with pytest.raises(
-        ConfigError, match=r"'Q9_Z' is no type to convert to: use a recipe .*, or one of F32, F16"
+        ConfigError, match=r"'Q9_Z' is not a type to convert to: use a recipe .*, or one of F32, F16"
     ):
         convert(source, tmp_path / "m.gguf", "Q9_Z")
 
@@ -411,7 +411,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
     made = json.loads(path.read_text())
     made["pre_tokenizer"] = {**made["pre_tokenizer"], "add_prefix_space": True}
     path.write_text(json.dumps(made))
-    with pytest.raises(UnsupportedError, match="GGUF has no name for this tokenizer's way to cut text"):
+    with pytest.raises(UnsupportedError, match="GGUF has no name for this tokenizer's way of splitting text"):
         convert(directory, tmp_path / "m.gguf")
 
 

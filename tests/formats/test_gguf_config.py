@@ -271,7 +271,9 @@ def test_numbers_listed_for_each_layer(config_of):
     assert [config.mlp_width(i) for i in range(3)] == [32, 64, 32]
     equal = config_of({**keys, "llama.feed_forward_length": [96] * 3}, shapes)
     assert equal == config_of({"llama.block_count": 3}, shapes)
-    with pytest.raises(UnsupportedError, match=r"head_count' is \[2, 4\]: kukri runs as many in each layer"):
+    with pytest.raises(
+        UnsupportedError, match=r"head_count' is \[2, 4\]: kukri runs the same number in each layer"
+    ):
         config_of({**keys, "llama.attention.head_count": [4, 2, 4]}, shapes)
     written = model_metadata(config)
     for key, numbers in lists.items():

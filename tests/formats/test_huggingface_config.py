@@ -120,7 +120,7 @@ def test_unknown_keys_are_left_out_and_listed_or_refused():
     for key, value in (("logits_scaling", 8.0), ("num_local_experts", 8), ("residual_multiplier", 0.2)):
         with pytest.raises(UnsupportedError, match=f"'{key}' is unknown and may change"):
             read(**{key: value})
-    with pytest.raises(UnsupportedError, match=r"'partial_rotary_factor' is 0\.5 beside a scaling"):
+    with pytest.raises(UnsupportedError, match=r"'partial_rotary_factor' is 0\.5 together with a scaling"):
         read(partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.0})
 
 
@@ -228,7 +228,7 @@ def test_rope_scaling_of_both_generations(parameters, more, facts):
         ({"rope_scaling": {"type": "ntk9"}}, UnsupportedError, "rope_type 'ntk9': kukri runs default"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "x": 1}}, UnsupportedError, "parameter 'x'"),
         ({"rope_scaling": {"type": "linear"}}, FormatError, r"'rope_scaling\.factor' must be"),
-        ({"rope_scaling": {"full_attention": {}}}, UnsupportedError, "differs from layer to layer"),
+        ({"rope_scaling": {"full_attention": {}}}, UnsupportedError, "differs between layers"),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
             FormatError,
@@ -236,7 +236,7 @@ def test_rope_scaling_of_both_generations(parameters, more, facts):
         ),
         ({"partial_rotary_factor": 1.5}, FormatError, "'partial_rotary_factor'"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, FormatError, "2 entries for 8 layers"),
-        ({"model_type": "smollm3", "no_rope_layers": [2] * 8}, FormatError, "0 and 1 alone"),
+        ({"model_type": "smollm3", "no_rope_layers": [2] * 8}, FormatError, "only 0 and 1"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 8},
             UnsupportedError,

@@ -122,7 +122,7 @@ def test_generate_with_hooks(llm):
     (one, _), (other, _) = llm.generate_with_hooks([ids, ids], GREEDY, fwd_hooks=[(STREAM, steer)])
     assert one.token_ids == other.token_ids != plain.token_ids
     assert llm.generate(ids, GREEDY).token_ids == plain.token_ids
-    with pytest.raises(HookError, match="whole texts alone"):
+    with pytest.raises(HookError, match="only where whole texts are run"):
         llm.generate_with_hooks(ids, GREEDY, fwd_hooks=[("blocks.0.attn.hook_pattern", steer)])
     with pytest.raises(RequestError, match="one answer"):
         llm.generate_with_hooks(ids, GREEDY, n=2)

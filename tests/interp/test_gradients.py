@@ -205,7 +205,7 @@ def test_batches_and_metrics(tmp_path):
         np.testing.assert_allclose(theirs["resid_pre1"], grads["resid_pre1"], atol=1e-6)
         logits, _ = llm.run_with_cache(texts)
         np.testing.assert_allclose(value, metric(logits)[0], atol=1e-3)
-        with pytest.raises(RequestError, match="no gradient of its own"):
+        with pytest.raises(RequestError, match="has no gradient"):
             gradients.run_with_gradients(llm, texts, metric, "pattern0")
 
 

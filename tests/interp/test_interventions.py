@@ -276,7 +276,7 @@ def test_a_preempted_request_is_captured_once(path):
         ({"op": "capture", "name": 3}, "needs a name"),
         ({"op": "capture", "name": "x" * 300}, "needs a name"),
         ({"op": "read"}, "a probe or an sae"),
-        ({"op": "read", "probe": "truth", "features": [1]}, "features are an sae's"),
+        ({"op": "read", "probe": "truth", "features": [1]}, "features need an sae"),
         ({"op": "read", "sae": "sae", "features": [40]}, "from 0 to 39"),
         ({"op": "read", "sae": "sae", "top_k": 0}, "top_k must be"),
         ([], "is a mapping"),

@@ -258,7 +258,7 @@ def test_wrong_hooks_are_refused():
             own.run_with_hooks(prompt)
     with pytest.raises(ContextLengthError):
         own.run_with_hooks([5] * 300)
-    with pytest.raises(RequestError, match="stop_at_layer goes from"):
+    with pytest.raises(RequestError, match="stop_at_layer must be from"):
         own.run_with_hooks(IDS, stop_at_layer=9)
     nan = own.run_with_hooks(IDS, [("hook_embed", lambda x, hook: x * np.nan)])
     assert np.isnan(nan).all()

@@ -187,7 +187,7 @@ def test_hooks_on_weights(backend) -> None:
     assert_close(got, want, 1e-5)
     assert np.abs(got - weights_of(backend, logits, routing)[1]).max() > 1e-3
     for each in (backend, ReferenceBackend()):
-        with pytest.raises(HookError, match="4 experts of a token with a weight, and it uses 2"):
+        with pytest.raises(HookError, match="4 experts of a token with a weight, but the model uses 2"):
             weights_of(each, logits, routing, np.ones_like)
 
 

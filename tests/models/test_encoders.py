@@ -143,7 +143,7 @@ def test_long_texts_and_generation_are_clear_errors(tmp_path: Path, caplog: Any)
         with pytest.raises(ContextLengthError):
             llm.embed(["a", long])
         cut = llm.embed(["a", long], truncate=True)
-        assert "1 of 2 texts were cut to 96 tokens" in caplog.text
+        assert "1 of 2 texts were truncated to 96 tokens" in caplog.text
         ids = llm.tokenizer.encode(long, add_special=True)
         state = hf_states(hf, [*ids[: CONTEXT - 1], ids[-1]])[-1].mean(0)
         np.testing.assert_allclose(cut[1], state / np.linalg.norm(state), atol=2e-3)
@@ -160,7 +160,7 @@ def test_long_texts_and_generation_are_clear_errors(tmp_path: Path, caplog: Any)
                 call()
         with pytest.raises(RequestError, match="no prompt 'query'"):
             llm.embed("a", prompt_name="query")
-        with pytest.raises(RequestError, match="dimensions go from 1 to 64"):
+        with pytest.raises(RequestError, match="dimensions must be from 1 to 64"):
             llm.embed("a", dimensions=65)
         assert llm.embed("a", dimensions=16).shape == (16,)
         assert np.linalg.norm(llm.embed("a", dimensions=16)) == pytest.approx(1)

@@ -179,7 +179,7 @@ def test_holes_are_hidden_where_no_layer_has_a_window(backend: Any) -> None:
     seen = mask.astype(bool)
     got = bound("qwen3", backend).forward(ids, mask)
     close(got[seen], theirs("qwen3", backend, ids, attention_mask=mask)[seen], backend)
-    with pytest.raises(RequestError, match="pads between tokens, and layers with a window"):
+    with pytest.raises(RequestError, match="a window or a state take no pads between tokens"):
         bound("mistral", backend).forward(ids, mask)
 
 
@@ -335,7 +335,7 @@ def test_a_model_without_a_backend_says_so() -> None:
         ({"token_ids": [[-1, 2]]}, "token_ids", "token id -1 is outside"),
         ({"token_ids": [[1.5, 2]]}, "token_ids", "must be integers"),
         ({"token_ids": []}, "token_ids", "at least one"),
-        ({"token_ids": [[1], [2, 3]]}, "token_ids", "no array"),
+        ({"token_ids": [[1], [2, 3]]}, "token_ids", "is not an array"),
         ({"token_ids": np.ones((1, 1, 1), int)}, "token_ids", r"\[B, T\]"),
         ({"token_ids": np.ones((1, CONTEXT + 1), int)}, "token_ids", "do not fit into a context of 1024"),
         ({"attention_mask": np.ones((2, 4))}, "attention_mask", r"is \[2, 4\] and must be \[2, 5\]"),
@@ -346,7 +346,7 @@ def test_a_model_without_a_backend_says_so() -> None:
         ({"attention_mask": np.ones((2, 1, 5, 4), bool)}, "attention_mask", r"\[2 or 1, 4 or 1, 5, 5\]"),
         ({"attention_mask": np.ones((3, 1, 5, 5), bool)}, "attention_mask", r"is \[3, 1, 5, 5\]"),
         ({"attention_mask": np.ones((2, KV_HEADS, 5, 5), bool)}, "attention_mask", r"is \[2, 2, 5, 5\]"),
-        ({"attention_mask": np.ones((2, 1, 5, 5), int)}, "attention_mask", "boolean or what to add"),
+        ({"attention_mask": np.ones((2, 1, 5, 5), int)}, "attention_mask", "boolean or holds numbers to add"),
         ({"attention_mask": np.full((2, 1, 5, 5), np.nan)}, "attention_mask", "NaN"),
         ({"attention_mask": np.full((2, 1, 5, 5), np.inf)}, "attention_mask", r"\+inf"),
         ({"positions": np.arange(4)}, "positions", r"must be integers \[2, 5\] or \[5\]"),
@@ -378,7 +378,7 @@ def test_wrong_caches(backend: Any) -> None:
         model.forward(ids[:, :2], np.ones((2, 2)), cache=cache)
     changed = np.ones((2, 7))
     changed[0, 2] = 0
-    with pytest.raises(RequestError, match="otherwise about cached tokens"):
+    with pytest.raises(RequestError, match="hides other cached tokens"):
         model.forward(ids[:, :2], changed, cache=cache)
     with pytest.raises(RequestError, match="1 to 1024"):
         model.new_cache(1, CONTEXT + 1)

@@ -120,7 +120,7 @@ def test_forward_pads_on_either_side(saved: tuple[Path, Any]) -> None:
         cache = model.new_cache(2, 40)
         steps = [model.forward(ids[:, :7], cache=cache), model.forward(ids[:, 7:], cache=cache)]
         np.testing.assert_array_equal(np.concatenate(steps, axis=1), model.forward(ids))
-        with pytest.raises(RequestError, match="state cannot go back"):
+        with pytest.raises(RequestError, match="state cannot be rolled back"):
             cache.crop(3)
         cache.crop(0)
         np.testing.assert_array_equal(model.forward(ids[:, :7], cache=cache), steps[0])
@@ -227,7 +227,7 @@ def test_sizes_that_do_not_divide(keys: dict[str, Any], message: str, tmp_path: 
         ({"mamba_n_heads": 3}, "mamba_n_heads' is 3, which does not divide a width of 128"),
         ({"mamba_d_head": 16}, "mamba_d_head' is 16, but 4 heads of a width of 128 have 32"),
         ({"mamba_n_groups": 3}, "4 heads of a recurrent layer in 3 groups"),
-        ({"mamba_n_groups": 2}, r"layers.0.mamba: a norm in 2 groups; kukri runs one group alone"),
+        ({"mamba_n_groups": 2}, r"layers.0.mamba: a norm in 2 groups; kukri runs only one group"),
         ({"mamba_d_state": 31}, r"mamba.in_proj.weight'.*has shape \(324, 64\) where.*asks for \(322, 64\)"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type' is 'alibi': kukri runs rope and"),
         ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit' is \[0.0, 0.1\]: kukri runs"),
@@ -267,6 +267,6 @@ def test_states_of_odd_widths_run_on_the_reference(tmp_path: Path, caplog: pytes
 
 def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:
     """A draft model whose state stays behind what was rejected."""
-    with pytest.raises(KukriError, match="recurrent layers takes no draft model") as caught:
+    with pytest.raises(KukriError, match="recurrent layers neither takes a draft model") as caught:
         LLM(saved[0], draft_model=saved[0])
     assert "\n" not in str(caught.value)

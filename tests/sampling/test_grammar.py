@@ -167,7 +167,7 @@ def test_what_cannot_be_served_says_why(tokenizer, grammar, reason):
     with pytest.raises(RequestError) as caught:
         compiled(grammar, tokenizer)
     message = str(caught.value)
-    assert message.startswith("grammar cannot be served: ")
+    assert message.startswith("grammar cannot be used: ")
     assert reason in message
     assert "\n" not in message
     assert caught.value.param == "grammar"

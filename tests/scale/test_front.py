@@ -121,7 +121,7 @@ def test_a_request_that_kills_replicas_is_given_up(options: ModelOptions) -> Non
             made.die_of(made.model.tokenizer.encode("poison"))
             (refused,) = await ask(made, [poison])
             assert refused.status == 500
-            assert "2 replicas of the model ended" in refused.body["error"]["message"]
+            assert "2 replicas that ran the request died" in refused.body["error"]["message"]
             assert made.n_died == 2
             await made.add()
             assert [one.status for one in await innocent] == [200] * 6

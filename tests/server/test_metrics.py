@@ -24,7 +24,7 @@ def shown(text: bytes) -> list[str]:
 def test_equal_times_count_as_each_of_them_would():
     """Catches a time in the wrong bucket, buckets that do not add up, and counts that a second load loses."""
     registry = CollectorRegistry()
-    name, text = "kukri_inter_token_seconds", "Between tokens of an answer."
+    name, text = "kukri_inter_token_seconds", "Time between tokens of an answer."
     each = Histogram(name, text, ["model"], registry=registry, buckets=_TOKEN_SECONDS)
     metrics = Metrics()
     for model in ("a", "b", "a"):

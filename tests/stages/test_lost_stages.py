@@ -74,7 +74,7 @@ def test_a_stage_gives_its_neighbour_up(port: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stage_process, "_NEIGHBOUR_S", 0.2)
     with engine_at(port) as engine:
         engine.send(Kind.OPEN, opening(has_previous=True))
-        with pytest.raises(StageError, match="the stage before has not connected within"):
+        with pytest.raises(StageError, match="the previous stage has not connected within"):
             engine.receive()
     with engine_at(port):
         pass
@@ -103,7 +103,7 @@ def test_no_error_of_one_engine_ends_a_stage(
     for body in (b"{}", b"[]", b"\xff", opening(next={})):
         with engine_at(port) as engine:
             engine.send(Kind.OPEN, body)
-            with pytest.raises(StageError, match=r"lacks something|JSON|KeyError"):
+            with pytest.raises(StageError, match=r"is incomplete|JSON|KeyError"):
                 engine.receive()
     with monkeypatch.context() as patched, engine_at(port) as engine:
         patched.setattr(stage_process, "OpenStage", fail)
@@ -223,7 +223,7 @@ def _start(address: str = "127.0.0.1:0") -> tuple[str, subprocess.Popen[str]]:
 
 
 def test_the_stage_that_failed_is_named(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches "stage 2: the stage before is lost" where stage 1 had said that its memory is full."""
+    """Catches "stage 2: the previous stage is lost" where stage 1 had said that its memory is full."""
     listeners = [listen("127.0.0.1", 0) for _ in range(2)]
     for listener in listeners:
         threading.Thread(target=serve_stage, args=(listener, TOKEN, StageOptions()), daemon=True).start()

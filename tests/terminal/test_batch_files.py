@@ -196,7 +196,7 @@ def test_what_counts_as_done(tmp_path):
     assert [line.id in results for line in lines] == [True, False, True, True]
     results.close()
     for prompts, model in ((("a", "b", "c", "d"), "another"), (("a",), "m")):
-        with pytest.raises(ConfigError, match="something else than results of this batch and model"):
+        with pytest.raises(ConfigError, match="something other than results of this batch and model"):
             opened(*prompts, model=model)
     target.write_text("notes\n")
     with pytest.raises(ConfigError, match="remove it, or name another output"):

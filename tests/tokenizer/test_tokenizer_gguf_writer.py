@@ -166,7 +166,7 @@ def test_ids_are_those_of_tokenizer_json(make: Any, tmp_path: Path) -> None:
 
 def test_a_way_of_cutting_text_that_has_no_name_is_refused(tmp_path: Path) -> None:
     """The next best name, with which text is cut otherwise: Llama 3's words, but in NFC."""
-    with pytest.raises(UnsupportedError, match="GGUF has no name for this tokenizer's way to cut text"):
+    with pytest.raises(UnsupportedError, match="GGUF has no name for this tokenizer's way of splitting text"):
         tokenizer_metadata(files(save(tmp_path / "hf", byte_level())))
 
 

@@ -254,7 +254,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     if architecture.experts is not None:
         neutral |= {key: (value,) for key, value in NEUTRAL_OF_MIXTURES.items()}
         neutral.pop("expert_count")
-    else:  # a mixture behind all layers is none
+    else:  # the first MoE layer would come after the last layer: there is no MoE
         neutral["leading_dense_block_count"] = (0, keys.value("block_count"))
     neutral[CAUSAL_KEY] = (architecture.is_causal,)
     if keys.value(_WINDOW, 0):
@@ -283,7 +283,7 @@ def _normalized(keys: Keys, architecture: Architecture) -> bool:
         raise keys.unsupported(_EXPERT_NORM, f"is true, which no {architecture.name} is")
     function = keys.whole(_EXPERT_FUNCTION, 0, least=0)
     if function not in _FUNCTIONS[normalized]:
-        raise keys.unsupported(_EXPERT_FUNCTION, f"is {function}: kukri runs a softmax alone (1)")
+        raise keys.unsupported(_EXPERT_FUNCTION, f"is {function}: kukri runs only a softmax (1)")
     return normalized
 
 

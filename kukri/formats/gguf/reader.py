@@ -467,7 +467,7 @@ def _open_parts(part: _Part) -> list[_Part]:
     if paths is None:
         name = part_name("name", part.whole("split.no") + 1, n_parts)
         raise FormatError(
-            f"is one of {n_parts} parts of a split model: it must be called like {name}, beside the others",
+            f"is one of {n_parts} parts of a split model: it must be named like {name}, next to the others",
             path=part.path,
         )
     for path in paths:
@@ -517,7 +517,7 @@ def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, 
         start = cursor.position
         tensor = _read_tensor_info(cursor)
         if tensor.name in tensors:
-            raise cursor.error("a tensor of this name has come before", start, tensor.name)
+            raise cursor.error("an earlier tensor has the same name", start, tensor.name)
         if tensor.offset % alignment:
             raise cursor.error(f"offset {tensor.offset} is not a multiple of {alignment}", start, tensor.name)
         tensors[tensor.name] = tensor
@@ -537,7 +537,9 @@ def _read_tensor_info(cursor: _Cursor) -> GGUFTensor:
     shape = tuple(cursor.u64(what) for _ in range(n_dims))[::-1]
     type_id, offset = cursor.u32(what), cursor.u64(what)
     if type_id not in QUANT_TYPES_BY_ID:
-        message = f"tensor {brief(name)} is of weight type {type_id}, which this kukri does not know"
+        message = (
+            f"tensor {brief(name)} is of weight type {type_id}, which this version of kukri does not know"
+        )
         raise UnsupportedError(f"{cursor.path}: {message}: the file is newer, or damaged")
     weight_type = QUANT_TYPES_BY_ID[type_id]
     if reason := impossible_shape(weight_type, shape):
@@ -550,7 +552,9 @@ def impossible_shape(type: QuantType, shape: Sequence[int]) -> str | None:
     if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
         return f"shape {tuple(shape)} holds no weights or has more than {MAX_DIMS} dimensions"
     if shape[-1] % type.block_size:
-        return f"rows of {shape[-1]} weights are no whole number of {type.name} blocks of {type.block_size}"
+        return (
+            f"rows of {shape[-1]} weights are not a whole number of {type.name} blocks of {type.block_size}"
+        )
     return None
 
 

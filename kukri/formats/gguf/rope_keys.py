@@ -60,7 +60,7 @@ def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context
             long_factors=_divisors(gguf, "long_factors"),
         )
     factor_key = DYNAMIC_KEY if keys.has(DYNAMIC_KEY) else SCALING_FACTS["factor"].gguf
-    if kind == "none" or keys.value(factor_key) == 0:  # 0 is none, as in llama.cpp
+    if kind == "none" or keys.value(factor_key) == 0:  # 0 means no scaling, as in llama.cpp
         return None
     factor = keys.positive(factor_key)
     if kind == "linear":

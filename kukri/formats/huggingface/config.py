@@ -26,7 +26,7 @@ from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.keys import Keys
 
 _POSITIONS = "max_position_embeddings"
-# Keys of every architecture that are read and are no numbers.
+# Keys of every architecture that are read and are not numbers.
 _READ = frozenset(
     [
         *("model_type", "hidden_act", "tie_word_embeddings", "partial_rotary_factor"),
@@ -151,8 +151,8 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     """
     if config.head.kind != "language_model":
         raise UnsupportedError(
-            f"kukri writes directories of language models, and this one's head is {config.head.kind}:"
-            " transformers names such a model's tensors otherwise in each architecture"
+            f"kukri writes safetensors of language models, not of a model with a head of kind "
+            f"{config.head.kind}: transformers names its tensors differently in each architecture"
         )
     windows = [layer.window for layer in config.layers]
     architecture = _writable(config.architecture, any(windows))
@@ -173,7 +173,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     if architecture.partial_rotary:
         made["partial_rotary_factor"] = config.rope.rotary_dim / config.d_head
     elif config.rope.rotary_dim != config.d_head:
-        raise UnsupportedError(f"transformers' {architecture.name} rotates the whole of a head, not a part")
+        raise UnsupportedError(f"transformers' {architecture.name} rotates whole heads, not a part of each")
     if architecture.hf_mark:
         made |= dict([architecture.hf_mark])
     if "original_max_position_embeddings" in architecture.reads:
@@ -210,7 +210,7 @@ def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: A
         lost += ["scale of scores"] if not math.isclose(want.scale, got.scale, rel_tol=1e-5) else []
         lost += ["recurrent layers"] if config.layers[i].is_recurrent != again.layers[i].is_recurrent else []
     if lost:
-        raise UnsupportedError(f"config.json of {architecture.name} has no key for {lost[0]} such as these")
+        raise UnsupportedError(f"config.json of {architecture.name} has no key for these {lost[0]}")
 
 
 def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
@@ -378,7 +378,7 @@ def _labels(keys: Keys) -> tuple[str, ...]:
         raise keys.error("id2label", "must name a label for each id from 0 on")
     labels = [stated[str(i)] for i in range(len(stated))]
     if not all(isinstance(label, str) for label in labels):
-        raise keys.error("id2label", "must hold texts alone")
+        raise keys.error("id2label", "must hold only strings")
     return tuple(labels)
 
 
@@ -459,5 +459,5 @@ def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[
             raise UnsupportedError(f"config.json of {architecture.name} has no key for a window")
         return {}
     if size is not None and None in windows:
-        raise UnsupportedError(f"{architecture.name} has no key for a window in some layers alone")
+        raise UnsupportedError(f"{architecture.name} has no key for a window in only some layers")
     return {"sliding_window": size}

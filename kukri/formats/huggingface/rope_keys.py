@@ -30,7 +30,7 @@ def read_ropes(
     stated = _object(keys, where, keys.value(where))
     by_type = {name: value for name, value in stated.items() if name in LAYER_TYPES}
     if by_type and not architecture.local_rope:
-        raise keys.unsupported(where, "differs from layer to layer, which this architecture does not do")
+        raise keys.unsupported(where, "differs between layers, which this architecture does not support")
     if unknown := set(stated) - by_type.keys() if by_type else set():
         raise keys.unsupported(where, f"names {brief(min(unknown))} among types of layers")
     full = _object(keys, f"{where}.full_attention", by_type.get("full_attention")) if by_type else stated
@@ -82,7 +82,7 @@ def _rope(
 
 
 def local_rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """RoPE by types of layers, as transformers 5 has it, beside the keys of transformers 4."""
+    """RoPE by types of layers, as transformers 5 has it, in addition to the keys of transformers 4."""
     local = local_rope(config, architecture)
     if local is None:
         return {}
@@ -100,12 +100,15 @@ def _rotary_dim(
 ) -> int:
     """Dimensions of a head that rotate.
 
-    In transformers (5.23) partial_rotary_factor counts for some classes alone. Others leave it out if RoPE
+    In transformers (5.23) partial_rotary_factor counts only for some classes. Others leave it out if RoPE
     is not scaled, and cannot run with it if it is.
     """
     share = parameters.positive("partial_rotary_factor")
     if not architecture.partial_rotary and scaling is not None and share != 1:
-        message = f"is {share:g} beside a scaling: transformers' {architecture.name} does not run that either"
+        message = (
+            f"is {share:g} together with a scaling: transformers' {architecture.name} does not support that "
+            "either"
+        )
         raise keys.unsupported("partial_rotary_factor", message)
     rotary_dim = int(d_head * share)
     if share > 1 or rotary_dim % 2 or rotary_dim == 0:
@@ -191,7 +194,7 @@ def scaling_keys(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _llama3_parameters(rope: RopeConfig, scaling: RopeScaling) -> RopeScaling:
-    """The parameters that give the divisors of a GGUF file, which holds those alone."""
+    """The parameters that give the divisors of a GGUF file, which holds only those."""
     for power in range(3, 21):
         trial = RopeScaling("llama3", round(max(scaling.factors), 3), 1 << power)
         made = llama3_divisors(rope.theta, rope.rotary_dim, trial).astype(np.float32)

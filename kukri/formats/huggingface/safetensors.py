@@ -133,7 +133,7 @@ def _read_metadata(entries: dict[str, Any]) -> dict[str, str]:
 def _read_header(data: ByteArray, path: Path) -> tuple[dict[str, Any], int]:
     """The header's entries, and where the tensors begin in the file."""
     if len(data) < 8:
-        raise FormatError(f"is cut short: {len(data)} bytes are no safetensors file", path=path)
+        raise FormatError(f"is cut short: {len(data)} bytes are not a safetensors file", path=path)
     n_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if n_bytes > MAX_HEADER_BYTES:
         raise FormatError(f"claims a header of {n_bytes} bytes: not a safetensors file", path=path, offset=0)
@@ -200,7 +200,11 @@ def _open_shards(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
     for name, shard in shards.items():
         for tensor in shard.tensors:
             if shard_of.get(tensor) != name:
-                raise FormatError(f"is not in {INDEX_NAME}, or elsewhere", path=shard.path, tensor=tensor)
+                raise FormatError(
+                    f"is missing from {INDEX_NAME}, or is in another file there",
+                    path=shard.path,
+                    tensor=tensor,
+                )
     return {tensor: shards[name] for tensor, name in shard_of.items()}
 
 

@@ -65,7 +65,7 @@ _PREFIXES = (
     "",
 )
 
-# Tensors beside those of the text in models of images and text.
+# Tensors besides those of the text in models of images and text.
 _IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\..+")
 
 
@@ -73,9 +73,9 @@ class SafetensorsWeights:
     """The `WeightSource` of a directory's safetensors files. Matrices are views of the mapped files.
 
     `quantize_to` packs every matrix to that type instead, a copy in memory, or to the type that stands in for
-    it if rows are no whole blocks of 256; rows of no whole blocks at all and vectors stay as they are.
-    Raises FormatError for what is broken or absent, and ConfigError for a type that weights cannot be packed
-    to.
+    it if rows are not whole blocks of 256; vectors, and rows that are not whole blocks of either, stay as
+    they are. Raises FormatError for what is broken or absent, and ConfigError for a type that weights cannot
+    be packed to.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ def mxfp4_rows(blocks: ByteArray, scales: ByteArray) -> ByteArray:
 
 
 def is_packed(name: str, shape: tuple[int, ...]) -> bool:
-    """True for a tensor that packing while loading is for: a matrix that is no router or convolution."""
+    """True for a tensor that packing while loading is for: a matrix other than a router or a convolution."""
     return len(shape) > 1 and _ROUTER.fullmatch(name) is None and not is_convolution(name)
 
 
@@ -330,7 +330,7 @@ def norm_offset(name: str, config: ModelConfig) -> np.float32:
 
 
 def follows_from_config(name: str, tied: bool) -> bool:
-    """True for a tensor that is no parameter; `tied` if the head is the embedding."""
+    """True for a tensor that is not a parameter; `tied` if the head is the embedding."""
     # transformers ties the head to the embedding and drops the copy that some checkpoints hold
     return (tied and name == "lm_head.weight") or _IGNORABLE.fullmatch(name) is not None
 

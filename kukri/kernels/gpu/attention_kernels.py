@@ -2,8 +2,8 @@
 
 FlashAttention-2's scheme (Dao 2023): tiles of keys, a running maximum and sum, float16 products with float32
 sums. What is added here is a fixed order: keys are taken in chunks of CHUNK tokens at multiples of CHUNK in
-absolute position, tiles of TILE inside them; a chunk begins anew and is merged into what came before it, and
-a head's sink after the last. Masked keys, tiles and chunks change no bit of a row, so it does not matter
+absolute position, tiles of TILE inside them; each chunk starts from zero and is merged into those before it,
+and a head's sink after the last. Masked keys, tiles and chunks change no bit of a row, so it does not matter
 which rows share a tile, how a prompt was cut into steps, or whether one program walks over the chunks or each
 chunk has its own (`decode` with SPLIT, and `merge`). Decode rotates a sequence's new token and stores it, as
 rope_kernels.py does, by itself.

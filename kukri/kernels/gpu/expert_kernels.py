@@ -1,4 +1,4 @@
-"""Triton kernels of mixtures of experts beside the products: the choice of experts, and the sum over them.
+"""Triton kernels of mixtures of experts besides the products: the choice of experts, and the sum over them.
 
 A program has one token, so no result depends on others. Products with experts are those of
 `linear_kernels.py`, whose rows know their expert.

@@ -14,7 +14,7 @@ zeros.
   Q2_K, Q3_K: 4 words, byte k has weights k and k + 16 of block 0 and those of block 1, from the lowest bits.
 `high`, the bits above those: Q3_K, Q5 [rows, n_pairs, 2], a word a block, weight k in bit (k div 4 + 4) mod
   8 of byte k mod 4; Q6_K [rows, n_pairs, 4], a word for 16 weights, weight k in the 2 bits from
-  (2 (k div 4) + 4) mod 8 of byte k mod 4. So one shift brings bits to where a mask finds them beside the
+  (2 (k div 4) + 4) mod 8 of byte k mod 4. So one shift brings bits to where a mask finds them next to the
   low 4. IQ4 and MXFP4: the 16 values, 4 words.
 `scales`: Q4_0, Q5_0, Q8_0, IQ4_NL one word a pair, d of both blocks; Q4_1, Q5_1 two, d and m of each;
   Q4_K, Q5_K the file's first 16 bytes of each 256 weights, IQ4_XS its first 8; Q6_K and Q3_K five, 16 int8

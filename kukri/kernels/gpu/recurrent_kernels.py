@@ -14,7 +14,7 @@ from kukri.kernels.gpu.bits import sigmoid, tree_sum
 
 @triton.jit
 def _sequence(query_start, context_len, state_slots):
-    """First and last + 1 token of this program's sequence, its slot, and whether it goes on from there."""
+    """First and last + 1 token of this program's sequence, its slot, and whether it continues from there."""
     sequence = tl.program_id(0)
     start, stop = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
     has_past = tl.load(context_len + sequence) > stop - start

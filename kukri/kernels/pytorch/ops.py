@@ -476,7 +476,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax along the last axis, beside a sink for each row; zeros if all are -inf."""
+    """Softmax along the last axis, with a sink for each row; zeros if all are -inf."""
     top = scores.amax(-1, keepdim=True)
     if sinks is not None:
         top = torch.maximum(top, sinks)

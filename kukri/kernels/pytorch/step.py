@@ -56,7 +56,7 @@ class DeviceInputs:
         self.pages = [(self.device[slots], self.device[page_table]) for slots, page_table in names]
 
     def upload(self) -> None:
-        """Copies the host's arrays to the device, behind the work that is under way there."""
+        """Copies the host's arrays to the device, after the work that is under way there."""
         if self._staging is not None:
             self._staging.upload(self._source, self._target)
         elif self._target is not self._source:

@@ -41,7 +41,7 @@ _OTHERS = (
 QUANT_TYPES: dict[str, QuantType] = {t.name: t for t in (*FLOATS, *PACKED, *_OTHERS)}
 QUANT_TYPES_BY_ID: dict[int, QuantType] = {t.ggml_id: t for t in QUANT_TYPES.values()}
 
-# what stands in for a type of 256 weights if rows are no multiple of 256 (llama.cpp, src/llama-quant.cpp)
+# what stands in for a type of 256 weights if rows are not a multiple of 256 (llama.cpp, src/llama-quant.cpp)
 _STAND_INS = {
     "Q2_0": "Q4_0",
     "TQ1_0": "Q4_0",

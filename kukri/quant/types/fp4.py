@@ -24,7 +24,7 @@ MXFP4 = QuantType(
 
 _BYTES = np.arange(256)
 _FRACTIONS, _EXPONENTS = _BYTES & 7, _BYTES >> 3 & 15
-# halved, as values are doubled; 0x7F is no number, and GGML takes it for 0
+# halved, as values are doubled; 0x7F is not a number, and GGML takes it for 0
 _SCALES = np.where(_EXPONENTS == 0, _FRACTIONS / 2.0**10, (8 + _FRACTIONS) * 2.0 ** (_EXPONENTS - 11)).astype(
     np.float32
 )

@@ -144,7 +144,7 @@ class _Draft:
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
-        """The message in OpenAI's form: texts below each other, calls behind calls."""
+        """The message in OpenAI's form: texts on lines of their own, calls after calls."""
         message: dict[str, Any] = {"role": self.role}
         if self.reasoning:
             message["reasoning_content"] = "\n".join(self.reasoning)

@@ -216,9 +216,9 @@ class PromptBody(Body):
 
 
 class MessagesBody(PromptBody, Sampling):
-    """A request to /v1/messages: beside Anthropic's fields, those of `Sampling`."""
+    """A request to /v1/messages: Anthropic's fields and those of `Sampling`."""
 
-    refused: ClassVar[Refused] = {**PromptBody.refused, "container": ((), "nothing is run here")}
+    refused: ClassVar[Refused] = {**PromptBody.refused, "container": ((), "this server runs no code")}
     max_tokens: MaxTokens
     stop_sequences: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]], Field(max_length=MAX_STOPS)]

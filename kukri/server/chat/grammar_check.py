@@ -80,7 +80,7 @@ class GrammarCheck:
         if outcome == "bad":
             raise RequestError(reason or "", param=grammar.param, code="invalid_value")
         if reason is not None and key not in self._known:
-            log.warning("%s: not all of its schemas is enforced: %s", grammar.param, reason)
+            log.warning("%s: its schemas are enforced only in part: %s", grammar.param, reason)
         self._known[key] = None
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
@@ -123,7 +123,7 @@ class GrammarCheck:
                     await process.stdin.drain()
                 outcome: tuple[Outcome, str | None] = await answer
         except TimeoutError:
-            log.error("the process that compiles grammars does not answer: the next grammar starts another")
+            log.error("the process that compiles grammars does not answer: the next grammar starts a new one")
             for other in self._answers.values():
                 if not other.done():
                     other.set_result(("busy", None))

@@ -77,11 +77,11 @@ class Child:
     pid: int
     reader: int
     stops_at: float
-    n_beside: int  # when it started
+    n_others: int  # when it started
     left_s: float = _PATIENCE_S
 
     @classmethod
-    def start(cls, number: int, grammar: Grammar, vocabulary: Any, n_beside: int) -> Child:
+    def start(cls, number: int, grammar: Grammar, vocabulary: Any, n_others: int) -> Child:
         """Forks it."""
         import resource
 
@@ -90,19 +90,19 @@ class Child:
         if pid == 0:
             try:
                 with suppress(ValueError, OSError):  # not every system has the limits
-                    os.nice(min(_NICENESS + 2 * n_beside, _MAX_NICENESS))
+                    os.nice(min(_NICENESS + 2 * n_others, _MAX_NICENESS))
                     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
                     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
                 os.write(writer, json.dumps(verdict(grammar, vocabulary)).encode())
             finally:
                 os._exit(0)
         os.close(writer)
-        return cls(number, grammar, pid, reader, time.monotonic() + BUDGET_S, n_beside)
+        return cls(number, grammar, pid, reader, time.monotonic() + BUDGET_S, n_others)
 
-    def goes_on(self) -> bool:
-        """True if it is alone, got too little of the processor for a verdict, and has more time now."""
+    def may_continue(self) -> bool:
+        """Gives a grammar more time if it is alone and got too little of the processor; returns whether."""
         used_s = cpu_s(self.pid)
-        if self.n_beside or used_s is None or used_s >= _FAIR_SHARE_S or self.left_s <= 0:
+        if self.n_others or used_s is None or used_s >= _FAIR_SHARE_S or self.left_s <= 0:
             return False
         self.stops_at += _PAUSE_S
         self.left_s -= _PAUSE_S
@@ -140,7 +140,7 @@ def answer_lines(vocabulary: Any) -> None:
             readable = [key.fd for key, _ in ready.select(wait_s)]
             now = time.monotonic()
             for child in children.copy():
-                if child.reader not in readable and (child.stops_at > now or child.goes_on()):
+                if child.reader not in readable and (child.stops_at > now or child.may_continue()):
                     continue
                 children.remove(child)
                 ready.unregister(child.reader)

@@ -95,7 +95,7 @@ class ChatPrompts(ModelDialect):
             raise RequestError(f"more than {MAX_TEMPLATE_VARIABLES} variables", param="chat_template_kwargs")
         for name in _RESERVED & given.keys():
             raise RequestError(
-                f"{name!r} is not for chat_template_kwargs",
+                f"{name!r} cannot be set by chat_template_kwargs",
                 param=f"chat_template_kwargs.{name}",
                 code="unsupported_parameter",
             )

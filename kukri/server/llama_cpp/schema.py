@@ -51,7 +51,7 @@ class LlamaBody(GenerationBody):
     refused: ClassVar[Refused] = {
         **{name: reason for name, reason in ELSEWHERE.items() if name != "n_probs"},
         "image_data": (([],), TEXT_ONLY),
-        "lora": (([],), "name an adapter as the model"),
+        "lora": (([],), "use the adapter's name as the model"),
         "skip_special_tokens": ((True,), "control tokens are not shown"),
         "penalize_nl": ((True,), "penalties hold for all tokens"),
     }
@@ -169,7 +169,7 @@ class LlamaCompletionBody(LlamaBody):
 
 
 class OtherFile(Body):
-    """A file beside the one to be filled in."""
+    """Another file of the project, as context for the one to be filled in."""
 
     filename: str
     text: str

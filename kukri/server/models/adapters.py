@@ -82,5 +82,5 @@ def _single_engine(served: ServedModel) -> tuple[Engine, EngineLoop]:
     """The engine of a served model, and its loop. Raises RequestError if there are several, elsewhere."""
     engine, loop = served.llm.engine, served.bridge.loop
     if not (isinstance(engine, Engine) and isinstance(loop, EngineLoop)):
-        raise RequestError("adapters of several engines are loaded at the start alone", param="lora_name")
+        raise RequestError("with several engines, adapters are loaded only at startup", param="lora_name")
     return engine, loop

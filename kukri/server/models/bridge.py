@@ -77,7 +77,7 @@ class LiveCall:
         taps: Sequence[InterventionTaps] = (),
         meter: Meter | None = None,
     ) -> None:
-        """`taps` are the interventions of each answer, none if there are none; `meter` counts its tokens."""
+        """`taps` are the interventions of each answer, which may be none; `meter` counts its tokens."""
         self.answers, self.log_id = answers, log_id
         self.meter, self.n_metered = meter or Meter(), 0
         self._taps = taps
@@ -137,7 +137,7 @@ class LiveCall:
         self._is_changed = False
 
     async def read_out(self) -> None:
-        """Takes what interventions have read and captured so far, computed beside the event loop.
+        """Takes what interventions have read and captured so far, computed off the event loop.
 
         Raises ActivationLimitError.
         """

@@ -5,7 +5,7 @@ without leases. A request for a model that is not there waits in `ModelEntry.wai
 the moment in which the model is ready, so that nothing can take the model away in between.
 
 One model at a time is loaded or unloaded, under a lock that nobody holds while he waits for an answer to end:
-an answer without an end delays those alone who want its model's memory.
+an answer without an end delays only those who want its model's memory.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ class ModelRegistry:
         return []
 
     def _has_room(self, loaded: Iterable[ModelEntry], need: MemoryNeed) -> bool:
-        """True if a model fits beside the loaded ones: into the server's memory, and the machine's."""
+        """True if a model fits alongside the loaded ones: into the server's memory, and the machine's."""
         taken = sum(one.n_bytes for one in loaded)
         return taken + need.n_bytes <= self.memory_bytes and need.n_bytes <= available_bytes()
 

@@ -190,7 +190,7 @@ class ServedModel:
     def _on_missed(self, marks: Sequence[str]) -> None:
         """Tells of what looks like tool calls and could not be read."""
         log.warning(
-            "an answer of %s has %s, and no tool call could be read there: it is shown as text",
+            "an answer of %s has %s, but no tool call could be parsed: it is shown as text",
             self.names[0],
             " and ".join(dict.fromkeys(marks)),
         )
@@ -301,7 +301,7 @@ class ServedModel:
             requests, taps = await asyncio.to_thread(make)
             for request in requests:
                 self.llm.engine.check_fits(request)
-        except CapacityError as error:  # not even alone: trying later is no help
+        except CapacityError as error:  # not even alone: trying later does not help
             raise RequestError(str(error), param="max_tokens") from None
         except ContextLengthError as error:
             error.param = "prompt"

@@ -50,7 +50,7 @@ class ModelFacts:
 
 
 def model_facts(entry: ModelEntry) -> ModelFacts | None:
-    """The facts of a model, loaded or not; None if its files are not on this machine. Reads headers alone."""
+    """The facts of a model, loaded or not; None if its files are not on this machine. Reads only headers."""
     try:
         path = entry.served.llm.path if entry.served is not None else cached_path(entry.spec.options.model)
         headers = read_headers(path)
@@ -196,7 +196,7 @@ async def ollama_delete(body: OllamaBody, registry: Registry, request: Request) 
     entry = await registry.catalog.find(body.model, request.scope, exactly=True)
     if not entry.is_cached:
         raise RequestError(
-            f"{entry.name} was given to the server at its start: it is not deleted", param="model"
+            f"{entry.name} was given to the server at startup and cannot be deleted", param="model"
         )
     await registry.delete(entry, partial(remove, entry.name))
     return Response(status_code=200)

@@ -84,7 +84,7 @@ class KeepAlive(OllamaBody):
 
     @property
     def keep_alive_s(self) -> float | None:
-        """Seconds; below 0 for ever, None if the body does not say. Raises RequestError."""
+        """Seconds; negative means forever, None if the body does not say. Raises RequestError."""
         if self.keep_alive is None or self.keep_alive == "":
             return None
         try:
@@ -172,7 +172,7 @@ class OllamaGenerateBody(GenerationBody):
         "context": (([],), "send the conversation to /api/chat"),
     }
     prompt: str | None = None
-    suffix: str | None = None  # the text behind the answer, for models that fill in the middle
+    suffix: str | None = None  # the text after the answer, for models that fill in the middle
     system: str | None = None
     raw: bool | None = None  # the prompt is not a message
 

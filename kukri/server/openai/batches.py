@@ -1,8 +1,8 @@
 """/v1/files and /v1/batches: files of requests that clients leave here, and their results.
 
-Both lie in a directory of this server, with what is known of them beside as JSON, so that they outlive it: a
+Both lie in a directory of this server, with their metadata next to them as JSON, so that they outlive it: a
 batch that a restart interrupts resumes from its last result. Everything belongs to the key that made it.
-Batches run one after another, a few requests at a time, behind the requests of others.
+Batches run one after another, a few requests at a time, after the requests of others.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Batches:
         except OSError as error:
             self._data(stored.id).unlink(missing_ok=True)
             log.error("a file cannot be kept: %s", error)
-            raise CapacityError("the server's disk takes no file now: try again later") from None
+            raise CapacityError("the server cannot store files now: try again later") from None
         self._files[stored.id] = stored
         return stored
 
@@ -252,7 +252,7 @@ class Batches:
         source = self._files.get(batch.input_file_id)
         client = await self.owners.client(batch.owner)
         if client is None:
-            self._fail(batch, "invalid_api_key", "the API key of the batch is not valid any more")
+            self._fail(batch, "invalid_api_key", "the API key of the batch is no longer valid")
             return
         try:
             if source is None:

@@ -51,7 +51,7 @@ async def submit(
     *,
     shows_control: bool = False,
 ) -> LiveCall:
-    """Submits prompts with what a body says beside its sampling: user, priority, adapter, interventions.
+    """Submits prompts with what a body says besides its sampling: user, priority, adapter, interventions.
 
     `shows_control`: control tokens are part of the text.
     """

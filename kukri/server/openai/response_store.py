@@ -27,7 +27,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses of all clients, each seen by its owner alone. Belongs to the event loop."""
+    """The responses of all clients, each seen only by its owner. Belongs to the event loop."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._n_bytes = max_bytes, 0

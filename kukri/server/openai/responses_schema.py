@@ -312,12 +312,12 @@ class ResponseBody(Sampling):
     """A request to /v1/responses."""
 
     refused: ClassVar[Refused] = {
-        "access_programs": ((), "there are none"),
-        "background": ((False,), "answers are not computed while nobody waits"),
-        "background_options": ((), "answers are not computed while nobody waits"),
+        "access_programs": ((), "there are none here"),
+        "background": ((False,), "responses are not computed in the background"),
+        "background_options": ((), "responses are not computed in the background"),
         "conversation": ((), "there are none here: use previous_response_id"),
         "image": ((), TEXT_ONLY),
-        "moderation": ((), "nothing is moderated here"),
+        "moderation": ((), "there is no moderation here"),
         "prompt": ((), "there are no stored prompts here"),
     }
     ignored = (HINTS - {"store"}) | {
