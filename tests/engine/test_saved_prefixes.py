@@ -234,7 +234,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
 
 def test_a_budget_below_a_page_is_refused(tmp_path: Path) -> None:
     """A directory that saves and removes each page at once."""
-    with pytest.raises(ConfigError, match="hold no page"):
+    with pytest.raises(ConfigError, match="less than a page"):
         open_engine(tmp_path, prefix_bytes=1000)
 
 

@@ -161,9 +161,9 @@ def test_files_that_are_cut_or_lie(tmp_path: Path) -> None:
     nan = made_matrix()
     nan.sums["blk.0.attn_q.weight"][3] = np.nan
     path.write_bytes(legacy(nan))
-    with pytest.raises(FormatError, match="no numbers"):
+    with pytest.raises(FormatError, match="not numbers"):
         read_imatrix(path)
-    with pytest.raises(FormatError, match="no importance matrix"):
+    with pytest.raises(FormatError, match="not an importance matrix"):
         read_imatrix(write_tiny(tmp_path / "m.gguf", tiny_config()))
     with pytest.raises(FormatError, match="No such file"):
         read_imatrix(tmp_path / "nowhere.gguf")

@@ -165,7 +165,7 @@ def test_attribution_patching_estimates_patching():
     np.testing.assert_allclose(by_head.sum(1), whole, atol=1e-5)
     with pytest.raises(RequestError, match="is not patched by"):
         gradients.attribution_patch(llm, near, IDS, metric, "z")
-    with pytest.raises(RequestError, match="of one length"):
+    with pytest.raises(RequestError, match="the same length"):
         gradients.attribution_patch(llm, near[1:], IDS, metric)
 
 

@@ -110,7 +110,7 @@ def test_wrong_sweeps_are_refused():
     own = session("llama")
     llm = SimpleNamespace(interp=own)
     _, clean = own.run_with_cache(CLEAN[:, :5])
-    with pytest.raises(RequestError, match="of one length"):
+    with pytest.raises(RequestError, match="the same length"):
         patching.get_act_patch_resid_pre(llm, [[5, 6], [5]], clean, metric)
     with pytest.raises(RequestError, match=r"values are \[2, 5, 64\]"):
         patching.get_act_patch_resid_pre(llm, CORRUPT, clean, metric)

@@ -179,7 +179,7 @@ def test_wrong_sources_are_refused_before_they_are_compiled():
         Grammar.regex("a" * 300_000)
     with pytest.raises(RequestError, match="JSON"):
         Grammar.json({"const": object()})
-    with pytest.raises(RequestError, match="not empty"):
+    with pytest.raises(RequestError, match="none of them empty"):
         Grammar.choice([])
     for field in ({"ignore_eos": True}, {"min_tokens": 2}):
         with pytest.raises(RequestError, match="grammar"):
