@@ -300,7 +300,7 @@ def test_wrong_uses_are_refused(llm):
     ]:
         with pytest.raises(RequestError, match=words):
             llm.generate([5, 6], GREEDY, interventions=given)
-    with pytest.raises(RequestError, match="one answer"):
+    with pytest.raises(RequestError, match="need a single answer"):
         llm.generate([5, 6], GREEDY, n=2, interventions=[capture])
 
 
