@@ -167,7 +167,7 @@ class _Sweep:
             )
         texts = session.tokens(tokens)
         if len({len(ids) for ids in texts}) > 1:
-            raise RequestError("the texts of a sweep must be of one length", param="tokens")
+            raise RequestError("the texts of a sweep must have the same length", param="tokens")
         if logits not in ("all", "last"):
             raise RequestError(f"logits must be all or last, not {logits!r}", param="logits")
         check_axes(session, name, axes)
