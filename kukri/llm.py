@@ -31,6 +31,7 @@ from kukri.sampling import SamplingOptions, SamplingParams
 from kukri.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
+    from kukri.calls.decide import Decision, Normalization
     from kukri.calls.engine_calls import Intervene
     from kukri.interp.cache import ActivationCache
     from kukri.interp.interventions import Intervention
@@ -212,6 +213,47 @@ class LLM:
         request = self.engine.make_output_request(token_ids, "logits", adapter=adapter)
         (rows,) = self.calls.compute([request])
         return rows
+
+    def decide(
+        self,
+        prompt: Prompt | Sequence[Message],
+        choices: Sequence[str] | None = None,
+        *,
+        scores: tuple[int, int] | None = None,
+        normalization: Normalization = "sequence",
+        content_free: Prompt | Sequence[Message] | None = None,
+        adapter: str | None = None,
+    ) -> Decision:
+        """How probable each choice is as the answer to a prompt or to messages: exactly, without sampling.
+
+        The choices are texts, with `scores` the integers from the lowest to the highest, by default "yes" and
+        "no". P(choice | prompt) is the product of the probabilities of its tokens; an answer that begins with
+        several choices counts for the longest. `normalization` compares these ("sequence"), or their mean
+        logarithm by "token" or "byte". With `content_free`, a prompt like this one that says nothing ("N/A"
+        for its input), each is divided by its probability there. All are computed in one batch, which reads
+        the prompt once. After a plain prompt a choice may have to begin with a space. Errors are those of
+        `generate`, and RequestErrors about the choices.
+        """
+        from kukri.calls import decide
+
+        texts = decide.checked_choices(choices, scores)
+        prompts = [prompt] if content_free is None else [prompt, content_free]
+        found = []
+        for one in prompts:
+            ids = self.calls.answer_prompt(one)
+            question = decide.Question(self.tokenizer, ids, texts)
+            told: dict[tuple[int, ...], float] = {}
+            for part in question.batches(self.config.n_vocab):
+                requests = [
+                    self.engine.make_output_request(
+                        text, "logits", first_row=question.first_row, adapter=adapter
+                    )
+                    for text in question.texts[part]
+                ]
+                rows = self.calls.compute(requests)
+                told |= question.token_logprobs(part, rows)
+            found.append((question, question.logprobs(told)))
+        return decide.decision(found[0][0], texts, found[0][1], normalization, *found[1:])
 
     def answer(
         self, question: str, context: str, *, top_k: int = 1, max_answer_tokens: int = 15

@@ -211,6 +211,15 @@ class EngineCalls:
         is_text = isinstance(prompt, str)
         return self.tokenizer.encode(prompt, add_special=True, parse_special=True) if is_text else prompt
 
+    def answer_prompt(self, prompt: Any) -> Any:
+        """The token ids of a prompt after which the answer itself comes, without reasoning before it."""
+        self.check_generates()
+        if not _is_chat(prompt):
+            return self._encode(prompt)
+        from kukri.dialects.model_dialect import ModelDialect
+
+        return ModelDialect(self.chat_template, self.tokenizer).answer_prompt_ids(prompt)
+
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         self.check_generates()  # before a template is missed that has no use
         if isinstance(messages, str):

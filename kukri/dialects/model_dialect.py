@@ -41,6 +41,17 @@ class ModelDialect:
         told = self.readable(messages, variables, tools, controls)
         return self.template.encode(self.tokenizer, **told, controls=controls, **options, **variables)
 
+    def answer_prompt_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The prompt after which the answer itself comes: reasoning is off, or closed at once."""
+        off = {"enable_thinking": False} if "enable_thinking" in self.source else {}
+        ids = self.prompt_ids(messages, off, None, **options)
+        end, before = self.end_of(ids), ""
+        if self.dialect.body == "harmony":
+            before = "<|channel|>final<|message|>"
+        elif self.dialect.thoughts.has_begun(end):
+            before = f"\n{self.dialect.thoughts.closer}\n\n"
+        return [*ids, *self.tokenizer.encode_inside(before, parse_special=True)] if before else ids
+
     def parser(self, prompt_ids: Sequence[int], toolbox: Toolbox | None) -> AnswerParser:
         """A parser of one answer to a prompt."""
         tools = None if toolbox is None else toolbox.signatures

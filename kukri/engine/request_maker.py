@@ -75,10 +75,7 @@ class RequestMaker(ABC):
         RequestError on an empty prompt, ids outside the vocabulary or an adapter that is not loaded,
         ContextLengthError on a prompt longer than the context.
         """
-        kind = self._model_config.head.kind
-        if kind != "language_model":
-            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
-            raise RequestError(f"the model has {head} and generates no text", param="model")
+        self.check_generates()
         prompt = self._checked_prompt(prompt_ids)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         stop_ids = eos_ids.union(params.stop_token_ids)
@@ -160,6 +157,13 @@ class RequestMaker(ABC):
 
     def _prefix_root(self, scope: str) -> PageKey:
         return sha256(self._identity + b"\0" + scope.encode()).digest()
+
+    def check_generates(self) -> None:
+        """Raises RequestError if the model has no language model head."""
+        kind = self._model_config.head.kind
+        if kind != "language_model":
+            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
+            raise RequestError(f"the model has {head} and generates no text", param="model")
 
     def check_fits(self, request: Request) -> None:
         """Raises CapacityError if a request could outgrow the whole pool."""

@@ -27,6 +27,7 @@ GENERATED = (
         "/infill",
         "/v1/rerank",
         "/v1/score",
+        "/v1/decide",
         "/api/chat",
         "/api/generate",
         "/api/embed",

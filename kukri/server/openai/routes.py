@@ -15,6 +15,7 @@ from kukri.server.models.registry import ModelRegistry
 from kukri.server.openai.activations import ActivationsBody, activations
 from kukri.server.openai.chat_completions import complete_chat, parse_chat
 from kukri.server.openai.completions import complete
+from kukri.server.openai.decide import DecideBody, decide
 from kukri.server.openai.embeddings import EmbeddingBody, embed
 from kukri.server.openai.rerank import RerankBody, ScoreBody, rerank, score
 from kukri.server.openai.response_store import ResponseStore
@@ -80,6 +81,12 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         served = await registry.served(body.model, request.scope)
         n_tokens = await served.n_prompt_tokens(parse_response(body, items_of(body, request)))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+    @app.post("/v1/decide", response_class=JSONResponse)
+    async def decided(body: DecideBody, request: Request) -> Response:
+        """The probabilities of choices as the answer."""
+        served = await registry.served(body.model, request.scope)
+        return await decide(served, body, request)
 
     @app.post("/v1/embeddings", response_class=JSONResponse)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:

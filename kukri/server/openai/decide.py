@@ -1,0 +1,130 @@
+"""/v1/decide: how probable each of several texts is as the answer, computed and not sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy.typing as npt
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kukri.calls.decide import MAX_CHOICES, Decision, Normalization, Question, checked_choices, decision
+from kukri.errors import ContextLengthError, RequestError
+from kukri.server.models.served_model import ServedModel
+from kukri.server.openai.embeddings import SILENCE, rows_of, while_connected
+from kukri.server.schema import Body, ChatMessage, TokenIds, conversation
+
+_Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+_Prompt = Annotated[str, Field(min_length=1)] | TokenIds
+
+
+class Scores(Body):
+    """The integers from `min` to `max`, as choices."""
+
+    min: int
+    max: int
+
+
+class DecideBody(Body):
+    """A request to /v1/decide. `content_free` has the prompt's form: messages, a text or token ids."""
+
+    model: str | None = None
+    messages: _Messages | None = None
+    prompt: _Prompt | None = None
+    choices: Annotated[list[str], Field(min_length=2, max_length=MAX_CHOICES)] | None = None
+    scores: Scores | None = None
+    normalization: Normalization | None = None
+    content_free: _Prompt | _Messages | None = None
+    adapter: str | None = None
+    user: str | None = None  # whose request it is: clients and their users take turns
+    priority: int | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> DecideBody:
+        if (self.messages is None) == (self.prompt is None):
+            raise RequestError("give messages or a prompt, one of them", param="prompt")
+        if self.content_free is not None and _is_chat(self.content_free) != (self.prompt is None):
+            raise RequestError("content_free must have the form of the prompt", param="content_free")
+        return self
+
+
+async def decide(served: ServedModel, body: DecideBody, http: Request) -> Response:
+    """The response to a request for a decision. A client that leaves ends the work."""
+    made = await while_connected(http, _decided(served, body, http))
+    if made is None:
+        return SILENCE
+    found, n_tokens = made
+    return JSONResponse(
+        {
+            "id": http.scope["kukri.id"],
+            "object": "decision",
+            "model": served.check_model(body.model),
+            "choice": found.choice,
+            "choices": [
+                {"text": text, "probability": probability, "logprob": found.logprobs[text]}
+                for text, probability in found.probabilities.items()
+            ],
+            "expected": found.expected,
+            "mass": found.mass,
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
+    )
+
+
+async def _decided(served: ServedModel, body: DecideBody, http: Request) -> tuple[Decision, int]:
+    """The decision, and the tokens of the prompts."""
+    served.llm.engine.check_generates()
+    texts = checked_choices(body.choices, None if body.scores is None else (body.scores.min, body.scores.max))
+    asked = await _logprobs(served, body, texts, body.messages or body.prompt, "prompt", http)
+    content_free = None
+    if body.content_free is not None:
+        content_free = await _logprobs(served, body, texts, body.content_free, "content_free", http)
+    n_tokens = asked[0].n_prompt + (0 if content_free is None else content_free[0].n_prompt)
+    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    return decision(asked[0], texts, asked[1], body.normalization or "sequence", content_free), n_tokens
+
+
+async def _logprobs(
+    served: ServedModel, body: DecideBody, choices: Sequence[str], prompt: Any, param: str, http: Request
+) -> tuple[Question, npt.NDArray[Any]]:
+    """The question that a prompt makes, and log P of each choice."""
+    llm, client = served.llm, http.scope["kukri.client"]
+    try:
+        if _is_chat(prompt):
+            messages = conversation(prompt)
+            limit = served.prompts.max_context
+            ids = await asyncio.to_thread(served.prompts.answer_prompt_ids, messages, max_tokens=limit)
+        else:
+            ids = await served.encode(prompt) if isinstance(prompt, str) else prompt
+        question = await asyncio.to_thread(Question, served.tokenizer, ids, choices)
+        found: dict[tuple[int, ...], float] = {}
+        for part in question.batches(served.tokenizer.n_vocab):
+            requests = [
+                llm.engine.make_output_request(
+                    text,
+                    "logits",
+                    first_row=question.first_row,
+                    priority=client.priority(body.priority),
+                    client=client.queue(body.user),
+                    prefix_scope=client.prefix_scope,
+                    adapter=served.adapter_of(body.model, body.adapter),
+                )
+                for text in question.texts[part]
+            ]
+            rows = await rows_of(served, requests, http.scope)
+            found |= await asyncio.to_thread(question.token_logprobs, part, rows)
+    except ContextLengthError as error:
+        error.param = param
+        raise
+    except RequestError as error:
+        if error.param == "prompt":
+            error.param = param
+        raise
+    return question, question.logprobs(found)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and isinstance(prompt[0], ChatMessage)
