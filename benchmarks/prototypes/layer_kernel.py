@@ -77,7 +77,7 @@ def layer(
             qkv + (n_heads + n_kv_heads) * K, cos, sin, positions, slots, keys, values, key_scales,
             value_scales, x, attended, attended, query_start, context_len, page_table, scale, 0.0, window,
             width, width, width, page_stride, head_stride, scale_page_stride, scale_head_stride, table_stride,
-            n_heads, 1, GROUP, K, KW, BM, TILE, ROTARY, KV, False, False, False,
+            n_heads, 1, GROUP, K, KW, BM, TILE, ROTARY, KV, False, False, False, True,
         )  # fmt: skip
     _wait_for_all(arrived, 2 * n_programs)
     _product(

@@ -135,19 +135,20 @@ class Point:
     edit_tap: str = ""
     norm: Norm | None = None  # of the forms that need one
     matrix: Matrix | None = None  # that the tap is multiplied by first, for a product that no tap shows
+    kv_layer: int | None = None  # of scores and patterns: the layer whose keys and values it reads
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The taps that its value is computed from."""
         if self.form in ("scores", "pattern"):
-            return self.tap, self.tap.replace("hook_rot_q", "hook_rot_k")
+            return self.tap, f"blocks.{self.kv_layer}.attn.hook_rot_k"
         return (self.tap,) if self.tap else ()
 
     @property
     def edit_needs(self) -> tuple[str, ...]:
         """The taps that a hook on it needs besides `edit_tap`, all before that."""
         if self.form in ("scores", "pattern"):
-            return *self.needs, self.tap.replace("hook_rot_q", "hook_v")
+            return *self.needs, f"blocks.{self.kv_layer}.attn.hook_v"
         return () if self.tap == self.edit_tap else self.needs
 
 
@@ -202,7 +203,9 @@ def _block_points(trace: Trace, layer: int) -> Iterator[Point]:
     for name, tap, form, is_editable, norm in block(trace, layer):
         full_tap = f"{prefix}{tap}" if tap else ""
         edit_tap = full_tap if is_editable else ""
+        kv_layer = None
         if form in ("scores", "pattern"):
+            kv_layer = trace.heads[layer].spec.kv_layer
             edit_tap = f"{prefix}attn.hook_ungated_z"
             if edit_tap not in trace.taps:
                 edit_tap = f"{prefix}attn.hook_z"
@@ -210,7 +213,7 @@ def _block_points(trace: Trace, layer: int) -> Iterator[Point]:
             continue  # a norm may stand between the heads' matrix and the stream
         read_tap = norm.source if form == "normalized" and norm is not None else full_tap
         if read_tap is not None:
-            yield Point(f"{prefix}{name}", read_tap, form, layer, edit_tap, norm)
+            yield Point(f"{prefix}{name}", read_tap, form, layer, edit_tap, norm, kv_layer=kv_layer)
 
 
 def _product_points(trace: Trace, layer: int) -> Iterator[Point]:

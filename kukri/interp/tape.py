@@ -92,6 +92,7 @@ class Tape:
         given: Mapping[str, FloatArray] | None = None,
     ) -> None:
         self._tapped: dict[str, Variable] = {}
+        self._kv: dict[int, tuple[Variable, Variable]] = {}  # by layer: others may read them
         self._nodes: list[tuple[Variable, Pull]] = []
         self._matrices, self._ropes, self._given = matrices, ropes, given or {}
 
@@ -202,8 +203,8 @@ class Tape:
         return tuple(parts)
 
     def rope(
-        self, q: Variable, k: Variable, rope: RopeFrequencies, spec: AttentionSpec, batch: TextRows
-    ) -> tuple[Variable, Variable]:
+        self, q: Variable, k: Variable | None, rope: RopeFrequencies, spec: AttentionSpec, batch: TextRows
+    ) -> tuple[Variable, Variable | None]:
         """The derivative is the rotation back."""
         rows = self._ropes.setdefault(rope, RopeRows(rope))
         rows.ensure(int(batch.positions.max()) + 1)
@@ -214,12 +215,20 @@ class Tape:
                 _rotate(x.x, cos, sin, spec.d_head), lambda g: x.add(_rotate(g, cos, -sin, spec.d_head))
             )
 
-        return rotated(q), rotated(k)
+        return rotated(q), None if k is None else rotated(k)
 
     def attention(
-        self, q: Variable, k: Variable, v: Variable, spec: AttentionSpec, batch: TextRows
+        self,
+        q: Variable,
+        k: Variable | None,
+        v: Variable | None,
+        spec: AttentionSpec,
+        batch: TextRows,
     ) -> Variable:
         """Softmax attention within each text: the derivative of a score is p (gp - sum(gp p))."""
+        if k is None or v is None:
+            k, v = self._kv[spec.kv_layer]
+        self._kv[spec.layer] = k, v
         out = np.empty_like(q.x)
         kept: list[tuple[slice, FloatArray, FloatArray]] = []
         for rows in batch.texts:

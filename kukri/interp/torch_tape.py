@@ -31,6 +31,7 @@ class TorchTape(TorchOps):
         super().__init__(constants, TensorCache(layout, 0, 0, "f32", constants.device))
         self._given = given or {}
         self._tapped: dict[str, Tensor] = {}
+        self._kv: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: others may read them
 
     def run(self, program: Program, batch: TextRows) -> Tensor:
         """The program's result, [rows, width]."""
@@ -65,8 +66,13 @@ class TorchTape(TorchOps):
         tensor = self._tapped[tap]
         return self.values(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: Any) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: Any
+    ) -> Tensor:
         """Softmax attention within each text -> [T, H*K]."""
+        if k is None or v is None:
+            k, v = self._kv[spec.kv_layer]
+        self._kv[spec.layer] = k, v
         sinks = None if spec.sinks is None else self.constants.vector(spec.sinks).view(spec.n_heads, 1, 1)
         parts: list[Tensor] = []
         for rows in batch.host.texts:

@@ -168,12 +168,12 @@ class Trace:
         return tuple(parts)
 
     def rope(
-        self, q: _Value, k: _Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
-    ) -> tuple[_Value, _Value]:
+        self, q: _Value, k: _Value | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
+    ) -> tuple[_Value, _Value | None]:
         """Values that know their rotation."""
-        return _Value(q.width, rope=rope), _Value(k.width, rope=rope)
+        return _Value(q.width, rope=rope), k and _Value(k.width, rope=rope)
 
-    def attention(self, q: _Value, k: _Value, v: _Value, spec: AttentionSpec, batch: Any) -> _Value:
+    def attention(self, q: _Value, k: Any, v: Any, spec: AttentionSpec, batch: Any) -> _Value:
         """Notes the layer's heads."""
         self.heads[spec.layer] = Heads(spec, q.rope)
         return _Value(q.width)

@@ -67,12 +67,20 @@ class Ops(Protocol):
         """Column views of x, of the given widths."""
 
     def rope(
-        self, q: Tensor, k: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Rotates each head of q [T, H*K] and k [T, G*K] by its token's position (half-split); in place."""
+        self, q: Tensor, k: Tensor | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotates each head of q [T, H*K] and k [T, G*K] by its token's position (half-split); in place.
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: Any) -> Tensor:
-        """Stores k and v [T, G*K] at the batch's slots, then attends causally or by the mask -> [T, H*K]."""
+        A layer that reads another's keys (`spec.reads`) has no k.
+        """
+
+    def attention(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: Any
+    ) -> Tensor:
+        """Stores k and v [T, G*K] at the batch's slots, then attends causally or by the mask -> [T, H*K].
+
+        Without both, for a layer that reads another's (`spec.reads`), it stores nothing.
+        """
 
     def conv(self, x: Tensor, spec: ConvSpec, batch: Any) -> Tensor:
         """A causal convolution of each column of x [T, C] along its sequence -> [T, C]."""

@@ -236,8 +236,13 @@ class ReferenceOps:
         return tuple(np.split(x, np.cumsum(widths)[:-1], axis=1))
 
     def rope(
-        self, q: FloatArray, k: FloatArray, rope: RopeFrequencies, spec: AttentionSpec, batch: ForwardBatch
-    ) -> tuple[FloatArray, FloatArray]:
+        self,
+        q: FloatArray,
+        k: FloatArray | None,
+        rope: RopeFrequencies,
+        spec: AttentionSpec,
+        batch: ForwardBatch,
+    ) -> tuple[FloatArray, FloatArray | None]:
         """Rotates dimension i of each head with i + rotary_dim / 2 by the position (Su et al. 2021)."""
         positions = batch.positions if batch.rope_positions is None else batch.rope_positions
         rows = self._rope_rows.get(rope)
@@ -245,25 +250,31 @@ class ReferenceOps:
             rows = self._rope_rows[rope] = RopeRows(rope)
         rows.ensure(int(positions.max(initial=-1)) + 1)
         cos, sin = rows.cos[positions, None], rows.sin[positions, None]  # [T, 1, rotary_dim / 2]
-        return _rotate(q, cos, sin, spec.d_head), _rotate(k, cos, sin, spec.d_head)
+        return _rotate(q, cos, sin, spec.d_head), None if k is None else _rotate(k, cos, sin, spec.d_head)
 
     def attention(
-        self, q: FloatArray, k: FloatArray, v: FloatArray, spec: AttentionSpec, batch: ForwardBatch
+        self,
+        q: FloatArray,
+        k: FloatArray | None,
+        v: FloatArray | None,
+        spec: AttentionSpec,
+        batch: ForwardBatch,
     ) -> FloatArray:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
         is_rotated = self.cache.kv_type == "q4"
-        heads = [x.reshape(len(x), -1, spec.d_head) for x in (q, k, v)]
+        heads = [x.reshape(len(x), -1, spec.d_head) for x in (q, k, v) if x is not None]
         if is_rotated:
             limit = np.finfo(np.float16).max
             heads = [rotate_heads(x) for x in (heads[0], *(x.clip(-limit, limit) for x in heads[1:]))]
-        store_tokens(self.cache, spec.layer, self._pages(spec, batch).slots, *heads[1:])
+        if spec.reads is None:
+            store_tokens(self.cache, spec.layer, self._pages(spec, batch).slots, *heads[1:])
         q = heads[0].reshape(q.shape)
         attend = self._attend_masked if batch.mask is not None else self._attend
         out = attend(q, spec, batch)
         return rotate_heads(out.reshape(heads[0].shape)).reshape(q.shape) if is_rotated else out
 
     def _pages(self, spec: AttentionSpec, batch: ForwardBatch) -> PoolPages:
-        return batch.pages(self.cache.pool_of[spec.layer])
+        return batch.pages(self.cache.pool_of[spec.kv_layer])
 
     def _attend(self, q: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> FloatArray:
         """Each token over what it sees of its context -> [T, H*K]."""
@@ -271,7 +282,7 @@ class ReferenceOps:
         for s in range(batch.n_sequences):
             start, stop, n_context = batch.query_start[s], batch.query_start[s + 1], batch.context_len[s]
             page_table = self._pages(spec, batch).page_table[s]
-            keys, values = read_pages(self.cache, spec.layer, page_table, n_context)
+            keys, values = read_pages(self.cache, spec.kv_layer, page_table, n_context)
             for t in range(start, stop):
                 position = n_context - (stop - t)  # all of the cache comes before this step
                 first = 0 if spec.window is None else max(0, position + 1 - spec.window)
@@ -290,7 +301,7 @@ class ReferenceOps:
         assert batch.mask is not None
         n_context = batch.context_len[0]
         page_table = self._pages(spec, batch).page_table[0]
-        keys, values = read_pages(self.cache, spec.layer, page_table, n_context)
+        keys, values = read_pages(self.cache, spec.kv_layer, page_table, n_context)
         out = np.empty(q.shape, np.float32)
         for t in range(batch.n_tokens):
             heads = q[t].reshape(spec.n_kv_heads, -1, spec.d_head)

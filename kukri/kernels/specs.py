@@ -30,6 +30,8 @@ class AttentionSpec:
     A token sees itself and earlier ones, `window` of them (None: all); if attention is not causal, as many
     later ones too. `sinks` [H], if there are any, are scores that take their share of each head's softmax and
     add nothing.
+
+    A layer that `reads` another's keys and values has none of its own, and stores nothing.
     """
 
     layer: int
@@ -41,6 +43,12 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     is_causal: bool = True
     sinks: Vector | None = None
+    reads: int | None = None  # the layer whose keys and values it reads; None: its own
+
+    @property
+    def kv_layer(self) -> int:
+        """The layer whose keys and values it reads."""
+        return self.layer if self.reads is None else self.reads
 
     @property
     def group(self) -> int:

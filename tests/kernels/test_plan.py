@@ -168,11 +168,11 @@ ROPE = RopeRows(RopeFrequencies((1.0,) * 8, 16))
 
 
 def rotation(q, k):
-    return ops.RopeStore(q, k, None, SPEC, "f16", ROPE)
+    return ops.RopeStore(q, k, None, SPEC, "f16", ROPE, stores=False)
 
 
 def store(q, k, v):
-    return ops.RopeStore(q, k, v, SPEC, "f16", None)
+    return ops.RopeStore(q, k, v, SPEC, "f16", None, stores=True)
 
 
 def test_rope_and_store_become_one_op():

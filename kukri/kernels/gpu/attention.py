@@ -60,12 +60,13 @@ class PagedTensors:
 class NewTokens:
     """A step's tokens, before their rotation: q [T, H*K], k and v [T, G*K], float32, rows any stride apart.
 
+    A layer that reads another's keys and values has no k and v: q stands in for them.
     `table` has cos and sin float32 [positions, rotary_dim / 2]; None for layers without RoPE.
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | None
+    v: Tensor | None
     table: tuple[Tensor, Tensor] | None
     positions: Tensor  # int32 [T]
     slots: Tensor  # int32 [T], of the cache
@@ -73,12 +74,19 @@ class NewTokens:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All, in the order in which kernels take them: q stands in for a table that there is not."""
-        return self.q, self.k, self.v, *(self.table or (self.q, self.q)), self.positions, self.slots
+        return *self._qkv, *(self.table or (self.q, self.q)), self.positions, self.slots
 
     @property
     def strides(self) -> tuple[int, int, int]:
         """Row strides of q, k and v."""
-        return self.q.stride(0), self.k.stride(0), self.v.stride(0)
+        q, k, v = self._qkv
+        return q.stride(0), k.stride(0), v.stride(0)
+
+    @property
+    def _qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.k is None or self.v is None:
+            return self.q, self.q, self.q
+        return self.q, self.k, self.v
 
     @property
     def rotary_dim(self) -> int:
@@ -89,7 +97,8 @@ class NewTokens:
 def rope_and_store(new: NewTokens, cache: PagedTensors, spec: AttentionSpec) -> Tensor:
     """Rotates queries and keys, stores keys and values -> the queries, float16 [T, H, K]."""
     q_out = torch.empty((len(new.q), spec.n_heads, spec.d_head), dtype=torch.float16, device=new.q.device)
-    grid = (len(new.q), spec.n_heads + 2 * spec.n_kv_heads)
+    n_stored = 0 if new.k is None else spec.n_kv_heads
+    grid = (len(new.q), spec.n_heads + 2 * n_stored)
     rope_kernels.rope_and_store[grid](
         *new.tensors,
         q_out,
@@ -97,7 +106,7 @@ def rope_and_store(new: NewTokens, cache: PagedTensors, spec: AttentionSpec) -> 
         *new.strides,
         *cache.strides,
         spec.n_heads,
-        spec.n_kv_heads,
+        n_stored,
         K=spec.d_head,
         KW=head_width(spec),
         ROTARY=new.rotary_dim,
@@ -151,7 +160,7 @@ def attention(
         page_table.stride(0),
         spec.n_heads,
         HAS_SINKS=sinks is not None,
-        **_attention_constants(spec, cache, tile),
+        **_attention_constants(spec, cache, tile, is_prefill),
     )
     return out
 
@@ -199,7 +208,10 @@ def decode(
         ROTARY=new.rotary_dim,
         HAS_SINKS=sinks is not None,
         SPLIT=is_split,
-        **_attention_constants(spec, cache, tiles.attention_tile(spec.group, width, is_prefill=False)),
+        STORES=new.k is not None,
+        **_attention_constants(
+            spec, cache, tiles.attention_tile(spec.group, width, is_prefill=False), is_prefill=False
+        ),
     )
     if is_split:
         attention_kernels.merge[n_sequences, triton.cdiv(spec.n_heads, tiles.MERGE_HEADS)](
@@ -221,7 +233,10 @@ def decode(
     return out
 
 
-def _attention_constants(spec: AttentionSpec, cache: PagedTensors, tile: tiles.Tile) -> dict[str, Any]:
+def _attention_constants(
+    spec: AttentionSpec, cache: PagedTensors, tile: tiles.Tile, is_prefill: bool
+) -> dict[str, Any]:
+    most = attention_kernels.max_registers(cache.kind, spec.d_head, is_prefill)
     return {
         "GROUP": spec.group,
         "K": spec.d_head,
@@ -232,7 +247,7 @@ def _attention_constants(spec: AttentionSpec, cache: PagedTensors, tile: tiles.T
         "SOFTCAP": bool(spec.softcap),
         "num_warps": tile.n_warps,
         "num_stages": tile.n_stages,
-        **register_options(cache.keys, attention_kernels.MAX_REGISTERS),
+        **register_options(cache.keys, most),
     }
 
 

@@ -20,19 +20,27 @@ from kukri.kernels.gpu.bits import e4m3_values, tree_sum
 from kukri.kernels.gpu.rope_kernels import PAGE, rotated, store_head
 
 CHUNK = tl.constexpr(256)
-# Before Triton 3.9 the assembler spills some bytes to fit more programs, unless it is told to use all.
-MAX_REGISTERS = 255 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else None
+_IS_OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 _NO_SCORE = tl.constexpr(-1e30)  # finite, so that differences stay defined
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
+def max_registers(kv: str, d_head: int, is_prefill: bool) -> int | None:
+    """Registers of a thread to ask for: the assembler spills some bytes to fit more programs, unless told not
+    to, before Triton 3.9 everywhere.
+    """
+    if _IS_OLD:
+        return 255
+    return 128 if kv == "f16" and d_head <= 64 and not is_prefill else None
+
+
 @triton.jit
-def _load_tile(head, table, token, inside, dim, K: tl.constexpr, KV: tl.constexpr):
-    """float16 [TILE, KW]: keys or values of the tokens, zeros for those outside. See `_of_head`."""
+def _load_tile(head, table, token, dim, K: tl.constexpr, KV: tl.constexpr):
+    """float16 [TILE, KW]: keys or values of the tokens. See `_of_head`."""
     data, scales, page_stride, scale_page_stride = head
-    page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
-    mask = inside[:, None] & (dim < K)[None, :]
-    x = tl.load(data + (page * page_stride + (token % PAGE) * K)[:, None] + dim[None, :], mask=mask, other=0)
+    page = tl.load(table + token // PAGE).to(tl.int64)
+    data += page * page_stride + token % PAGE * K
+    x = tl.load(data[:, None] + dim[None, :], mask=(dim < K)[None, :], other=0)
     if KV == "fp8_native":
         x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif KV == "fp8":
@@ -42,9 +50,7 @@ def _load_tile(head, table, token, inside, dim, K: tl.constexpr, KV: tl.constexp
         KW: tl.constexpr = x.shape[1]
         block = tl.arange(0, KW // 32)
         at = (page * scale_page_stride + (token % PAGE) * (K // 32))[:, None] + block[None, :]
-        scale = tl.load(scales + at, mask=inside[:, None] & (block < K // 32)[None, :], other=0).to(
-            tl.float32
-        )
+        scale = tl.load(scales + at, mask=(block < K // 32)[None, :], other=0).to(tl.float32)
         x = tl.reshape(x.to(tl.float32), [TILE, KW // 32, 32]) * scale[:, :, None]
         x = tl.reshape(x, [TILE, KW]).to(tl.float16)
     return x
@@ -70,8 +76,9 @@ def _attend(
     acc = tl.zeros([BM, KW], tl.float32)
     for start in range(first, stop, TILE):
         token = start + tl.arange(0, TILE)
-        inside = (token >= lowest) & (token < stop)
-        k = _load_tile(keys, table, token, inside, dim, K, KV)
+        # clamped, not masked: a mask takes registers, and then the compiler spills
+        read = tl.minimum(tl.maximum(token, lowest), stop - 1)
+        k = _load_tile(keys, table, read, dim, K, KV)
         scores = tl.dot(q, tl.trans(k)) * scale
         if SOFTCAP:
             # softcap * tanh(score / softcap), the score in units of log 2
@@ -82,7 +89,7 @@ def _attend(
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         p = tl.where(sees, tl.exp2(scores - new_top[:, None]), 0.0)
         shrink = tl.exp2(top - new_top)
-        v = _load_tile(values, table, token, inside, dim, K, KV)
+        v = _load_tile(values, table, read, dim, K, KV)
         total = tl.fma(total, shrink, tree_sum(p, BM, TILE))
         acc = tl.dot(p.to(tl.float16), v, acc * shrink[:, None])
         top = new_top
@@ -216,16 +223,17 @@ def decode_head(
     page_stride, head_stride, scale_page_stride, scale_head_stride, table_stride, n_heads, n_chunks,
     GROUP: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
     ROTARY: tl.constexpr, KV: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """A program's work in `decode`: one KV head of one sequence, all chunks or one of them."""
     token0 = tl.load(query_start + sequence + 1) - 1
     token, head, ok, begin, end, first, stop = _query_rows(
         sequence, token0, group, query_start, context_len, window, GROUP, BM
     )
-    stores = True
+    stores = STORES
     if SPLIT:
-        stores = chunk == (stop - 1) // CHUNK
+        if STORES:
+            stores = chunk == (stop - 1) // CHUNK
         first, stop = tl.maximum(first, chunk * CHUNK), tl.minimum(stop, chunk * CHUNK + CHUNK)
     if first < stop:  # the sequence sees this chunk
         qs = _new_token(
@@ -260,7 +268,7 @@ def decode(
     page_stride, head_stride, scale_page_stride, scale_head_stride, table_stride, n_heads, n_chunks,
     GROUP: tl.constexpr, K: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
     ROTARY: tl.constexpr, KV: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """One new token a sequence: program (sequence, KV head) rotates, stores and attends.
 
@@ -268,13 +276,14 @@ def decode(
     `rope_and_store` and `attention`. With SPLIT, for long contexts, program (sequence, KV head, chunk) stores
     its chunk's part: `out` is float32 [S, H, n_chunks, K] then, and part_top [S, H, n_chunks, 2] has maximum
     and sum; that of the last chunk stores the new token.
+    Without STORES none does: the layer reads another's keys and values.
     """
     decode_head(
         tl.program_id(0), tl.program_id(1), tl.program_id(2),
         q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, sinks, out, part_top,
         query_start, context_len, page_table, scale, softcap, window, q_stride, k_stride, v_stride,
         page_stride, head_stride, scale_page_stride, scale_head_stride, table_stride, n_heads, n_chunks,
-        GROUP, K, KW, BM, TILE, ROTARY, KV, SOFTCAP, HAS_SINKS, SPLIT,
+        GROUP, K, KW, BM, TILE, ROTARY, KV, SOFTCAP, HAS_SINKS, SPLIT, STORES,
     )  # fmt: skip
 
 

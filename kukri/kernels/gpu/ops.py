@@ -196,9 +196,9 @@ class TritonOps(TorchOps):
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
         if batch.mask is not None or not spec.is_causal or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
-        return Rotated(q, rope), Rotated(k, rope)
+        return Rotated(q, rope), None if k is None else Rotated(k, rope)
 
-    def attention(self, q: Any, k: Any, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
+    def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """See Ops.attention: a launch if all decode, two if a context is long, else another that stores."""
         if batch.mask is not None or not spec.is_causal:
             self.is_capturable = self.constants.is_batch_invariant = False
@@ -207,10 +207,10 @@ class TritonOps(TorchOps):
         if isinstance(q, Rotated):
             rope = self.constants.rope_table(q.frequencies)
             rope.ensure(batch.max_position + 1)
-            table, q, k = (rope.cos, rope.sin), q.x, k.x
-        slots, page_table = batch.pools[self.cache.pool_of[spec.layer]]
+            table, q, k = (rope.cos, rope.sin), q.x, k and k.x
+        slots, page_table = batch.pools[self.cache.pool_of[spec.kv_layer]]
         new = NewTokens(q, k, v, table, batch.rope_positions, slots)
-        cache = self._pages[spec.layer]
+        cache = self._pages[spec.kv_layer]
         sequences = (batch.query_start, batch.context_len, page_table)
         sinks = None if spec.sinks is None else self.constants.vector(spec.sinks)
         if batch.is_decode:

@@ -216,25 +216,28 @@ class TorchOps:
         return torch.split(x, list(widths), -1)
 
     def rope(
-        self, q: Tensor, k: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor | None, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
+    ) -> tuple[Tensor, Tensor | None]:
         """Rotates dimension i of each head with i + rotary_dim / 2 by the position."""
         table = self.constants.rope_table(rope)
         table.ensure(batch.max_position + 1)
         cos, sin = (t[batch.rope_positions][:, None] for t in (table.cos, table.sin))
-        return _rotate(q, cos, sin, spec.d_head), _rotate(k, cos, sin, spec.d_head)
+        return _rotate(q, cos, sin, spec.d_head), None if k is None else _rotate(k, cos, sin, spec.d_head)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: DeviceBatch
+    ) -> Tensor:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
         is_rotated = self.cache.kv_type == "q4"
         if is_rotated:
-            limit = torch.finfo(torch.float16).max
-            q, k, v = (
-                rotate_heads(x, spec.d_head) for x in (q, k.clamp(-limit, limit), v.clamp(-limit, limit))
-            )
-        self._store(k, v, spec, batch)
+            q = rotate_heads(q, spec.d_head)
+        if k is not None and v is not None:
+            if is_rotated:
+                limit = torch.finfo(torch.float16).max
+                k, v = (rotate_heads(x.clamp(-limit, limit), spec.d_head) for x in (k, v))
+            self._store(k, v, spec, batch)
         out = torch.empty((len(q), spec.n_heads * spec.d_head), dtype=torch.float32, device=q.device)
-        for group in batch.attention_groups(spec, self.cache.pool_of[spec.layer]):
+        for group in batch.attention_groups(spec, self.cache.pool_of[spec.kv_layer]):
             out[group.tokens] = self._attend(q[group.tokens], spec, group, batch.mask)
         return rotate_heads(out, spec.d_head) if is_rotated else out
 
@@ -442,7 +445,7 @@ class TorchOps:
 
         Values that nobody sees are zeros: NaN of another sequence would get through a weight of 0.
         """
-        kv = self.cache.kv[spec.layer]
+        kv = self.cache.kv[spec.kv_layer]
         keys = _side_by_side(kv.keys, kv.key_scales, group.pages, spec.d_head)
         values = _side_by_side(kv.values, kv.value_scales, group.pages, spec.d_head)
         return keys, values.masked_fill(~group.is_key[:, None, :, None], 0)

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from kukri.kernels.gpu import attention, tiles
+from kukri.kernels.gpu.backend import GpuBackend
+from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from tests.kernels.gpu.test_gpu_rows import floats
+from tests.kernels.small_programs import assert_close
+from tests.kernels.test_shared_kv import program_of, results
 
 LAYERS, LAYER = 2, 1
 
@@ -246,3 +250,11 @@ def test_chunks_of_a_prompt_do_not_matter():
     for part, q in ((first, whole.q[:24]), (rest, whole.q[24:])):
         part.cache, part.table, part.q = whole.cache, whole.table, q
     same(torch.cat([first.one_pass(True), rest.one_pass(True)]), whole.one_pass(True))
+
+
+def test_a_layer_reads_the_keys_of_another():
+    """Keys stored over those of the other layer, or its own cache read, in prefill and decoding."""
+    program = program_of(16, np.random.default_rng(1))
+    want = results(ReferenceBackend(), program, "f16", 16)
+    for got, expected in zip(results(GpuBackend(), program, "f16", 16), want, strict=True):
+        assert_close(got, expected, 5e-3)

@@ -401,17 +401,18 @@ class Linear(Op):
 
 @dataclass(eq=False)
 class RopeStore(Op):
-    """Rotates q and k in place if `rope` is there, and writes k and v to the cache if `v` is.
+    """Rotates q and k in place if `rope` is there, and writes k and v to the cache if it `stores`.
 
-    A q4 cache has the heads of all three rotated, too.
+    A q4 cache has the heads of all three rotated, too. A layer that reads another's has q alone.
     """
 
     q: Value
-    k: Value
+    k: Value | None
     v: Value | None
     spec: AttentionSpec
     kv_type: KVType
     rope: RopeRows | None
+    stores: bool
     in_place = ("q", "k", "v")
 
     @property
@@ -420,21 +421,22 @@ class RopeStore(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         spec, rope, cache = self.spec, self.rope, at.cache
+        k = self.k or self.q
         return {
             "batch": at.batch_of(spec),
             "q": at.of(self.q),
-            "k": at.of(self.k),
-            "v": at.of(self.k if self.v is None else self.v),
+            "k": at.of(k),
+            "v": at.of(self.v or k),
             "stride": self.q.stride,
             "n_heads": spec.n_heads,
-            "n_kv_heads": spec.n_kv_heads,
+            "n_kv_heads": spec.n_kv_heads if self.k else 0,
             "d_head": spec.d_head,
-            "page_stride": cache.page_stride(spec.layer),
+            "page_stride": cache.page_stride(spec.kv_layer),
             "cos": 0 if rope is None else at.of_array(rope.cos),
             "sin": 0 if rope is None else at.of_array(rope.sin),
             "half": 0 if rope is None else rope.frequencies.rotary_dim // 2,
-            "keys": 0 if self.v is None else address_of(cache.keys[spec.layer]),
-            "values": 0 if self.v is None else address_of(cache.values[spec.layer]),
+            "keys": 0 if not self.stores else address_of(cache.keys[spec.kv_layer]),
+            "values": 0 if not self.stores else address_of(cache.values[spec.kv_layer]),
         }
 
 
@@ -584,9 +586,9 @@ def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[s
         "scale": float_bits(spec.scale),
         "softcap": 0 if spec.softcap is None else float_bits(spec.softcap),
         "n_kv_heads": spec.n_kv_heads,
-        "keys": address_of(at.cache.keys[spec.layer]),
-        "values": address_of(at.cache.values[spec.layer]),
-        "page_stride": at.cache.page_stride(spec.layer),
+        "keys": address_of(at.cache.keys[spec.kv_layer]),
+        "values": address_of(at.cache.values[spec.kv_layer]),
+        "page_stride": at.cache.page_stride(spec.kv_layer),
         "sinks": _sinks(spec, at),
         "y": at.of(y),
         "y_stride": y.stride,

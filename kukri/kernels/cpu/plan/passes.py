@@ -35,7 +35,7 @@ def fuse_rope_store(ops: Sequence[Op]) -> list[Op]:
     for op in ops:
         last = fused[-1] if fused else None
         if isinstance(op, RopeStore) and isinstance(last, RopeStore) and _joins(last, op):
-            fused[-1] = RopeStore(last.q, last.k, op.v, op.spec, op.kv_type, last.rope)
+            fused[-1] = replace(op, rope=last.rope)
         else:
             fused.append(op)
     return fused
@@ -44,8 +44,8 @@ def fuse_rope_store(ops: Sequence[Op]) -> list[Op]:
 def _joins(rotation: RopeStore, store: RopeStore) -> bool:
     return (
         (rotation.q, rotation.k) == (store.q, store.k)
-        and (rotation.v is None, rotation.rope is None) == (True, False)
-        and (store.v is None, store.rope is None) == (False, True)
+        and (rotation.stores, rotation.rope is None) == (False, False)
+        and (store.stores, store.rope is None) == (True, True)
     )
 
 

@@ -15,7 +15,7 @@ from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.cpu.compile.jit import KernelLibrary
 from kukri.kernels.cpu.pack.layouts import ROWS
 from kukri.kernels.cpu.plan.batch_memory import BatchMemory
-from kukri.kernels.cpu.plan.ops import Buffer, Op, RopeStore, Tap, Value, cut_of
+from kukri.kernels.cpu.plan.ops import Attend, Buffer, Op, RopeStore, Tap, Value, cut_of
 from kukri.kernels.cpu.run.abi import OP_BYTES
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.paged_kv import PagedKV
@@ -74,7 +74,7 @@ class Plan:
 
     def batch_of(self, spec: AttentionSpec) -> int:
         """See Addresses.batch_of."""
-        return self._batch.view(self.cache.pool_of[spec.layer], cut_of(spec))
+        return self._batch.view(self.cache.pool_of[spec.kv_layer], cut_of(spec))
 
     def of(self, used: Value | Buffer) -> int:
         """See Addresses.of."""
@@ -94,7 +94,8 @@ class Plan:
             return False
         at = next(i for i, op in enumerate(self._ops) if isinstance(op, Tap) and op.name == segment.name)
         alive = {buffer for buffer, (first, last) in lifetimes(self._ops).items() if first < at < last}
-        return alive <= {segment.value.buffer}
+        reads_others = any(isinstance(op, Attend) and op.spec.reads is not None for op in self._ops[at:])
+        return alive <= {segment.value.buffer} and not reads_others
 
     def view(self, value: Value, n_rows: int) -> FloatArray:
         """The first rows of a value, [n_rows, width]."""

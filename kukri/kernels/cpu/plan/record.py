@@ -263,13 +263,14 @@ class Recorder:
         )
 
     def rope(
-        self, q: Value, k: Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
-    ) -> tuple[Value, Value]:
+        self, q: Value, k: Value | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
+    ) -> tuple[Value, Value | None]:
         """See Ops.rope."""
-        self._add_rope_store(ops.RopeStore(q, k, None, spec, self._kv_type, self._rope_rows(rope)))
+        rows = self._rope_rows(rope)
+        self._add_rope_store(ops.RopeStore(q, k, None, spec, self._kv_type, rows, stores=False))
         return q, k
 
-    def attention(self, q: Value, k: Value, v: Value, spec: AttentionSpec, batch: Any) -> Value:
+    def attention(self, q: Value, k: Value | None, v: Value | None, spec: AttentionSpec, batch: Any) -> Value:
         """See Ops.attention. Heads of an odd size are computed in larger ones, as the cache keeps them."""
         if spec.group > MAX_TILE_ROWS and spec.n_kv_heads > 1:
             raise MissingKernelError(
@@ -283,7 +284,8 @@ class Recorder:
             y = self._value("T", spec.n_heads * spec.d_head)
             self._add(ops.FitHeads(z, y, spec.n_heads))
             return y
-        self._add_rope_store(ops.RopeStore(q, k, v, spec, self._kv_type, None))
+        if spec.reads is None or self._kv_type == "q4":  # q4 has queries rotated
+            self._add_rope_store(ops.RopeStore(q, k, v, spec, self._kv_type, None, stores=True))
         y = self._value("T", spec.n_heads * spec.d_head)
         if self._limits.mask_heads:
             if self._kv_type != "f16":
@@ -383,7 +385,7 @@ class Recorder:
             self._panels = {key: one for key, one in self._panels.items() if key[0].buffer not in edited}
 
     def _add_rope_store(self, op: ops.RopeStore) -> None:
-        strides = {op.q.stride, op.k.stride} | ({op.v.stride} if op.v is not None else set())
+        strides = {value.stride for value in (op.q, op.k, op.v) if value is not None}
         if len(strides) > 1:
             raise ShapeError("attention needs q, k and v side by side")
         self._add(op)
@@ -407,14 +409,15 @@ class Recorder:
             routes.panels[x, kind] = panels
         return panels
 
-    def _widened_heads(self, qkv: Sequence[Value], spec: AttentionSpec) -> tuple[Value, ...]:
-        """q, k and v as heads of the size in `spec`, side by side."""
+    def _widened_heads(self, qkv: Sequence[Value | None], spec: AttentionSpec) -> list[Any]:
+        """q, and k and v unless they are None, as heads of the size in `spec`, side by side."""
         counts = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
-        widths = [spec.d_head * n for n in counts]
+        widths = [0 if x is None else spec.d_head * n for x, n in zip(qkv, counts)]
         parts = self.split(self._value("T", sum(widths)), widths)
         for x, y, n in zip(qkv, parts, counts, strict=True):
-            self._add(ops.FitHeads(x, y, n))
-        return parts
+            if x is not None:
+                self._add(ops.FitHeads(x, y, n))
+        return [None if x is None else y for x, y in zip(qkv, parts)]
 
     def _partials_bytes(self, spec: AttentionSpec) -> int:
         rows = spec.group * ops.cut_of(spec).group_tokens
