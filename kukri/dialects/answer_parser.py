@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import takewhile
 from typing import Protocol
@@ -38,6 +39,26 @@ class AnswerParser(Protocol):
 
     def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """What was held back, when no more text comes; `is_cut`: the answer was not complete."""
+
+
+class PlainParser:
+    """Splits nothing: all is the answer, as `shown` returns it; with None there is no answer."""
+
+    n_settled = 1 << 62
+
+    def __init__(self, shown: Callable[[str], str] | None = str) -> None:
+        self.thoughts: Spans = []
+        self.answers: Spans = [(0, None)] if shown else []
+        self.missed: list[str] = []
+        self._shown = shown
+
+    def push(self, text: str) -> list[Piece]:
+        """The text."""
+        return [self._shown(text)] if self._shown else []
+
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
+        """Nothing: no text was held back."""
+        return []
 
 
 class MarkParser:

@@ -8,9 +8,9 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from starlette.responses import Response
@@ -19,10 +19,11 @@ from starlette.types import Receive, Scope, Send
 from kukri.errors import KukriError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.generation import Readout
+from kukri.server.chat.choice import Choice, Kind, PartEvent, PlacedToken
 from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
 from kukri.server.models.bridge import LiveCall
-from kukri.server.models.served_model import ServedModel
+from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import vllm_logprobs
 from kukri.server.progress import PromptProgress
 from kukri.server.schema import GenerationBody
@@ -48,31 +49,93 @@ class StreamForm:
         return [(b"content-type", self.content_type), *plain]
 
 
+compact = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder each time
+
+
+def sse(data: dict[str, Any], name: str = "") -> str:
+    """A server-sent event; its data is JSON."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {compact(data)}\n\n"
+
+
 def _failure_event(error: dict[str, Any]) -> bytes:
-    kind = b"event: error\n" if error.get("type") == "error" else b""  # Anthropic's events have names
-    return kind + b"data: " + json.dumps(error).encode() + b"\n\n" + (b"" if kind else DONE)
+    if error.get("type") == "error":  # Anthropic's, whose events have names and no end mark
+        return sse(error, "error").encode()
+    return sse(error).encode() + DONE
 
 
 EVENTS = StreamForm(b"text/event-stream; charset=utf-8", b": keep-alive\n\n", _failure_event)
 
 
-class Writer(Protocol):
-    """The form of one endpoint's answers. `advance` is called after every change, whatever is written."""
+class AnswerWriter(ABC):
+    """The form of one API's answers. A writer renders the events of their parts, or the finished parts.
+
+    `advance` is called after every change, whatever is written.
+    """
+
+    form = EVENTS
+    error_json: Callable[[str, int], dict[str, Any]] = staticmethod(error_body)
+
+    def __init__(self, call: LiveCall, choices: Sequence[Choice], *, stream: bool) -> None:
+        self._call, self._choices, self._is_stream = call, choices, stream
+        self._n_ids_sent = [0] * len(choices)
+        self._is_begun = [False] * len(choices)  # the answer, in a stream
+        self._has_begun = False
 
     def advance(self) -> bytes:
-        """Takes the new output and returns its events, perhaps none."""
+        """Takes the new output and returns its events, none if it is no stream."""
+        written = ""
+        if self._is_stream:
+            written = self._progressed() if self._has_begun else self._begin() + self._progressed()
+            self._has_begun = True
+        for i, choice in enumerate(self._choices):
+            if not choice.is_over and (choice.answer.n_tokens or choice.answer.finish_reason):
+                events = choice.advance()
+                written += self._news(i, events) if self._is_stream else ""
+        return written.encode()
 
     def end(self) -> bytes:
         """The last events, when every answer has ended."""
+        return b""
 
     def fail(self, error: KukriError) -> bytes:
         """The last events of a stream that an error ended."""
+        return self.form.failure(self.error_json(str(error), 500))
 
+    @abstractmethod
     def body(self) -> Any:
         """The whole response, when every answer has ended."""
 
+    def _begin(self) -> str:
+        """What a stream begins with."""
+        return ""
 
-class ChunkWriter(ABC):
+    def _progressed(self) -> str:
+        """News of the prompt."""
+        return ""
+
+    @abstractmethod
+    def _news(self, i: int, events: Sequence[PartEvent]) -> str:
+        """What an answer's new events are in this form."""
+
+    def _new_token_ids(self, i: int) -> list[int]:
+        """The ids of an answer's tokens since the last time."""
+        answer, n_sent = self._call.answers[i], self._n_ids_sent[i]
+        self._n_ids_sent[i] = answer.n_tokens
+        first = answer.request.n_prompt
+        ids: list[int] = answer.request.tokens[first + n_sent : first + answer.n_tokens].tolist()
+        return ids
+
+
+def grown(events: Sequence[PartEvent], kind: Kind = "text") -> tuple[str, Sequence[PlacedToken]]:
+    """The text and tokens by which the parts of a kind have grown."""
+    found = [event for event in events if event.what == "grown" and event.part.kind == kind]
+    if len(found) == 1:
+        return found[0].text, found[0].tokens
+    return "".join(event.text for event in found), [token for event in found for token in event.tokens]
+
+
+class ChunkWriter(AnswerWriter):
     """Base of the writers of the two older endpoints: chunks of one head, then the usage and an end mark.
 
     `kind` is the `object` field, `id_kind` the beginning of its id.
@@ -81,16 +144,15 @@ class ChunkWriter(ABC):
     def __init__(
         self,
         served: ServedModel,
-        call: LiveCall,
+        chat: Chat,
         body: GenerationBody,
         model: str,
         *,
         kind: str,
         id_kind: str,
     ) -> None:
-        self._served, self._call = served, call
-        self._is_ended = [False] * len(call.answers)
-        self._n_ids_sent = [0] * len(call.answers)
+        super().__init__(chat.call, chat.choices, stream=bool(body.stream))
+        self._served = served
         self._head = {
             "id": f"{id_kind}-{uuid4().hex}",
             "object": kind,
@@ -98,13 +160,13 @@ class ChunkWriter(ABC):
             "model": model,
             "system_fingerprint": served.fingerprint,
         }
-        self._prefix = f"data: {json.dumps(self._head, separators=(',', ':'))[:-1]}"
+        self._prefix = f"data: {compact(self._head)[:-1]}"
         options = body.stream_options
         self._with_usage = bool(options and options.include_usage)
         self._counts_each = bool(self._with_usage and options and options.continuous_usage_stats)
         self._has_timings = bool(body.timings_per_token)
         is_told = body.return_progress and body.stream
-        self._progress = PromptProgress(call.answers[0].request) if is_told else None
+        self._progress = PromptProgress(chat.call.answers[0].request) if is_told else None
 
     def end(self) -> bytes:
         """The usage, if requested, and the end mark."""
@@ -114,10 +176,6 @@ class ChunkWriter(ABC):
         last = f'{self._prefix},"choices":[],{facts[1:-1]}}}\n\n'
         return last.encode() + DONE
 
-    def fail(self, error: KukriError) -> bytes:
-        """An error event and the end mark."""
-        return b"data: " + json.dumps(error_body(str(error), 500)).encode() + b"\n\n" + DONE
-
     def _event(self, choice: str, more: str = "") -> str:
         """The chunk of one choice; it and the fields `more`, which begin with a comma, are JSON."""
         if self._with_usage:
@@ -126,25 +184,16 @@ class ChunkWriter(ABC):
             more += f",{json.dumps(self._timings())[1:-1]}"
         return f'{self._prefix},"choices":[{choice}]{more}}}\n\n'
 
-    def _reading(self, progress: PromptProgress) -> str:
+    def _progressed(self) -> str:
         """Chunks with the news of a prompt's progress."""
-        chunks = (
-            f'{self._prefix},"choices":[],"prompt_progress":{json.dumps(one)}}}\n\n'
-            for one in progress.news()
-        )
-        return "".join(chunks)
+        if self._progress is None:
+            return ""
+        start = f'{self._prefix},"choices":[],"prompt_progress":'
+        return "".join(f"{start}{json.dumps(one)}}}\n\n" for one in self._progress.news())
 
     def _timings(self) -> dict[str, Any]:
         """The first answer's `timings`, if they are requested."""
         return {"timings": timings_of(self._call.answers[0].request)} if self._has_timings else {}
-
-    def _new_token_ids(self, i: int) -> list[int]:
-        """The ids of an answer's tokens since the last time."""
-        answer, n_sent = self._call.answers[i], self._n_ids_sent[i]
-        self._n_ids_sent[i] = answer.n_tokens
-        first = answer.request.n_prompt
-        ids: list[int] = answer.request.tokens[first + n_sent : first + answer.n_tokens].tolist()
-        return ids
 
     def _prompt_scores(self, i: int, n_top: int) -> list[dict[str, dict[str, Any]] | None]:
         """The `prompt_logprobs` of an answer's prompt; nothing comes before the first token."""
@@ -201,7 +250,7 @@ class Reply(Response):
         self,
         served: ServedModel,
         call: LiveCall,
-        writer: Writer,
+        writer: AnswerWriter,
         *,
         stream: bool,
         form: StreamForm = EVENTS,
@@ -271,7 +320,7 @@ class Reply(Response):
         return b""
 
     def _whole(self) -> bytes:
-        return json.dumps(self._writer.body(), separators=(",", ":")).encode()
+        return compact(self._writer.body()).encode()
 
     async def _finish(self, scope: Scope, receive: Receive, send: Send, events: bytes) -> None:
         """The end of the response, once nothing more comes; `events` are not yet sent."""

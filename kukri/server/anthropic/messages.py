@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
@@ -12,8 +12,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kukri.dialects.calls import CallDelta
-from kukri.errors import ContextLengthError, KukriError, RequestError
+from kukri.errors import ContextLengthError, RequestError
 from kukri.server.anthropic.schema import (
     HostedTool,
     MessagesBody,
@@ -27,10 +26,11 @@ from kukri.server.anthropic.schema import (
     ToolUseBlock,
     TurnMessage,
 )
+from kukri.server.chat.choice import Part, PartEvent
 from kukri.server.chat.request import ChatRequest, ToolChoice, only_grammar
 from kukri.server.errors import message_error_body
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.reply import Reply, interp_fields
+from kukri.server.reply import AnswerWriter, Reply, interp_fields, sse
 from kukri.server.schema import steering
 from kukri.tokenizer import arguments_object, newest_turn, note
 
@@ -41,6 +41,10 @@ _CHOICES: dict[str, ToolChoice] = {
 _NAMES = {
     "prompt": "messages", "reasoning_effort": "output_config.effort", "stop": "stop_sequences",
     "thinking_token_budget": "thinking.budget_tokens",
+}  # fmt: skip
+_DELTAS = {
+    "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
 }  # fmt: skip
 
 
@@ -211,88 +215,48 @@ def _read(block: OtherBlock, param: str, is_new: bool) -> str:
     return note(block.type, param, is_new=is_new) if text is None else text
 
 
-class MessageWriter:
-    """Writes a message, whole or as events: reasoning, text and calls are its blocks."""
+class MessageWriter(AnswerWriter):
+    """Writes a message, whole or as events: the parts of the answer are its blocks."""
+
+    error_json = staticmethod(message_error_body)
 
     def __init__(self, chat: Chat, body: MessagesBody, model: str) -> None:
+        super().__init__(chat.call, chat.choices, stream=bool(body.stream))
         self._body, self._model = body, model
-        self._call, self._choice = chat.call, chat.choices[0]
+        self._choice = chat.choices[0]
         self._id = f"msg_{uuid4().hex}"
-        self._blocks: list[dict[str, Any]] = []  # the last one grows; the input of a call is text here
-        self._is_begun = False
-
-    def advance(self) -> bytes:
-        """Handles new output; returns its events if it is a stream."""
-        reasoning, pieces = self._choice.pieces()
-        events = "" if self._is_begun else self._begin()
-        if reasoning:
-            events += self._grow("thinking", reasoning)
-        for piece in pieces:
-            if isinstance(piece, CallDelta):
-                events += self._open_call(piece.name) if piece.name is not None else ""
-                events += self._grow("tool_use", piece.arguments)
-            elif piece:
-                events += self._grow("text", piece)
-        return events.encode() if self._body.stream else b""
 
     def end(self) -> bytes:
-        """The end of the last block, why it ended, and the end mark."""
+        """Why the message ended, and the end mark."""
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         found = interp_fields(self._call, 0)
-        events = self._close() + _event("message_delta", delta=delta, usage=self._usage(), **found)
-        return (events + _event("message_stop")).encode()
-
-    def fail(self, error: KukriError) -> bytes:
-        """An error event."""
-        return _event(**message_error_body(str(error), 500)).encode()
+        last = _event("message_delta", delta=delta, usage=self._usage(), **found)
+        return (last + _event("message_stop")).encode()
 
     def body(self) -> dict[str, Any]:
         """The message."""
-        blocks = [
-            {**block, "input": arguments_object(block["input"])} if block["type"] == "tool_use" else block
-            for block in self._blocks
-        ]
+        blocks = [_block(part, part.text) for part in self._choice.parts]
         message = self._message(blocks, self._stop_reason, self._stop_sequence)
         return {**message, **interp_fields(self._call, 0)}
 
     def _begin(self) -> str:
-        self._is_begun = True
         return _event("message_start", message=self._message([], None, None))
 
-    def _grow(self, kind: str, text: str) -> str:
-        """Events that append text to a content block, opening one if needed."""
-        events = ""
-        if not self._blocks or self._blocks[-1]["type"] != kind:
-            empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
-            events = self._open({"type": kind, **empty})
-        if not text:
-            return events
-        part, delta, name = {
-            "text": ("text", "text_delta", "text"),
-            "thinking": ("thinking", "thinking_delta", "thinking"),
-            "tool_use": ("input", "input_json_delta", "partial_json"),
-        }[kind]
-        self._blocks[-1][part] += text
-        index = len(self._blocks) - 1
-        return events + (
-            f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{index},'
-            f'"delta":{{"type":"{delta}","{name}":{quote(text)}}}}}\n\n'
-        )
+    def _news(self, i: int, events: Sequence[PartEvent]) -> str:
+        return "".join([self._rendered(event) for event in events])
 
-    def _open_call(self, name: str) -> str:
-        block = {"type": "tool_use", "id": self._choice.new_call_id(), "name": name, "input": ""}
-        return self._open(block, {**block, "input": {}})
-
-    def _open(self, block: dict[str, Any], shown: Mapping[str, Any] | None = None) -> str:
-        """The events that end the last block and begin this one; after the first, a ping."""
-        events = self._close()
-        self._blocks.append(block)
-        index = len(self._blocks) - 1
-        events += _event("content_block_start", index=index, content_block=shown or block)
-        return events if index else events + _event("ping")
-
-    def _close(self) -> str:
-        return _event("content_block_stop", index=len(self._blocks) - 1) if self._blocks else ""
+    def _rendered(self, event: PartEvent) -> str:
+        index = event.part.index
+        if event.what == "grown":
+            type, key = _DELTAS[event.part.kind]
+            return (
+                f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{index},'
+                f'"delta":{{"type":"{type}","{key}":{quote(event.text)}}}}}\n\n'
+            )
+        if event.what == "closed":
+            return _event("content_block_stop", index=index)
+        start = _event("content_block_start", index=index, content_block=_block(event.part, ""))
+        return start if index else start + _event("ping")
 
     @property
     def _stop_sequence(self) -> str | None:
@@ -333,5 +297,14 @@ class MessageWriter:
         }
 
 
+def _block(part: Part, text: str) -> dict[str, Any]:
+    """A part as a block with some text."""
+    if part.kind == "call":
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments_object(text)}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
+
+
 def _event(type: str, **fields: Any) -> str:
-    return f"event: {type}\ndata: {json.dumps({'type': type, **fields}, separators=(',', ':'))}\n\n"
+    return sse({"type": type, **fields}, type)

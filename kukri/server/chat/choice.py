@@ -1,40 +1,75 @@
-"""One answer split into reasoning, content and tool calls as it grows."""
+"""One answer as parts: reasoning, texts and tool calls, each of which opens, grows and closes.
+
+The writers of all APIs render the events of parts, or the parts of an answer that has ended.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from kukri.calls.answer import Answer
-from kukri.dialects.answer_parser import AnswerParser, Piece, parser_of
+from kukri.dialects.answer_parser import AnswerParser, Piece
 from kukri.dialects.calls import CallDelta
-from kukri.dialects.families import GENERIC
 from kukri.dialects.thoughts import Thought
 from kukri.dialects.toolbox import Toolbox
 from kukri.sampling import SampledToken
 
+Kind = Literal["reasoning", "text", "call"]
+PlacedToken = tuple[int, SampledToken]  # where its text starts in the answer's, in characters
+
+
+class Part:
+    """A part of an answer. `text` is reasoning, content, or a call's arguments, which are JSON.
+
+    Attributes: index, its place among the answer's parts; kind; place among its calls, name and call_id of a
+    call; tokens of a text, if their log-probabilities are known; is_closed, True if it grows no more.
+    """
+
+    __slots__ = ("call_id", "index", "is_closed", "kind", "name", "pieces", "place", "tokens")
+
+    def __init__(self, index: int, kind: Kind, place: int = 0, name: str = "", call_id: str = "") -> None:
+        self.index, self.kind, self.place, self.name, self.call_id = index, kind, place, name, call_id
+        self.tokens: list[PlacedToken] = []
+        self.is_closed = False
+        self.pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+
+class PartEvent(NamedTuple):
+    """What has become of a part; `text` and `tokens` are those by which it has grown."""
+
+    what: Literal["opened", "grown", "closed"]
+    part: Part
+    text: str = ""
+    tokens: Sequence[PlacedToken] = ()
+
 
 class Choice:
-    """One answer, split into reasoning, content and, with a toolbox, calls."""
+    """One answer and its parts, of which the last grows."""
 
     def __init__(
         self,
         answer: Answer,
-        parser: AnswerParser | None = None,
+        parser: AnswerParser,
         *,
         toolbox: Toolbox | None = None,
         on_missed: Callable[[Sequence[str]], None] | None = None,
     ) -> None:
-        """`parser` splits the text; None finds reasoning between <think> and </think> and no calls.
+        """`parser` splits the text; with a toolbox there may be calls in it.
 
         `on_missed` gets the marks of what looked like calls and was not taken.
         """
         self.answer = answer
-        self.tokens: list[SampledToken] = []  # of the content, with log-probabilities, not yet taken
-        self.calls: list[CallDelta] = []  # those not yet taken
-        self._toolbox, self._on_missed = toolbox, on_missed
-        self._parser = parser_of(GENERIC, None) if parser is None else parser
-        self._unsplit: list[tuple[int, SampledToken]] = []  # perhaps of the reasoning; start of their text
-        self._has_called = self._is_flushed = False
+        self.parts: list[Part] = []
+        self._parser, self._toolbox, self._on_missed = parser, toolbox, on_missed
+        self._unsplit: list[PlacedToken] = []  # perhaps of the reasoning
+        self._has_called = False
+        self.is_over = False  # it has ended, and no more comes of it
 
     @property
     def n_reasoning(self) -> int:
@@ -52,49 +87,103 @@ class Choice:
         reason = self.answer.finish_reason
         return "tool_calls" if reason == "stop" and self._has_called else reason
 
-    def new_call_id(self) -> str:
-        """An id for a tool call."""
-        assert self._toolbox is not None, "calls come of tools"
-        return self._toolbox.new_id()
+    @property
+    def calls(self) -> list[Part]:
+        """The calls so far."""
+        return [part for part in self.parts if part.kind == "call"]
 
-    def advance(self) -> tuple[str, str]:
-        """(reasoning, content) that came since the last time; calls are in `calls`."""
-        reasoning, pieces = self.pieces()
-        self.calls += [piece for piece in pieces if isinstance(piece, CallDelta)]
-        return reasoning, "".join(piece for piece in pieces if isinstance(piece, str))
+    @property
+    def tokens(self) -> list[PlacedToken]:
+        """The content's tokens with log-probabilities so far."""
+        return [token for part in self.parts for token in part.tokens]
 
-    def pieces(self) -> tuple[str, list[str | CallDelta]]:
-        """(reasoning, content and calls in their order) that came since the last time."""
+    def text(self, kind: Kind = "text") -> str:
+        """The content so far, or all parts of another kind."""
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+    def advance(self) -> list[PartEvent]:
+        """What has become of the parts since the last time."""
         answer = self.answer
-        found: list[Piece] = self._parser.push(answer.take_text())
-        if answer.finish_reason is not None and not self._is_flushed:
-            self._is_flushed = True
-            found += self._parser.flush(is_cut=answer.finish_reason != "stop")
+        events: list[PartEvent] = []
+        pieces: list[Piece] = self._parser.push(answer.take_text())
+        if answer.finish_reason is not None and not self.is_over:
+            self.is_over = True
+            pieces += self._parser.flush(is_cut=answer.finish_reason != "stop")
             if self._parser.missed and self._on_missed is not None:
                 self._on_missed(self._parser.missed)
-        if answer.has_logprobs:
-            self._take_tokens()
-        reasoning = "".join(piece.text for piece in found if isinstance(piece, Thought))
-        return reasoning, [piece for piece in found if not isinstance(piece, Thought) and self._allows(piece)]
+        tokens = self._new_tokens() if answer.has_logprobs else []
+        for piece in pieces:
+            if isinstance(piece, str):
+                self._grow(events, "text", piece, tokens)
+                tokens = []
+            elif isinstance(piece, Thought):
+                self._grow(events, "reasoning", piece.text)
+            else:
+                self._grow_call(events, piece)
+        if tokens:
+            self._grow(events, "text", "", tokens)
+        if self.is_over:
+            self._close(events)
+        return events
 
-    def _allows(self, piece: str | CallDelta) -> bool:
-        """False for calls after the first, if only one is allowed."""
-        if isinstance(piece, str):
-            return True
+    def add_empty(self) -> list[PartEvent]:
+        """Gives an answer that ended without any part an empty text."""
+        events: list[PartEvent] = []
+        if not self.parts:
+            self._open(events, Part(0, "text"))
+            self._close(events)
+        return events
+
+    def _grow(
+        self, events: list[PartEvent], kind: Kind, text: str, tokens: Sequence[PlacedToken] = ()
+    ) -> None:
+        """Adds to the last part, or to a new one if that is of another kind."""
+        if not (text or tokens):
+            return
+        part = self.parts[-1] if self.parts else None
+        if part is None or part.kind != kind:
+            part = Part(len(self.parts), kind)
+            self._open(events, part)
+        part.pieces.append(text)
+        if tokens:
+            part.tokens += tokens
+        if events and events[-1].what == "grown":  # of this part: another would have been opened
+            last = events.pop()
+            text, tokens = last.text + text, [*last.tokens, *tokens]
+        events.append(PartEvent("grown", part, text, tokens))
+
+    def _grow_call(self, events: list[PartEvent], delta: CallDelta) -> None:
+        """Opens a call or adds to it; those after the first are left out if only one is allowed."""
         assert self._toolbox is not None, "calls come of tools"
         self._has_called = True
-        return self._toolbox.many or piece.place == 0
+        if delta.place and not self._toolbox.many:
+            return
+        if delta.name is not None:
+            part = Part(len(self.parts), "call", delta.place, delta.name, self._toolbox.new_id())
+            self._open(events, part)
+        self._grow(events, "call", delta.arguments)
 
-    def _take_tokens(self) -> None:
+    def _open(self, events: list[PartEvent], part: Part) -> None:
+        self._close(events)
+        self.parts.append(part)
+        events.append(PartEvent("opened", part))
+
+    def _close(self, events: list[PartEvent]) -> None:
+        if self.parts and not self.parts[-1].is_closed:
+            self.parts[-1].is_closed = True
+            events.append(PartEvent("closed", self.parts[-1]))
+
+    def _new_tokens(self) -> list[PlacedToken]:
         """Takes the tokens that are known to be of the answer, and drops those that are known not to be."""
         self._unsplit += self.answer.take_tokens()
         answers, n_settled = self._parser.answers, self._parser.n_settled
-        if self._is_flushed:
+        if self.is_over:
             n_settled = 1 << 62
-        left = []
+        taken, left = [], []
         for place, token in self._unsplit:
             if any(begin <= place and (end is None or place < end) for begin, end in answers):
-                self.tokens.append(token)
+                taken.append((place, token))
             elif place >= n_settled:
                 left.append((place, token))
         self._unsplit = left
+        return taken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kukri.calls.answer import Answer
-from kukri.errors import KukriError, RequestError
+from kukri.dialects.answer_parser import PlainParser
+from kukri.errors import RequestError
 from kukri.sampling import SamplingParams
-from kukri.server.errors import error_body
+from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
 from kukri.server.llama_cpp.indent import IndentLimit
 from kukri.server.llama_cpp.schema import (
     NAMES,
@@ -28,17 +29,12 @@ from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.completions import submit
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.progress import PromptProgress
-from kukri.server.reply import EVENTS, Reply, StreamForm
+from kukri.server.reply import EVENTS, AnswerWriter, Reply, StreamForm, grown, sse
 from kukri.server.sampling_fields import FACTS
 from kukri.server.timings import timings_of
 from kukri.tokenizer import Tokenizer
 
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
-
-
-LLAMA_EVENTS = StreamForm(EVENTS.content_type, EVENTS.keep_alive, _event)
+LLAMA_EVENTS = StreamForm(EVENTS.content_type, EVENTS.keep_alive, lambda error: sse(error).encode())
 
 
 async def complete(served: ServedModel, body: LlamaCompletionBody, http: Request) -> Response:
@@ -101,8 +97,10 @@ async def _reply(
     )
 
 
-class LlamaWriter:
+class LlamaWriter(AnswerWriter):
     """Writes answers as llama.cpp's server does, whole or as events: each answer's last has all facts."""
+
+    form = LLAMA_EVENTS
 
     def __init__(
         self,
@@ -114,107 +112,83 @@ class LlamaWriter:
         *,
         is_many: bool,
     ) -> None:
-        self._prompts = prompts
-        self._served, self._call, self._body, self._params = served, call, body, params
+        self._hides_answer = body.limit == 0
+        self._indents = [IndentLimit(body.n_indent or 0) for _ in call.answers]
+        choices = [
+            Choice(answer, PlainParser(None if self._hides_answer else indent.push))
+            for answer, indent in zip(call.answers, self._indents, strict=True)
+        ]
+        super().__init__(call, choices, stream=bool(body.stream))
+        self._served, self._body, self._params, self._prompts = served, body, params, prompts
         self._is_many = is_many
         self._progress = PromptProgress(call.answers[0].request) if body.return_progress else None
         self._model = served.check_model(body.model)
-        n = len(call.answers)
-        self._texts = [""] * n
-        self._indents = [IndentLimit(body.n_indent or 0) for _ in range(n)]
-        self._n_sent, self._n_ids_sent = [0] * n, [0] * n
-        self._scores: list[list[dict[str, Any]]] = [[] for _ in range(n)]
-        self._is_ended = [False] * n
 
     def advance(self) -> bytes:
-        """Handles an update; returns its events if the answer is a stream."""
-        events = self._reading() if self._body.stream else b""
-        for i, answer in enumerate(self._call.answers):
-            if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):
-                continue
-            self._take(i, answer)
-            if self._body.stream:
-                events += self._news(i, answer)
-            self._is_ended[i] = answer.finish_reason is not None
-        return events
-
-    def end(self) -> bytes:
-        """Nothing: the last event of each answer has been written."""
-        return b""
-
-    def fail(self, error: KukriError) -> bytes:
-        """An event with the error."""
-        return _event(error_body(str(error), 500))
+        """Takes the new output, and ends the answers whose indent has."""
+        written = super().advance()
+        for answer, indent in zip(self._call.answers, self._indents, strict=True):
+            if indent.is_over and answer.finish_reason is None:
+                self._call.finish(answer, "length")
+        return written
 
     def body(self) -> Any:
         """The answer, or a list of them."""
         answers = [self._picked(self._whole(i)) for i in range(len(self._call.answers))]
         return answers if self._is_many else answers[0]
 
-    def _reading(self) -> bytes:
+    def _progressed(self) -> str:
         """Events with the progress of the first prompt, if they are requested."""
-        news = self._progress.news() if self._progress is not None else ()
+        if self._progress is None:
+            return ""
         head = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": -1}
-        return b"".join(_event({**head, "prompt_progress": one}) for one in news)
+        return "".join(sse({**head, "prompt_progress": one}) for one in self._progress.news())
 
-    def _take(self, i: int, answer: Answer) -> None:
-        text, tokens = answer.take_text(), answer.take_tokens()
-        if self._body.limit == 0:
-            return
-        self._texts[i] += self._indents[i].push(text)
-        if self._indents[i].is_over:
-            self._call.finish(answer, "length")
-        for (_, token), entry in zip(
-            tokens, chat_logprobs(self._served.tokenizer, [token for _, token in tokens]), strict=True
-        ):
-            top = token.top_logprobs or ()
-            likeliest = [{"id": j, **one} for (j, _), one in zip(top, entry["top_logprobs"], strict=True)]
-            self._scores[i].append({"id": token.id, **entry, "top_logprobs": likeliest})
-
-    def _news(self, i: int, answer: Answer) -> bytes:
+    def _news(self, i: int, events: Sequence[PartEvent]) -> str:
         """The event with the text that came, and the last one if the answer has ended."""
-        text, ids = self._texts[i][self._n_sent[i] :], self._ids(i)
-        self._n_sent[i], self._n_ids_sent[i] = len(self._texts[i]), self._n_ids_sent[i] + len(ids)
-        events = b""
-        if text or ids:
-            scores, self._scores[i] = self._scores[i], []
+        answer, (text, tokens), ids = self._call.answers[i], grown(events), self._new_token_ids(i)
+        written = ""
+        if (text or ids) and not self._hides_answer:
             chunk = {"index": i, "content": text, "tokens": ids, "stop": False, "id_slot": -1}
             chunk |= {"tokens_predicted": answer.n_tokens, "tokens_evaluated": answer.request.n_prompt}
             if self._body.n_probs:
-                chunk["completion_probabilities"] = scores
+                chunk["completion_probabilities"] = self._scores(tokens)
             if self._body.timings_per_token:
                 chunk["timings"] = timings_of(answer.request)
-            events += _event(chunk)
+            written = sse(chunk)
         if answer.finish_reason is not None:
-            events += _event(self._picked({**self._whole(i), "content": "", "tokens": []}))
-        return events
+            written += sse(self._picked({**self._whole(i), "content": "", "tokens": []}))
+        return written
 
-    def _ids(self, i: int) -> list[int]:
-        """The token ids that a stream has not sent."""
-        request, n_sent = self._call.answers[i].request, self._n_ids_sent[i]
-        n = 0 if self._body.limit == 0 else self._call.answers[i].n_tokens
-        ids: list[int] = request.tokens[request.n_prompt + n_sent : request.n_prompt + n].tolist()
-        return ids
+    def _scores(self, tokens: Sequence[PlacedToken]) -> list[dict[str, Any]]:
+        scores = []
+        for (_, token), entry in zip(tokens, chat_logprobs(self._served.tokenizer, tokens), strict=True):
+            top = zip(token.top_logprobs or (), entry["top_logprobs"], strict=True)
+            likeliest = [{"id": j, **one} for (j, _), one in top]
+            scores.append({"id": token.id, **entry, "top_logprobs": likeliest})
+        return scores
 
     def _whole(self, i: int) -> dict[str, Any]:
-        answer, request = self._call.answers[i], self._call.answers[i].request
+        choice, answer, request = self._choices[i], self._call.answers[i], self._call.answers[i].request
         limit = self._params.max_tokens
         is_cut = answer.finish_reason == "length" and (limit is None or answer.n_tokens < limit)
         is_cut = is_cut and not self._indents[i].is_over
-        scores = {"completion_probabilities": self._scores[i]} if self._body.n_probs else {}
+        text, n_tokens = choice.text(), 0 if self._hides_answer else answer.n_tokens
+        ids = request.tokens[request.n_prompt : request.n_prompt + n_tokens].tolist()
+        tokens = [] if self._is_stream else choice.tokens  # a stream has sent them
         return {
             "index": i,
-            "content": self._texts[i],
-            "tokens": self._ids(i) if self._body.return_tokens else [],
-            **scores,
+            "content": text,
+            "tokens": ids if self._body.return_tokens else [],
+            **({"completion_probabilities": self._scores(tokens)} if self._body.n_probs else {}),
             "id_slot": -1,
             "stop": True,
             "model": self._model,
-            "tokens_predicted": 0 if self._body.limit == 0 else answer.n_tokens,
+            "tokens_predicted": n_tokens,
             "tokens_evaluated": request.n_prompt,
             "generation_settings": settings_of(self._params),
-            "prompt": self._prompts[i * len(self._prompts) // len(self._texts)],
-            "has_new_line": "\n" in self._texts[i],
+            "prompt": self._prompts[i * len(self._prompts) // len(self._choices)],
+            "has_new_line": "\n" in text,
             "truncated": is_cut,
             "stop_type": _stop_type(answer),
             "stopping_word": answer.stop_string or "",

@@ -12,8 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kukri.errors import KukriError, RequestError
-from kukri.server.chat.choice import Choice
+from kukri.dialects.answer_parser import parser_of
+from kukri.dialects.families import GENERIC
+from kukri.errors import RequestError
+from kukri.server.chat.choice import Choice, Part, PartEvent, PlacedToken
 from kukri.server.chat.request import ChatRequest
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.ollama.schema import (
@@ -27,16 +29,20 @@ from kukri.server.ollama.schema import (
 )
 from kukri.server.openai.embeddings import EmbeddingBody, vectors_of
 from kukri.server.openai.logprobs import chat_logprobs
-from kukri.server.reply import Reply, StreamForm, interp_fields
+from kukri.server.reply import AnswerWriter, Reply, StreamForm, compact, grown, interp_fields
 from kukri.server.schema import steering
 from kukri.tokenizer import arguments_object, newest_turn, note
 
 
-def _line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+def _line(content: dict[str, Any]) -> str:
+    return compact(content) + "\n"
 
 
-NDJSON = StreamForm(b"application/x-ndjson", b" ", _line)  # a space in front of a line is part of its JSON
+def _failure(error: dict[str, Any]) -> bytes:
+    return _line(error).encode()
+
+
+NDJSON = StreamForm(b"application/x-ndjson", b" ", _failure)  # a space in front of a line is part of its JSON
 
 
 async def chat(served: ServedModel, body: OllamaChatBody, http: Request) -> Response:
@@ -110,7 +116,7 @@ async def _continue(served: ServedModel, body: OllamaGenerateBody, http: Request
         )
     except RequestError as error:
         raise request.error(error) from None
-    return Chat(call, [Choice(call.answers[0])])
+    return Chat(call, [Choice(call.answers[0], parser_of(GENERIC, None))])
 
 
 def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
@@ -156,79 +162,57 @@ def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     return messages
 
 
-class OllamaWriter:
+class OllamaWriter(AnswerWriter):
     """Writes an answer as lines of JSON, or whole. Calls of tools come when they are complete."""
 
+    form = NDJSON
+    error_json = staticmethod(lambda message, status: {"error": message})
+
     def __init__(self, served: ServedModel, opened: Chat, body: GenerationBody, load_s: float) -> None:
+        super().__init__(opened.call, opened.choices, stream=body.stream)
         self._served, self._body, self._load_s = served, body, load_s
-        self._call, self._choice = opened.call, opened.choices[0]
+        self._choice = opened.choices[0]
         self._started_s = monotonic()
         self._model = served.check_model(body.model.removesuffix(":latest"))
-        self._content = self._thinking = ""
-        self._logprobs: list[dict[str, Any]] = []
-        self._calls: list[tuple[str, str]] = []  # names and arguments
-        self._n_calls_sent = 0
-
-    def advance(self) -> bytes:
-        """Handles new output; returns its line if it is a stream."""
-        thinking, content = self._choice.advance()
-        for call in self._choice.calls:
-            if call.name is not None:
-                self._calls.append((call.name, ""))
-            name, arguments = self._calls[-1]
-            self._calls[-1] = name, arguments + call.arguments
-        self._choice.calls = []
-        logprobs = chat_logprobs(self._served.tokenizer, self._choice.tokens) if self._body.logprobs else []
-        self._choice.tokens = []
-        if not self._body.stream:
-            self._thinking, self._content = self._thinking + thinking, self._content + content
-            self._logprobs += logprobs
-            return b""
-        is_done = self._choice.finish_reason is not None
-        calls = self._calls[
-            self._n_calls_sent : len(self._calls) if is_done else max(len(self._calls) - 1, 0)
-        ]
-        self._n_calls_sent += len(calls)
-        if not (thinking or content or calls or logprobs):
-            return b""
-        return _line({**self._head(), **self._answer(thinking, content, calls, logprobs), "done": False})
 
     def end(self) -> bytes:
         """The last line, with the counts, and what was read and captured."""
-        return _line({**self._head(), **self._answer("", "", [], []), **self._counts(), **self._found()})
-
-    def fail(self, error: KukriError) -> bytes:
-        """A line with the error."""
-        return _line({"error": str(error)})
+        return _line(self._last("", "", [], [])).encode()
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        answer = self._answer(self._thinking, self._content, self._calls, self._logprobs)
-        return {**self._head(), **answer, **self._counts(), **self._found()}
+        choice = self._choice
+        return self._last(choice.text("reasoning"), choice.text(), choice.calls, choice.tokens)
 
-    def _found(self) -> dict[str, Any]:
-        return interp_fields(self._call, 0)
+    def _news(self, i: int, events: Sequence[PartEvent]) -> str:
+        (thinking, _), (content, tokens) = grown(events, "reasoning"), grown(events)
+        calls = [event.part for event in events if event.what == "closed" and event.part.kind == "call"]
+        if not (thinking or content or calls or (tokens and self._body.logprobs)):
+            return ""
+        return _line({**self._answer(thinking, content, calls, tokens), "done": False})
 
-    def _head(self) -> dict[str, Any]:
-        return {"model": self._model, "created_at": timestamp()}
+    def _last(
+        self, thinking: str, content: str, calls: Sequence[Part], tokens: Sequence[PlacedToken]
+    ) -> dict[str, Any]:
+        answer = self._answer(thinking, content, calls, tokens)
+        return {**answer, **self._counts(), **interp_fields(self._call, 0)}
 
     def _answer(
-        self,
-        thinking: str,
-        content: str,
-        calls: Sequence[tuple[str, str]],
-        logprobs: Sequence[dict[str, Any]],
+        self, thinking: str, content: str, calls: Sequence[Part], tokens: Sequence[PlacedToken]
     ) -> dict[str, Any]:
-        more = {"logprobs": list(logprobs)} if logprobs else {}
+        head = {"model": self._model, "created_at": timestamp()}
         thought = {"thinking": thinking} if thinking else {}
+        more: dict[str, Any] = {}
+        if tokens and self._body.logprobs:
+            more = {"logprobs": chat_logprobs(self._served.tokenizer, tokens)}
         if isinstance(self._body, OllamaGenerateBody):
-            return {"response": content, **thought, **more}
+            return {**head, "response": content, **thought, **more}
         message: dict[str, Any] = {"role": "assistant", "content": content, **thought}
         if calls:
             message["tool_calls"] = [
-                {"function": {"name": name, "arguments": arguments_object(text)}} for name, text in calls
+                {"function": {"name": call.name, "arguments": arguments_object(call.text)}} for call in calls
             ]
-        return {"message": message, **more}
+        return {**head, "message": message, **more}
 
     def _counts(self) -> dict[str, Any]:
         reason, timings = self._choice.finish_reason, self._choice.answer.request.timings

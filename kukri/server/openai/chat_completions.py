@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kukri.dialects.calls import CallDelta
-from kukri.server.chat.choice import Choice
+from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
 from kukri.server.chat.request import ChatRequest, only_grammar
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs
@@ -71,56 +71,41 @@ class ChatWriter(ChunkWriter):
 
     def __init__(self, served: ServedModel, chat: Chat, body: ChatBody, model: str) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(served, chat.call, body, model, kind=kind, id_kind="chatcmpl")
-        self._body, self._choices = body, chat.choices
-        self._calls: list[list[dict[str, Any]]] = [[] for _ in self._choices]
-        self._reasoning = [""] * len(self._choices)
-        self._contents = [""] * len(self._choices)
-        self._has_role = [False] * len(self._choices)
+        super().__init__(served, chat, body, model, kind=kind, id_kind="chatcmpl")
+        self._body = body
         self._around: dict[int, tuple[str, str]] = {}  # before and after the text in the chunks of a choice
-
-    def advance(self) -> bytes:
-        """Handles an update; returns its chunks if the answer is a stream."""
-        events = "" if self._progress is None else self._reading(self._progress)
-        for i, choice in enumerate(self._choices):
-            if self._is_ended[i]:
-                continue
-            reasoning, content = choice.advance()
-            if self._body.stream:
-                events += self._chunks(i, choice, reasoning, content)
-            else:
-                self._reasoning[i] += reasoning
-                self._contents[i] += content
-                self._add_calls(i, choice)
-        return events.encode()
 
     def body(self) -> dict[str, Any]:
         """The completion."""
-        choices = []
-        for i, choice in enumerate(self._choices):
-            message: dict[str, Any] = {
-                "role": "assistant",
-                "content": self._contents[i] or (None if self._reasoning[i] or self._calls[i] else ""),
-                "refusal": None,
-            }
-            if self._reasoning[i]:
-                message["reasoning_content"] = self._reasoning[i]
-            if self._calls[i]:
-                message["tool_calls"] = self._calls[i]
-            ids = {"token_ids": self._new_token_ids(i)} if self._body.return_token_ids else {}
-            choices.append(
-                {
-                    "index": i,
-                    "message": message,
-                    "logprobs": self._logprobs(choice),
-                    "finish_reason": choice.finish_reason,
-                    **ids,
-                    **interp_fields(self._call, i),
-                }
-            )
+        choices = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
         facts = {"usage": self._usage(), **self._timings(), **self._prompt_fields()}
         body = {**self._head, "choices": choices, **facts}
         return body if self._body.metadata is None else {**body, "metadata": self._body.metadata}
+
+    def _whole(self, i: int, choice: Choice) -> dict[str, Any]:
+        reasoning, content = choice.text("reasoning"), choice.text()
+        calls = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+            for call in choice.calls
+        ]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if reasoning or calls else ""),
+            "refusal": None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        ids = {"token_ids": self._new_token_ids(i)} if self._body.return_token_ids else {}
+        return {
+            "index": i,
+            "message": message,
+            "logprobs": self._logprobs(choice.tokens) if self._body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            **ids,
+            **interp_fields(self._call, i),
+        }
 
     def _prompt_fields(self) -> dict[str, Any]:
         """The fields that vLLM has of the prompt, if they are requested."""
@@ -132,44 +117,38 @@ class ChatWriter(ChunkWriter):
             fields["prompt_logprobs"] = self._prompt_scores(0, self._body.prompt_logprobs)
         return fields
 
-    def _chunks(self, i: int, choice: Choice, reasoning: str, content: str) -> str:
-        finish_reason = choice.finish_reason
+    def _news(self, i: int, events: Sequence[PartEvent]) -> str:
+        finish_reason = self._choices[i].finish_reason
         found = interp_fields(self._call, i)
         ids = self._new_token_ids(i) if self._body.return_token_ids else []
-        has_more = found or reasoning or choice.tokens or choice.calls or finish_reason or ids
-        if not (content or has_more):
+        has_more = found or ids or finish_reason
+        if not (events or has_more):
             return ""
-        around = self._around.get(i)
-        if around is not None and not has_more:
-            return f"{around[0]}{quote(content)}{around[1]}"
-        events = ""
-        if not self._has_role[i]:
-            self._has_role[i] = True
-            events += self._first_chunk(i)
-            if not (self._counts_each or self._has_timings):  # which differ from chunk to chunk
-                key = '{"content":'
-                before, after = self._chunk(i, key + "}").split(key)
-                self._around[i] = before + key, after
+        if i in self._around and not has_more and len(events) == 1 and _is_plain(events[0]):
+            before, after = self._around[i]
+            return f"{before}{quote(events[0].text)}{after}"
+        chunks = "" if self._is_begun[i] else self._first_chunk(i)
         ids_field = f',"token_ids":{json.dumps(ids)}' if ids else ""
-        if reasoning:
-            events += self._chunk(i, f'{{"reasoning_content":{quote(reasoning)}}}', more=ids_field)
-            ids_field = ""
-        if content or choice.tokens or ids_field:
-            logprobs = json.dumps(self._logprobs(choice)) if choice.tokens else "null"
-            choice.tokens = []
-            events += self._chunk(i, f'{{"content":{quote(content)}}}', logprobs, more=ids_field)
-        for call in choice.calls:
-            events += self._chunk(i, f'{{"tool_calls":[{json.dumps(self._call_delta(choice, call))}]}}')
-        choice.calls = []
-        if finish_reason is not None:
-            self._is_ended[i] = True
+        for event in events:
+            delta = self._delta(event)
+            if delta:
+                logprobs = json.dumps(self._logprobs(event.tokens)) if event.tokens else "null"
+                chunks += self._chunk(i, delta, logprobs, more=ids_field)
+                ids_field = ""
+        if ids_field:
+            chunks += self._chunk(i, '{"content":""}', more=ids_field)
         if finish_reason is not None or found:
             more = f",{json.dumps(found)[1:-1]}" if found else ""
             reason = "null" if finish_reason is None else f'"{finish_reason}"'
-            events += self._chunk(i, "{}", finish_reason=reason, more=more)
-        return events
+            chunks += self._chunk(i, "{}", finish_reason=reason, more=more)
+        return chunks
 
     def _first_chunk(self, i: int) -> str:
+        self._is_begun[i] = True
+        if not (self._counts_each or self._has_timings):  # which differ from chunk to chunk
+            key = '{"content":'
+            before, after = self._chunk(i, key + "}").split(key)
+            self._around[i] = before + key, after
         fields = self._prompt_fields()
         more = f",{json.dumps(fields)[1:-1]}" if fields else ""
         delta = '{"role":"assistant","content":"","refusal":null}'
@@ -182,28 +161,30 @@ class ChatWriter(ChunkWriter):
             f'{{"index":{i},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish_reason}{more}}}'
         )
 
-    def _call_delta(self, choice: Choice, call: CallDelta) -> dict[str, Any]:
-        if call.name is None:
-            return {"index": call.place, "function": {"arguments": call.arguments}}
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.place, "id": choice.new_call_id(), "type": "function", "function": function}
+    def _delta(self, event: PartEvent) -> str:
+        """The delta of an event; "" for one without."""
+        part = event.part
+        if part.kind != "call":
+            key = "content" if part.kind == "text" else "reasoning_content"
+            return f'{{"{key}":{quote(event.text)}}}' if event.what == "grown" else ""
+        if event.what == "closed":
+            return ""
+        fields: dict[str, Any] = {"index": part.place}
+        if event.what == "opened":
+            fields |= {"id": part.call_id, "type": "function"}
+        function = (
+            {"arguments": event.text} if event.what == "grown" else {"name": part.name, "arguments": ""}
+        )
+        return f'{{"tool_calls":[{json.dumps({**fields, "function": function})}]}}'
 
-    def _add_calls(self, i: int, choice: Choice) -> None:
-        for call in choice.calls:
-            delta = self._call_delta(choice, call)
-            if call.name is None:
-                self._calls[i][-1]["function"]["arguments"] += call.arguments
-            else:
-                del delta["index"]
-                self._calls[i].append(delta)
-        choice.calls = []
-
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        if not self._body.logprobs:
-            return None
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        entries = chat_logprobs(self._served.tokenizer, choice.tokens, as_ids=as_ids)
-        return {"content": entries, "refusal": None}
+        return {"content": chat_logprobs(self._served.tokenizer, tokens, as_ids=as_ids), "refusal": None}
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._call, sum(choice.n_reasoning for choice in self._choices))
+
+
+def _is_plain(event: PartEvent) -> bool:
+    """True if only text has come."""
+    return event.what == "grown" and event.part.kind == "text" and not event.tokens

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kukri.calls.answer import Answer
+from kukri.dialects.answer_parser import PlainParser
 from kukri.sampling import SampledToken, SamplingParams
+from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
 from kukri.server.models.bridge import LiveCall
-from kukri.server.models.served_model import ServedModel
+from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import legacy_logprobs
-from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
+from kukri.server.reply import ChunkWriter, Reply, compact, grown, interp_fields, usage
 from kukri.server.schema import CompletionBody, GenerationBody, steering
 from kukri.tokenizer import TextStream, Tokenizer
 
@@ -117,26 +118,10 @@ class CompletionWriter(ChunkWriter):
         *,
         hides_answer: bool,
     ) -> None:
-        super().__init__(served, call, body, model, kind="text_completion", id_kind="cmpl")
+        shown = None if hides_answer else str
+        chat = Chat(call, [Choice(answer, PlainParser(shown)) for answer in call.answers])
+        super().__init__(served, chat, body, model, kind="text_completion", id_kind="cmpl")
         self._body, self._prompts, self._echoes, self._hides_answer = body, prompts, echoes, hides_answer
-        n = len(call.answers)
-        self._texts = [""] * n
-        self._tokens: list[list[tuple[int, SampledToken]]] = [[] for _ in range(n)]
-        self._n_shown = [0] * n  # characters, the prompt's included
-        self._has_echoed = [not body.echo] * n
-
-    def advance(self) -> bytes:
-        """Handles an update; returns its chunks if the answer is a stream."""
-        events = "" if self._progress is None else self._reading(self._progress)
-        for i, answer in enumerate(self._call.answers):
-            if self._is_ended[i] or not (answer.n_tokens or answer.finish_reason):
-                continue
-            self._take(i, answer)
-            has_news = self._texts[i] or self._tokens[i] or self._call.readouts[i] or answer.finish_reason
-            if self._body.stream and has_news:
-                events += self._chunk(i)
-            self._is_ended[i] = answer.finish_reason is not None
-        return events.encode()
 
     def body(self) -> dict[str, Any]:
         """The completion: of each prompt, the n best answers in its order."""
@@ -146,62 +131,59 @@ class CompletionWriter(ChunkWriter):
             ranked = list(range(first, first + n_each))
             if n_each > n:
                 ranked.sort(key=lambda i: -self._call.answers[i].cumulative_logprob)
-            choices += [self._choice(i, len(choices) + rank) for rank, i in enumerate(ranked[:n])]
+            for i in ranked[:n]:
+                answer = self._choices[i]
+                choices.append(self._choice(i, len(choices), answer.text(), answer.tokens, is_first=True))
         return {**self._head, "choices": choices, "usage": self._usage(), **self._timings()}
 
-    def _take(self, i: int, answer: Answer) -> None:
-        """Adds the new part of an answer, after the prompt if that is echoed."""
-        if not self._has_echoed[i]:
-            self._has_echoed[i] = True
-            text, tokens = self._echo(i)
-            self._texts[i], self._tokens[i], self._n_shown[i] = text, tokens, len(text)
-        text, tokens = answer.take_text(), answer.take_tokens()
-        if self._hides_answer:
-            return
-        self._texts[i] += text
-        if self._body.logprobs is not None:
-            self._tokens[i] += [(self._n_shown[i] + start, token) for start, token in tokens]
-
-    def _prompt_of(self, i: int) -> list[int]:
-        return self._of_prompt(self._prompts, i)
+    def _news(self, i: int, events: Sequence[PartEvent]) -> str:
+        text, tokens = grown(events)
+        is_first = not self._is_begun[i]
+        has_more = self._choices[i].is_over or self._call.readouts[i] or (is_first and self._body.echo)
+        if not (text or tokens or has_more):
+            return ""
+        self._is_begun[i] = True
+        return self._event(compact(self._choice(i, i, text, tokens, is_first=is_first)))
 
     def _of_prompt(self, each: list[T], i: int) -> T:
         """What there is for each prompt: that of an answer's."""
         return each[i * len(each) // len(self._call.answers)]
 
-    def _echo(self, i: int) -> tuple[str, list[tuple[int, SampledToken]]]:
+    def _echo(self, i: int) -> tuple[str, list[PlacedToken]]:
         """The prompt's text, and its tokens with their log-probabilities if they are requested."""
-        prompt, (text, starts) = self._prompt_of(i), self._of_prompt(self._echoes, i)
+        prompt, (text, starts) = self._of_prompt(self._prompts, i), self._of_prompt(self._echoes, i)
         if self._body.logprobs is None:
             return text, []
         first = SampledToken(prompt[0])  # nothing comes before it that could tell how likely it is
         tokens = [first, *self._call.answers[i].request.prompt_logprobs]
         return text, list(zip(starts, tokens, strict=True))
 
-    def _chunk(self, i: int) -> str:
-        choice = self._choice(i, i)
-        self._texts[i], self._tokens[i] = "", []
-        return self._event(json.dumps(choice, separators=(",", ":")))
-
-    def _choice(self, i: int, index: int) -> dict[str, Any]:
-        n_top = self._body.logprobs
-        logprobs = None
+    def _choice(
+        self, i: int, index: int, text: str, tokens: Sequence[PlacedToken], *, is_first: bool
+    ) -> dict[str, Any]:
+        """An answer, or the news of it; the first have the prompt if that is echoed."""
+        if self._body.echo:
+            n_before = len(self._of_prompt(self._echoes, i)[0])
+            tokens = [(n_before + start, token) for start, token in tokens]
+            if is_first:
+                echo, echoed = self._echo(i)
+                text, tokens = echo + text, [*echoed, *tokens]
+        n_top, logprobs = self._body.logprobs, None
         if n_top is not None:
             as_ids = bool(self._body.return_tokens_as_token_ids)
-            logprobs = legacy_logprobs(self._served.tokenizer, self._tokens[i], 0, n_top, as_ids=as_ids)
+            logprobs = legacy_logprobs(self._served.tokenizer, tokens, n_top, as_ids=as_ids)
         reason = self._call.answers[i].finish_reason
         if self._hides_answer and reason is not None:
             reason = "length"
-        choice = {"index": index, "text": self._texts[i], "logprobs": logprobs, "finish_reason": reason}
-        return {**choice, **self._vllm_fields(i), **interp_fields(self._call, i)}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, **self._vllm_fields(i, is_first), **interp_fields(self._call, i)}
 
-    def _vllm_fields(self, i: int) -> dict[str, Any]:
+    def _vllm_fields(self, i: int, is_first: bool) -> dict[str, Any]:
         """The fields that vLLM has beyond OpenAI's, if they are requested."""
         fields: dict[str, Any] = {}
         if self._body.return_token_ids:
-            is_first = not self._n_ids_sent[i]
             fields["token_ids"] = [] if self._hides_answer else self._new_token_ids(i)
-            fields["prompt_token_ids"] = list(self._prompt_of(i)) if is_first else None
+            fields["prompt_token_ids"] = self._of_prompt(self._prompts, i) if is_first else None
         if self._body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._prompt_scores(i, self._body.prompt_logprobs)
         return fields

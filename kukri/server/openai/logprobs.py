@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kukri.sampling import SampledToken
+from kukri.server.chat.choice import PlacedToken
 from kukri.tokenizer import Tokenizer
 
 
@@ -26,11 +27,11 @@ def token_string(tokenizer: Tokenizer, token_id: int, *, as_id: bool = False) ->
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, tokens: Iterable[SampledToken], *, as_ids: bool = False
+    tokenizer: Tokenizer, tokens: Iterable[PlacedToken], *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
     """The entries of `logprobs.content`."""
     entries = []
-    for token_id, logprob, top in tokens:
+    for _, (token_id, logprob, top) in tokens:
         entry = _entry(tokenizer, token_id, logprob, as_ids)
         entry["top_logprobs"] = [_entry(tokenizer, i, value, as_ids) for i, value in top or ()]
         entries.append(entry)
@@ -44,18 +45,17 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None, as_ids: b
 
 def legacy_logprobs(
     tokenizer: Tokenizer,
-    tokens: Sequence[tuple[int, SampledToken]],
-    offset: int,
+    tokens: Sequence[PlacedToken],
     n_top: int,
     *,
     as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The `logprobs` of /v1/completions for tokens, each with the start of its text after `offset`.
+    """The `logprobs` of /v1/completions for tokens, each with the start of its text.
 
     A first token of a prompt has no log-probability: null, as OpenAI writes it.
     """
     return {
-        "text_offset": [offset + start for start, _ in tokens],
+        "text_offset": [start for start, _ in tokens],
         "token_logprobs": [token.logprob for _, token in tokens],
         "tokens": [token_string(tokenizer, token.id, as_id=as_ids) for _, token in tokens],
         "top_logprobs": [_legacy_top(tokenizer, token, n_top, as_ids) for _, token in tokens],

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kukri.dialects.calls import CallDelta
 from kukri.errors import KukriError, RequestError
-from kukri.sampling import SampledToken
+from kukri.server.chat.choice import Part, PartEvent
 from kukri.server.chat.request import ChatRequest, only_grammar
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs
@@ -44,7 +42,7 @@ from kukri.server.openai.responses_schema import (
     ResponseBody,
     ResponseTool,
 )
-from kukri.server.reply import Reply, interp_fields
+from kukri.server.reply import AnswerWriter, Reply, compact, interp_fields, sse
 from kukri.server.schema import OtherPart, RefusalPart, steering
 from kukri.tokenizer import newest_turn, note
 
@@ -53,7 +51,6 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
 }  # fmt: skip
 _ID_KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
-_CALLS = ("function_call", "custom_tool_call")
 _DELTAS = {
     "reasoning": "response.reasoning_text.delta",
     "message": "response.output_text.delta",
@@ -214,21 +211,8 @@ def _text(content: str | list[InputText | RefusalPart | OtherPart], param: str, 
     return "\n".join(texts)
 
 
-@dataclass
-class _OutputItem:
-    """An item of the output as it grows; `text` is the text, or the arguments of a call."""
-
-    kind: Literal["reasoning", "message", "function_call", "custom_tool_call"]
-    id: str
-    tool: ClientTool = field(default_factory=lambda: ClientTool(""))
-    call_id: str = ""
-    text: str = ""
-    tokens: list[SampledToken] = field(default_factory=list)  # with log-probabilities
-    status: str = "in_progress"
-
-
-class ResponseWriter:
-    """Writes a response, whole or as events: reasoning, texts and calls are items of its output."""
+class ResponseWriter(AnswerWriter):
+    """Writes a response, whole or as events: the parts of the answer are items of its output."""
 
     def __init__(
         self,
@@ -240,36 +224,21 @@ class ResponseWriter:
         keep: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         """`keep` is called with the finished response."""
+        super().__init__(chat.call, chat.choices, stream=bool(body.stream))
         self._served, self._body, self._model, self._tools, self._keep = served, body, model, tools, keep
-        self._call, self._choice = chat.call, chat.choices[0]
-        self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
-        self._items: list[_OutputItem] = []  # the last one grows
+        self._choice = chat.choices[0]
+        self._id, self._created = uuid4().hex, int(time.time())
         self._n_events = 0
         self._delta_prefix = ""
 
-    def advance(self) -> bytes:
-        """Handles new output; returns its events if it is a stream."""
-        reasoning, pieces = self._choice.pieces()
-        tokens, self._choice.tokens = self._choice.tokens, []
-        events = "" if self._n_events else self._begin()
-        if reasoning:
-            events += self._grow("reasoning", reasoning)
-        for piece in pieces:
-            if isinstance(piece, CallDelta):
-                events += self._grow_call(piece)
-            elif piece or tokens:
-                events += self._grow("message", piece, tokens)
-                tokens = []
-        return events.encode() if self._body.stream else b""
-
     def end(self) -> bytes:
-        """The end of the last item and the finished response."""
-        events = self._finish()
+        """The finished response, with an empty message if it has nothing else."""
+        events = self._news(0, self._choice.add_empty())
         return (events + self._event(f"response.{self._status}", response=self._whole())).encode()
 
     def fail(self, error: KukriError) -> bytes:
         """The event of a response that failed."""
-        done = [item for item in self._items if item.status != "in_progress"]
+        done = [part for part in self._choice.parts if part.is_closed]
         failed = {
             **self._response("failed", done),
             "error": {"code": "server_error", "message": str(error)},
@@ -278,7 +247,7 @@ class ResponseWriter:
 
     def body(self) -> dict[str, Any]:
         """The response."""
-        self._finish()
+        self._choice.add_empty()
         return self._whole()
 
     @property
@@ -291,132 +260,104 @@ class ResponseWriter:
             "response.in_progress", response=response
         )
 
-    def _finish(self) -> str:
-        """The events that end the last item; a response without any has an empty message."""
-        events = "" if self._items else self._grow("message", "")
-        return events + self._close(self._status)
+    def _news(self, i: int, events: Sequence[PartEvent]) -> str:
+        return "".join([self._rendered(event) for event in events])
 
-    def _grow(
-        self, kind: Literal["reasoning", "message"], text: str, tokens: Sequence[SampledToken] = ()
-    ) -> str:
-        """Events that append text to an output item, opening one if needed."""
-        events = ""
-        if not self._items or self._items[-1].kind != kind:
-            events = self._open(_OutputItem(kind, self._new_id(kind)))
-        if not (text or tokens):
-            return events
-        item = self._items[-1]
-        item.text += text
-        item.tokens += tokens
-        logprobs = "" if kind == "reasoning" else f',"logprobs":{self._logprobs(tokens)}'
-        return events + self._delta(text, logprobs)
+    def _rendered(self, event: PartEvent) -> str:
+        part = event.part
+        if event.what == "opened":
+            return self._opened(part)
+        if event.what == "closed":
+            return self._closed(part)
+        if part.kind == "text":
+            entries = chat_logprobs(self._served.tokenizer, event.tokens) if event.tokens else ()
+            return self._delta(event.text, f',"logprobs":{json.dumps(entries) if entries else "[]"}')
+        if part.kind == "call" and self._tool(part).is_custom:  # whose text is known when it is whole
+            return ""
+        return self._delta(event.text)
 
-    def _grow_call(self, delta: CallDelta) -> str:
-        """The events of a piece of a call."""
-        events = ""
-        if delta.name is not None:
-            call_id = self._choice.new_call_id()
-            tool = self._tools.tools.get(delta.name) or ClientTool(delta.name)
-            kind: Literal["function_call", "custom_tool_call"]
-            kind = "custom_tool_call" if tool.is_custom else "function_call"
-            events = self._open(_OutputItem(kind, self._new_id(kind), tool, call_id))
-        if not delta.arguments:
-            return events
-        self._items[-1].text += delta.arguments
-        if self._items[-1].kind == "custom_tool_call":  # whose text is known when it is whole
-            return events
-        return events + self._delta(delta.arguments, "")
+    def _opened(self, part: Part) -> str:
+        kind, place = self._kind(part), self._place(part)
+        fields = compact({"type": _DELTAS[kind], **place})
+        self._delta_prefix = f'event: {_DELTAS[kind]}\ndata: {fields[:-1]},"delta":'
+        shown = self._event("response.output_item.added", output_index=part.index, item=self._item(part))
+        if part.kind == "call":
+            return shown
+        return shown + self._event("response.content_part.added", **place, part=self._content(part))
 
-    def _delta(self, text: str, more: str) -> str:
+    def _closed(self, part: Part) -> str:
+        place, tool = self._place(part), self._tool(part)
+        if part.kind != "call":
+            content = self._content(part)
+            fields = {key: content[key] for key in ("text", "logprobs") if key in content}
+            done = self._event(f"response.{content['type']}.done", **place, **fields)
+            done += self._event("response.content_part.done", **place, part=content)
+        elif tool.is_custom:
+            text = custom_input(part.text)
+            done = self._delta(text) if text else ""
+            done += self._event("response.custom_tool_call_input.done", **place, input=text)
+        else:
+            given = {**place, "name": tool.name, "arguments": part.text}
+            done = self._event("response.function_call_arguments.done", **given)
+        return done + self._event("response.output_item.done", output_index=part.index, item=self._item(part))
+
+    def _delta(self, text: str, more: str = "") -> str:
         event = f'{self._delta_prefix}{quote(text)},"sequence_number":{self._n_events}{more}}}\n\n'
         self._n_events += 1
         return event
 
-    def _open(self, item: _OutputItem) -> str:
-        """The events that end the last item and begin this one."""
-        events = self._close("completed")
-        self._items.append(item)
-        place = self._place(item)
-        fields = json.dumps({"type": _DELTAS[item.kind], **place}, separators=(",", ":"))
-        self._delta_prefix = f'event: {_DELTAS[item.kind]}\ndata: {fields[:-1]},"delta":'
-        events += self._event(
-            "response.output_item.added", output_index=place["output_index"], item=self._shown(item)
-        )
-        if item.kind not in _CALLS:
-            events += self._event("response.content_part.added", **place, part=self._part(item))
-        return events
+    def _tool(self, part: Part) -> ClientTool:
+        return self._tools.tools.get(part.name) or ClientTool(part.name)
 
-    def _close(self, status: str) -> str:
-        """The events that end the last item, if there is one."""
-        if not self._items:
-            return ""
-        item = self._items[-1]
-        item.status = status
-        place = self._place(item)
-        if item.kind == "function_call":
-            done = self._event(
-                "response.function_call_arguments.done", **place, name=item.tool.name, arguments=item.text
-            )
-        elif item.kind == "custom_tool_call":
-            text = custom_input(item.text)
-            done = self._delta(text, "") if text else ""
-            done += self._event("response.custom_tool_call_input.done", **place, input=text)
-        else:
-            part = self._part(item)
-            name = "output_text" if item.kind == "message" else "reasoning_text"
-            fields = {key: part[key] for key in ("text", "logprobs") if key in part}
-            done = self._event(f"response.{name}.done", **place, **fields)
-            done += self._event("response.content_part.done", **place, part=part)
-        return done + self._event(
-            "response.output_item.done", output_index=place["output_index"], item=self._shown(item)
-        )
+    def _kind(self, part: Part) -> str:
+        """The type of a part's item."""
+        if part.kind == "call":
+            return "custom_tool_call" if self._tool(part).is_custom else "function_call"
+        return "message" if part.kind == "text" else "reasoning"
 
-    def _place(self, item: _OutputItem) -> dict[str, Any]:
-        """The fields that place the events of the last item."""
-        place: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items) - 1}
-        return place if item.kind in _CALLS else {**place, "content_index": 0}
+    def _item_id(self, part: Part) -> str:
+        return f"{_ID_KINDS[self._kind(part)]}_{self._id}{part.index:04x}"
 
-    def _shown(self, item: _OutputItem) -> dict[str, Any]:
-        """An item as the output has it."""
-        if item.kind == "custom_tool_call":  # which has no status
-            return {"id": item.id, "type": item.kind, "call_id": item.call_id, **item.tool.shown(item.text)}
-        shown: dict[str, Any] = {"id": item.id, "type": item.kind, "status": item.status}
-        if item.kind == "function_call":
-            return {**shown, "call_id": item.call_id, **item.tool.shown(item.text)}
-        content = [] if item.status == "in_progress" else [self._part(item)]
-        if item.kind == "message":
-            return {**shown, "role": "assistant", "content": content}
-        return {**shown, "summary": [], "content": content}
+    def _place(self, part: Part) -> dict[str, Any]:
+        """The fields that place the events of a part."""
+        place: dict[str, Any] = {"item_id": self._item_id(part), "output_index": part.index}
+        return place if part.kind == "call" else {**place, "content_index": 0}
 
-    def _part(self, item: _OutputItem) -> dict[str, Any]:
-        if item.kind == "reasoning":
-            return {"type": "reasoning_text", "text": item.text}
-        logprobs = chat_logprobs(self._served.tokenizer, item.tokens)
-        return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": logprobs}
+    def _item(self, part: Part) -> dict[str, Any]:
+        """A part as the output has it."""
+        item: dict[str, Any] = {"id": self._item_id(part), "type": self._kind(part)}
+        is_last = part is self._choice.parts[-1]
+        if item["type"] != "custom_tool_call":  # which has no status
+            item["status"] = "in_progress" if not part.is_closed else self._status if is_last else "completed"
+        if part.kind == "call":
+            return {**item, "call_id": part.call_id, **self._tool(part).shown(part.text)}
+        content = [self._content(part)] if part.is_closed else []
+        if part.kind == "text":
+            return {**item, "role": "assistant", "content": content}
+        return {**item, "summary": [], "content": content}
 
-    def _logprobs(self, tokens: Sequence[SampledToken]) -> str:
-        return json.dumps(chat_logprobs(self._served.tokenizer, tokens)) if tokens else "[]"
-
-    def _new_id(self, kind: str) -> str:
-        return f"{_ID_KINDS[kind]}_{uuid4().hex}"
+    def _content(self, part: Part) -> dict[str, Any]:
+        if part.kind == "reasoning":
+            return {"type": "reasoning_text", "text": part.text}
+        logprobs = chat_logprobs(self._served.tokenizer, part.tokens)
+        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
 
     def _event(self, kind: str, /, **fields: Any) -> str:
-        data = {"type": kind, "sequence_number": self._n_events, **fields}
         self._n_events += 1
-        return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+        return sse({"type": kind, "sequence_number": self._n_events - 1, **fields}, kind)
 
     def _whole(self) -> dict[str, Any]:
-        response = self._response(self._status, self._items)
+        response = self._response(self._status, self._choice.parts)
         if self._keep is not None:
             self._keep(response)
         return {**response, **interp_fields(self._call, 0)}
 
-    def _response(self, status: str, items: Sequence[_OutputItem]) -> dict[str, Any]:
+    def _response(self, status: str, parts: Sequence[Part]) -> dict[str, Any]:
         body, params = self._body, self._call.answers[0].request.params
         is_over = status in ("completed", "incomplete")
         choice = body.tool_choice
         return {
-            "id": self._id,
+            "id": f"resp_{self._id}",
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -428,7 +369,7 @@ class ResponseWriter:
             "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": self._model,
-            "output": [self._shown(item) for item in items],
+            "output": [self._item(part) for part in parts],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": None,

@@ -6,7 +6,7 @@ Conversations live in the browser; the server keeps an answer until its stream i
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_urlsafe
@@ -22,11 +22,12 @@ from starlette.staticfiles import StaticFiles
 from kukri import __version__
 from kukri.errors import KukriError
 from kukri.sampling.fields import FieldFacts
+from kukri.server.chat.choice import PartEvent
 from kukri.server.chat.request import ChatRequest
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.reply import Reply
+from kukri.server.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.sampling_fields import FACTS
 from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling, conversation
 from kukri.system_message import DEFAULT_SYSTEM, opening
@@ -169,24 +170,16 @@ class UnopenedAnswers:
         served.metrics.on_end(*call.outcome)
 
 
-class PageWriter:
+class PageWriter(AnswerWriter):
     """Writes an answer as events: `delta` while it grows, then `end` or `failed`. Their data is JSON."""
 
     def __init__(self, chat: Chat) -> None:
-        self._call, self._choice = chat.call, chat.choices[0]
-        self._answer = self._choice.answer
-
-    def advance(self) -> bytes:
-        """An event with the text that came; none while a character or a stop string is not whole."""
-        reasoning, content = self._choice.advance()
-        if not (reasoning or content):
-            return b""
-        return _event("delta", thoughts=reasoning, content=content, **self._counts())
+        super().__init__(chat.call, chat.choices, stream=True)
+        self._answer = chat.choices[0].answer
 
     def end(self) -> bytes:
-        """The rest of the answer and why it ended, perhaps before its stream was opened."""
-        last = self.advance()
-        return last + _event("end", finish_reason=self._answer.finish_reason, **self._counts())
+        """Why the answer ended."""
+        return _event("end", finish_reason=self._answer.finish_reason, **self._counts())
 
     def fail(self, error: KukriError) -> bytes:
         """An event with the error."""
@@ -195,6 +188,13 @@ class PageWriter:
     def body(self) -> dict[str, Any]:
         """The numbers of the answer alone: its text was streamed."""
         return self._counts()
+
+    def _news(self, i: int, events: Sequence[PartEvent]) -> str:
+        """An event with the text that came; none while a character or a stop string is not whole."""
+        (thoughts, _), (content, _) = grown(events, "reasoning"), grown(events)
+        if not (thoughts or content):
+            return ""
+        return _event("delta", thoughts=thoughts, content=content, **self._counts()).decode()
 
     def _counts(self) -> dict[str, Any]:
         return {
@@ -206,6 +206,5 @@ class PageWriter:
 
 def _event(kind: str, **data: Any) -> bytes:
     """A server-sent event whose data cannot be taken for HTML, whatever the model wrote."""
-    text = json.dumps(data, separators=(",", ":"))
-    text = text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
-    return f"event: {kind}\ndata: {text}\n\n".encode()
+    text = sse(data, kind).replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+    return text.encode()
