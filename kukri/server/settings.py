@@ -1,41 +1,38 @@
-"""The settings of a server: models, access, limits."""
+"""The settings of a server: models, access, limits, each declared once (`kukri.option_fields`).
 
-from __future__ import annotations
+The command line reads this at each start: what only checks need is imported where it is needed.
+"""
 
-import re
-from dataclasses import dataclass, field
-from ipaddress import ip_network
+from collections.abc import Callable
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from kukri.errors import ConfigError
-from kukri.formats.hub import DEFAULT_MODEL
 from kukri.model_options import ModelOptions
-from kukri.server.keys import KeyRing
-from kukri.traces import collector_url
-
-_DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ms|h|m|s))+|\d+(?:\.\d*)?")
-_TIMES = (
-    "deadline_s", "headers_s", "read_s", "keep_alive_s", "drain_s", "idle_unload_s", "idle_connection_s"
-)  # fmt: skip
-_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def duration_s(value: float | str, name: str) -> float:
-    """The seconds of a number, or of a text such as 300, 10m or 1h30m; -1 stays -1.
-
-    Raises ConfigError, about `name`, for anything else.
-    """
-    text = str(value).strip()
-    if len(text) <= 32 and not isinstance(value, bool) and _DURATION.fullmatch(text.removeprefix("-")):
-        parts = re.findall(r"([\d.]+)(ms|h|m|s)?", text)
-        seconds = sum(float(number) * _UNITS_S[unit or "s"] for number, unit in parts)
-        return -seconds if text.startswith("-") else seconds
-    raise ConfigError(f"{name} must be a time such as 300, 10m or 1h30m, not {value!r}")
+from kukri.option_fields import (
+    as_file,
+    as_integer,
+    as_names,
+    as_size,
+    as_switch,
+    as_text,
+    as_time,
+    at_least_one,
+    declared,
+    describe,
+    flag_of,
+    read_fields,
+)
+from kukri.option_fields import (
+    duration_s as duration_s,
+)
 
 
 def default_name(model: str | None) -> str:
     """The name under which a model is served: a known name as it is, a path without its directories."""
     if model is None:
+        from kukri.formats.hub import DEFAULT_MODEL
+
         return DEFAULT_MODEL
     path = Path(model)
     is_file = path.suffix == ".gguf" or path.exists()
@@ -57,99 +54,143 @@ class ModelSpec:
     keep_alive_s: float | None = None
 
 
-@dataclass(frozen=True)
+def _as_keys(value: Any) -> tuple[str, ...]:
+    from kukri.server.keys import KeyRing
+
+    KeyRing(value)
+    return tuple(value)
+
+
+def _as_networks(value: Any) -> tuple[str, ...]:
+    from ipaddress import ip_network
+
+    for one in as_names(value):
+        try:
+            ip_network(one)
+        except ValueError:
+            raise ValueError("addresses or networks") from None
+    return as_names(value)
+
+
+def _as_collector(value: Any) -> str:
+    from kukri.traces import collector_url
+
+    collector_url(as_text(value))
+    return as_text(value)
+
+
+def _flag(
+    read: Callable[[Any], Any], help: str, flag: str, metavar: str | None, default: Any, **facts: Any
+) -> Any:
+    """A setting with a flag, by default named like it; its help ends with its default."""
+    shown = f"{default >> 20}MiB" if metavar == "SIZE" and default else f"{default:g}" if default else ""
+    text = f"{help} [default: {shown}]" if shown else help
+    return declared(read, text, "server", default=default, flag=flag, metavar=metavar, **facts)
+
+
+def _switch(help: str, flag: str) -> Any:
+    return _flag(as_switch, help, flag, None, False)
+
+
+def _count(help: str, default: int | None = None) -> Any:
+    return _flag(at_least_one(as_integer), help, "", "N", default)
+
+
+def _size(help: str, flag: str, default: int | None = None) -> Any:
+    return _flag(at_least_one(as_size), help, flag, "SIZE", default)
+
+
+def _time(help: str, flag: str, default: float | None = None) -> Any:
+    return _flag(as_time, help, flag, "TIME", default)
+
+
+def _path(help: str, metavar: str = "FILE") -> Any:
+    return _flag(as_file, help, "", metavar, None)
+
+
+def _list(help: str, flag: str, metavar: str, read: Callable[[Any], Any] = as_names) -> Any:
+    return declared(read, help, "server", default=(), flag=flag, metavar=metavar, repeats=True)
+
+
+@dataclass(frozen=True, eq=False)
 class ServerSettings:
-    """Names, keys and limits of a server. Sizes in bytes, times in seconds.
+    """Names, keys and limits of a server. Sizes in bytes, times in seconds."""
 
-    Attributes:
-        model_names: Names of a model that is open already; answers carry the first.
-        any_model: Requests may name any model, and get this one.
-        api_keys: Keys in the form that `KeyRing` reads; without any, no key is needed.
-        api_key_file: The file that they are from, if they are: `kukri serve` reads it again on SIGHUP.
-        shares_prefixes: Keys share cached prefixes, so that one may find out how another's prompts begin.
-        allowed_hosts: Hosts that a Host header may name; empty for all.
-        trusted_proxies: Addresses or networks whose X-Forwarded-For header is believed.
-        cors_origins: Origins whose pages may use the server from a browser; "*" for all.
-        ssl_certfile: Certificate chain (PEM) for HTTPS; None serves plain HTTP.
-        ssl_keyfile: Its private key, if it is not in the same file.
-        max_body_bytes: Largest request body; larger ones get 413.
-        max_waiting: Most requests in the engine's queue; more get 503.
-        rate_limit: Requests a minute of one key, or of one address if there are no keys; more get 429. None
-            for no limit.
-        deadline_s: Time of a request from its arrival to its last token; None for no limit.
-        headers_s: Time to receive a request's headers.
-        read_s: Time to receive a request's body.
-        keep_alive_s: Silence after which a stream gets a comment.
-        stream_interval: Tokens of an answer from one chunk of its stream to the next.
-        drain_s: Time for running answers after the signal to stop.
-        idle_connection_s: Time that a connection without a request stays open for the next one. Pools of
-            clients reuse connections that are a minute old.
-        batch_dir: Directory of clients' files and batches; None refuses them.
-        has_page: Serves the chat page at /.
-        traces: URL of an OTLP collector; None for the one that the environment names, if it does.
-        idle_unload_s: Time without requests after which a model is unloaded; None for never.
-        max_loaded: Most models in memory at a time.
-        memory_bytes: Memory for all models; None for nine tenths of what is free at the start.
-        kv_bytes: Memory for the KV caches of all models; None for half of `memory_bytes`.
-        model_dir: Directory whose .gguf files and safetensors directories are served too.
-        adapter_dir: Directory whose LoRA adapters clients may load and unload; None refuses that.
-        has_interp: Lets clients steer models and read activations: keys with the scope `interp`, or all
-            without keys.
-        max_activation_bytes: Most bytes of activations of one request.
-        manages_models: Clients may pull and delete models; those in the cache are served too.
-    """
-
-    model_names: tuple[str, ...] = ()
-    any_model: bool = False
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = None
-    shares_prefixes: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    trusted_proxies: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    max_body_bytes: int = 2 << 20
-    max_waiting: int = 256
-    rate_limit: int | None = None
-    deadline_s: float | None = None
-    headers_s: float = 10.0
-    read_s: float = 30.0
-    keep_alive_s: float = 15.0
-    stream_interval: int = 1
-    drain_s: float = 60.0
-    idle_connection_s: float = 75.0
-    batch_dir: Path | None = None
-    has_page: bool = True
-    traces: str | None = None
-    idle_unload_s: float | None = None
-    max_loaded: int = 3
-    memory_bytes: int | None = None
-    kv_bytes: int | None = None
-    model_dir: Path | None = None
-    adapter_dir: Path | None = None
-    has_interp: bool = False
-    max_activation_bytes: int = 64 << 20
-    manages_models: bool = False
+    model_names: tuple[str, ...] = declared(
+        as_names, "Names of a model that is open already; answers carry the first.", default=()
+    )
+    api_keys: tuple[str, ...] = declared(
+        _as_keys, "Keys in the form that `KeyRing` reads; none if none is needed.", default=(), is_shown=False
+    )
+    headers_s: float = declared(as_time, "Time to receive a request's headers.", default=10.0)
+    read_s: float = declared(as_time, "Time to receive a request's body.", default=30.0)
+    keep_alive_s: float = declared(as_time, "Silence after which a stream gets a comment.", default=15.0)
+    kv_bytes: int | None = declared(
+        at_least_one(as_size), "Memory for the KV caches of all models; None for half of `memory_bytes`."
+    )
+    ssl_certfile: Path | None = _path("Serve HTTPS with this certificate chain (PEM).")
+    ssl_keyfile: Path | None = _path("Private key (PEM) of --ssl-certfile, if it is another file.")
+    model_dir: Path | None = _path("Also serve every model in this directory.", "DIR")
+    adapter_dir: Path | None = _path("Let clients load and unload LoRA adapters from this directory.", "DIR")
+    max_loaded: int = _count("Maximum models in memory.", 3)
+    memory_bytes: int | None = _size("Memory for models. [default: 90% of free memory]", "--memory")
+    idle_unload_s: float | None = _time(
+        "Unload models idle for this long, such as 10m. [default: never]", "--idle-unload"
+    )
+    manages_models: bool = _switch(
+        "Let clients pull and delete models (keys need scope=manage), and serve cached ones.",
+        "--manage-models",
+    )
+    api_key_file: Path | None = _path(
+        "API keys, one [NAME] KEY [priority=N] [scope=interp,manage] [models=NAME,...] [daily-tokens=N] "
+        "per line; read again on SIGHUP. [default: $KUKRI_API_KEY]"
+    )
+    shares_prefixes: bool = _switch(
+        "Share cached prompts between keys; they can then detect each other's prefixes.", "--share-prefixes"
+    )
+    allowed_hosts: tuple[str, ...] = _list(
+        "Allowed name in Host headers; repeatable.", "--allowed-host", "NAME"
+    )
+    trusted_proxies: tuple[str, ...] = _list(
+        "Proxy whose X-Forwarded-For is trusted; repeatable.", "--trusted-proxy", "ADDRESS", _as_networks
+    )
+    cors_origins: tuple[str, ...] = _list(
+        "Origin whose web pages may use the server (* for all); repeatable.", "--cors-origin", "URL"
+    )
+    has_interp: bool = _switch(
+        "Let clients steer the model and read activations (keys need scope=interp).", "--interp"
+    )
+    max_activation_bytes: int = _size("Maximum activations per request.", "--max-activations", 64 << 20)
+    any_model: bool = _switch("Accept any model name in requests.", "--any-model")
+    batch_dir: Path | None = _path("Serve /v1/files and /v1/batches, stored here.", "DIR")
+    max_waiting: int = _count("Maximum requests in the queue; more get a 503.", 256)
+    max_body_bytes: int = _size("Maximum request size; larger ones get a 413.", "--max-body", 2 << 20)
+    rate_limit: int | None = _count("POST requests per minute per key (or address); more get a 429.")
+    deadline_s: float | None = _time("Time limit for an answer, such as 300 or 10m.", "--deadline")
+    stream_interval: int = _count("Tokens per stream chunk, after the first.", 1)
+    drain_s: float = _time("Time for running answers to finish after SIGTERM.", "--drain", 60.0)
+    idle_connection_s: float = _time(
+        "Keep an idle connection open this long for its client's next request.", "--keep-alive-timeout", 75.0
+    )
+    has_page: bool = declared(
+        as_switch, "Do not serve the chat page at /.", "server", flag="--no-page", default=True
+    )
+    traces: str | None = _flag(
+        _as_collector,
+        "Send traces to this OTLP collector. [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",
+        "",
+        "URL",
+        None,
+    )
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
-        if not all(self.model_names):
-            raise ConfigError("a served model needs a name")
-        whole = ("max_body_bytes", "max_waiting", "rate_limit", "max_loaded", "memory_bytes", "kv_bytes")
-        for name in (*whole, "max_activation_bytes", "stream_interval"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
-        for name in _TIMES:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be above 0, not {value}")
-        KeyRing(self.api_keys)
-        if self.traces is not None:
-            collector_url(self.traces)
-        for proxy in self.trusted_proxies:
-            try:
-                ip_network(proxy)
-            except ValueError as error:
-                raise ConfigError(f"a trusted proxy must be an address or a network: {error}") from None
+        read_fields(self, lambda one: one.name)
+
+
+def setting_fields() -> dict[str, Field[Any]]:
+    """The settings that have flags, by name."""
+    return {one.name: one for one in fields(ServerSettings) if flag_of(one)}
+
+
+describe(ServerSettings)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kukri.scale.serve import ReplicaOptions
 
 _OBJECT_STORE_BYTES = 100 << 20  # of a Ray of our own, through which nothing large goes
-_ONE_MODEL = ("config", "model_dir", "pin", "memory", "idle_unload", "manage_models", "adapter_dir")
+_ONE_MODEL = ("config", "model_dir", "pin", "memory_bytes", "idle_unload_s", "manages_models", "adapter_dir")
 
 
 def serve_cluster(
@@ -32,14 +32,15 @@ def serve_cluster(
     require_web_stack("kukri cluster serve")
     require_ray("kukri cluster serve")
     from kukri.model_options import ModelOptions
+    from kukri.option_fields import flag_of
     from kukri.server.logs import configure_logs
-    from kukri.server.settings import default_name
+    from kukri.server.settings import default_name, setting_fields
 
     given = next((name for name in _ONE_MODEL if getattr(serving, name)), None)
     if given is not None:
-        flag = given.replace("_", "-")
+        flag = flag_of(setting_fields()[given]) if given in setting_fields() else f"--{given}"
         raise ConfigError(
-            f"--{flag} is an option of kukri serve: replicas serve one model, loaded at the start"
+            f"{flag} is an option of kukri serve: replicas serve one model, loaded at the start"
         )
     names = tuple(dict.fromkeys([*(serving.alias or []), default_name(model)]))
     settings = server_settings(serving, loading.get("kv_bytes"), names)
@@ -50,9 +51,9 @@ def serve_cluster(
         replicas_on_ray(
             ModelOptions(model=model, **loading),
             options,
-            serving.drain_s,
+            settings.drain_s,
             f"kukri-serve-{name}-{bound.getsockname()[1]}",
-            serving.traces,
+            settings.traces,
         ) as cluster,
     ):
         from kukri.scale.serve import server

@@ -7,7 +7,7 @@ each.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,35 +16,45 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import typer
 
 from kukri.errors import ConfigError, brief
-from kukri.model_options import Group, choices, flag_of, option_facts, option_fields, read_option
+from kukri.model_options import Group, option_fields
+from kukri.option_fields import choices, flag_of, option_facts, read_option
 from kukri.sampling.fields import facts_of
 from kukri.sampling.params import SamplingParams
-from kukri.terminal.command import argument, option
+from kukri.server.settings import setting_fields
+from kukri.terminal.command import argument, given, option
 
 _Class = TypeVar("_Class")
 
 
 def model_flags(*groups: Group) -> Callable[[type[_Class]], type[_Class]]:
     """Makes a class a dataclass whose fields are the flags of these groups of `kukri.ModelOptions`."""
+    return _flags(one for one in option_fields().values() if option_facts(one).group in groups)
+
+
+def _flags(declared: Iterable[Field[Any]]) -> Callable[[type[_Class]], type[_Class]]:
+    """Makes a class a dataclass that has flags for these fields after its own."""
 
     def add(made: type[_Class]) -> type[_Class]:
-        for one in option_fields().values():
-            if option_facts(one).group in groups:
-                made.__annotations__[one.name] = _flag_type(one)
-                setattr(made, one.name, _model_flag(one))
+        for one in declared:
+            made.__annotations__[one.name] = _flag_type(one)
+            setattr(made, one.name, _flag(one))
         return dataclass(eq=False, repr=False)(made)
 
     return add
 
 
-def _model_flag(one: Field[Any]) -> Any:
-    """The flag of an option of loading. A wrong value is an error of `read_option`, in one line."""
+def _flag(one: Field[Any]) -> Any:
+    """The flag of a declared option. A wrong value is an error of `read_option`, in one line."""
     facts = option_facts(one)
     shown: dict[str, Any] = {"metavar": facts.metavar, "envvar": facts.envvar}
     if names := choices(one):
         shown |= {"metavar": f"[{'|'.join(names)}]", "autocompletion": lambda: list(names)}
     flags = [facts.flag] if facts.flag else []
-    return option(facts.help, *flags, convert=partial(read_option, one, where=flag_of(one)), **shown)
+    if facts.flag.startswith("--no-"):  # the field is True without it
+        return option(facts.help, *flags, default=False, convert=lambda is_off: not is_off)
+    default = False if one.default is False else None
+    read = partial(read_option, one, where=flag_of(one))
+    return option(facts.help, *flags, default=default, convert=read, **shown)
 
 
 def _flag_type(one: Field[Any]) -> Any:
@@ -53,7 +63,7 @@ def _flag_type(one: Field[Any]) -> Any:
     if facts.repeats:
         return list[str] | None
     declared = {one.type, *get_args(one.type)} & {int, float, bool}
-    return (declared.pop() if len(declared) == 1 and facts.metavar != "SIZE" else str) | None
+    return (declared.pop() if len(declared) == 1 and facts.metavar not in ("SIZE", "TIME") else str) | None
 
 
 # --- the model: an argument or -m, in every command
@@ -302,19 +312,15 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-@dataclass(eq=False, repr=False)
+@_flags(setting_fields().values())
 class ServeOptions:
-    """Options of the HTTP server."""
+    """Options of the HTTP server: where it listens, and the settings that have flags."""
 
     host: str = option("Address to listen on; 0.0.0.0 for all.", default="127.0.0.1", metavar="ADDRESS")
     port: int = option(
         "Port to listen on; 0 picks a free one.", "--port", "-p", default=8000, min=0, max=65535, metavar="N"
     )
     unix_socket: Path | None = option("Listen on this Unix socket, not on a port.", metavar="PATH")
-    ssl_certfile: Path | None = option("Serve HTTPS with this certificate chain (PEM).", metavar="FILE")
-    ssl_keyfile: Path | None = option(
-        "Private key (PEM) of --ssl-certfile, if it is another file.", metavar="FILE"
-    )
     config: Path | None = option(
         "TOML file with these options and with models.",
         metavar="FILE",
@@ -322,69 +328,14 @@ class ServeOptions:
         callback=_use_config,
     )
     alias: list[str] | None = option("Another name for the first model; repeatable.", metavar="NAME")
-    model_dir: Path | None = option("Also serve every model in this directory.", metavar="DIR")
-    adapter_dir: Path | None = option(
-        "Let clients load and unload LoRA adapters from this directory.", metavar="DIR"
-    )
     pin: list[str] | None = option("Load this model at startup and keep it; repeatable.", metavar="NAME")
-    max_loaded: int = option("Maximum models in memory.", default=3, min=1, metavar="N")
-    memory: str | None = option("Memory for models. [default: 90% of free memory]", metavar="SIZE")
-    idle_unload: str | None = option(
-        "Unload models idle for this long, such as 10m. [default: never]", metavar="TIME"
-    )
-    manage_models: bool = option(
-        "Let clients pull and delete models (keys need scope=manage), and serve cached ones.",
-        "--manage-models",
-        default=False,
-    )
-    api_key_file: Path | None = option(
-        "API keys, one [NAME] KEY [priority=N] [scope=interp,manage] [models=NAME,...] [daily-tokens=N] "
-        "per line; read again on SIGHUP. [default: $KUKRI_API_KEY]",
-        metavar="FILE",
-    )
-    share_prefixes: bool = option(
-        "Share cached prompts between keys; they can then detect each other's prefixes.",
-        "--share-prefixes",
-        default=False,
-    )
-    allowed_host: list[str] | None = option("Allowed name in Host headers; repeatable.", metavar="NAME")
-    trusted_proxy: list[str] | None = option(
-        "Proxy whose X-Forwarded-For is trusted; repeatable.", metavar="ADDRESS"
-    )
-    cors_origin: list[str] | None = option(
-        "Origin whose web pages may use the server (* for all); repeatable.", metavar="URL"
-    )
-    interp: bool = option(
-        "Let clients steer the model and read activations (keys need scope=interp).",
-        "--interp",
-        default=False,
-    )
-    max_activations: str = option("Maximum activations per request.", default="64MiB", metavar="SIZE")
-    any_model: bool = option("Accept any model name in requests.", "--any-model", default=False)
     chat_template_file: Path | None = option("Jinja chat template, instead of the model's.", metavar="FILE")
-    batch_dir: Path | None = option("Serve /v1/files and /v1/batches, stored here.", metavar="DIR")
-    max_waiting: int = option("Maximum requests in the queue; more get a 503.", default=256, metavar="N")
-    max_body: str = option("Maximum request size; larger ones get a 413.", default="2MiB", metavar="SIZE")
-    rate_limit: int | None = option(
-        "POST requests per minute per key (or address); more get a 429.", metavar="N"
-    )
-    deadline_s: float | None = option("Time limit for an answer.", "--deadline", metavar="SECONDS")
-    stream_interval: int = option("Tokens per stream chunk, after the first.", default=1, metavar="N")
-    drain_s: float = option(
-        "Time for running answers to finish after SIGTERM.", "--drain", default=60.0, metavar="SECONDS"
-    )
-    keep_alive_timeout: float = option(
-        "Keep an idle connection open this long for its client's next request.",
-        default=75.0,
-        metavar="SECONDS",
-    )
-    no_page: bool = option("Do not serve the chat page at /.", "--no-page", default=False)
-    traces: str | None = option(
-        "Send traces to this OTLP collector. [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",
-        metavar="URL",
-    )
     log_json: bool = option("Log as JSON, one object per line.", "--log-json", default=False)
     log_level: str = option("debug, info, warning or error.", default="info", metavar="LEVEL")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that are given. Raises ConfigError."""
+        return {name: value for name, value in given(self).items() if name in setting_fields()}
 
 
 @dataclass(repr=False)

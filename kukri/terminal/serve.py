@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, UnsupportedError
-from kukri.model_options import size_bytes
 from kukri.terminal.files import read_text
 from kukri.terminal.options import ServeOptions
 from kukri.terminal.progress import loading_bar
@@ -49,8 +48,8 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
         settings = replace(settings, has_interp=True)
     configure_logs(as_json=options.log_json, level=options.log_level)
     with socket_of(options) as bound:
-        is_alone = len(served) == 1 and options.idle_unload is None and served[0].keep_alive_s is None
-        if not is_alone or options.model_dir is not None or options.manage_models:
+        is_alone = len(served) == 1 and settings.idle_unload_s is None and served[0].keep_alive_s is None
+        if not is_alone or settings.model_dir is not None or settings.manages_models:
             _serve_box(served, settings, bound)
         else:
             _serve_one(served[0], settings, bound)
@@ -100,47 +99,20 @@ def server_settings(
     options: ServeOptions, kv_bytes: int | None, names: tuple[str, ...] = ()
 ) -> ServerSettings:
     """The settings of a server; `names` are those of a model that is open already."""
-    from kukri.server.settings import ServerSettings, duration_s
+    from kukri.server.settings import ServerSettings
 
-    if options.ssl_keyfile is not None and options.ssl_certfile is None:
+    found = options.settings()
+    certificate, key = found.get("ssl_certfile"), found.get("ssl_keyfile")
+    if key is not None and certificate is None:
         raise ConfigError("--ssl-keyfile belongs to --ssl-certfile: give both")
-    if options.ssl_certfile is not None:
-        _check_certificate(options.ssl_certfile, options.ssl_keyfile)
-    for directory in (options.model_dir, options.adapter_dir):
+    if certificate is not None:
+        _check_certificate(certificate, key)
+    for directory in (found.get("model_dir"), found.get("adapter_dir")):
         if directory is not None and not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}")
-    idle = options.idle_unload
-    return ServerSettings(
-        model_names=names,
-        api_keys=read_keys(options.api_key_file),
-        api_key_file=options.api_key_file,
-        shares_prefixes=options.share_prefixes,
-        batch_dir=options.batch_dir,
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-        allowed_hosts=host_names(options.host, options.allowed_host or []),
-        trusted_proxies=tuple(options.trusted_proxy or []),
-        cors_origins=tuple(options.cors_origin or []),
-        any_model=options.any_model,
-        max_body_bytes=size_bytes(options.max_body, "--max-body"),
-        max_waiting=options.max_waiting,
-        rate_limit=options.rate_limit,
-        deadline_s=options.deadline_s,
-        stream_interval=options.stream_interval,
-        drain_s=options.drain_s,
-        idle_connection_s=options.keep_alive_timeout,
-        has_page=not options.no_page,
-        traces=options.traces,
-        idle_unload_s=None if idle is None else duration_s(idle, "--idle-unload"),
-        max_loaded=options.max_loaded,
-        memory_bytes=None if options.memory is None else size_bytes(options.memory, "--memory"),
-        kv_bytes=kv_bytes,
-        has_interp=options.interp,
-        max_activation_bytes=size_bytes(options.max_activations, "--max-activations"),
-        model_dir=options.model_dir,
-        adapter_dir=options.adapter_dir,
-        manages_models=options.manage_models,
-    )
+    found["allowed_hosts"] = host_names(options.host, found.get("allowed_hosts", ()))
+    keys = read_keys(found.get("api_key_file"))
+    return ServerSettings(model_names=names, api_keys=keys, kv_bytes=kv_bytes, **found)
 
 
 def require_web_stack(command: str = "kukri serve") -> None:
@@ -181,7 +153,7 @@ def reread_keys(app: Any, file: Path | None) -> None:
         log.info("the API keys were read again", extra={"n_keys": len(app.state.registry.keys.clients)})
 
 
-def host_names(host: str, more: list[str]) -> tuple[str, ...]:
+def host_names(host: str, more: Sequence[str]) -> tuple[str, ...]:
     """The names that Host headers may have: on loopback its own and `more`, else `more`, or any name."""
     if host not in _LOOPBACK and not more:
         return ()

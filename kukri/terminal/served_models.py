@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from kukri.errors import ConfigError
-from kukri.model_options import ModelOptions, flag_of, option_facts, option_fields, read_option
-from kukri.server.settings import ModelSpec, default_name, duration_s
+from kukri.model_options import ModelOptions, option_fields
+from kukri.option_fields import duration_s, flag_of, option_facts, read_option
+from kukri.server.settings import ModelSpec, default_name
 from kukri.terminal.config_file import MAX_BYTES, read_config
 from kukri.terminal.files import read_text
 from kukri.terminal.options import ServeOptions
@@ -25,7 +26,8 @@ def served_models(
     Without any, the default model. Options of loading hold for all but those of the file.
     """
     served = [] if options.config is None else configured_models(options.config)
-    has_others = bool(served or options.model_dir or options.manage_models)
+    settings = options.settings()
+    has_others = bool(served or "model_dir" in settings or "manages_models" in settings)
     given: list[tuple[str, str | None]] = [_name_and_model(text) for text in models]
     if not given and not has_others:
         given = [(default_name(None), None)]

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from kukri.errors import ConfigError
-from kukri.model_options import size_bytes
+from kukri.option_fields import size_bytes
 from kukri.terminal.serve import read_keys
 from kukri.terminal.served_models import default_name
 
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_said_in_one_line(smollm2_path, tmp_path):
         port = str(taken.getsockname()[1])
         assert port in failure(model, "--port", port)
     assert "--max-body" in failure(model, "--max-body", "big")
-    assert "max_waiting" in failure(model, "--max-waiting", "0")
+    assert "--max-waiting" in failure(model, "--max-waiting", "0")
     assert "API keys" in failure(model, "--api-key-file", str(tmp_path / "nowhere"))
     assert "chat template" in failure(model, "--chat-template-file", str(tmp_path / "nowhere"))
     assert "nowhere.gguf" in failure("nowhere.gguf", "--port", "0")

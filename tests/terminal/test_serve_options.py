@@ -61,9 +61,10 @@ def test_a_configuration_file_sets_options_and_models(tmp_path):
     file = tmp_path / "kukri.toml"
     file.write_text(CONFIG)
     serving, _ = parsed("--config", str(file), "--port", "1234")
-    assert (serving.port, serving.idle_unload, serving.max_body) == (1234, "10m", "1MiB")
-    assert (serving.no_page, serving.alias, serving.deadline_s) == (True, ["a", "b"], 2.5)
-    assert server_settings(serving, None).idle_unload_s == 600
+    assert (serving.port, serving.alias) == (1234, ["a", "b"])
+    settings = server_settings(serving, None)
+    assert (settings.idle_unload_s, settings.max_body_bytes) == (600, 1 << 20)
+    assert (settings.has_page, settings.deadline_s) == (False, 2.5)
     embed, chat = configured_models(file)
     assert (embed.names, embed.options.model, embed.is_pinned) == (("embed",), "smollm2-135m", False)
     assert (chat.names, chat.is_pinned, chat.keep_alive_s) == (("chat", "gpt"), True, 3600)

@@ -11,11 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kukri.errors import ConfigError, RequestError
+from kukri.option_fields import duration_s
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.server.schema import TEXT_ONLY, Body, Interventions, Refused, Tool
-from kukri.server.settings import duration_s
 
 _FOREVER_S = -1.0
 Streams = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
