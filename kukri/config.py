@@ -356,12 +356,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
-        if self.kv_type not in ("f16", "q8_0", "q4", "fp8", "f32"):
-            raise ConfigError(f"kv_type must be f16, q8_0, q4, fp8 or f32, not {self.kv_type!r}")
-        if self.speculation not in get_args(Speculation):
-            raise ConfigError(
-                f"speculation must be one of {', '.join(get_args(Speculation))}, not {self.speculation!r}"
-            )
+        for name, kind in (("kv_type", KVType), ("speculation", Speculation)):
+            if getattr(self, name) not in get_args(kind):
+                names = ", ".join(get_args(kind))
+                raise ConfigError(f"{name} must be one of {names}, not {getattr(self, name)!r}")
         for name in (
             "max_requests",
             "max_step_tokens",

@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -73,7 +73,6 @@ class LoadedModel(ReadModel):
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
 _MAX_TEXTS = 64  # of an encoder side by side: short ones share a step
-_OWN_DEFAULTS = ("max_prompt_tokens", "max_step_ms", "snapshot_bytes", "prefix_bytes")  # of EngineConfig
 # of models cut into stages
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
 _STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend", "quantize")
@@ -96,19 +95,16 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
     if is_cut:
         _check_stages(options)
     backend_name, device = choose_backend(options.backend, (options.devices or (options.device,))[-1])
+    named = {one.name: getattr(options, one.name, None) for one in fields(EngineConfig)}
     engine_config = EngineConfig(
-        backend=backend_name,
-        device=device,
-        max_context=options.max_context,
-        max_requests=options.max_requests or _MAX_REQUESTS,
-        max_step_tokens=options.max_step_tokens,
-        kv_bytes=options.kv_bytes,
-        kv_type=options.kv_type,
-        caches_prefixes=options.prefix_cache,
-        **{name: value for name in _OWN_DEFAULTS if (value := getattr(options, name)) is not None},
-        speculation=options.speculation or ("ngram" if options.draft_model is None else "draft"),
-        n_threads=options.n_threads,
-        prefix_dir=options.prefix_dir,
+        **{name: value for name, value in named.items() if value is not None}
+        | {
+            "backend": backend_name,
+            "device": device,
+            "max_requests": options.max_requests or _MAX_REQUESTS,
+            "caches_prefixes": options.prefix_cache,
+            "speculation": options.speculation or ("ngram" if options.draft_model is None else "draft"),
+        }
     )
     if options.prefix_dir is None and options.prefix_bytes is not None:
         raise ConfigError("prefix_bytes (--prefix-size) limits prefix_dir (--prefix-dir): give both")

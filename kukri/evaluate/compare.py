@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from kukri.errors import ConfigError
-from kukri.evaluate.divergence import Divergence, DoubleArray, divergence
+from kukri.evaluate.divergence import Divergence, divergence
 from kukri.evaluate.perplexity import Perplexity, from_nll, standard_error
 from kukri.evaluate.text import Window, check_language_model, step_logits, steps
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import DoubleArray, FloatArray
 from kukri.kernels.taps import Hook
 from kukri.llm import LLM
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import BoolArray, DoubleArray, FloatArray
 
-DoubleArray = npt.NDArray[np.float64]
 _ROWS = 32  # of logits in float64 at a time
 
 
@@ -25,7 +24,7 @@ class Divergence:
     nll_a: DoubleArray
     nll_b: DoubleArray
     delta_p: DoubleArray
-    same_top: npt.NDArray[np.bool_]
+    same_top: BoolArray
 
 
 def divergence(a: FloatArray, b: FloatArray, targets: npt.ArrayLike) -> Divergence:

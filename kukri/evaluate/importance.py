@@ -8,11 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from kukri.errors import ConfigError
-from kukri.evaluate.divergence import DoubleArray
 from kukri.evaluate.text import STEP_TOKENS, bos_ids, check_language_model
 from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.imatrix import ImportanceMatrix
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import DoubleArray, FloatArray
 from kukri.kernels.taps import Hook
 from kukri.llm import LLM
 from kukri.models import linear_inputs

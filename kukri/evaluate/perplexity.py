@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kukri.evaluate.divergence import DoubleArray, token_nll
+from kukri.evaluate.divergence import token_nll
 from kukri.evaluate.text import Window, check_language_model, step_logits, steps
+from kukri.kernels.arrays import DoubleArray
 from kukri.llm import LLM
 
 

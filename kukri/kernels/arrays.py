@@ -8,3 +8,5 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
 ByteArray = npt.NDArray[np.uint8]
+DoubleArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import ShapeError
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import BoolArray, DoubleArray, FloatArray, IntArray
 from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import (
     CHOSEN,
@@ -46,9 +46,6 @@ from kukri.kernels.sampling_record import (
     f32,
     log_of,
 )
-
-DoubleArray = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 class ReferenceSampling:
@@ -159,7 +156,7 @@ class Candidates:
         kept[order[:n]] = True
         self.keep(kept)
 
-    def edit(self, ids: npt.NDArray[np.int32], change: Callable[[DoubleArray], DoubleArray]) -> None:
+    def edit(self, ids: IntArray, change: Callable[[DoubleArray], DoubleArray]) -> None:
         """Changes the logits of those of `ids`, each named once, that are candidates."""
         places = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)
         is_there = self.ids[places] == ids

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import indent
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, cast, get_args
 
+from kukri.config import Speculation
 from kukri.sampling.fields import (
     MAX_BIAS,
     MAX_BIASES,
@@ -32,7 +33,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_LOGPROBS = 1000
 MAX_CHOICES = 128  # answers to one prompt
 MAX_DRAFT_TOKENS = 64  # of a request in a step
-SPECULATIONS = ("off", "ngram", "draft")
+SPECULATIONS = get_args(Speculation)
 _A_PHRASE = f"a string of 1 to {MAX_TEXT} characters, or a sequence of 1 to {MAX_PHRASE_TOKENS} token ids"
 
 # The stages of sampling, in their default order: that of llama.cpp's chain.

@@ -30,15 +30,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
+from kukri.kernels.arrays import ByteArray, IntArray
 from kukri.kernels.constants import Weight
 from kukri.quant.types.fp4 import FP4_VALUES
 from kukri.quant.types.iq4 import IQ4_VALUES
-
-Words = npt.NDArray[np.int32]
-Bytes = npt.NDArray[np.uint8]
 
 PAIR = 64  # weights of two blocks
 _PIECE_WEIGHTS = 1 << 20  # repacked at a time
@@ -55,9 +52,9 @@ class Planes:
     type_name: str
     n_rows: int
     n_columns: int
-    quants: Words
-    high: Words
-    scales: Words
+    quants: IntArray
+    high: IntArray
+    scales: IntArray
 
     @property
     def n_pairs(self) -> int:
@@ -66,7 +63,7 @@ class Planes:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all planes."""
+        """ByteArray of all planes."""
         return self.quants.nbytes + self.high.nbytes + self.scales.nbytes
 
 
@@ -89,7 +86,7 @@ def pack(weight: Weight) -> Iterator[Planes]:
         yield Planes(name, len(rows), n_columns, quants, high, scales)
 
 
-def _pack_32(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
+def _pack_32(name: str, blocks: ByteArray) -> tuple[IntArray, IntArray, IntArray]:
     """Planes of blocks uint8 [rows, n_blocks, bytes] of 32 weights."""
     if blocks.shape[1] % 2:
         blocks = np.pad(blocks, ((0, 0), (0, 1), (0, 0)))
@@ -111,7 +108,7 @@ def _pack_32(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
     return _words(join(quants)), high, scales
 
 
-def _pack_mxfp4(blocks: Bytes) -> tuple[Words, Words, Words]:
+def _pack_mxfp4(blocks: ByteArray) -> tuple[IntArray, IntArray, IntArray]:
     """Planes of an even number of blocks: an exponent, then 16 bytes of two quants each."""
     exponents = np.pad(blocks[:, :, 0], ((0, 0), (0, -blocks.shape[1] % 4)))
     quants = _words(_join_for_tables(np.concatenate([blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4], axis=-1)))
@@ -119,7 +116,7 @@ def _pack_mxfp4(blocks: Bytes) -> tuple[Words, Words, Words]:
     return quants, no_high, _words(exponents.reshape(len(blocks), -1, 4))
 
 
-def _pack_256(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
+def _pack_256(name: str, blocks: ByteArray) -> tuple[IntArray, IntArray, IntArray]:
     """Planes of blocks uint8 [rows, n_blocks, bytes] of 256 weights."""
     no_high = np.zeros((len(blocks), blocks.shape[1] * 4, 0), np.int32)
     if name == "Q2_K":
@@ -144,7 +141,7 @@ def _pack_256(name: str, blocks: Bytes) -> tuple[Words, Words, Words]:
     return _words(_join(low)), _words(_spread(top, 2)), scales
 
 
-def _pack_q3_k(blocks: Bytes) -> tuple[Words, Words, Words]:
+def _pack_q3_k(blocks: ByteArray) -> tuple[IntArray, IntArray, IntArray]:
     """Planes of blocks of 32 bytes of high bits, 64 of low ones, 16 scales of 6 bits in 12, and d."""
     quants = _fields(blocks[..., 32:96], 2, 32).reshape(len(blocks), -1, 32)
     bits = _fields(blocks[..., :32], 1, 32).reshape(len(blocks), -1, 32)
@@ -154,48 +151,48 @@ def _pack_q3_k(blocks: Bytes) -> tuple[Words, Words, Words]:
     return _words(_join_quarters(quants)), _words(_spread(bits, 1)), np.concatenate([scales, d], axis=-1)
 
 
-def _fields(packed: Bytes, n_bits: int, run: int) -> Bytes:
+def _fields(packed: ByteArray, n_bits: int, run: int) -> ByteArray:
     """[…, bytes] -> […, bytes * 8 / n_bits]: fields that share bytes, the lowest of `run` bytes first."""
     shifts = np.arange(0, 8, n_bits, dtype=np.uint8)
     fields = packed.reshape(*packed.shape[:-1], -1, 1, run) >> shifts[:, None]
     return (fields & np.uint8((1 << n_bits) - 1)).reshape(*packed.shape[:-1], -1)
 
 
-def _join(quants: Bytes) -> Bytes:
+def _join(quants: ByteArray) -> ByteArray:
     """Low nibbles [rows, n_blocks, 32] -> bytes [rows, n_pairs, 32]: weight k of both blocks in byte k."""
     pairs = quants.reshape(len(quants), -1, 2, 32)
-    joined: Bytes = np.bitwise_or(pairs[:, :, 0], pairs[:, :, 1] << np.uint8(4), dtype=np.uint8)
+    joined: ByteArray = np.bitwise_or(pairs[:, :, 0], pairs[:, :, 1] << np.uint8(4), dtype=np.uint8)
     return joined
 
 
-def _join_quarters(quants: Bytes) -> Bytes:
+def _join_quarters(quants: ByteArray) -> ByteArray:
     """2 bits [rows, n_blocks, 32] -> bytes [rows, n_pairs, 16]: weights k and k + 16 of both blocks."""
     quarters = quants.reshape(len(quants), -1, 4, 16) << np.array([[0], [2], [4], [6]], np.uint8)
-    joined: Bytes = np.bitwise_or.reduce(quarters, axis=2)
+    joined: ByteArray = np.bitwise_or.reduce(quarters, axis=2)
     return joined
 
 
-def _join_for_tables(quants: Bytes) -> Bytes:
+def _join_for_tables(quants: ByteArray) -> ByteArray:
     """Nibbles [rows, n_blocks, 32] -> bytes [rows, n_pairs, 32]: 4 of block 0, then 4 of block 1."""
     pairs = quants.reshape(len(quants), -1, 2, 8, 2, 2).swapaxes(
         2, 3
     )  # [rows, n_pairs, word, block, byte, 2]
-    joined: Bytes = np.bitwise_or(pairs[..., 0], pairs[..., 1] << np.uint8(4), dtype=np.uint8)
+    joined: ByteArray = np.bitwise_or(pairs[..., 0], pairs[..., 1] << np.uint8(4), dtype=np.uint8)
     return joined.reshape(*pairs.shape[:2], 32)
 
 
-def _spread(fields: Bytes, n_bits: int) -> Bytes:
+def _spread(fields: ByteArray, n_bits: int) -> ByteArray:
     """Top bits [rows, n_blocks, 32] of 1 or 2 bits -> bytes [rows, n_pairs, 8 n_bits], as the module says."""
     per_byte = 8 // n_bits
     grouped = fields.reshape(
         *fields.shape[:2], -1, per_byte, 4
     )  # weight k: word, place in a byte, byte k mod 4
     shifts = ((np.arange(per_byte, dtype=np.uint8) * n_bits + 4) % 8)[:, None]
-    packed: Bytes = np.bitwise_or.reduce(grouped << shifts, axis=-2)
+    packed: ByteArray = np.bitwise_or.reduce(grouped << shifts, axis=-2)
     return packed.reshape(len(fields), -1, 8 * n_bits)
 
 
-def _words(data: Bytes, split: int = 1) -> Words:
+def _words(data: ByteArray, split: int = 1) -> IntArray:
     """uint8 […, n] -> int32 […, n / 4]; with `split`, each block becomes that many entries."""
     words = np.ascontiguousarray(data).view(np.int32)
     return words.reshape(words.shape[0], words.shape[1] * split, -1)

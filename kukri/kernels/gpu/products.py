@@ -14,10 +14,11 @@ import triton
 from torch import Tensor
 
 from kukri.host.mapped_files import release_pages
+from kukri.kernels.arrays import IntArray
 from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import linear_kernels, tiles
 from kukri.kernels.gpu.assembler import has_ptx, register_options
-from kukri.kernels.gpu.pack import PAIR, Words, pack
+from kukri.kernels.gpu.pack import PAIR, pack
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, empty_q8
 
 
@@ -90,7 +91,7 @@ def to_device(weights: Sequence[Weight], device: torch.device | str) -> Matrix:
     return Matrix(first.type_name, n_rows, first.n_columns, first.n_pairs, *planes)
 
 
-def _room(plane: Words, n_rows: int, device: torch.device | str) -> Tensor:
+def _room(plane: IntArray, n_rows: int, device: torch.device | str) -> Tensor:
     """Memory for n_rows rows of such planes; a table is one for all."""
     shape = plane.shape if plane.ndim == 1 else (n_rows, *plane.shape[1:])
     return torch.empty(shape, dtype=torch.int32, device=device)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kukri.errors import UnsupportedError
+from kukri.kernels.arrays import DoubleArray
 from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.pytorch.step import TensorLogits
@@ -46,8 +47,6 @@ from kukri.kernels.sampling_record import (
 _EDITS, _FILTERS = (PENALTIES, DRY), (TOP_K, TOP_P, MIN_P)
 _EXP_UNITS = 2.0**42  # of a sum of exp: MAX_VOCAB of them fit into int64
 _FLOAT32_MAX = 3.4028234663852886e38
-
-Doubles = npt.NDArray[np.float64]
 
 
 class TorchSampling:
@@ -140,7 +139,7 @@ class _Group:
         if has_logprobs:
             self._report_top()
 
-    def _fill_in(self, results: dict[str, Doubles]) -> None:
+    def _fill_in(self, results: dict[str, DoubleArray]) -> None:
         """Writes numbers [R] to the records' results; of rows that are unusable the peak and a status."""
         fields, peak = self._records.fields, results["peak"]
         last_peak = results.pop("last_peak", peak)
