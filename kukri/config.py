@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -10,6 +11,7 @@ from kukri.errors import ConfigError
 
 ROPE_SCALINGS = ("linear", "dynamic", "yarn", "llama3", "longrope")
 MAX_ROPE_FACTOR = 1 << 20
+NO_ROTATION = 1e30  # a divisor of a frequency that stands for none at all, as in GGUF
 # Larger claims of a file are damage, and memory is reserved by these.
 MAX_CONTEXT = 1 << 24  # tokens
 MAX_HEAD = 1 << 10  # d_head
@@ -52,8 +54,9 @@ class RopeScaling:
         """Raises ConfigError on an unknown kind or numbers without a meaning."""
         if self.kind not in ROPE_SCALINGS:
             raise ConfigError(f"RoPE scaling {self.kind!r} is unknown: kukri runs {', '.join(ROPE_SCALINGS)}")
-        divisors = (*self.factors, *self.short_factors, *self.long_factors)
         least, most = 1 / MAX_ROPE_FACTOR, MAX_ROPE_FACTOR
+        rotating = (factor for factor in self.factors if not math.isclose(factor, NO_ROTATION, rel_tol=1e-6))
+        divisors = (*rotating, *self.short_factors, *self.long_factors)
         if not all(least <= number <= most for number in (self.factor, *divisors)):
             raise ConfigError(f"the factors of {self.kind} RoPE scaling must be above 0 and at most {most}")
         if self.attention_factor is not None and not 0 < self.attention_factor <= MAX_ROPE_FACTOR:
@@ -113,6 +116,8 @@ class LayerConfig:
     d_ffn: int | None = None
     attention_scale: float | None = None  # multiplies scores; the model's is d_head ** -0.5
     is_recurrent: bool = False  # True: keeps a state in place of keys and values
+    kv_from: int | None = None  # an earlier layer whose keys and values it reads; None: its own
+    keys_are_values: bool = False  # True: the keys' matrix makes the values too
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,8 @@ class AttentionConfig:
     window: int | None  # visible tokens, the current one included; None sees the whole context
     rope: RopeConfig | None  # None: a NoPE layer
     softcap: float | None  # bounds scores
+    kv_from: int | None = None  # the layer whose keys and values it reads; None: its own
+    keys_are_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,6 +231,7 @@ class ModelConfig:
     is_causal: bool = True  # False: an encoder, whose tokens see the whole text
     n_token_types: int = 0  # embeddings that tell the texts of a pair apart; 0: none
     n_positions: int = 0  # rows of an embedding of positions; 0: none
+    d_per_layer: int = 0  # width of a second embedding of tokens, one for each layer; 0: none
 
     def __post_init__(self) -> None:
         """Raises ConfigError on shapes no transformer can have."""
@@ -242,12 +250,28 @@ class ModelConfig:
         if len(self.layers) != self.n_layers:
             raise ConfigError(f"{len(self.layers)} layer configs for {self.n_layers} layers")
         _check_heads(self.n_heads, self.n_kv_heads, self.d_head, self.rope)
-        for layer in map(self.attention, range(self.n_layers)):
+        for i, layer in enumerate(map(self.attention, range(self.n_layers))):
             _check_heads(self.n_heads, layer.n_kv_heads, layer.d_head, layer.rope)
+            if layer.kv_from is not None:
+                self._check_shared(i, layer, layer.kv_from)
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps must be above 0, not {self.norm_eps}")
         if self.recurrent is None and any(layer.is_recurrent for layer in self.layers):
             raise ConfigError("recurrent layers without their sizes")
+
+    def _check_shared(self, i: int, layer: AttentionConfig, source: int) -> None:
+        """Raises ConfigError unless layer `i` can read the keys and values of layer `source`."""
+        if not 0 <= source < i:
+            raise ConfigError(
+                f"layer {i} reads the keys and values of layer {source}, which is not before it"
+            )
+        other = self.attention(source)
+        if other.kv_from is not None or self.layers[source].is_recurrent:
+            raise ConfigError(f"layer {i} reads the keys and values of layer {source}, which has none")
+        if any(getattr(layer, part) != getattr(other, part) for part in ("n_kv_heads", "d_head", "window")):
+            raise ConfigError(
+                f"layer {i} reads the keys and values of layer {source}, whose heads or window differ"
+            )
 
     def attention(self, layer: int) -> AttentionConfig:
         """The attention of a layer: its own numbers, else the model's."""
@@ -260,6 +284,8 @@ class ModelConfig:
             window=this.window,
             rope=(this.rope or self.rope) if this.use_rope else None,
             softcap=self.attention_softcap,
+            kv_from=this.kv_from,
+            keys_are_values=this.keys_are_values,
         )
 
     def mlp_width(self, layer: int) -> int:
@@ -269,7 +295,8 @@ class ModelConfig:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes one token takes in an fp16 KV cache, all layers."""
-        layers = (self.attention(i) for i, layer in enumerate(self.layers) if not layer.is_recurrent)
+        own = [i for i, each in enumerate(self.layers) if not each.is_recurrent and each.kv_from is None]
+        layers = map(self.attention, own)
         return sum(2 * 2 * layer.n_kv_heads * layer.d_head for layer in layers)
 
     @property

@@ -63,6 +63,13 @@ PHI4_MINI = {
         "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
     },
 }
+GEMMA4 = {
+    **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 5, "vocab_size_per_layer_input": N_VOCAB},
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    },
+}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5}
 # kind of checkpoint -> class of the configuration and what it is given
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -148,6 +155,20 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
             },
+        },
+    ),
+    "gemma4_text": (
+        tr.Gemma4TextConfig,
+        {
+            **{**GEMMA4, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2},
+            **{"use_double_wide_mlp": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        },
+    ),
+    "gemma4_text-keys": (
+        tr.Gemma4TextConfig,
+        {
+            **{**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0},
         },
     ),
     "ernie4_5": (tr.Ernie4_5Config, {"head_dim": 16, "rope_parameters": LOCAL["full_attention"]}),
@@ -284,6 +305,9 @@ def make(directory: Path, kind: str, dtype: torch.dtype = torch.float32, **save:
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # else all ones or zeros, and a mistake would not show
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.mul_(0.5 + torch.rand(1))
     model.to(dtype).eval().save_pretrained(directory, **save)
     byte_tokenizer().save_pretrained(directory)
     return directory, model.float()

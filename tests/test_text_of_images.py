@@ -16,7 +16,7 @@ from kukri.errors import UnusedTensorError
 from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.config import hf_model_config, text_config
 from kukri.terminal.convert import convert_model
-from tests.test_llm_safetensors import GEMMA, N_VOCAB, TINY, byte_tokenizer, exact_logits
+from tests.test_llm_safetensors import GEMMA, GEMMA4, N_VOCAB, TINY, byte_tokenizer, exact_logits
 
 IDS = np.random.default_rng(0).integers(0, 200, 30).tolist()
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -26,6 +26,38 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         tr.Gemma3ForConditionalGeneration,
         {"text_config": {**TINY, **GEMMA}, "vision_config": {**VISION, "image_size": 28, "patch_size": 14}},
         {"mm_tokens_per_image": 4, "image_token_id": 271, "boi_token_id": 270, "eoi_token_id": 269},
+    ),
+    "gemma4": (
+        tr.Gemma4Config,
+        tr.Gemma4ForConditionalGeneration,
+        {
+            "text_config": {
+                **TINY,
+                **GEMMA4,
+                "pad_token_id": 0,
+                "hidden_size_per_layer_input": 32,
+                "num_kv_shared_layers": 0,
+            },
+            "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 16},
+            "audio_config": None,
+        },
+        {"image_token_id": 271, "boi_token_id": 270, "eoi_token_id": 269, "audio_token_id": 268},
+    ),
+    "gemma4_unified": (
+        tr.Gemma4UnifiedConfig,
+        tr.Gemma4UnifiedForConditionalGeneration,
+        {
+            "text_config": {
+                **TINY,
+                **GEMMA4,
+                "pad_token_id": 0,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+            },
+            "vision_config": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 8},
+            "audio_config": None,
+        },
+        {"image_token_id": 271, "boi_token_id": 270, "eoi_token_id": 269, "audio_token_id": 268},
     ),
     "qwen3_5": (
         tr.Qwen3_5Config,
@@ -70,7 +102,7 @@ def test_the_text_runs_and_is_converted(name: str, tmp_path: Path, caplog: pytes
     assert headers.problem is None
     assert not [t.name for t in headers.tensors if "vis" in t.name]
     with LLM(tmp_path / "hf", backend="reference") as llm:
-        assert llm.config.architecture == f"{name}_text"
+        assert llm.config.architecture == f"{name.removesuffix('_unified')}_text"
         assert llm.config.n_vocab == N_VOCAB
 
 

@@ -275,7 +275,11 @@ def _differing(config: ModelConfig, form: Format, architecture: Architecture) ->
         "d_ffn": [config.mlp_width(i) for i in range(config.n_layers)],
     }
     named = {fact.field: fact.key(form) for fact in facts(architecture)}
-    found = {named[field]: values for field, values in lists.items() if len(set(values)) > 1}
+    found = {
+        named[field]: values
+        for field, values in lists.items()
+        if len(set(values)) > 1 and not (form == "hf" and field in architecture.hf_layers)
+    }
     if found and form == "hf":
         names = ", ".join(found)
         raise UnsupportedError(f"config.json of {architecture.name} has one {names} for all layers")

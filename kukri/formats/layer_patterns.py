@@ -38,10 +38,12 @@ def local_rope(config: ModelConfig, architecture: Architecture) -> RopeConfig | 
     ropes = {layer.rope for layer in config.layers if layer.window} if architecture.local_rope else set()
     others = {layer.rope for layer in config.layers if not (architecture.local_rope and layer.window)}
     local = ropes.pop() if len(ropes) == 1 else None
+    local_head = next((layer.d_head for layer in config.layers if layer.window), None)
     if (
         ropes
         or others - {None}
-        or (local and (local.scaling, local.rotary_dim) != (None, config.rope.rotary_dim))
+        or (local and local.scaling is not None)
+        or (local and local.rotary_dim not in (config.rope.rotary_dim, local_head))
     ):
         raise UnsupportedError(f"files of {architecture.name} have no key for RoPE in only some layers")
     return local

@@ -120,7 +120,7 @@ class Trace:
         """Notes the norm under the tap of its input."""
         if x.tap is not None:
             self.head_norms[x.tap] = Norm(weight, None, eps, x.tap, False)
-        return _Value(x.width)
+        return _Value(x.width, product=_product(x))
 
     def linear(
         self,

@@ -103,6 +103,8 @@ class Architecture:
     experts: ExpertKeys | None = None  # of a mixture
     recurrent: RecurrentKeys | None = None  # of layers that keep a state
     aliases: Mapping[str, str] = field(default_factory=dict)  # older keys of config.json, which win
+    respelled: Callable[[dict[str, Any]], dict[str, Any]] = dict  # config.json in one of several spellings
+    hf_layers: Set[str] = frozenset()  # fields of LayerConfig that `write_hf` writes
 
     # what no field says: changes the fields of `ModelConfig` that the common keys gave, or the keys to write
     read_hf: Callable[[Keys, dict[str, Any]], None] = lambda keys, facts: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ class Keys:
         path: Path,
         prefix: str = "",
         defaults: Mapping[str, Any] | None = None,
+        tensors: Collection[str] = (),
     ) -> None:
+        """`tensors` are the names of a GGUF file's, which say what no key does."""
+        self.tensors = tensors
         self.values, self.path, self.prefix, self.defaults = values, path, prefix, defaults or {}
         self.last: str | None = None  # the key that was read last
 

@@ -184,40 +184,55 @@ class Attention:
             this.window,
             this.softcap,
             config.is_causal,
+            reads=this.kv_from,
         )
         # texts that see all of themselves are computed in one step: no page is passed by a window
         window = this.window if config.is_causal else None
-        self.cache_layer = KVLayer(this.n_kv_heads, this.d_head, window)
+        self.cache_layer = KVLayer(this.n_kv_heads if this.kv_from is None else 0, this.d_head, window)
         is_fused = source.has(f"{name}.{self.fused_name}.weight")
-        names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else self.in_names)]
-        self.qkv = Linear(source, names, (self.q_parts * n_q, n_kv, n_kv), config.d_model)
+        query, key, value = self.in_names
+        parts = [query, key, key if this.keys_are_values else value] if this.kv_from is None else [query]
+        names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else parts)]
+        widths = (self.q_parts * n_q, n_kv, n_kv)[: len(parts)]
+        self.qkv = Linear(source, names, widths, config.d_model)
         self.out: Callable[..., Tensor]
         self.out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
-        q, k, v = self.qkv.parts(ops, x)
+        q, *kv = self.qkv.parts(ops, x)
+        k, v = kv or (None, None)  # of a layer that reads another's
         z = self.attend(ops, q, k, v, batch)
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
-    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> Tensor:
-        """The heads' results [T, H*K], from q [T, H*K] and k and v [T, G*K]; writes the cache."""
+    def attend(self, ops: Ops, q: Tensor, k: Tensor | None, v: Tensor | None, batch: Any) -> Tensor:
+        """The heads' results [T, H*K], from q [T, H*K] and k and v [T, G*K]; writes the cache.
+
+        Without k and v the layer reads another's, and writes nothing.
+        """
+        stores = self.spec.reads is None
         q = ops.tap("attn.hook_q", self.layer, q)
-        k = ops.tap("attn.hook_k", self.layer, k)
-        v = ops.tap("attn.hook_v", self.layer, v)
+        if stores:
+            k = ops.tap("attn.hook_k", self.layer, k)
+            v = ops.tap("attn.hook_v", self.layer, self.normalize_values(ops, v))
         q, k = self.rotate(ops, q, k, batch)
         q = ops.tap("attn.hook_rot_q", self.layer, q)  # NoPE layers have them too
-        k = ops.tap("attn.hook_rot_k", self.layer, k)
+        if stores:
+            k = ops.tap("attn.hook_rot_k", self.layer, k)
         return ops.tap(self.result_tap, self.layer, ops.attention(q, k, v, self.spec, batch))
 
-    def rotate(self, ops: Ops, q: Tensor, k: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    def rotate(self, ops: Ops, q: Tensor, k: Tensor | None, batch: Any) -> tuple[Tensor, Tensor | None]:
         """q and k, normed and then rotated, unless the layer does not."""
         q, k = self.normalize(ops, q, k)
         return (q, k) if self.rope is None else ops.rope(q, k, self.rope, self.spec, batch)
 
-    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize(self, ops: Ops, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """q and k before their rotation, as they are; architectures with head norms say otherwise."""
         return q, k
+
+    def normalize_values(self, ops: Ops, v: Tensor) -> Tensor:
+        """v as it is; architectures that norm it say otherwise."""
+        return v
 
 
 class GatedMLP:

@@ -98,9 +98,14 @@ class Llama:
     def hidden(self, ops: Ops, batch: Any) -> Tensor:
         """Hidden states after the last norm [N, D], the head's input."""
         x = ops.tap("hook_embed", None, self.embed(ops, batch))
+        x = self.through_blocks(ops, x, batch)
+        return ops.tap("ln_final.hook_normalized", None, self.norm(ops, ops.logit_rows(x, batch)))
+
+    def through_blocks(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
+        """The residual stream after the last block [T, D]."""
         for block in self.blocks:
             x = block(ops, x, batch)
-        return ops.tap("ln_final.hook_normalized", None, self.norm(ops, ops.logit_rows(x, batch)))
+        return x
 
     @property
     def cache_layout(self) -> tuple[KVLayer | StateLayer, ...]:

@@ -18,11 +18,12 @@ class Qwen3Attention(Attention):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         self.q_norm = HeadNorm(source, f"{name}.{self.q_norm_name}", self.spec.d_head, config.norm_eps)
-        self.k_norm = HeadNorm(source, f"{name}.{self.k_norm_name}", self.spec.d_head, config.norm_eps)
+        if self.spec.reads is None:
+            self.k_norm = HeadNorm(source, f"{name}.{self.k_norm_name}", self.spec.d_head, config.norm_eps)
 
-    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize(self, ops: Ops, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """q [T, H*K] and k [T, G*K], normed head by head."""
-        return self.q_norm(ops, q), self.k_norm(ops, k)
+        return self.q_norm(ops, q), None if self.spec.reads is not None else self.k_norm(ops, k)
 
 
 class Qwen3Block(Block):

@@ -47,6 +47,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)(?:_exps)?\.weight")
 
 
+# of embeddings that each layer has: at 4 bits they cost more than the bits are worth
+_PER_LAYER = re.compile(r"per_layer_(?:token_embd|model_proj)\.weight|blk\.\d+\.(?:inp_gate|proj)\.weight")
+
 # heads for tasks, and the embeddings of positions and types: a few rows, which llama.cpp reads as floats
 _KEPT = ("cls.weight", "cls.output.weight", "qa_output.weight", "position_embd.weight", "token_types.weight")
 
@@ -92,6 +95,8 @@ def mix_types(mix: str, shapes: Shapes, queries_per_key: int) -> dict[str, Quant
             chosen = _head_type(main, shape[-1])
         elif name == "token_embd.weight" and main.name in ("TQ1_0", "TQ2_0", "Q2_0"):
             chosen = QUANT_TYPES["Q4_K"]
+        elif _PER_LAYER.fullmatch(name) and main.block_size > 1:
+            chosen = QUANT_TYPES["Q8_0"]
         elif name in places:
             chosen = QUANT_TYPES[_layer_type(mix, *places[name], queries_per_key) or main.name]
         types[name] = fitting_type(chosen, shape[-1]) or QUANT_TYPES["F16"]

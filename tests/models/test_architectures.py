@@ -24,6 +24,7 @@ from tests.models.tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_rea
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
 HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid"]  # with layers that keep a state
+GEMMA4 = ["gemma4_text", "gemma4_text-keys"]
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
 
 
@@ -123,9 +124,9 @@ def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Bac
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_packed_weights_of_hybrids_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
-    """The same of recurrent layers."""
+@pytest.mark.parametrize("name", HYBRIDS + GEMMA4)
+def test_packed_weights_of_other_layers_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
+    """The same of recurrent layers, and of those with shared keys and embeddings of their own."""
     test_packed_weights_run_on_the_cpu(name, tmp_path, reference)
 
 
@@ -186,7 +187,8 @@ def test_every_parameter_is_listed_once(name: str) -> None:
     """A bias or norm of one architecture missing from the listing."""
     hf, config, source = make(name)
     model = load_model(source, config)
-    assert model.n_parameters == sum(p.numel() for p in hf.parameters())
+    factors = [b for key, b in hf.named_buffers() if key.endswith("layer_scalar")]
+    assert model.n_parameters == sum(p.numel() for p in (*hf.parameters(), *factors))
     listed = {p.name: p.shape for p in model.parameters}
     assert listed == {key: array.shape for key, array in source.arrays.items()}
 
@@ -229,6 +231,8 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "qwen3_5_text-grouped": 8,
         "phi-grouped": 8,
         "stablelm": 8,
+        "gemma4_text": 2 * D_HEAD,
+        "gemma4_text-keys": 2 * D_HEAD,
     }
     for name in ("exaone4-windows", "cohere2"):
         assert {(layer.use_rope, layer.window) for layer in configs[name].layers} == {
@@ -243,6 +247,8 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "olmo3": "yarn",
         "gemma3_text": "linear",
         "gpt_oss": "yarn",
+        "gemma4_text": "llama3",  # divisors
+        "gemma4_text-keys": "llama3",
     }
     assert ORIGINAL < N_TOKENS
     assert all(c.n_heads > c.n_kv_heads for n, c in configs.items() if n != "phi")

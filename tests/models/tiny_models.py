@@ -107,6 +107,36 @@ def _qwen3_5(n_heads: int) -> Tiny:
     )  # fmt: skip
 
 
+# of a layer with a window, beside which others have heads of twice the size
+_NARROW: dict[str, Any] = {"window": 7, "rope": RopeConfig(500.0, D_HEAD), "d_head": D_HEAD}
+
+
+def _gemma4(
+    hf: Mapping[str, Any],
+    layers: Sequence[LayerConfig],
+    facts: Mapping[str, Any],
+    keys: Mapping[str, Any],
+    types: Sequence[str],
+) -> Tiny:
+    """A quarter of the wide heads' frequencies rotates."""
+    none = float(np.float32(1e30))
+    return Tiny(
+        "Gemma4Text", "gemma4",
+        {"sliding_window": 7, "layer_types": list(types), "global_head_dim": 2 * D_HEAD,
+         "vocab_size_per_layer_input": V,
+         "rope_parameters": {
+             "full_attention": _rope("proportional", partial_rotary_factor=0.25),
+             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}, **hf},
+        layers=layers, rotary_dim=2 * D_HEAD, tied=True,
+        scaling=RopeScaling("llama3", factors=(*[1.0] * 4, *[none] * 12)),
+        facts={"d_head": 2 * D_HEAD, "attention_scale": 1.0, **facts},
+        keys={"attention.sliding_window": 7, "attention.key_length": 2 * D_HEAD,
+              "attention.value_length": 2 * D_HEAD, "attention.key_length_swa": D_HEAD,
+              "attention.value_length_swa": D_HEAD, "rope.dimension_count_swa": D_HEAD,
+              "rope.freq_base_swa": 500.0, "attention.sliding_window_pattern": [1, 1, 1, 0], **keys},
+    )  # fmt: skip
+
+
 def _granite_hybrid(n_experts: int, position: str) -> Tiny:
     """Granite 4 with so many experts, its attention with RoPE or without."""
     of_experts = {**_EXPERT_KEYS, "expert_shared_feed_forward_length": F, "feed_forward_length": 32}
@@ -230,6 +260,23 @@ TINY: dict[str, Tiny] = {
         keys={"attention.sliding_window": 7, "attention.sliding_window_pattern": 3,
               "rope.freq_base_swa": 500.0, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
     ),
+    "gemma4_text": _gemma4(
+        {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        (LayerConfig(**_NARROW, d_ffn=F), LayerConfig(d_ffn=F), LayerConfig(**_NARROW, kv_from=0),
+         LayerConfig(kv_from=1)),
+        {"d_per_layer": 32, "d_ffn": 2 * F},
+        {"attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32,
+         "feed_forward_length": [F, F, 2 * F, 2 * F], "attention.sliding_window_pattern": [1, 0, 1, 0]},
+        ("sliding_attention", "full_attention") * 2,
+    ),
+    "gemma4_text-keys": _gemma4(  # which are values too
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+         "final_logit_softcapping": 5.0},
+        (*(LayerConfig(**_NARROW),) * 3, LayerConfig(n_kv_heads=1, keys_are_values=True)),
+        {"logit_softcap": 5.0},
+        {"attention.head_count_kv": [2, 2, 2, 1], "final_logit_softcapping": 5.0},
+        ("sliding_attention",) * 3 + ("full_attention",),
+    ),
     "olmo2": Tiny("Olmo2", "olmo2", {}),
     "olmo": Tiny("Olmo", "olmo", {}, keys={"attention.layer_norm_epsilon": 1e-5}),
     "stablelm": Tiny(
@@ -312,14 +359,16 @@ def make(
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif kind.name == "BF16":
                 parameter.copy_(parameter.bfloat16().float())
+        for key, buffer in hf.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(1))
+    sizes = {"d_head": D_HEAD, "d_ffn": F, **tiny.facts}
     config = ModelConfig(
         architecture=name.split("-")[0],
         n_layers=N_LAYERS,
         d_model=D,
         n_heads=HEADS,
         n_kv_heads=tiny.n_kv_heads,
-        d_head=D_HEAD,
-        d_ffn=F,
         n_vocab=V,
         norm_eps=1e-5,
         max_context=context,
@@ -328,7 +377,7 @@ def make(
         layers=tuple(tiny.layers),
         mixture=tiny.mixture,
         recurrent=tiny.recurrent,
-        **tiny.facts,
+        **sizes,
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
     state = dict(_named(key, tensor) for key, tensor in state.items())
@@ -357,7 +406,9 @@ def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """A parameter of transformers' as kukri names it and has it."""
     if key.endswith(".A_log"):
         return f"{key}.weight", -torch.exp(tensor)
-    key = f"{key}.weight" if key.endswith(".D") else key.replace(".dt_bias", ".dt_proj.bias")
+    key = (
+        f"{key}.weight" if key.endswith((".D", ".layer_scalar")) else key.replace(".dt_bias", ".dt_proj.bias")
+    )
     return key, tensor[:, 0] if is_convolution(key) else tensor
 
 
@@ -475,6 +526,8 @@ def _rope_freqs(config: ModelConfig) -> dict[str, Sequence[float]]:
     scaling = config.rope.scaling
     if scaling is None or scaling.kind != "llama3":
         return {}
+    if scaling.factors:
+        return {"rope_freqs.weight": scaling.factors}
     frequencies = 10000.0 ** -(np.arange(0, D_HEAD, 2) / D_HEAD)
     lengths = 2 * np.pi / frequencies
     low = scaling.original_context / scaling.low_freq_factor

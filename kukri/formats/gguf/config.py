@@ -245,7 +245,9 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
         message = f"architecture {brief(name)} is not supported: kukri runs {known}"
         raise UnsupportedError(f"{gguf.path}: {message}")
     architecture = max(named, key=fits)
-    return architecture, Keys(gguf.metadata, gguf.path, f"{name}.", architecture.gguf_defaults)
+    return architecture, Keys(
+        gguf.metadata, gguf.path, f"{name}.", architecture.gguf_defaults, gguf.tensors.keys()
+    )
 
 
 def _check_neutral(keys: Keys, architecture: Architecture) -> None:

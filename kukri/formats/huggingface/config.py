@@ -74,7 +74,10 @@ _NEUTRAL: dict[str, Any] = {
 
 
 # Models of images and text whose text is a model that runs
-_OF_IMAGES = ("gemma3", "qwen3_5")
+_OF_IMAGES = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5")
+
+# Types of such texts that go by another's name
+_TEXT_TYPES = {"gemma4_unified_text": "gemma4_text"}
 
 # Words in the names of keys that change the computation of some architecture: refused unless they say "none".
 _CHANGES = re.compile(
@@ -227,7 +230,7 @@ def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
 
 def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, Keys]:
     """The architecture, and its keys."""
-    model_type = config.get("model_type")
+    model_type = _TEXT_TYPES.get(str(stated := config.get("model_type")), stated)
     named = [one for one in ARCHITECTURES.values() if (one.hf_type or one.name) == model_type]
     marked = [one for one in named if one.hf_mark and _holds(config, *one.hf_mark)]
     found = marked or [one for one in named if not one.hf_mark]
@@ -235,7 +238,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, 
         known = ", ".join(dict.fromkeys(one.hf_type or name for name, one in ARCHITECTURES.items()))
         raise UnsupportedError(f"{path}: model_type {brief(model_type)} is not supported: kukri runs {known}")
     architecture = found[0]
-    config = {key: _infinite(value) for key, value in config.items()}
+    with reading(path):
+        config = architecture.respelled({key: _infinite(value) for key, value in config.items()})
     if architecture.aliases:
         newer = {
             architecture.aliases[key]: value for key, value in config.items() if key in architecture.aliases

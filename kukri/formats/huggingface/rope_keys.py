@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kukri.config import MAX_CONTEXT, ROPE_SCALINGS, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import (
+    MAX_CONTEXT,
+    MAX_ROPE_FACTOR,
+    NO_ROTATION,
+    ROPE_SCALINGS,
+    ModelConfig,
+    RopeConfig,
+    RopeScaling,
+)
 from kukri.errors import ConfigError, UnsupportedError, brief
 from kukri.formats.facts import SCALING_FACTS, SCALING_FIELDS, write_scaling
 from kukri.formats.gguf.rope_keys import llama3_divisors
@@ -17,6 +25,7 @@ from kukri.models.keys import Keys
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LOCAL_THETA = "rope_local_base_freq"
+_NONE = float(np.float32(NO_ROTATION))
 
 
 def read_ropes(
@@ -74,11 +83,25 @@ def _rope(
     named = {f"{where}.{name}": value for name, value in stated.items() if value is not None}
     parameters = Keys(named, keys.path, f"{where}.", defaults)
     theta = parameters.positive("rope_theta")
+    if parameters.value("rope_type") == "proportional":
+        return RopeConfig(theta, d_head, _proportional(parameters, keys, d_head))
     scaling = _scaling(parameters, keys, architecture, max_context)
     try:
         return RopeConfig(theta, _rotary_dim(parameters, keys, architecture, d_head, scaling), scaling)
     except ConfigError as error:
         raise keys.error(where, f"makes no sense: {error}") from None
+
+
+def _proportional(parameters: Keys, keys: Keys, d_head: int) -> RopeScaling:
+    """A share of the frequencies of a whole head, as divisors; the others do not rotate."""
+    stated = {name.removeprefix(parameters.prefix) for name in parameters.values}
+    if unknown := stated - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}:
+        where = parameters.prefix.removesuffix(".")
+        raise keys.unsupported(where, f"has the unknown parameter {brief(min(unknown))}")
+    share = parameters.positive("partial_rotary_factor", most=1)
+    n_rotating, factor = int(share * d_head // 2), parameters.positive("factor", 1.0, most=MAX_ROPE_FACTOR)
+    factors = (*[factor] * n_rotating, *[_NONE] * (d_head // 2 - n_rotating))
+    return RopeScaling("llama3", factors=factors)
 
 
 def local_rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
@@ -180,6 +203,8 @@ def scaling_keys(rope: RopeConfig) -> dict[str, Any]:
     """`rope_scaling` of a configuration."""
     scaling = rope.scaling
     assert scaling is not None
+    if _NONE in scaling.factors:
+        return _proportional_keys(scaling.factors)
     if scaling.factors:
         scaling = _llama3_parameters(rope, scaling)
     # original_context of dynamic follows from the model's context, factor of longrope from both
@@ -191,6 +216,15 @@ def scaling_keys(rope: RopeConfig) -> dict[str, Any]:
     ]
     stated = write_scaling(scaling, "hf", tuple(field for field in fields if field not in unsaid))
     return {"rope_type": scaling.kind, **stated}
+
+
+def _proportional_keys(factors: Sequence[float]) -> dict[str, Any]:
+    """The parameters of `_proportional`."""
+    n_rotating = factors.index(_NONE)
+    if set(factors[n_rotating:]) != {_NONE} or len({*factors[:n_rotating]}) > 1:
+        raise UnsupportedError("the divisors in rope_freqs.weight are not those of proportional RoPE")
+    keys = {"rope_type": "proportional", "partial_rotary_factor": n_rotating / len(factors)}
+    return keys | ({"factor": factors[0]} if n_rotating and factors[0] != 1 else {})
 
 
 def _llama3_parameters(rope: RopeConfig, scaling: RopeScaling) -> RopeScaling:

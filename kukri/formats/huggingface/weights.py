@@ -48,8 +48,10 @@ _EXPERTS = re.compile(
     r"(?P<layer>.+\.mlp\.experts)\.(?:\d+\.)?"
     r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight|_blocks|_scales|(?P<bias>_bias))?"
 )
-# Small, and an error in it chooses other experts: packing leaves it as it is.
-_ROUTER = re.compile(r".+\.mlp\.(?:gate|router)\.weight")
+# Packing leaves them as they are: routers, which are small and of which an error chooses other experts; a
+# table of all layers' embeddings, which stays in the file, and their projections.
+_UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router|router\.proj)\.weight|.+per_layer.+")
+_BARE = "sinks|A_log|D|layer_scalar"  # parameters without a module
 
 # The model below a head, or on its own, has other names in front than a language model's.
 _PREFIXES = (
@@ -66,7 +68,9 @@ _PREFIXES = (
 )
 
 # Tensors besides those of the text in models of images and text.
-_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\..+")
+_IMAGES = re.compile(
+    r"(?:model\.)?(?:(?:vision|audio)_\w+|embed_(?:vision|audio)|multi_modal_projector|visual)\..+"
+)
 
 
 class SafetensorsWeights:
@@ -298,7 +302,7 @@ def mxfp4_rows(blocks: ByteArray, scales: ByteArray) -> ByteArray:
 
 def is_packed(name: str, shape: tuple[int, ...]) -> bool:
     """True for a tensor that packing while loading is for: a matrix other than a router or a convolution."""
-    return len(shape) > 1 and _ROUTER.fullmatch(name) is None and not is_convolution(name)
+    return len(shape) > 1 and _UNPACKED.fullmatch(name) is None and not is_convolution(name)
 
 
 def is_convolution(name: str) -> bool:
@@ -313,7 +317,7 @@ def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def parameter_name(name: str) -> str:
     """A tensor's name as models know it, as it is stored: parameters without a module have a short one."""
-    name = re.sub(r"\.(sinks|A_log|D)\.weight$", r".\1", name)
+    name = re.sub(rf"\.({_BARE})\.weight$", r".\1", name)
     return re.sub(r"\.dt_proj\.bias$", ".dt_bias", name)
 
 
@@ -350,7 +354,7 @@ def model_prefix(names: Collection[str], architecture: Architecture) -> str:
 def canonical_name(name: str, prefix: str) -> str:
     """A stored tensor's name as models know it; `prefix` is that of `model_prefix`."""
     is_head = not prefix and name.partition(".")[0] in _HEADS
-    name = re.sub(r"\.(sinks|A_log|D)$", r".\1.weight", name)  # parameters without a module
+    name = re.sub(rf"\.({_BARE})$", r".\1.weight", name)  # parameters without a module
     name = re.sub(r"\.dt_bias$", ".dt_proj.bias", name)
     return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) and not is_head else name
 

@@ -85,7 +85,7 @@ class Recorder:
         """See Ops.embed. Rows are read from the file, as it is."""
         layout_of(weight)
         if by == "token_ids":
-            self.n_vocab = weight.shape[0]
+            self.n_vocab = min(self.n_vocab, weight.shape[0])
         elif by == "positions":
             self.n_positions = min(self.n_positions, weight.shape[0])
         else:
