@@ -1,8 +1,8 @@
 """The connection between a front and a replica: JSON messages over TCP, each after its length in bytes.
 
 A message is an object with a `kind`. Both sides send one each second, so that a silent channel is a dead
-one. Neither encrypts: like Ray's own, it belongs in a network of machines that trust one another. A secret,
-which Ray carries, keeps others out.
+one. Neither encrypts: like Ray's own, it belongs in a network of machines that trust one another. Both prove
+first that they know a secret, which Ray carries (`kukri.stages.greeting`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import asyncio
 import json
 import struct
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
+
+from kukri.stages.greeting import ANSWER_BYTES, HELLO_BYTES, VERDICT_BYTES, Guest, Host
 
 BEAT_S = 1.0  # between two messages, at most
 SILENCE_S = 15.0  # after which the other side counts as dead
 _MAX_BYTES = 1 << 28  # of a message
-_MAX_FIRST_BYTES = 1 << 16  # of one from somebody who has not shown the secret
 _LENGTH = struct.Struct(">I")
 
 
@@ -26,30 +27,54 @@ class Channel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
+    @classmethod
+    async def connected(cls, host: str, port: int, secret: str) -> Self:
+        """A channel to a front. Raises OSError if none listens there, ValueError if it has another secret."""
+        made = cls(*await asyncio.open_connection(host, port))
+        guest = Guest(secret.encode(), "replica")
+        try:
+            made._writer.write(guest.answer(await made._read(HELLO_BYTES)))
+            guest.check(await made._read(VERDICT_BYTES))
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    async def admits(self, secret: str) -> bool:
+        """Whether the other side is a replica that knows the secret; it is told so."""
+        host = Host(secret.encode())
+        self._writer.write(host.hello)
+        try:
+            verdict, is_welcome = host.verdict(await self._read(ANSWER_BYTES), "replica")
+        except OSError:
+            return False
+        self._writer.write(verdict)
+        return is_welcome
+
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message, without waiting; a closed channel loses it."""
         data = json.dumps(message, separators=(",", ":")).encode()
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
-    async def receive(self, *, is_first: bool = False) -> dict[str, Any] | None:
+    async def receive(self) -> dict[str, Any] | None:
         """The next message; None if the channel has ended, is silent for long, or sends something else."""
         try:
-            async with asyncio.timeout(SILENCE_S):
-                (n_bytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                if n_bytes > (_MAX_FIRST_BYTES if is_first else _MAX_BYTES):
-                    return None
-                message = json.loads(await self._reader.readexactly(n_bytes))
-        except (OSError, EOFError, TimeoutError, ValueError, RecursionError):
+            (n_bytes,) = _LENGTH.unpack(await self._read(_LENGTH.size))
+            message = json.loads(await self._read(n_bytes)) if n_bytes <= _MAX_BYTES else None
+        except (OSError, ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
+
+    async def _read(self, n_bytes: int) -> bytes:
+        """That many bytes. Raises OSError if the channel ends before, or is silent for long."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await self._reader.readexactly(n_bytes)
+        except (EOFError, TimeoutError) as error:
+            raise ConnectionError(str(error) or "it is silent") from None
 
     def close(self) -> None:
         """Ends the connection."""
         with suppress(OSError, RuntimeError):
             self._writer.close()
-
-
-async def connect(host: str, port: int) -> Channel:
-    """Opens a channel to a front. Raises OSError if none listens there."""
-    return Channel(*await asyncio.open_connection(host, port))

@@ -14,7 +14,6 @@ error.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 import threading
@@ -301,8 +300,11 @@ class ReplicaLoop:
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Takes in a replica, and what it sends until it goes."""
         channel = Channel(reader, writer)
-        hello = await channel.receive(is_first=True)
-        facts = self._checked(hello)
+        if not await channel.admits(self._secret):
+            log.warning("a connection without the secret was closed")
+            channel.close()
+            return
+        facts = self._checked(await channel.receive())
         if facts is None:
             channel.close()
             return
@@ -326,8 +328,7 @@ class ReplicaLoop:
 
     def _checked(self, hello: Mapping[str, Any] | None) -> ReplicaFacts | None:
         """The facts of a replica that may join; None for others."""
-        if hello is None or not hmac.compare_digest(str(hello.get("secret", "")), self._secret):
-            log.warning("a connection without the secret was closed")
+        if hello is None:
             return None
         facts = ReplicaFacts(**hello["facts"])
         if facts.model != self._identity:

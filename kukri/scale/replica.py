@@ -20,7 +20,7 @@ from kukri.errors import KukriError
 from kukri.llm import LLM
 from kukri.sampling import resolve_texts
 from kukri.scale import wire
-from kukri.scale.channel import BEAT_S, Channel, connect
+from kukri.scale.channel import BEAT_S, Channel
 from kukri.scale.facts import ReplicaFacts, replica_facts
 from kukri.traces import Traces
 
@@ -103,12 +103,12 @@ class EngineReplica:
             return
         self._fronts[secret] = None
         try:
-            channel = await connect(host, port)
-        except OSError as error:
+            channel = await Channel.connected(host, port, secret)
+        except (OSError, ValueError) as error:
             del self._fronts[secret]
             log.warning("no front listens on %s port %d: %s", host, port, error)
             return
-        channel.send({"kind": "hello", "secret": secret, "facts": asdict(self.facts)})
+        channel.send({"kind": "hello", "facts": asdict(self.facts)})
         channel.send(self._status())
         front = self._fronts[secret] = _Front(channel)
         self._run(self._serve(front, secret))

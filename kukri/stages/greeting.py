@@ -1,4 +1,4 @@
-"""How two stages meet: each proves that it knows the token before the other reads anything else of it.
+"""How two processes meet: each proves that it knows a token before the other reads anything else of it.
 
 The token itself is not sent. Nothing is encrypted: between machines, use a private network.
 """
@@ -17,15 +17,53 @@ from kukri.errors import StageError
 from kukri.stages.connection import HANG_UP, Connection
 from kukri.stages.processes import TOKEN_VARIABLE
 
-Role = Literal["engine", "stage"]  # who connects: the engine's process, or the stage before
+Role = Literal["engine", "stage", "replica"]  # who connects: an engine, the stage before, …
 _GREETING = b"kukri stage 2\n"
-_ROLES: dict[Role, bytes] = {"engine": b"E", "stage": b"S"}
+_ROLES: dict[Role, bytes] = {"engine": b"E", "stage": b"S", "replica": b"R"}
 _ACCEPTED, _BUSY = b"A", b"B"  # what the proof of the listening side says
 _NONCE, _PROOF = 32, 32  # bytes
-_ANSWER = 1 + _NONCE + _PROOF
+HELLO_BYTES, ANSWER_BYTES, VERDICT_BYTES = len(_GREETING) + _NONCE, 1 + _NONCE + _PROOF, _PROOF
 _GREETING_S = 10.0  # within which a peer must prove that it knows the token
 _NEVER_S = float("inf")
 _MAX_GUESTS = 64  # peers that are greeted at a time: the oldest is dropped for another
+
+
+class Host:
+    """The listening side: says `hello`, reads an answer of ANSWER_BYTES, and tells its verdict."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token, self._own = token, token_bytes(_NONCE)
+        self.hello = _GREETING + self._own
+
+    def verdict(self, answer: bytes, role: Role) -> tuple[bytes, bool]:
+        """What to send, nothing to a peer that does not know the token, and whether it may stay."""
+        who, theirs, proof = answer[:1], answer[1 : 1 + _NONCE], answer[1 + _NONCE :]
+        if not hmac.compare_digest(proof, _proof(self._token, who, self._own, theirs)):
+            return b"", False
+        is_expected = who == _ROLES[role]
+        return _proof(self._token, _ACCEPTED if is_expected else _BUSY, theirs, self._own), is_expected
+
+
+class Guest:
+    """The connecting side: answers a hello of HELLO_BYTES, and reads a verdict of VERDICT_BYTES."""
+
+    def __init__(self, token: bytes, role: Role) -> None:
+        self._token, self._who, self._own = token, _ROLES[role], token_bytes(_NONCE)
+        self._theirs = b""
+
+    def answer(self, hello: bytes) -> bytes:
+        """The proof that this side knows the token. Raises ValueError for a hello of another version."""
+        if not hello.startswith(_GREETING):
+            raise ValueError("no stage of this version listens there")
+        self._theirs = hello[len(_GREETING) :]
+        return self._who + self._own + _proof(self._token, self._who, self._theirs, self._own)
+
+    def check(self, verdict: bytes) -> None:
+        """Raises ValueError unless the peer knows the token and accepts this side."""
+        if hmac.compare_digest(verdict, _proof(self._token, _BUSY, self._own, self._theirs)):
+            raise ValueError("it is serving another engine")
+        if not hmac.compare_digest(verdict, _proof(self._token, _ACCEPTED, self._own, self._theirs)):
+            raise ValueError("it does not know the token")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -39,7 +77,7 @@ class Door:
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         self._listener, self._token = listener, token
-        self._guests: dict[int, _Guest] = {}  # by file descriptor, in order of arrival
+        self._guests: dict[int, _Arrival] = {}  # by file descriptor, in order of arrival
 
     def accept(
         self, role: Role, name: str, *, engine: Connection | None = None, timeout_s: float | None = None
@@ -61,7 +99,7 @@ class Door:
                 elif fd in self._guests and self._guests[fd].has_answered():
                     guest = self._guests.pop(fd)
                     with suppress(OSError):
-                        if guest.is_welcome(self._token, role):
+                        if guest.is_welcome(role):
                             return Connection(guest.sock, name, engine)
                     guest.close()
             now_s = monotonic()
@@ -85,18 +123,18 @@ class Door:
             sock, _ = self._listener.accept()
             if len(self._guests) == _MAX_GUESTS:
                 self._guests.pop(next(iter(self._guests))).close()
-            self._guests[sock.fileno()] = _Guest(sock)
+            self._guests[sock.fileno()] = _Arrival(sock, self._token)
 
 
-class _Guest:
+class _Arrival:
     """A peer that has connected and has not proved yet that it knows the token."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, token: bytes) -> None:
         self.sock, self.until_s = sock, monotonic() + _GREETING_S
-        self._own, self._answer = token_bytes(_NONCE), b""
+        self._host, self._answer = Host(token), b""
         sock.setblocking(False)
         with suppress(OSError):  # reading will tell
-            sock.sendall(_GREETING + self._own)  # the buffer of a new connection has room for it
+            sock.sendall(self._host.hello)  # the buffer of a new connection has room for it
 
     def fileno(self) -> int:
         """The file descriptor of the socket."""
@@ -109,23 +147,20 @@ class _Guest:
     def has_answered(self) -> bool:
         """Reads what has come; True once that is a whole answer, or all there will be."""
         try:
-            piece = self.sock.recv(_ANSWER - len(self._answer))
+            piece = self.sock.recv(ANSWER_BYTES - len(self._answer))
         except BlockingIOError:
             return False
         except OSError:
             piece = b""
         self._answer += piece
-        return not piece or len(self._answer) == _ANSWER
+        return not piece or len(self._answer) == ANSWER_BYTES
 
-    def is_welcome(self, token: bytes, role: Role) -> bool:
+    def is_welcome(self, role: Role) -> bool:
         """True if it knows the token and has the role; it is told so, and a peer of another role why not."""
-        who, theirs, proof = self._answer[:1], self._answer[1 : 1 + _NONCE], self._answer[1 + _NONCE :]
-        if not hmac.compare_digest(proof, _proof(token, who, self._own, theirs)):
-            return False
-        is_expected = who == _ROLES[role]
-        self.sock.sendall(_proof(token, _ACCEPTED if is_expected else _BUSY, theirs, self._own))
+        verdict, is_welcome = self._host.verdict(self._answer, role)
+        self.sock.sendall(verdict)
         self.sock.setblocking(True)
-        return is_expected
+        return is_welcome
 
 
 def connect(host: str, port: int, token: bytes, role: Role, name: str, timeout_s: float) -> Connection:
@@ -136,7 +171,7 @@ def connect(host: str, port: int, token: bytes, role: Role, name: str, timeout_s
     try:
         sock = socket.create_connection((host, port), timeout=timeout_s)
         try:
-            _prove(sock, token, _ROLES[role])
+            _prove(sock, Guest(token, role))
         except BaseException:
             sock.close()
             raise
@@ -146,23 +181,15 @@ def connect(host: str, port: int, token: bytes, role: Role, name: str, timeout_s
     return Connection(sock, name)
 
 
-def _prove(sock: socket.socket, token: bytes, who: bytes) -> None:
+def _prove(sock: socket.socket, guest: Guest) -> None:
     """Proves to the listening side that this one knows the token. Raises ValueError unless it is accepted."""
     try:
-        greeting = _read_exactly(sock, len(_GREETING) + _NONCE)
-        if not greeting.startswith(_GREETING):
-            raise ValueError("no stage of this version listens there")
-        theirs, own = greeting[len(_GREETING) :], token_bytes(_NONCE)
-        sock.sendall(who + own + _proof(token, who, theirs, own))
-        answer = _read_exactly(sock, _PROOF)
+        sock.sendall(guest.answer(_read_exactly(sock, HELLO_BYTES)))
+        guest.check(_read_exactly(sock, VERDICT_BYTES))
     except TimeoutError:
         raise ValueError("it does not answer: it may be serving another engine") from None
     except (EOFError, ConnectionError):
         raise ValueError(f"it hangs up: does it have the same token ({TOKEN_VARIABLE})?") from None
-    if hmac.compare_digest(answer, _proof(token, _BUSY, own, theirs)):
-        raise ValueError("it is serving another engine")
-    if not hmac.compare_digest(answer, _proof(token, _ACCEPTED, own, theirs)):
-        raise ValueError("it does not know the token")
 
 
 def _proof(token: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:
