@@ -12,12 +12,12 @@ import typer
 
 from benchmarks.ablation.techniques import TECHNIQUES, AblationReport, ablate, chosen, n_rounds
 from benchmarks.ablation.trial import Row, Sizes
-from kukri.errors import ConfigError
+from kukri.errors import ConfigError, printable
 from kukri.kernels.cpu.compile.features import usable_cores
 from kukri.terminal.command import expanded, option
 from kukri.terminal.errors import ErrorReportingGroup
 from kukri.terminal.files import writing
-from kukri.terminal.output import n_bytes_text, printable
+from kukri.terminal.output import n_bytes_text
 from kukri.terminal.plots import Bars, require_plots, save_bars
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table

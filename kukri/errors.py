@@ -173,6 +173,11 @@ def _short(text: str, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def printable(text: str) -> str:
+    """The text with everything but visible characters and spaces spelled out as an escape."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
 def brief(value: object) -> str:
     """A file's text or value as an error message shows it: quoted, on one line, short."""
     text = repr(value)

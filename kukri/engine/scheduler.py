@@ -320,7 +320,7 @@ class Scheduler:
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a request that waits or runs, and frees its pages; of one in flight, when it has landed."""
+        """Ends a request that waits or runs, and frees its pages: of one in flight, once it is collected."""
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
             if not self.running:  # the last step would keep requests that have ended while nothing runs
@@ -334,7 +334,7 @@ class Scheduler:
         request.state, request.finish_reason, request.stop_reason = RequestState.FINISHED, reason, stop_reason
 
     def release_ended(self, request: Request) -> None:
-        """Frees the pages of a request that finished while in flight, and has landed."""
+        """Frees the pages of a request that finished while in flight, and has been collected."""
         self.ending.remove(request)
         self.residence.release(request)
 
@@ -419,7 +419,7 @@ class Scheduler:
     def _make_writable(self, request: Request, start: int, stop: int, step: ScheduledStep) -> bool:
         """Allocates pages to write tokens `start` to `stop` - 1 to, preempting the requests last in turn.
 
-        False if it was preempted itself, or has to wait until a later request has landed.
+        False if it was preempted itself, or has to wait until a later request has been collected.
         """
         while not self.residence.make_writable(request, start, stop, step.copies):
             last = self.running[-1]

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from io import TextIOBase
 from typing import Any
 
+from kukri.errors import printable
+
 log = logging.getLogger("kukri.server")
 _BUILT_IN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
 
@@ -75,11 +77,6 @@ class TextFormatter(logging.Formatter):
         )
         line = f"{time} {record.levelname.lower()} {printable(record.getMessage())}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-def printable(text: str) -> str:
-    """The text with everything that could steer a terminal or begin a new line spelled out."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def _time(record: logging.LogRecord) -> datetime:

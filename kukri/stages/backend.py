@@ -214,9 +214,9 @@ class StagedCache:
         """Raises UnsupportedError, as `page_data` does."""
         raise UnsupportedError(f"reading a saved page {_ALONE}")
 
-    def land(self, wanted: StagedLogits) -> None:
+    def collect(self, wanted: StagedLogits) -> None:
         """Computes this stage's part of the steps up to one that is wanted. Raises StageError."""
-        while wanted.landed is None:
+        while wanted.collected is None:
             if wanted not in self.todo:
                 raise StageError("the step was lost with a stage")
             first = self.todo.popleft()
@@ -282,13 +282,13 @@ class StagedLogits:
         self, cache: StagedCache, last: CompiledProgram, limits: StepLimits, step: bytes, n_rows: int
     ) -> None:
         self._cache, self._last, self._limits, self._step, self._n_rows = cache, last, limits, step, n_rows
-        self.landed: Logits | None = None
+        self.collected: Logits | None = None
         self.sent_s = perf_counter()
         self.stage_s = 0.0, 0.0
 
     def compute(self, activations: FloatArray) -> None:
         """Runs the last stage."""
-        self.landed = self._last(step_from_bytes(self._step, self._limits, self._last.inputs, activations))
+        self.collected = self._last(step_from_bytes(self._step, self._limits, self._last.inputs, activations))
 
     def __len__(self) -> int:
         """See Logits. Does not wait."""
@@ -324,7 +324,7 @@ class StagedLogits:
         return self._wait().argmax()
 
     def _wait(self) -> Logits:
-        if self.landed is None:
-            self._cache.land(self)
-        assert self.landed is not None, "the step has been collected"
-        return self.landed
+        if self.collected is None:
+            self._cache.collect(self)
+        assert self.collected is not None, "the step has been collected"
+        return self.collected

@@ -10,8 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kukri.errors import KukriError
-from kukri.terminal.output import printable
+from kukri.errors import KukriError, printable
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.calls.functions import FunctionTool, result_text
-from kukri.errors import ConfigError
-from kukri.terminal.output import printable
+from kukri.errors import ConfigError, printable
 
 _SHOWN = 400  # characters of a result
 DECLINED = "error: the user has declined this call"

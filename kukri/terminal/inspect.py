@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kukri.config import ModelConfig, RopeScaling
-from kukri.errors import KukriError, UnsupportedError
+from kukri.errors import KukriError, UnsupportedError, printable
 from kukri.formats import hub
 from kukri.formats.facts import SCALING_FIELDS
 from kukri.formats.gguf.reader import GGUFFile
@@ -21,7 +21,7 @@ from kukri.models import load_model
 from kukri.models.rope import attention_factor
 from kukri.models.weights import TakenWeights
 from kukri.terminal.module_tree import Module, class_names, module_tree, tree_lines
-from kukri.terminal.output import n_bytes_text, printable
+from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts, print_table
 
 KINDS = ("embedding", "attention", "recurrent", "mlp", "norm", "head", "other")

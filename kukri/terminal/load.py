@@ -10,9 +10,8 @@ from typing import Any
 
 from kukri.bench.latency import MEASURES, LoadPoint, Spread, read_objective
 from kukri.bench.load import LoadOptions, LoadReport, measure_load
-from kukri.errors import ConfigError, KukriError
+from kukri.errors import ConfigError, KukriError, printable
 from kukri.terminal.options import LoadTestOptions
-from kukri.terminal.output import printable
 from kukri.terminal.plots import Chart, require_plots, save_chart
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_table

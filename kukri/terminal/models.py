@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 
-from kukri.errors import ConfigError
+from kukri.errors import ConfigError, printable
 from kukri.formats import hub
 from kukri.formats.model_cache import cached_models, cached_path, remove
 from kukri.formats.repos import SHORT_NAMES
 from kukri.terminal.inspect import show_model
-from kukri.terminal.output import n_bytes_text, printable
+from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_table
 
 

@@ -18,11 +18,6 @@ def write_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def printable(text: str) -> str:
-    """The text with everything but visible characters and spaces spelled out as an escape."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-
-
 def allow_any_text() -> None:
     """Makes stdout print `?` for characters that its encoding lacks, instead of raising."""
     if hasattr(sys.stdout, "reconfigure"):

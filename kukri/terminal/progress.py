@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from kukri.terminal.output import printable
+from kukri.errors import printable
 
 _PATIENCE_S = 1.0  # that loading may take without a bar
 

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from kukri.errors import KukriError
-from kukri.terminal.output import n_bytes_text, printable
+from kukri.errors import KukriError, printable
+from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_table
 
 _TIMEOUT_S = 10.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kukri.terminal.output import printable
+from kukri.errors import printable
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.op_set import Ops
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
@@ -21,6 +24,16 @@ TYPES = ("F32", "F16", "BF16", *QUANTIZED)
 
 # Why these bounds: results differ by the order of float32 sums alone, a few ulp of the largest term.
 RELATIVE = 3e-6
+
+
+def check_ops(ops):
+    """Asserts that a class has every op of the op set, with its parameters."""
+    wanted = {name for name in vars(Ops) if not name.startswith("_")}
+    assert len(wanted) > 10
+    for name in wanted:
+        assert hasattr(ops, name), f"{ops.__name__} has no {name}"
+        parameters = [*inspect.signature(getattr(Ops, name)).parameters]
+        assert [*inspect.signature(getattr(ops, name)).parameters] == parameters, name
 
 
 def weight(rng, type_name, n_out, n_in):

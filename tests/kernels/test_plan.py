@@ -25,12 +25,13 @@ from kukri.kernels.cpu.plan.place import lifetimes, place
 from kukri.kernels.cpu.plan.record import Recorder
 from kukri.kernels.cpu.run.abi import query_tokens
 from kukri.kernels.quantize import quantize
-from kukri.kernels.reference import ReferenceBackend
+from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
+from tests.kernels.small_programs import check_ops
 
 EARLIER = json.loads(Path(__file__).with_name("recorded_plans.json").read_text())
 
@@ -113,6 +114,12 @@ def compiled(backend, model, kv_type="f16", mask_heads=0, taps=()):
     limits = StepLimits(32, 1 if mask_heads else 2, 8, 8, mask_heads)
     cache = backend.new_cache(model.cache_layout, 8, kv_type=kv_type)
     return backend.compile(model, cache, limits, frozenset(taps))
+
+
+@pytest.mark.parametrize("ops", [ReferenceOps, Recorder])
+def test_the_reference_and_the_cpu_have_every_op(ops):
+    """An op that was added to the op set and to one of them alone, or under another signature."""
+    check_ops(ops)
 
 
 @pytest.mark.parametrize("name", CASES)
