@@ -17,6 +17,7 @@ from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 from kukri.tokenizer.tokenizer import merges_from_scores
 from kukri.tokenizer.unigram import unigram
 from kukri.tokenizer.vocabulary import (
+    GEMMA4,
     SPACE_MARK,
     UNKNOWN,
     USER_DEFINED,
@@ -57,21 +58,7 @@ def _metadata(files: TokenizerFiles) -> dict[str, Any]:
     elif vocabulary.kind == "t5":
         keys |= _unigram_keys(text, parts, files) | {"add_sep_token": adds_eos and parts.adds_separator(text)}
     elif vocabulary.kind == "llama":
-        # readers match user-defined tokens in the text before anything merges
-        defined = {*vocabulary.user_defined}
-        learned = [pair for pair in merges if defined.isdisjoint((*pair, "".join(pair)))]
-        scores = _scores(vocabulary, learned)
-        stored = TokenizerKeys({"tokenizer.ggml.scores": scores}, files.path)
-        implied = merges_from_scores(vocabulary, stored)
-        if set(implied) != set(learned):
-            raise UnsupportedError(
-                f"{files.path}: its merges are not those of a SentencePiece model, which GGUF needs"
-            )
-        keys |= {
-            "pre": "default",
-            "scores": scores,
-            "add_space_prefix": text.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE_MARK),
-        }
+        keys |= _sentencepiece_keys(text, vocabulary, merges, files)
     else:
         keys |= {"pre": _pre_tokenizer(text, parts, files), "merges": [" ".join(pair) for pair in merges]}
     keys |= {
@@ -83,6 +70,28 @@ def _metadata(files: TokenizerFiles) -> dict[str, Any]:
     if files.chat_template is not None:
         metadata["tokenizer.chat_template"] = files.chat_template
     return metadata
+
+
+def _sentencepiece_keys(
+    text: tokenizers.Tokenizer, vocabulary: Vocabulary, merges: list[tuple[str, str]], files: TokenizerFiles
+) -> dict[str, Any]:
+    """The keys of a SentencePiece tokenizer: scores that imply its merges, or as Gemma 4's the merges."""
+    # readers match user-defined tokens in the text before anything merges
+    defined = {*vocabulary.user_defined}
+    learned = [pair for pair in merges if defined.isdisjoint((*pair, "".join(pair)))]
+    scores = _scores(vocabulary, learned)
+    stored = TokenizerKeys({"tokenizer.ggml.scores": scores}, files.path)
+    adds_space = text.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE_MARK)
+    keys = {"pre": "default", "scores": scores, "add_space_prefix": adds_space}
+    if set(merges_from_scores(vocabulary, stored)) == set(learned):
+        return keys
+    # readers of merges cut text at runs of line ends first, and put no space before it
+    crosses = any(0 < "".join(pair).count("\n") < len("".join(pair)) for pair in learned)
+    if adds_space or crosses:
+        raise UnsupportedError(
+            f"{files.path}: its merges are not those of a SentencePiece model, which GGUF needs"
+        )
+    return keys | {"model": GEMMA4, "merges": [" ".join(pair) for pair in learned]}
 
 
 def _word_piece_keys(

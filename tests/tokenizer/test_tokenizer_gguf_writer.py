@@ -133,6 +133,24 @@ def test_gemmas_tokenizer_in_both_formats(tmp_path: Path) -> None:
     assert trained.piece_to_id("<end_of_turn>") in from_gguf.eos_ids
 
 
+def test_merges_that_scores_cannot_say_are_written(tmp_path: Path) -> None:
+    """Gemma 4's tokenizer.json refused, or scores written for merges that they do not imply."""
+    contents = json.loads(gemma_json(gemma_model()).to_str())
+    merges = contents["model"]["merges"]
+    contents["model"]["merges"] = [
+        m for i, m in enumerate(merges) if "▁▁" in "".join(m) or (i % 3 and "\n" not in "".join(m))
+    ]
+    tr.PreTrainedTokenizerFast(
+        tokenizer_object=HFTokenizer.from_str(json.dumps(contents)), eos_token="<eos>", bos_token="<bos>"
+    ).save_pretrained(tmp_path / "hf")
+    source = files(tmp_path / "hf", eos_token_id=[1])
+    metadata = tokenizer_metadata(source)
+    assert metadata["tokenizer.ggml.model"] == "gemma4"
+    ours, from_gguf = load_tokenizer(source), read_back(metadata, tmp_path / "m.gguf")
+    for text in [*HARD_TEXTS, "a<h1>b  c", "def f():\n    return  1\n\n\n"]:
+        assert from_gguf.encode(text, add_special=True) == ours.encode(text, add_special=True), text
+
+
 def test_gemma_4s_tokenizer_with_merges(tmp_path: Path) -> None:
     """A kind of tokenizer refused, scores taken for merges, line ends joined with what surrounds them."""
     trained = gemma_model()
