@@ -171,6 +171,13 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
             **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0},
         },
     ),
+    "gemma4_moe_text": (
+        tr.Gemma4TextConfig,
+        {
+            **{**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2},
+            **{"moe_intermediate_size": 48, "hidden_size_per_layer_input": 0},
+        },
+    ),
     "ernie4_5": (tr.Ernie4_5Config, {"head_dim": 16, "rope_parameters": LOCAL["full_attention"]}),
     "ernie4_5-biases": (
         tr.Ernie4_5Config,
@@ -303,7 +310,9 @@ def make(directory: Path, kind: str, dtype: torch.dtype = torch.float32, **save:
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:  # else all ones or zeros, and a mistake would not show
+            if (
+                "norm" in name or "bias" in name or name.endswith("scale")
+            ):  # else all ones or zeros, and a mistake would not show
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):

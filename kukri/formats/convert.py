@@ -223,9 +223,10 @@ def _of_array(name: str, values: FloatArray) -> Step:
 
 def _of_experts(path: Path, config: ModelConfig, names: Iterable[str]) -> Iterator[Step]:
     """The steps of experts, each the matrices of all of a layer."""
-    source = SafetensorsWeights(path, config)
+    source, keys = SafetensorsWeights(path, config), ARCHITECTURES[config.architecture].experts
     for name in names:
         assert config.mixture is not None, "its tensors were taken"
+        assert keys is not None, "a mixture has keys"
         shape = (config.mixture.d_ffn, config.d_model)
         if ".down_proj." in name:
             shape = (config.d_model, config.mixture.d_ffn)
@@ -233,13 +234,22 @@ def _of_experts(path: Path, config: ModelConfig, names: Iterable[str]) -> Iterat
             biases = source.expert_vectors(name, (config.mixture.n_experts, shape[0]))
             yield _of_array(gguf_name(name, config.architecture), biases)
             continue
-        experts = source.experts(name, (config.mixture.n_experts, *shape))
+        parts = [name]
+        if keys.gguf_fused and ".down_proj." not in name:
+            if ".up_proj." in name:
+                continue  # gate's tensor has it
+            parts.append(name.replace(".gate_proj.", ".up_proj."))
+            name = name.replace(".gate_proj.", ".gate_up_proj.")
+        n = config.mixture.n_experts
+        stacks = [source.experts(part, (n, *shape)) for part in parts]
 
-        def read(experts: Experts = experts) -> ByteArray:
-            return np.concatenate([weight.data for weight in experts.weights])
+        def read(stacks: list[Experts] = stacks) -> ByteArray:
+            return np.concatenate(
+                [w.data for of_one in zip(*(each.weights for each in stacks)) for w in of_one]
+            )
 
-        stored_name = gguf_name(name, config.architecture)
-        yield Step(stored_name, experts.shape, experts.type, experts.type, read, name)
+        stored_name, type = gguf_name(name, config.architecture), stacks[0].type
+        yield Step(stored_name, (n, len(stacks) * shape[0], shape[1]), type, type, read, name)
 
 
 def _place(step: Step) -> tuple[int, str]:

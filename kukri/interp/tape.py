@@ -334,6 +334,8 @@ class Tape:
             logits.add(shares * (own - (own * shares).sum(-1, keepdims=True)))
 
         weights = self._new(np.where(is_chosen, shares, np.float32(0)), pull)
+        if routing.scales is not None:
+            weights = self._scaled_columns(weights, routing.scales.data)
         if tap is not None:
             weights = self.tap(*tap, weights)
             check_routes(weights.x, routing.n_used)
@@ -342,6 +344,9 @@ class Tape:
             numbers = np.flatnonzero(used)
             row[: len(numbers)] = numbers
         return Routes(weights, experts)
+
+    def _scaled_columns(self, x: Variable, factors: FloatArray) -> Variable:
+        return self._new(x.x * factors, lambda g: x.add(g * factors))
 
     def expert_linear(
         self, x: Variable, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None

@@ -436,6 +436,8 @@ class ReferenceOps:
         total = shares if routing.normalized else np.exp(logits - chosen[:, :1])
         weights = np.zeros(logits.shape, np.float32)
         np.put_along_axis(weights, order, shares / total.sum(axis=1, keepdims=True), axis=1)
+        if routing.scales is not None:
+            weights *= routing.scales.data
         if tap is not None:
             weights = self.tap(*tap, weights)
             check_routes(weights, routing.n_used)

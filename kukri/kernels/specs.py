@@ -15,12 +15,13 @@ class Routing:
     """The choice of experts for a token: the `n_used` of `n_experts` that have the largest logits.
 
     An expert's weight is its share in the softmax of all logits, or, if `normalized`, of the chosen ones: the
-    weights of a token then have the sum 1.
+    weights of a token then have the sum 1. `scales` [E] multiply the weights after that.
     """
 
     n_experts: int
     n_used: int
     normalized: bool
+    scales: Vector | None = None
 
 
 @dataclass(frozen=True)

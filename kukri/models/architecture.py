@@ -20,6 +20,7 @@ class ExpertKeys:
     normalized: str | bool  # a token's weights have the sum 1: always, never, or a key that says
     gguf_normalized: bool  # the same in GGUF, where no key says so
     gguf_d_ffn: str = "expert_feed_forward_length"
+    gguf_fused: bool = False  # GGUF has the rows of an expert's gate and of its up in one tensor
     # safetensors hold one tensor of all experts (experts, in, out), or MXFP4 blocks of (experts, out, in),
     # with gate's and up's outputs in turns
     is_interleaved: bool = False

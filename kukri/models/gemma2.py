@@ -42,7 +42,11 @@ class Gemma2Block(Block):
         self.post_norms = [RMSNorm(source, f"{name}.{norm}", d_model, eps) for norm in self.post_norm_names]
         first, second = self.post_norms
         self.attention.out = PostNormed(self.attention.out, first, "ln1_post.hook_normalized")
-        self.mlp.down = PostNormed(self.mlp.down, second, "ln2_post.hook_normalized")
+        self.norm_mlp(second)
+
+    def norm_mlp(self, norm: RMSNorm) -> None:
+        """Has the MLP's result normed before it joins the stream."""
+        self.mlp.down = PostNormed(self.mlp.down, norm, "ln2_post.hook_normalized")
 
 
 class Gemma2(Llama):

@@ -24,10 +24,11 @@ from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import UnsupportedError, brief
 from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.architecture import Architecture
-from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block
+from kukri.models.architecture import Architecture, ExpertKeys
+from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block, GemmaMLP
 from kukri.models.keys import Keys
-from kukri.models.layers import Embedding, HeadNorm, Linear, RMSNorm
+from kukri.models.layers import Embedding, HeadNorm, Linear, NoNorm, RMSNorm
+from kukri.models.mixture import Mixture
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.weights import WeightSource
 
@@ -105,6 +106,65 @@ class LayerEmbeddings:
         return ops.split(ops.scale(ops.add(own, projected), 0.5**0.5), [self.width] * self.n_layers)
 
 
+class SharedMLP(GemmaMLP):
+    """An MLP that each token passes in addition to its experts."""
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor = None) -> Tensor:
+        """mlp(x) [T, D], with nothing added."""
+        gate, up = self.gate_up.parts(ops, x)
+        hidden = ops.tap("mlp.hook_shared_post", self.layer, self.activate(ops, gate, up))
+        return ops.tap("mlp.hook_shared_out", self.layer, self.down(ops, hidden))
+
+
+class Gemma4Mixture(Mixture):
+    """The sum of an MLP for all tokens and a mixture of experts, each between norms of its own.
+
+    The router reads the stream itself, normed and multiplied; each expert's weight has a factor.
+    """
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        block, d_model, eps = name.removesuffix(".mlp"), config.d_model, config.norm_eps
+        self.shared = SharedMLP(source, name, config, layer)
+        self.norms = [
+            RMSNorm(source, f"{block}.{norm}", d_model, eps)
+            for norm in (
+                "post_feedforward_layernorm_1",
+                "pre_feedforward_layernorm_2",
+                "post_feedforward_layernorm_2",
+            )
+        ]
+        scale, per_expert = f"{block}.router.scale.weight", f"{block}.router.per_expert_scale.weight"
+        self.router_scale = Vector(source.vector(scale, d_model) * np.float32(d_model**-0.5), scale)
+        factors = Vector(source.vector(per_expert, self.routing.n_experts), per_expert)
+        self.routing, self.eps = replace(self.routing, scales=factors), eps
+        self.post_norm: Any = NoNorm()  # the block's
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + norm(norm(mlp(x)) + norm(mixture(residual))), all [T, D]."""
+        after_shared, before, after = self.norms
+        shared = after_shared(ops, self.shared(ops, x))
+        logits = self.router(ops, ops.rms_norm(residual, self.router_scale, self.eps))
+        found = after(ops, self.chosen(ops, before(ops, residual), logits, None, "mlp.hook_experts_out"))
+        both = self.post_norm(ops, ops.add(found, shared))
+        both = ops.tap("ln2_post.hook_normalized", self.layer, both)
+        return ops.add(ops.tap("hook_mlp_out", self.layer, both), residual)
+
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) * up."""
+        return ops.gated(up, gate, "gelu")
+
+
+class Gemma4MoeBlock(Gemma4Block):
+    """A layer with a mixture in addition to its MLP."""
+
+    mlp_type = Gemma4Mixture
+
+    def norm_mlp(self, norm: RMSNorm) -> None:
+        """Has the sum of both normed."""
+        self.mlp.post_norm = norm
+
+
 class Gemma4(Gemma2):
     """The whole model."""
 
@@ -120,6 +180,12 @@ class Gemma4(Gemma2):
         for block, own in zip(self.blocks, given):
             x = block(ops, x, batch, own)
         return x
+
+
+class Gemma4Moe(Gemma4):
+    """The whole model with mixtures."""
+
+    block_type = Gemma4MoeBlock
 
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
@@ -318,4 +384,39 @@ GEMMA4_TEXT = Architecture(
     write_hf=_write_hf,
     read_gguf=_read_gguf,
     write_gguf=_write_gguf,
+)
+
+
+def _write_moe_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    _write_hf(config, keys)
+    keys["top_k_experts"] = keys.pop("num_experts_per_tok")
+
+
+GEMMA4_MOE_TEXT = replace(
+    GEMMA4_TEXT,
+    name="gemma4_moe_text",
+    model=Gemma4Moe,
+    hf_type="gemma4_text",
+    hf_mark=("enable_moe_block", True),
+    tensor_names={
+        **GEMMA4_TEXT.tensor_names,
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    },
+    joined={
+        "router.proj": ("mlp.gate",),
+        "experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+        "experts.down_proj": ("mlp.experts.down_proj",),
+    },
+    ignores={"hidden_activation"},
+    fixed={},
+    reads=GEMMA4_TEXT.reads | {"enable_moe_block"},
+    aliases={"top_k_experts": "num_experts_per_tok"},
+    experts=ExpertKeys(
+        "num_experts", "moe_intermediate_size", normalized=True, gguf_normalized=True, gguf_fused=True
+    ),
+    write_hf=_write_moe_hf,
 )

@@ -67,7 +67,11 @@ class Mixture:
 
     def experts(self, ops: Ops, x: Tensor, residual: Tensor, tap: str) -> Tensor:
         """The same, the mixture's part shown to a tap of this name."""
-        logits = ops.tap("mlp.hook_router_logits", self.layer, self.router(ops, x))
+        return self.chosen(ops, x, self.router(ops, x), residual, tap)
+
+    def chosen(self, ops: Ops, x: Tensor, logits: Tensor, residual: Tensor, tap: str) -> Tensor:
+        """The same for experts that the router's `logits` [T, E] choose."""
+        logits = ops.tap("mlp.hook_router_logits", self.layer, logits)
         routes = ops.route(logits, self.routing, ("mlp.hook_expert_weights", self.layer))
         gate, up = ops.split(self.gate_up(ops, x, routes), self.gate_up.n_outs)
         gate = ops.tap("mlp.experts.hook_pre", self.layer, gate)

@@ -24,7 +24,7 @@ from tests.models.tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_rea
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
 HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid"]  # with layers that keep a state
-GEMMA4 = ["gemma4_text", "gemma4_text-keys"]
+GEMMA4 = ["gemma4_text", "gemma4_text-keys", "gemma4_moe_text"]
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
 
 
@@ -233,6 +233,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "stablelm": 8,
         "gemma4_text": 2 * D_HEAD,
         "gemma4_text-keys": 2 * D_HEAD,
+        "gemma4_moe_text": 2 * D_HEAD,
     }
     for name in ("exaone4-windows", "cohere2"):
         assert {(layer.use_rope, layer.window) for layer in configs[name].layers} == {
@@ -249,6 +250,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "gpt_oss": "yarn",
         "gemma4_text": "llama3",  # divisors
         "gemma4_text-keys": "llama3",
+        "gemma4_moe_text": "llama3",
     }
     assert ORIGINAL < N_TOKENS
     assert all(c.n_heads > c.n_kv_heads for n, c in configs.items() if n != "phi")

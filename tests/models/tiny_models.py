@@ -277,6 +277,15 @@ TINY: dict[str, Tiny] = {
         {"attention.head_count_kv": [2, 2, 2, 1], "final_logit_softcapping": 5.0},
         ("sliding_attention",) * 3 + ("full_attention",),
     ),
+    "gemma4_moe_text": replace(
+        _gemma4(
+            {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+             "hidden_size_per_layer_input": 0},
+            (*(LayerConfig(**_NARROW),) * 3, FULL), {}, {"expert_feed_forward_length": 32, **_EXPERT_KEYS},
+            ("sliding_attention",) * 3 + ("full_attention",),
+        ),
+        mixture=MixtureConfig(8, 3, 32, normalized=True),
+    ),
     "olmo2": Tiny("Olmo2", "olmo2", {}),
     "olmo": Tiny("Olmo", "olmo", {}, keys={"attention.layer_norm_epsilon": 1e-5}),
     "stablelm": Tiny(
@@ -352,7 +361,9 @@ def make(
         for key, parameter in hf.named_parameters():
             if "sinks" in key:
                 parameter.copy_(torch.randn_like(parameter))
-            elif "norm" in key or "bias" in key:  # else all ones or zeros, and a mistake would not show
+            elif (
+                "norm" in key or "bias" in key or key.endswith("scale")
+            ):  # else all ones or zeros, and a mistake would not show
                 middle = 0.0 if "bias" in key else 1.0 - tiny.norm_offset * ("linear_attn" not in key)
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
             elif is_convolution(key) or key.endswith(".D"):
@@ -383,6 +394,9 @@ def make(
     state = dict(_named(key, tensor) for key, tensor in state.items())
     if name.startswith("granitemoe"):
         state = _of_granite(state, "shared_mlp" if tiny.mixture else "mlp")
+    if name == "gemma4_moe_text":
+        state = {key.replace(".router.proj", ".mlp.gate").replace(".experts", ".mlp.experts"): tensor
+                 for key, tensor in state.items()}  # fmt: skip
     made = TorchSource(_with_experts_apart(state))
     for key in made.arrays:
         is_norm = "norm" in key and "linear_attn" not in key
@@ -407,7 +421,9 @@ def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     if key.endswith(".A_log"):
         return f"{key}.weight", -torch.exp(tensor)
     key = (
-        f"{key}.weight" if key.endswith((".D", ".layer_scalar")) else key.replace(".dt_bias", ".dt_proj.bias")
+        f"{key}.weight"
+        if key.endswith((".D", ".layer_scalar", "_scale", ".scale"))
+        else key.replace(".dt_bias", ".dt_proj.bias")
     )
     return key, tensor[:, 0] if is_convolution(key) else tensor
 
@@ -479,7 +495,7 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == tiny.gguf_arch)
     names = gguf.get_tensor_name_map(arch, N_LAYERS)
     tensors: dict[str, Any] = {}
-    for key, array in source.arrays.items():
+    for key, array in _fused(name, source.arrays).items():
         in_pairs = tiny.gguf_arch in _IN_PAIRS
         if in_pairs and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
@@ -495,7 +511,7 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
             is_column = key.endswith((".A_log.weight", ".D.weight"))
             array = array[:, None] if is_column else array[None] if "mamba.norm" in key else array
         key = _SHARED.sub(lambda match: match[0].replace("shared_mlp", "mlp.shared_experts"), key)
-        stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        stored = _gemma4_name(key) or names.get_name(key, try_suffixes=(".weight", ".bias"))
         stored = stored.removesuffix(".weight") if key.endswith((".A_log.weight", ".D.weight")) else stored
         assert stored is not None, key
         tensors[stored] = (kind, quantize(array.reshape(-1, array.shape[-1]), kind), array.shape)
@@ -519,6 +535,31 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     metadata = {f"{tiny.gguf_arch}.{key}": value for key, value in keys.items()}
     write_gguf(path, {"general.architecture": tiny.gguf_arch, "general.name": "tiny", **metadata}, tensors)
     return path
+
+
+def _fused(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gemma 4's gates and ups of experts as one tensor."""
+    if name != "gemma4_moe_text":
+        return {**arrays}
+    made = {}
+    for key, array in arrays.items():
+        if ".experts.gate_proj" in key:
+            up = arrays[key.replace("gate_proj", "up_proj")]
+            made[key.replace("mlp.experts.gate_proj", "experts.gate_up_proj")] = np.concatenate(
+                [array, up], 1
+            )
+        elif ".experts.up_proj" not in key:
+            made[key] = array
+    return made
+
+
+def _gemma4_name(key: str) -> str | None:
+    """The names that the `gguf` package leaves to llama.cpp's converter."""
+    scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    for module, stored in scales.items():
+        if key.endswith(f"{module}.weight"):
+            return f"blk.{key.split('.')[2]}.{stored}"
+    return None
 
 
 def _rope_freqs(config: ModelConfig) -> dict[str, Sequence[float]]:

@@ -32,8 +32,14 @@ _NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
 }
-_BARE = (".ssm_a", ".ssm_d")  # parameters whose names have no ending
+_BARE = (
+    ".ssm_a",
+    ".ssm_d",
+    ".ffn_gate_inp.scale",
+    ".ffn_down_exps.scale",
+)  # parameters whose names have no ending
 _OUTSIDE = re.compile(r"model\..+|lm_head|score|classifier(?:\..+)?|qa_outputs|head\..+")
 
 

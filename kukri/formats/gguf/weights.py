@@ -48,14 +48,27 @@ class GGUFWeights:
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
         """Matrices (experts, out, in) as stored. Raises FormatError if missing or of another shape."""
-        tensor = self._take(name, shape)
         n, n_out, n_in = shape
-        rows = self._gguf.data(tensor.name).reshape(n, n_out, -1)
+        part, fused = self._part_of_fused(name)
+        if fused:  # gate's rows, then up's
+            tensor = self._take(fused, (n, 2 * n_out, n_in))
+            rows = self._gguf.data(tensor.name).reshape(n, 2 * n_out, -1)[:, part * n_out :][:, :n_out]
+        else:
+            tensor = self._take(name, shape)
+            rows = self._gguf.data(tensor.name).reshape(n, n_out, -1)
         parts = (
             Weight(data, tensor.type, (n_out, n_in), expert_name(name, i), self._per_token)
             for i, data in enumerate(rows)
         )
         return Experts(tuple(parts), name)
+
+    def _part_of_fused(self, name: str) -> tuple[int, str]:
+        """Which part of a tensor with experts' gates and ups it is, and that tensor's name; "" if none is."""
+        stem, _, module = name.rpartition(".experts.")
+        parts = ("gate_proj.weight", "up_proj.weight")
+        fused = f"{stem}.experts.gate_up_proj.weight"
+        is_part = module in parts and not self.has(name)
+        return (parts.index(module), fused) if is_part and self.has(fused) else (0, "")
 
     def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
         """Biases (experts, out) as float32. Raises FormatError if missing or of another shape."""

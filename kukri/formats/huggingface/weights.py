@@ -50,8 +50,9 @@ _EXPERTS = re.compile(
 )
 # Packing leaves them as they are: routers, which are small and of which an error chooses other experts; a
 # table of all layers' embeddings, which stays in the file, and their projections.
-_UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router|router\.proj)\.weight|.+per_layer.+")
-_BARE = "sinks|A_log|D|layer_scalar"  # parameters without a module
+_UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router)\.weight|.+per_layer.+")
+# parameters without a module
+_BARE = r"sinks|A_log|D|layer_scalar|router\.(?:per_expert_)?scale|(?<=\d\.)experts\.(?:gate_up|down)_proj"
 
 # The model below a head, or on its own, has other names in front than a language model's.
 _PREFIXES = (

@@ -76,7 +76,7 @@ def _joined(tensors: Tensors, architecture: Architecture) -> Tensors:
         dtype, shape, make = tensors[parts[0]]
         if len(parts) > 1:
             shape, make = (*shape[:-2], len(parts) * shape[-2], shape[-1]), maker(parts)
-        joined[name] = (dtype, shape, make)
+        joined[parameter_name(name)] = (dtype, shape, make)
     return joined
 
 

@@ -252,7 +252,10 @@ class TritonOps(TorchOps):
         """See Ops.route. A tap has PyTorch do it, which reads the device."""
         logits = self.floats(logits)
         if tap is None or tap_name(*tap) not in self.taps:
-            return route_experts.route(logits, routing)
+            routes = route_experts.route(logits, routing)
+            if routing.scales is not None:
+                routes.weights.mul_(self.constants.vector(routing.scales))
+            return routes
         routes = super().route(logits, routing, tap)
         return Routes(routes.weights.contiguous(), routes.experts.to(torch.int32))
 

@@ -347,6 +347,8 @@ class TorchOps:
         shares = torch.exp(logits.gather(1, order) - top)
         total = shares if routing.normalized else torch.exp(logits - top)
         weights = torch.zeros_like(logits).scatter(1, order, shares / total.sum(-1, keepdim=True))
+        if routing.scales is not None:
+            weights = weights * self.constants.vector(routing.scales)
         if tap is not None:
             weights = self.tap(*tap, weights)
             check_routes(weights.detach().cpu().numpy(), routing.n_used)

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import Vector
 from kukri.kernels.cpu.pack.layouts import PanelKind, expert_kernel
 from kukri.kernels.cpu.pack.weights import PackedWeight
-from kukri.kernels.cpu.plan.ops import Addresses, Buffer, Op, RouteTable, Value, row_count, rows_of
+from kukri.kernels.cpu.plan.ops import (
+    Addresses,
+    Buffer,
+    Op,
+    RouteTable,
+    Value,
+    row_count,
+    rows_of,
+    whole_vectors,
+)
 from kukri.kernels.specs import Routing
 
 
@@ -27,6 +37,20 @@ class Route(Op):
             "y": at.of(self.y),
             "y_stride": self.y.stride,
         }
+
+
+@dataclass(eq=False)
+class ScaleWeights(Op):
+    """Each row of weights times one vector: a gate whose rows are all the same."""
+
+    x: Value
+    y: Value
+    scales: Vector
+    kernel = "gated_itself"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        gate = {"gate": at.of_array(whole_vectors(self.scales)), "gate_stride": 0}
+        return rows_of(self.x, at) | gate | {"y": at.of(self.y), "y_stride": self.y.stride, "panels": 0}
 
 
 @dataclass(eq=False)

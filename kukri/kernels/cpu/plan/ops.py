@@ -197,7 +197,7 @@ class RMSNorm(Producer):
         return "rms_norm" if self.residual is None else "rms_norm_add"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        norm = {"weight": at.of_array(_whole_vectors(self.weight)), "eps": float_bits(self.eps)}
+        norm = {"weight": at.of_array(whole_vectors(self.weight)), "eps": float_bits(self.eps)}
         if self.residual is not None:
             norm |= {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
         return rows_of(self.x, at) | self.outputs(at) | norm
@@ -256,7 +256,7 @@ class LayerNorm(Producer):
     kernel = "layer_norm"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        arrays = {name: at.of_array(_whole_vectors(getattr(self, name))) for name in ("weight", "bias")}
+        arrays = {name: at.of_array(whole_vectors(getattr(self, name))) for name in ("weight", "bias")}
         return rows_of(self.x, at) | self.outputs(at) | arrays | {"eps": float_bits(self.eps)}
 
 
@@ -573,7 +573,7 @@ def rows_of(x: Value, at: Addresses) -> dict[str, int]:
     return {"rows": row_count(x.rows, at), "x": at.of(x), "x_stride": x.stride, "n": x.width}
 
 
-def _whole_vectors(constant: Vector) -> FloatArray:
+def whole_vectors(constant: Vector) -> FloatArray:
     """A constant as kernels load it: zeros behind it up to 16 n numbers."""
     return np.pad(constant.data, (0, -len(constant) % ROWS)) if len(constant) % ROWS else constant.data
 

@@ -319,6 +319,9 @@ class Recorder:
             raise ShapeError(f"{logits.width} router logits for {routing.n_experts} experts")
         weights = self._value("T", logits.width)
         self._add(expert_ops.Route(logits, weights, routing))
+        if routing.scales is not None:
+            shares, weights = weights, self._value("T", logits.width)
+            self._add(expert_ops.ScaleWeights(shares, weights, routing.scales))
         if tap is not None and tap_name(*tap) in self._taps:
             self._add(ops.Tap(tap_name(*tap), weights, n_used=routing.n_used))
         table = RouteTable.make(routing, self._limits.max_tokens)
