@@ -16,6 +16,7 @@ from kukri.terminal.command import command, expanded, given
 from kukri.terminal.errors import BenchGroup, ErrorReportingGroup, check_streams
 from kukri.terminal.options import (
     BenchOptions,
+    ChatServer,
     ClusterOptions,
     CompareOptions,
     DryRun,
@@ -164,6 +165,7 @@ def chat(
     named: ModelName,
     system: System = DEFAULT_SYSTEM,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the last conversation.")] = False,
+    remote: ChatServer,
     sampling: SamplingOptions,
     loading: LoadOptions,
     steering: SteeringOptions,
@@ -180,6 +182,7 @@ def chat(
         loading=given(loading) | files,
         resumes=resume,
         interventions=interventions,
+        **vars(remote),
     )
 
 

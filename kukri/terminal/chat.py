@@ -15,14 +15,17 @@ from types import FrameType
 from typing import Any
 
 from kukri.calls.results import Result
-from kukri.errors import ContextLengthError, KukriError, RequestError
+from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError, printable
 from kukri.host.os_calls import no_echo
 from kukri.llm import LLM
 from kukri.sampling import SamplingParams, with_overrides
 from kukri.system_message import DEFAULT_SYSTEM, opening
+from kukri.terminal.clipboard import copy
 from kukri.terminal.errors import one_line
+from kukri.terminal.markdown import MarkdownStream, has_colours
 from kukri.terminal.output import allow_any_text, describe_timings, write_text
 from kukri.terminal.progress import loading_bar
+from kukri.terminal.remote_model import RemoteModel
 from kukri.terminal.saved_chat import Message, SavedChat, last_chat, read_chat, write_chat
 from kukri.tokenizer.template_process import start_early
 
@@ -40,62 +43,109 @@ def talk(
     loading: dict[str, Any],
     resumes: bool = False,
     interventions: Sequence[Mapping[str, Any]] = (),
+    url: str | None = None,
+    api_key: str | None = None,
 ) -> None:
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit.
 
     `sampling` are fields of SamplingParams on top of the model's defaults, `loading` are options of LLM; of
     several adapters the first answers until another is chosen. `interventions` are those of `LLM.stream`. The
     conversation is saved after each answer; with `resumes` it continues the last one, with its model and
-    saved prefix unless others are given. Raises RequestError if there is none.
+    saved prefix unless others are given. Raises RequestError if there is none. With a `url` a server
+    answers, and the conversation is saved by /save alone.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
     SamplingParams(**given)
     allow_any_text()
-    start_early()
     resumed = _last_chat() if resumes else None
+    if url is not None:
+        _talk_to(url, api_key, model, system, given, resumed, loading, interventions)
+        return
+    start_early()
     if resumed is not None:
         model = resumed.path if model is None else model
         if resumed.prefix_dir is not None:
             loading = {"prefix_dir": resumed.prefix_dir, **loading}
-    with loading_bar() as progress:
-        llm = LLM(model, progress=progress, **loading)
-    with llm, _line_editing():
+
+    def opened(name: str | None) -> tuple[LLM, SamplingParams]:
+        with loading_bar() as progress:
+            llm = LLM(name, progress=progress, **loading)
         if llm.chat_template.source is None:
+            llm.close()
             raise RequestError(
                 f"{llm.path.name} has no chat template (a base model?): continue a text with "
                 '`kukri run -m MODEL --raw "…"`, or chat with the instruct version'
             )
-        messages = opening(llm.chat_template, system) if resumed is None else resumed.messages
-        params = with_overrides(llm.default_params, given)
-        adapter = next(iter(loading.get("adapters", {})), None)
-        chat = Chat(llm, params, messages, last_chat(), adapter, interventions)
-        if resumed is not None:
-            if system not in ("", DEFAULT_SYSTEM):
-                chat.set_system(system)
-            print(f"(resumed a conversation of {len(messages)} messages)")
-        if sys.stdin.isatty():
-            print(llm.path.stem)
-            print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-        while (text := read_message()) is not None:
-            if not chat.take(text):
-                break
+        return llm, with_overrides(llm.default_params, given)
+
+    llm, params = opened(model)
+    messages = opening(llm.chat_template, system) if resumed is None else resumed.messages
+    adapter = next(iter(loading.get("adapters", {})), None)
+    chat = Chat(llm, params, messages, last_chat(), adapter, interventions, opened)
+    if resumed is not None and system not in ("", DEFAULT_SYSTEM):
+        chat.set_system(system)
+    _converse(chat, resumed)
+
+
+def _talk_to(
+    url: str,
+    api_key: str | None,
+    model: str | None,
+    system: str,
+    sampling: dict[str, Any],
+    resumed: SavedChat | None,
+    loading: dict[str, Any],
+    interventions: Sequence[Mapping[str, Any]],
+) -> None:
+    """Holds a conversation with a model of a server."""
+    if loading or interventions:
+        named = ", ".join(loading) or "control vectors"
+        raise ConfigError(f"--url chats with a server, which has its own options: leave out {named}")
+
+    def opened(name: str | None) -> tuple[RemoteModel, SamplingParams]:
+        return RemoteModel(url, api_key, name, sampling), SamplingParams(**sampling)
+
+    llm, params = opened(model)
+    chat = Chat(llm, params, [] if resumed is None else resumed.messages, open_model=opened)
+    if system not in ("", DEFAULT_SYSTEM):
+        chat.set_system(system)
+    _converse(chat, resumed)
+
+
+def _converse(chat: Chat, resumed: SavedChat | None) -> None:
+    """Takes what is typed until Ctrl-D or /exit, and closes the model."""
+    try:
+        with _line_editing():
+            if resumed is not None:
+                print(f"(resumed a conversation of {len(resumed.messages)} messages)")
+            if sys.stdin.isatty():
+                print(printable(chat.llm.path.stem))
+                print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+            while (text := read_message()) is not None:
+                if not chat.take(text):
+                    break
+    finally:
+        chat.llm.close()
 
 
 class Chat:
     """A conversation and its commands. `messages` holds the system message, if any, first.
 
-    After each answer it is saved in `own_copy`, unless that is None.
+    After each answer it is saved in `own_copy`, unless that is None. `open_model` opens another model by its
+    name, for /model. The chat closes the one that it leaves.
     """
 
     def __init__(
         self,
-        llm: LLM,
+        llm: LLM | RemoteModel,
         params: SamplingParams,
         messages: Sequence[Message] = (),
         own_copy: Path | None = None,
         adapter: str | None = None,
         interventions: Sequence[Mapping[str, Any]] = (),
+        open_model: Callable[[str | None], tuple[LLM | RemoteModel, SamplingParams]] | None = None,
     ) -> None:
+        self._open_model = open_model
         self.llm, self.params, self.adapter, self._own_copy = llm, params, adapter, own_copy
         self.interventions = interventions
         self.messages: list[Message] = list(messages)
@@ -118,16 +168,20 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Prints the model's answer and keeps both in the conversation. On an error nothing is kept."""
-        messages = [*self.messages, {"role": "user", "content": text}]
+        self._answer([*self.messages, {"role": "user", "content": text}])
+
+    def _answer(self, messages: list[Message]) -> None:
+        """Prints the answer to these messages, which become the conversation with it."""
         pieces: list[str] = []
         result = None
+        markdown = MarkdownStream() if has_colours() else None
         with _no_echo(), _interrupts() as interrupted:
             stream = self.llm.stream(
                 messages, self.params, adapter=self.adapter, interventions=self.interventions
             )
             for chunk in stream:
                 pieces.append(chunk.text)
-                write_text(chunk.text)
+                write_text(chunk.text, markdown)
                 result = chunk.result
                 if interrupted():
                     break
@@ -135,6 +189,8 @@ class Chat:
             if close is not None:
                 close()
         answer = "".join(pieces)
+        if markdown is not None:
+            sys.stdout.write(markdown.flush())
         write_text("\n" if answer.endswith("\n") else "\n\n")
         if result is None:
             print("(stopped)")
@@ -165,11 +221,11 @@ class Chat:
     def _note_length(self, result: Result) -> None:
         if result.finish_reason != "length":
             return
-        n_tokens = len(result.prompt_token_ids) + len(result.token_ids)
+        n_tokens = result.timings.n_prompt_tokens + result.timings.n_generated
         if n_tokens >= self._max_context:
             print(f"(the context of {self._max_context} tokens is full: /reset starts over)")
         else:
-            print(f"(stopped after {len(result.token_ids)} tokens: --max-tokens allows more)")
+            print(f"(stopped after {result.timings.n_generated} tokens: --max-tokens allows more)")
 
     @property
     def _max_context(self) -> int:
@@ -260,8 +316,46 @@ class Chat:
         if self.last is None:
             print("nothing has been answered yet")
             return
-        n_tokens = len(self.last.prompt_token_ids) + len(self.last.token_ids)
-        print(f"{describe_timings(self.last.timings)} · context {n_tokens} of {self._max_context} tokens")
+        timings, most = self.last.timings, self._max_context
+        n_tokens = timings.n_prompt_tokens + timings.n_generated
+        limit = "" if most >= 1 << 62 else f" of {most}"
+        print(f"{describe_timings(timings)} · context {n_tokens}{limit} tokens")
+
+    def show_or_choose_model(self, name: str) -> None:
+        """Shows the model and others that it can be changed to, or changes it; the conversation stays."""
+        if name and self._open_model is not None:
+            llm, params = self._open_model(name)
+            self.llm.close()
+            self.llm, self.params, self.adapter = llm, params, next(iter(llm.adapters), None)
+        print(f"model: {printable(self.llm.path.stem)}")
+        if not name:
+            others = self.llm.names() if isinstance(self.llm, RemoteModel) else _cached_names()
+            print(f"others: {printable(', '.join(others))}")
+
+    def regenerate(self, _: str) -> None:
+        """Answers the last message again."""
+        self._answer(self.messages[: self._last_question() + 1])
+
+    def edit(self, text: str) -> None:
+        """Answers another message in the place of the last one, typed over it if none is given."""
+        i = self._last_question()
+        text = text or read_again(self.messages[i]["content"])
+        if text.strip():
+            self._answer([*self.messages[:i], {"role": "user", "content": text}])
+
+    def copy(self, _: str) -> None:
+        """Copies the last answer to the clipboard."""
+        answers = [m["content"] for m in self.messages if m["role"] == "assistant"]
+        if not answers:
+            raise RequestError("nothing has been answered yet")
+        print(f"(copied {len(answers[-1])} characters by {copy(answers[-1])})")
+
+    def _last_question(self) -> int:
+        """The place of the user's last message. Raises RequestError if there is none."""
+        places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            raise RequestError("there is no message yet")
+        return places[-1]
 
 
 COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
@@ -271,8 +365,36 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "/save": (Chat.save, "FILE", "write the conversation to a JSON file"),
     "/load": (Chat.load, "FILE", "continue a saved conversation"),
     "/adapter": (Chat.show_or_choose_adapter, "[NAME]", "show the LoRA adapter, or choose one; off for none"),
+    "/model": (Chat.show_or_choose_model, "[NAME]", "show the model, or continue with another"),
+    "/regenerate": (Chat.regenerate, "", "answer the last message again"),
+    "/edit": (Chat.edit, "[TEXT]", "change the last message, and answer that"),
+    "/copy": (Chat.copy, "", "copy the last answer to the clipboard"),
     "/stats": (Chat.show_stats, "", "counts and speeds of the last answer"),
 }
+
+
+def _cached_names() -> list[str]:
+    from kukri.formats.model_cache import cached_models
+
+    return [model.name for model in cached_models()]
+
+
+def read_again(text: str) -> str:
+    """A message that was typed, typed over; "" if it cannot be. Raises RequestError without a terminal."""
+    if not sys.stdin.isatty() or "\n" in text:
+        raise RequestError("/edit TEXT takes the whole new message")
+    try:
+        import readline
+    except ImportError:
+        raise RequestError("/edit TEXT takes the whole new message") from None
+    readline.set_startup_hook(lambda: readline.insert_text(text))
+    try:
+        return input(PROMPT)
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return ""
+    finally:
+        readline.set_startup_hook(None)
 
 
 def _path(name: str, command: str) -> Path:

@@ -178,6 +178,16 @@ class RunningServer:
     api_key: str | None = option("API key.", metavar="KEY", envvar="KUKRI_API_KEY")
 
 
+@dataclass(eq=False, repr=False)
+class ChatServer:
+    """A running server to chat with, instead of a model of this machine."""
+
+    url: str | None = option(
+        "Chat with this server, any with OpenAI's API, instead of loading a model.", metavar="URL"
+    )
+    api_key: str | None = option("API key, with --url.", metavar="KEY", envvar="KUKRI_API_KEY")
+
+
 @model_flags("any")
 class ModelOptions:
     """Options of loading that every command with an engine has."""

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kukri.engine import Timings
+    from kukri.terminal.markdown import MarkdownStream
 
 # C0 and C1 control characters, escape among them; line feed and tab stay
 _CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if code not in (9, 10)}
 
 
-def write_text(text: str) -> None:
-    """Writes text to stdout at once. On a terminal its control characters are left out."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+def write_text(text: str, markdown: MarkdownStream | None = None) -> None:
+    """Writes text to stdout at once. On a terminal its control characters are left out.
+
+    What `markdown` makes of it is written, if given.
+    """
+    text = text.translate(_CONTROLS) if sys.stdout.isatty() else text
+    sys.stdout.write(text if markdown is None else markdown.push(text))
     sys.stdout.flush()
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from kukri.calls.results import Chunk, Result
 from kukri.engine import Timings
-from kukri.errors import ContextLengthError, RequestError
+from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
 from kukri.sampling import SamplingParams
 from kukri.terminal import chat as chat_module
+from kukri.terminal import clipboard
 from kukri.terminal.chat import Chat, read_message, talk
 
 
@@ -190,10 +191,7 @@ def test_the_last_conversation_is_kept_and_resumed(tmp_path, monkeypatch, capsys
             self.path, self.options = tmp_path / "some.gguf", SimpleNamespace(prefix_dir=prefix_dir)
             opened.append((model, prefix_dir, self))
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
+        def close(self):
             pass
 
     monkeypatch.setattr(chat_module, "LLM", Opened)
@@ -323,3 +321,94 @@ def test_the_end_of_input_ends_the_chat(monkeypatch):
     assert read_message() is None
     typed(monkeypatch, '"""never closed\n')
     assert read_message() is None
+
+
+def test_the_last_message_is_answered_again_or_edited(capsys):
+    """Catches an old answer that stays in the conversation, and an edit of the wrong message."""
+    chat = make_chat("Yes.", system="Be brief.")
+    chat.take("/regenerate")
+    chat.take("/copy")
+    assert "no message yet" in capsys.readouterr().out
+    chat.take("One?")
+    chat.take("Two?")
+    chat.take("/regenerate")
+    assert chat.llm.asked[2] == chat.llm.asked[1]
+    chat.take("/edit Three?")
+    assert [message["content"] for message in chat.llm.asked[3]] == ["Be brief.", "One?", "Yes.", "Three?"]
+    assert len(chat.messages) == 5
+    chat.llm.error = RequestError("no")
+    chat.take("/regenerate")
+    assert len(chat.messages) == 5
+
+
+def test_an_edit_needs_a_terminal_or_a_text(capsys):
+    """Catches input that is read from a pipe as the new message."""
+    chat = make_chat()
+    chat.take("Hi")
+    chat.take("/edit")
+    assert "/edit TEXT" in capsys.readouterr().out
+
+
+def test_the_answer_is_copied(monkeypatch, capsys):
+    """Catches a copy of the whole conversation, and an escape sequence in a file."""
+    chat = make_chat("Yes.")
+    chat.take("Hi")
+    copied = []
+    monkeypatch.setattr(clipboard.shutil, "which", lambda name: name if name == "xclip" else None)
+    run = lambda command, input, **_: copied.append(input) or SimpleNamespace(returncode=0)  # noqa: E731
+    monkeypatch.setattr(clipboard.subprocess, "run", run)
+    chat.take("/copy")
+    assert copied == [b"Yes."]
+    monkeypatch.setattr(clipboard.shutil, "which", lambda name: None)
+    chat.take("/copy")
+    shown = capsys.readouterr().out
+    assert "no clipboard" in shown
+    assert "\x1b" not in shown
+
+
+def test_the_model_can_be_changed(capsys):
+    """Catches a model that stays open, and a conversation that is lost with it."""
+    chat = make_chat("Yes.")
+    chat.take("Hi")
+    old, new = chat.llm, FakeLLM("No.")
+    closed = []
+    old.close = lambda: closed.append(old)
+    new.path, new.adapters = Path("new.gguf"), ()
+
+    def opened(name):
+        if name != "new":
+            raise RequestError(f"no model {name}")
+        return new, SamplingParams(top_k=3)
+
+    chat._open_model = opened
+    chat.take("/model other")
+    assert (chat.llm, closed) == (old, [])
+    chat.take("/model new")
+    assert (chat.llm, closed, chat.params.top_k) == (new, [old], 3)
+    chat.take("And?")
+    assert len(new.asked[0]) == 3
+    assert "model: new" in capsys.readouterr().out
+
+
+def test_a_chat_with_a_server(tiny_path, monkeypatch, capsys):
+    """Catches a URL that loads a model here, fields that the server refuses, and errors with a traceback."""
+    from kukri import LLM
+    from tests.server.live_server import MODEL, serving
+
+    with LLM(tiny_path, backend="reference") as llm, serving(llm) as server:
+        url = server.url
+        typed(monkeypatch, f"Hi\n/stats\n/model\n/model nothing\nAnd?\n/model {MODEL}\n" + "a" * 500)
+        sampling = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "top_k": 5}
+        talk(model=None, system="", sampling=sampling, loading={}, url=url + "/v1", api_key="none")
+        shown = capsys.readouterr().out
+        assert "answer 4 tokens" in shown
+        assert "--max-tokens allows more" in shown
+        assert f"others: {MODEL}" in shown
+        assert "says 404" in shown
+        assert "says 400" in shown
+        with pytest.raises(ConfigError, match="--url"):
+            talk(model=None, system="", sampling={}, loading={"kv_type": "q8_0"}, url=url)
+    with pytest.raises(KukriError, match="server running"):
+        talk(model=None, system="", sampling={}, loading={}, url=url)
+    with pytest.raises(ConfigError, match="http"):
+        talk(model=None, system="", sampling={}, loading={}, url="localhost:8000")
