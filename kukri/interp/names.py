@@ -336,9 +336,10 @@ def _attention(trace: Trace, layer: int, read: str) -> list[_Row]:
     prefix = f"blocks.{layer}."
     rows: list[_Row] = []
     query = trace.matrices.get(f"{prefix}attn.hook_q")
-    if query is not None and len(query.weights) == 1:  # q, k and v are one matrix
+    stores = trace.heads[layer].spec.reads is None
+    if stores and query is not None and len(query.weights) == 1:  # q, k and v are one matrix
         rows += _rows("hook_attn_out", "attn.hook_hidden_states", is_editable=False)
-    rows += _rows(read, *(f"attn.{x}.hook_in" for x in "qkv"), is_editable=False)
+    rows += _rows(read, *(f"attn.{x}.hook_in" for x in ("qkv" if stores else "q")), is_editable=False)
     rows += _QUERY_AND_KEY
     for x in "qk":
         found = trace.head_norms.get(f"{prefix}attn.hook_{x}")

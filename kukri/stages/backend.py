@@ -49,6 +49,11 @@ class StagedBackend:
         """`openings` are what each stage of the pipeline opens the model with, `cache_bytes` those that the
         cache of each layer needs, `rooms` those of all stages. Raises ConfigError if the model has none.
         """
+        if model.config.d_per_layer or any(layer.kv_from is not None for layer in model.config.layers):
+            raise ConfigError(
+                "this model cannot be cut into stages (--stages, --devices): its layers read "
+                "embeddings of their own, or each other's keys and values"
+            )
         self.local, self._model, self.pipeline, self._openings = local, model, pipeline, openings
         self._rooms = rooms
         self.name, self.exact_kv_type = local.name, local.exact_kv_type

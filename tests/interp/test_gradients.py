@@ -20,7 +20,10 @@ IDS = tl_models.IDS[0]
 OTHER = np.random.default_rng(1).integers(3, tiny_models.V, len(IDS))
 RIGHT, WRONG = 5, 9
 QUICK = ["smollm3", "phi", "starcoder2", "gemma2", "olmo2", "olmoe", "gpt_oss", "qwen3_5_text-grouped"]
+QUICK += ["gemma4_text", "gemma4_moe_text"]
 NAMES = [*tl_models.NAMES, "ernie4_5", "olmo3", "gpt_oss", "lfm2", "qwen3_5_text", "qwen3_5_text-grouped"]
+GEMMA4 = ["gemma4_text", "gemma4_text-keys", "gemma4_moe_text"]
+NAMES += GEMMA4
 
 
 def some(quick):
@@ -63,7 +66,10 @@ def torch_gradients(name):
     logits = hf(inputs_embeds=embeddings.detach().requires_grad_()).logits
     value = logits[0, -1, RIGHT] - logits[0, -1, WRONG]
     value.backward()
-    return float(value.detach()), {key: x.grad[0].numpy() for key, x in kept.items()}
+    grads = {key: x.grad[0].numpy() for key, x in kept.items()}
+    if name == "gemma4_text":  # there the embeddings themselves, which make those of layers too
+        grads["hook_embed"] = grads.pop("blocks.0.hook_resid_pre")
+    return float(value.detach()), grads
 
 
 @pytest.mark.parametrize("name", some(QUICK))
@@ -82,7 +88,9 @@ def test_gradients_are_torchs(name):
         assert activations[key].shape == grads[key].shape
 
 
-@pytest.mark.parametrize("name", [*some(["gpt_oss", "qwen3_5_text-grouped"]), *tl_models.ENCODERS])
+@pytest.mark.parametrize(
+    "name", [*some(["gpt_oss", "qwen3_5_text-grouped", "gemma4_text"]), *tl_models.ENCODERS]
+)
 def test_gradients_on_pytorch_are_those_of_numpy(name):
     """A derivative of a value that transformers does not show: keys, routes, states, gates."""
     metric = gradients.log_probability(RIGHT)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import transformers as tr
 
+from kukri import LLM, SamplingParams
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
 from kukri.formats.huggingface.config import hf_config, hf_model_config
+from kukri.interp import patching
 from kukri.quant.mixes import mix_types
+from tests.interp.test_patching import CLEAN, CORRUPT, cell_by_cell, metric
+from tests.interp.tl_models import session
+from tests.models.lora_files import merged, random_updates, write_peft
 from tests.models.tiny_models import make
-from tests.test_llm_safetensors import GEMMA4, TINY
+from tests.test_llm_safetensors import GEMMA4, TINY, theirs
+from tests.test_llm_safetensors import make as make_directory
 
 PATH = Path("config.json")
 SHARED = {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
@@ -91,3 +100,89 @@ def test_tables_of_layers_keep_8_bits() -> None:
         assert of_layers == {"Q8_0"}
         assert types["blk.0.ffn_up.weight"] != "Q8_0"
     assert set(mix_types("F16", shapes, 2).values()) == {mix_types("F16", shapes, 2)["token_embd.weight"]}
+
+
+IDS = np.random.default_rng(0).integers(0, 250, 60).tolist()
+KINDS = ["gemma4_text", "gemma4_text-keys", "gemma4_moe_text"]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    return {kind: make_directory(tmp_path_factory.mktemp("gemma4") / "hf", kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize(("backend", "tolerance"), [("reference", 1e-4), ("cpu", 2e-3), ("torch", 1e-4)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_patterns_by_an_llm(
+    kind: str, backend: str, tolerance: float, directories: dict[str, tuple[Path, Any]]
+) -> None:
+    """Keys of a window that has passed, or a pattern of a layer's own keys where it reads another's."""
+    directory, model = directories[kind]
+    with torch.no_grad():
+        want = model(torch.tensor([IDS]), output_attentions=True)
+    logits = want.logits[0].numpy()
+    with LLM(directory, backend=backend, max_context=128) as llm:
+        got, cache = llm.interp.run_with_cache(IDS)
+        # of the whole: the CPU's cache is float16, and scores are not scaled down, so a single one may tip
+        assert np.linalg.norm(got[0] - logits) < tolerance * np.linalg.norm(logits)
+        assert np.abs(got[0] - logits).max() < 2 * tolerance * np.abs(logits).max()
+        for i, pattern in enumerate(want.attentions):
+            np.testing.assert_allclose(
+                cache["pattern", i][0], pattern[0].numpy(), atol=max(1e-4, 5 * tolerance)
+            )
+        names = [name for name in cache if name.startswith("blocks.3.")]
+        assert ("blocks.3.attn.hook_k" in names) == (kind != "gemma4_text")
+        assert ("blocks.3.attn.k.hook_in" in names) == (kind != "gemma4_text")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_past_the_windows_are_greedy(
+    kind: str, backend: str, directories: dict[str, tuple[Path, Any]]
+) -> None:
+    """A page that a window passed and a layer that shares keys still reads; a cached prefix without them."""
+    directory, model = directories[kind]
+    with LLM(directory, backend=backend, max_context=128, max_step_tokens=16) as llm:
+        for prompt in (IDS, IDS, IDS[:40]):  # the second time from the cache
+            found = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+            logits = theirs(model, prompt + found.token_ids)[len(prompt) - 1 : -1]
+            best = logits.max(axis=-1)
+            chosen = logits[np.arange(20), found.token_ids]
+            assert (best - chosen < (1e-3 if backend == "reference" else 5e-2)).all()
+
+
+def test_an_adapter_of_shared_keys_and_layer_inputs(
+    tmp_path: Path, directories: dict[str, tuple[Path, Any]]
+) -> None:
+    """An update of keys that the values do not get, or that the layers which read them do not see."""
+    for kind in ("gemma4_text", "gemma4_text-keys"):
+        directory, model = directories[kind]
+        targets = ("q_proj", "k_proj", "o_proj", "down_proj", "per_layer_input_gate", "per_layer_projection")
+        updates = random_updates(model, targets)
+        path = write_peft(tmp_path / kind, updates, 8.0)
+        want = theirs(merged(model, updates, 2.0), IDS)
+        with LLM(directory, backend="reference", adapters={"a": path}) as llm:
+            got = llm.logits(IDS, adapter="a")
+        np.testing.assert_allclose(got, want, atol=2e-3 * np.abs(want).max())
+        assert np.abs(want - theirs(model, IDS)).max() > 0.1
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_sweeps_see_shared_keys(backend: str) -> None:
+    """Cells that begin behind the layer whose keys others read, or behind the embeddings of layers."""
+    own = session("gemma4_text", backend)
+    llm = SimpleNamespace(interp=own)
+    _, clean = own.run_with_cache(CLEAN)
+    for layer in (1, 3):
+        want = cell_by_cell(own, "resid_pre", "layer pos", clean["resid_pre", layer], layer, metric)
+        got = patching.sweep(
+            llm, CORRUPT, metric, "resid_pre", lambda i: clean["resid_pre", i], logits="last", layers=[layer]
+        )
+        np.testing.assert_allclose(got[0], want, atol=1e-5)
+        assert np.ptp(got) > 1e-3
+
+
+def test_layers_that_share_cannot_be_cut(directories: dict[str, tuple[Path, Any]]) -> None:
+    """A stage that reads keys of another, which it does not have."""
+    with pytest.raises(ConfigError, match="cannot be cut into stages"):
+        LLM(directories["gemma4_text"][0], stages=2)
