@@ -76,8 +76,12 @@ class AnswerWriter(ABC):
     form = EVENTS
     error_json: Callable[[str, int], dict[str, Any]] = staticmethod(error_body)
 
-    def __init__(self, call: LiveCall, choices: Sequence[Choice], *, stream: bool) -> None:
+    def __init__(
+        self, call: LiveCall, choices: Sequence[Choice], *, stream: bool, progress: bool | None = False
+    ) -> None:
+        """`progress`: a stream tells how far the first prompt has been read."""
         self._call, self._choices, self._is_stream = call, choices, stream
+        self._progress = PromptProgress(call.answers[0].request) if progress and stream else None
         self._n_ids_sent = [0] * len(choices)
         self._is_begun = [False] * len(choices)  # the answer, in a stream
         self._has_begun = False
@@ -86,8 +90,10 @@ class AnswerWriter(ABC):
         """Takes the new output and returns its events, none if it is no stream."""
         written = ""
         if self._is_stream:
-            written = self._progressed() if self._has_begun else self._begin() + self._progressed()
+            written = "" if self._has_begun else self._begin()
             self._has_begun = True
+            if self._progress is not None:
+                written += "".join(map(self._progressed, self._progress.news()))
         for i, choice in enumerate(self._choices):
             if not choice.is_over and (choice.answer.n_tokens or choice.answer.finish_reason):
                 events = choice.advance()
@@ -110,9 +116,9 @@ class AnswerWriter(ABC):
         """What a stream begins with."""
         return ""
 
-    def _progressed(self) -> str:
-        """News of the prompt."""
-        return ""
+    def _progressed(self, news: dict[str, int]) -> str:
+        """The event with news of a prompt's progress."""
+        raise NotImplementedError
 
     @abstractmethod
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
@@ -129,9 +135,10 @@ class AnswerWriter(ABC):
 
 def grown(events: Sequence[PartEvent], kind: Kind = "text") -> tuple[str, Sequence[PlacedToken]]:
     """The text and tokens by which the parts of a kind have grown."""
-    found = [event for event in events if event.what == "grown" and event.part.kind == kind]
-    if len(found) == 1:
-        return found[0].text, found[0].tokens
+    if len(events) == 1:  # as most have it
+        event = events[0]
+        return (event.text, event.tokens) if event.part.kind == kind else ("", ())
+    found = [event for event in events if event.part.kind == kind]
     return "".join(event.text for event in found), [token for event in found for token in event.tokens]
 
 
@@ -151,7 +158,7 @@ class ChunkWriter(AnswerWriter):
         kind: str,
         id_kind: str,
     ) -> None:
-        super().__init__(chat.call, chat.choices, stream=bool(body.stream))
+        super().__init__(chat.call, chat.choices, stream=bool(body.stream), progress=body.return_progress)
         self._served = served
         self._head = {
             "id": f"{id_kind}-{uuid4().hex}",
@@ -165,8 +172,6 @@ class ChunkWriter(AnswerWriter):
         self._with_usage = bool(options and options.include_usage)
         self._counts_each = bool(self._with_usage and options and options.continuous_usage_stats)
         self._has_timings = bool(body.timings_per_token)
-        is_told = body.return_progress and body.stream
-        self._progress = PromptProgress(chat.call.answers[0].request) if is_told else None
 
     def end(self) -> bytes:
         """The usage, if requested, and the end mark."""
@@ -184,12 +189,8 @@ class ChunkWriter(AnswerWriter):
             more += f",{json.dumps(self._timings())[1:-1]}"
         return f'{self._prefix},"choices":[{choice}]{more}}}\n\n'
 
-    def _progressed(self) -> str:
-        """Chunks with the news of a prompt's progress."""
-        if self._progress is None:
-            return ""
-        start = f'{self._prefix},"choices":[],"prompt_progress":'
-        return "".join(f"{start}{json.dumps(one)}}}\n\n" for one in self._progress.news())
+    def _progressed(self, news: dict[str, int]) -> str:
+        return f'{self._prefix},"choices":[],"prompt_progress":{json.dumps(news)}}}\n\n'
 
     def _timings(self) -> dict[str, Any]:
         """The first answer's `timings`, if they are requested."""

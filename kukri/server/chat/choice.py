@@ -23,7 +23,8 @@ class Part:
     """A part of an answer. `text` is reasoning, content, or a call's arguments, which are JSON.
 
     Attributes: index, its place among the answer's parts; kind; place among its calls, name and call_id of a
-    call; tokens of a text, if their log-probabilities are known; is_closed, True if it grows no more.
+    call; pieces of the text; tokens of a text or a call, if they have log-probabilities; is_closed, True if
+    it grows no more.
     """
 
     __slots__ = ("call_id", "index", "is_closed", "kind", "name", "pieces", "place", "tokens")
@@ -68,6 +69,7 @@ class Choice:
         self.parts: list[Part] = []
         self._parser, self._toolbox, self._on_missed = parser, toolbox, on_missed
         self._unsplit: list[PlacedToken] = []  # perhaps of the reasoning
+        self._settled: list[PlacedToken] = []  # not of the reasoning
         self._has_called = False
         self.is_over = False  # it has ended, and no more comes of it
 
@@ -120,8 +122,8 @@ class Choice:
                 self._grow(events, "reasoning", piece.text)
             else:
                 self._grow_call(events, piece)
-        if tokens:
-            self._grow(events, "text", "", tokens)
+        if tokens:  # whose text is held back, or is that of a call
+            self._grow_tokens(events, tokens)
         if self.is_over:
             self._close(events)
         return events
@@ -152,6 +154,16 @@ class Choice:
             text, tokens = last.text + text, [*last.tokens, *tokens]
         events.append(PartEvent("grown", part, text, tokens))
 
+    def _grow_tokens(self, events: list[PartEvent], tokens: list[PlacedToken]) -> None:
+        """Adds tokens of the answer to a text or a call; without one they wait for the next."""
+        last = self.parts[-1].kind if self.parts else "reasoning"
+        if last != "reasoning":
+            self._grow(events, last, "", tokens)
+        elif self.is_over:
+            self._grow(events, "text", "", tokens)
+        else:
+            self._settled = tokens
+
     def _grow_call(self, events: list[PartEvent], delta: CallDelta) -> None:
         """Opens a call or adds to it; those after the first are left out if only one is allowed."""
         assert self._toolbox is not None, "calls come of tools"
@@ -179,7 +191,7 @@ class Choice:
         answers, n_settled = self._parser.answers, self._parser.n_settled
         if self.is_over:
             n_settled = 1 << 62
-        taken, left = [], []
+        taken, self._settled, left = self._settled, [], []
         for place, token in self._unsplit:
             if any(begin <= place and (end is None or place < end) for begin, end in answers):
                 taken.append((place, token))

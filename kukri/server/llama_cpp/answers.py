@@ -28,7 +28,6 @@ from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.completions import submit
 from kukri.server.openai.logprobs import chat_logprobs
-from kukri.server.progress import PromptProgress
 from kukri.server.reply import EVENTS, AnswerWriter, Reply, StreamForm, grown, sse
 from kukri.server.sampling_fields import FACTS
 from kukri.server.timings import timings_of
@@ -118,10 +117,9 @@ class LlamaWriter(AnswerWriter):
             Choice(answer, PlainParser(None if self._hides_answer else indent.push))
             for answer, indent in zip(call.answers, self._indents, strict=True)
         ]
-        super().__init__(call, choices, stream=bool(body.stream))
+        super().__init__(call, choices, stream=bool(body.stream), progress=body.return_progress)
         self._served, self._body, self._params, self._prompts = served, body, params, prompts
         self._is_many = is_many
-        self._progress = PromptProgress(call.answers[0].request) if body.return_progress else None
         self._model = served.check_model(body.model)
 
     def advance(self) -> bytes:
@@ -137,12 +135,9 @@ class LlamaWriter(AnswerWriter):
         answers = [self._picked(self._whole(i)) for i in range(len(self._call.answers))]
         return answers if self._is_many else answers[0]
 
-    def _progressed(self) -> str:
-        """Events with the progress of the first prompt, if they are requested."""
-        if self._progress is None:
-            return ""
+    def _progressed(self, news: dict[str, int]) -> str:
         head = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": -1}
-        return "".join(sse({**head, "prompt_progress": one}) for one in self._progress.news())
+        return sse({**head, "prompt_progress": news})
 
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
         """The event with the text that came, and the last one if the answer has ended."""

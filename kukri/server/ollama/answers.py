@@ -185,7 +185,8 @@ class OllamaWriter(AnswerWriter):
         return self._last(choice.text("reasoning"), choice.text(), choice.calls, choice.tokens)
 
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
-        (thinking, _), (content, tokens) = grown(events, "reasoning"), grown(events)
+        (thinking, _), (content, _) = grown(events, "reasoning"), grown(events)
+        tokens = [token for event in events for token in event.tokens]
         calls = [event.part for event in events if event.what == "closed" and event.part.kind == "call"]
         if not (thinking or content or calls or (tokens and self._body.logprobs)):
             return ""

@@ -139,8 +139,8 @@ class CompletionWriter(ChunkWriter):
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
         text, tokens = grown(events)
         is_first = not self._is_begun[i]
-        has_more = self._choices[i].is_over or self._call.readouts[i] or (is_first and self._body.echo)
-        if not (text or tokens or has_more):
+        has_more = text or tokens or self._choices[i].is_over or self._call.readouts[i]
+        if not (has_more or (is_first and self._body.echo)):
             return ""
         self._is_begun[i] = True
         return self._event(compact(self._choice(i, i, text, tokens, is_first=is_first)))
