@@ -6,7 +6,7 @@ The command line reads this at each start: what only checks need is imported whe
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kukri.model_options import ModelOptions
 from kukri.option_fields import (
@@ -26,6 +26,9 @@ from kukri.option_fields import (
 from kukri.option_fields import (
     duration_s as duration_s,
 )
+
+if TYPE_CHECKING:
+    from kukri.server.models.preset import Preset
 
 
 def default_name(model: str | None) -> str:
@@ -52,6 +55,7 @@ class ModelSpec:
     options: ModelOptions
     is_pinned: bool = False
     keep_alive_s: float | None = None
+    presets: tuple["Preset", ...] = ()  # whose names are among `names`
 
 
 def _as_keys(value: Any) -> tuple[str, ...]:

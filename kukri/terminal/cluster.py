@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from kukri.scale.serve import ReplicaOptions
 
 _OBJECT_STORE_BYTES = 100 << 20  # of a Ray of our own, through which nothing large goes
-_ONE_MODEL = ("config", "model_dir", "pin", "memory_bytes", "idle_unload_s", "manages_models", "adapter_dir")
+_ONE_MODEL = (
+    "config",
+    "preset",
+    "model_dir",
+    "pin",
+    "memory_bytes",
+    "idle_unload_s",
+    "manages_models",
+    "adapter_dir",
+)
 
 
 def serve_cluster(

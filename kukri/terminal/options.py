@@ -337,6 +337,10 @@ class ServeOptions:
         is_eager=True,
         callback=_use_config,
     )
+    preset: list[str] | None = option(
+        "Serve a model with a system message, parameters and more, from TOML or a Modelfile; repeatable.",
+        metavar="[NAME=]FILE",
+    )
     alias: list[str] | None = option("Another name for the first model; repeatable.", metavar="NAME")
     pin: list[str] | None = option("Load this model at startup and keep it; repeatable.", metavar="NAME")
     chat_template_file: Path | None = option("Jinja chat template, instead of the model's.", metavar="FILE")

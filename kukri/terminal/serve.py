@@ -49,6 +49,7 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
     configure_logs(as_json=options.log_json, level=options.log_level)
     with socket_of(options) as bound:
         is_alone = len(served) == 1 and settings.idle_unload_s is None and served[0].keep_alive_s is None
+        is_alone = is_alone and not served[0].presets
         if not is_alone or settings.model_dir is not None or settings.manages_models:
             _serve_box(served, settings, bound)
         else:

@@ -14,6 +14,7 @@ from kukri.server.settings import ModelSpec, default_name
 from kukri.terminal.config_file import MAX_BYTES, read_config
 from kukri.terminal.files import read_text
 from kukri.terminal.options import ServeOptions
+from kukri.terminal.preset_files import PresetFile, preset_file
 
 _OWN_KEYS = ("model", "aliases", "pinned", "keep-alive", "chat-template-file")
 
@@ -27,7 +28,8 @@ def served_models(
     """
     served = [] if options.config is None else configured_models(options.config)
     settings = options.settings()
-    has_others = bool(served or "model_dir" in settings or "manages_models" in settings)
+    presets = [preset_file(text) for text in options.preset or []]
+    has_others = bool(served or presets or "model_dir" in settings or "manages_models" in settings)
     given: list[tuple[str, str | None]] = [_name_and_model(text) for text in models]
     if not given and not has_others:
         given = [(default_name(None), None)]
@@ -40,6 +42,8 @@ def served_models(
         options_left = replace(one.options, control_vectors=None, probes=None, saes=None)
         named[i] = replace(one, options=options_left)
     served = named + served
+    for preset in presets:
+        _add_preset(served, preset, shared)
     if served and options.alias:
         aliased = dict.fromkeys([*options.alias, *served[0].names])
         served[0] = replace(served[0], names=tuple(aliased))
@@ -52,6 +56,35 @@ def served_models(
             raise ConfigError(f"--pin {name}: no model has this name; there are {', '.join(names)}")
     pinned = set(options.pin or [])
     return [replace(one, is_pinned=one.is_pinned or bool(pinned & set(one.names))) for one in served]
+
+
+def _add_preset(served: list[ModelSpec], file: PresetFile, loading: Mapping[str, Any]) -> None:
+    """Gives a preset's name to the model that it is of, which is served for it if it is not yet.
+
+    One with a template of its own has a model of its own.
+    """
+    preset = file.preset
+    if file.adapter is not None:
+        preset = replace(preset, adapter=f"{preset.name}-adapter")
+    i = next(
+        (i for i, one in enumerate(served) if file.model in (*one.names, one.options.model)), len(served)
+    )
+    if i == len(served) or file.template is not None:
+        name = default_name(file.model)
+        taken = {known for one in served for known in one.names}
+        names = () if name in taken or name == preset.name else (name,)
+        options = ModelOptions(**{**loading, "model": file.model})
+        if file.template is not None:
+            options = replace(options, chat_template=file.template)
+        i = len(served)
+        served.append(ModelSpec(names, options))
+    base = served[i]
+    options = base.options
+    if file.adapter is not None and preset.adapter is not None:
+        options = replace(options, adapters={**options.adapters, preset.adapter: str(file.adapter)})
+    served[i] = replace(
+        base, names=(*base.names, preset.name), options=options, presets=(*base.presets, preset)
+    )
 
 
 def _name_and_model(text: str) -> tuple[str, str]:

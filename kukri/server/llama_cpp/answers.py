@@ -79,7 +79,7 @@ async def _reply(
     try:
         bias = await asyncio.to_thread(body.bias, served.tokenizer) if body.logit_bias else None
         sampling = body.sampling(grammar=body.form, logit_bias=bias)
-        params = served.params(sampling)
+        params = served.params_of(getattr(body, "model", None), sampling)
         call = await submit(served, body, prompts, params, http)
     except RequestError as error:
         error.param = NAMES.get(error.param or "", error.param)

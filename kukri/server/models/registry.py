@@ -367,7 +367,7 @@ class ModelRegistry:
         llm = LLM(**vars(options))
         try:
             warm_up(llm)
-            return ServedModel(llm, self.settings, entry.spec.names, self.metrics)
+            return ServedModel(llm, self.settings, entry.spec.names, self.metrics, presets=entry.spec.presets)
         except BaseException:
             llm.close()
             raise

@@ -34,6 +34,7 @@ from kukri.server.chat.request import ChatRequest
 from kukri.server.keys import Client
 from kukri.server.metrics import Metrics, ModelMetrics
 from kukri.server.models.bridge import Bridge, LiveCall, LoopMaker
+from kukri.server.models.preset import Preset
 from kukri.server.settings import ServerSettings
 from kukri.tokenizer import ChatTemplate, FillInMiddle, Tokenizer
 
@@ -87,7 +88,10 @@ class ServedModel:
         names: Sequence[str],
         metrics: Metrics,
         make_loop: LoopMaker = EngineLoop,
+        *,
+        presets: Sequence[Preset] = (),
     ) -> None:
+        self._presets = {preset.name: preset for preset in presets}
         self.llm, self.settings, self.names, self.tokenizer = llm, settings, names, llm.tokenizer
         self.prompts = ChatPrompts(llm.chat_template, llm.tokenizer, llm.engine.max_context)
         self.grammars = GrammarCheck(llm.tokenizer)
@@ -123,7 +127,22 @@ class ServedModel:
         """The adapter of a request: the one that it names as such, or as its model; None for none."""
         plain = None if model is None else model.removesuffix(":latest")
         found = next((name for name in (model, plain) if name in self.llm.engine.adapter_names), None)
+        preset = self.preset_of(model)
+        found = preset.adapter if found is None and preset is not None else found
         return found if adapter is None else adapter
+
+    def preset_of(self, model: str | None) -> Preset | None:
+        """The preset that a request names as its model."""
+        return None if model is None else self._presets.get(model.removesuffix(":latest"))
+
+    def params_of(self, model: str | None, sampling: Mapping[str, Any]) -> SamplingParams:
+        """The parameters of a plain prompt: what its client set, on top of the preset that it names."""
+        preset = self.preset_of(model)
+        return self.params(sampling if preset is None else preset.under(sampling))
+
+    def _with_preset(self, request: ChatRequest) -> ChatRequest:
+        preset = self.preset_of(request.model)
+        return request if preset is None else preset.applied(request)
 
     async def encode(
         self,
@@ -138,6 +157,7 @@ class ServedModel:
 
     async def open(self, request: ChatRequest, scope: Scope) -> Chat:
         """Queues a chat. Raises RequestError, in the client's names of fields, and CapacityError."""
+        request = self._with_preset(request)
         try:
             toolbox = request.toolbox(self.prompts.dialect)
             prompt = await self.prompts.of(request)
@@ -221,7 +241,7 @@ class ServedModel:
     async def n_prompt_tokens(self, request: ChatRequest) -> int:
         """Counts the tokens of a chat's prompt. Raises RequestError, in the client's names of fields."""
         try:
-            return len(await self.prompts.of(request))
+            return len(await self.prompts.of(self._with_preset(request)))
         except RequestError as error:
             raise request.error(error) from None
 

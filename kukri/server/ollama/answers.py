@@ -104,7 +104,7 @@ async def _continue(served: ServedModel, body: OllamaGenerateBody, http: Request
     request = ChatRequest(messages=(), **_common(body))
     try:
         sampling = served.within_context(request, len(prompt))
-        params = served.params({**sampling, "grammar": body.grammar})
+        params = served.params_of(body.model, {**sampling, "grammar": body.grammar})
         call = await served.submit(
             [prompt],
             params,

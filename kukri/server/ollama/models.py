@@ -25,6 +25,7 @@ from kukri.formats.repos import cache_folder, parse_name
 from kukri.server.access import check_manages_models
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
+from kukri.server.models.preset import Preset
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.ollama.schema import OPTIONS, OllamaBody, OllamaPullBody
 from kukri.server.sampling_fields import FACTS
@@ -134,10 +135,13 @@ async def ollama_show(body: OllamaBody, registry: Registry, request: Request) ->
         capabilities.append("tools")
     if dialect_of(facts.template, ()).can_reason(facts.template):
         capabilities.append("thinking")
+    preset = next((one for one in entry.spec.presets if one.name == body.model.removesuffix(":latest")), None)
+    told = {"system": preset.system or "", "messages": [*preset.messages]} if preset is not None else {}
     return JSONResponse(
         {
-            "modelfile": f"# served by kukri\nFROM {entry.name}\n",
-            "parameters": _parameters(entry),
+            "modelfile": _modelfile(entry, preset),
+            "parameters": _parameters(entry) if preset is None else _lines(preset.sampling),
+            **told,
             "template": facts.template,
             "license": "",
             "details": facts.details,
@@ -212,6 +216,25 @@ def _listed(name: str, facts: ModelFacts) -> dict[str, Any]:
         "digest": facts.digest,
         "details": facts.details,
     }
+
+
+def _modelfile(entry: ModelEntry, preset: Preset | None) -> str:
+    """The model, or what a preset adds to it, as a Modelfile."""
+    lines = ["# served by kukri", f"FROM {entry.name}"]
+    if preset is not None:
+        lines += [f"PARAMETER {line}" for line in _lines(preset.sampling).splitlines()]
+        lines += [f'SYSTEM """{preset.system}"""'] if preset.system else []
+        lines += [f'MESSAGE {one["role"]} """{one["content"]}"""' for one in preset.messages]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(sampling: Mapping[str, Any]) -> str:
+    """Parameters that Ollama knows, a line each; each stop string has one."""
+    found = []
+    for name, value in sampling.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [f"{OPTIONS[name]:<30} {json.dumps(one)}" for one in values if name in OPTIONS]
+    return "\n".join(found)
 
 
 def _parameters(entry: ModelEntry) -> str:

@@ -27,13 +27,14 @@ async def complete(served: ServedModel, body: CompletionBody, http: Request) -> 
     """The response to a completion."""
     model = served.check_model(body.model)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = served.params(
+    params = served.params_of(
+        body.model,
         body.sampling(
             max_tokens=max(max_tokens, 1),  # of none at all, one is computed and not shown
             logprobs=body.logprobs,
             prompt_logprobs=_n_prompt_logprobs(body),
             grammar=body.form,
-        )
+        ),
     )
     prompts = await _prompts(served, body, params.n_generated_answers)
     echoes = await asyncio.to_thread(_echoes, served.tokenizer, prompts) if body.echo else []
