@@ -50,9 +50,11 @@ class Shape:
     n_experts_used: int = 0
     d_expert: int = 0
     window: int = 0  # of the layers that the architecture gives one
-    attending: tuple[int, ...] = ()  # of a hybrid, the layers that attend; the others keep a state
+    attending: tuple[int, ...] = ()  # of a hybrid, the layers that attend; of gemma4 those that see all
     n_taps: int = 0  # of their convolutions
     state: tuple[int, int] = (0, 0)  # heads of the delta rule, and their width
+    n_shared: int = 0  # of gemma4, the last layers that read the keys of others, with MLPs of twice the width
+    d_per_layer: int = 0  # and the width of each layer's embeddings
 
 
 SHAPES = {
@@ -70,6 +72,13 @@ SHAPES = {
         n_experts=128,
         n_experts_used=8,
         d_expert=768,
+    ),
+    "gemma4-e2b": Shape(
+        *("gemma4", 1536, 6144, 35, 8, 1, 512, 262144, 32768, 1e6),
+        window=512,
+        attending=tuple(range(4, 35, 5)),
+        n_shared=20,
+        d_per_layer=256,
     ),
     "gemma3-1b": Shape("gemma3", 1152, 6912, 26, 4, 1, 256, 262144, 32768, 1e6, window=512),
     "gemma3-270m": Shape("gemma3", 640, 2048, 18, 4, 1, 256, 262144, 32768, 1e6, window=512),
@@ -125,10 +134,41 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         layer |= {"ffn_gate": (shape.d_ffn, d), "ffn_up": (shape.d_ffn, d), "ffn_down": (d, shape.d_ffn)}
     last = "token_embd_norm" if shape.architecture == "lfm2" else "output_norm"
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.n_vocab, d), f"{last}.weight": (d,)}
+    if shape.d_per_layer:
+        width = shape.n_layers * shape.d_per_layer
+        shapes |= {
+            "per_layer_token_embd.weight": (shape.n_vocab, width),
+            "rope_freqs.weight": (shape.d_head // 2,),
+        }
+        shapes |= {
+            "per_layer_model_proj.weight": (width, d),
+            "per_layer_proj_norm.weight": (shape.d_per_layer,),
+        }
     for i in range(shape.n_layers):
-        parts = _hybrid_layer(shape, layer, i) if shape.attending else layer
+        parts = layer
+        if shape.attending:
+            parts = (_gemma4_layer if shape.architecture == "gemma4" else _hybrid_layer)(shape, layer, i)
         shapes |= {f"blk.{i}.{part}{_ENDINGS.get(part, '.weight')}": dims for part, dims in parts.items()}
     return shapes
+
+
+def _gemma4_layer(shape: Shape, layer: dict[str, tuple[int, ...]], i: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer of Gemma 4: heads of half the size in a window, no keys if it reads others'."""
+    d, width, d_ffn = shape.d_model, shape.d_per_layer, shape.d_ffn
+    d_head = shape.d_head if i in shape.attending else shape.d_head // 2
+    n_q, n_kv, is_shared = (
+        shape.n_heads * d_head,
+        shape.n_kv_heads * d_head,
+        i >= shape.n_layers - shape.n_shared,
+    )
+    d_ffn *= 2 if is_shared else 1
+    parts = layer | {"attn_q": (n_q, d), "attn_output": (d, n_q), "attn_q_norm": (d_head,)}
+    parts |= {"attn_k": (n_kv, d), "attn_v": (n_kv, d), "attn_k_norm": (d_head,)}
+    if is_shared:
+        parts = {part: dims for part, dims in parts.items() if not part.startswith(("attn_k", "attn_v"))}
+    parts |= {"ffn_gate": (d_ffn, d), "ffn_up": (d_ffn, d), "ffn_down": (d, d_ffn)}
+    parts |= {"post_attention_norm": (d,), "post_ffw_norm": (d,), "layer_output_scale": (1,)}
+    return parts | {"inp_gate": (width, d), "proj": (d, width), "post_norm": (d,)}
 
 
 _ENDINGS = {"ssm_a": "", "ssm_dt": ".bias", "attn_q.bias": "", "attn_k.bias": "", "attn_v.bias": ""}
@@ -236,6 +276,16 @@ def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
         keys |= {"rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)}
     if shape.window:
         keys["attention.sliding_window"] = shape.window
+    if shape.architecture == "gemma4":
+        half, first_shared = shape.d_head // 2, shape.n_layers - shape.n_shared
+        widths = [shape.d_ffn * (2 if i >= first_shared else 1) for i in range(shape.n_layers)]
+        keys |= {"feed_forward_length": np.array(widths, np.int32), "rope.freq_base_swa": 1e4}
+        keys |= {f"attention.{part}_length_swa": half for part in ("key", "value")}
+        keys |= {"rope.dimension_count_swa": half, "attention.shared_kv_layers": shape.n_shared}
+        keys["embedding_length_per_layer_input"] = shape.d_per_layer
+        keys["attention.sliding_window_pattern"] = np.array(
+            [i not in shape.attending for i in range(shape.n_layers)]
+        )
     tokens, merges = _vocabulary(shape.n_vocab)
     first_special = len(tokens) - len(_SPECIAL)
     return {

@@ -260,6 +260,8 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
     both = cost.with_others([backend.page_bytes(m.cache_layout, kv_type) for m in models[1:]])
     weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
     free_bytes = backend.free_bytes()
+    if config.device is None:  # on the host they stay in the model's file
+        weight_bytes -= sum(table.stored.nbytes for m in models for table in m.row_tables)
     if config.device is not None:
         _check_fits(config, weight_bytes, both.page_bytes, free_bytes)
     size = choose_kv_size(

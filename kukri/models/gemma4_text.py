@@ -173,6 +173,7 @@ class Gemma4(Gemma2):
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         super().__init__(config, source)
         self.inputs = LayerEmbeddings(source, config) if config.d_per_layer else None
+        self.row_tables = () if self.inputs is None else self.inputs.table.tables
 
     def through_blocks(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """The residual stream after the last block [T, D]."""

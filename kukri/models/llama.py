@@ -19,6 +19,7 @@ from kukri.errors import KukriError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVLayer, StateLayer
+from kukri.kernels.constants import Weight
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
@@ -63,6 +64,7 @@ class Llama:
     """The whole model: `model(ops, batch)` runs one step. Attributes: config; parameters, in order."""
 
     parameters: Sequence[Parameter] = ()  # those that `load_model` saw it take
+    row_tables: Sequence[Weight] = ()  # matrices of which steps read rows alone, too large to hold in memory
     block_type: Callable[..., Any] = Block
     norm_type: Callable[..., Any] = RMSNorm
     norm_name = "model.norm"

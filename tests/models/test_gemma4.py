@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tr
 
+from benchmarks.make_model import SHAPES, make_model
 from kukri import LLM, SamplingParams
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
 from kukri.formats.huggingface.config import hf_config, hf_model_config
@@ -180,6 +181,28 @@ def test_sweeps_see_shared_keys(backend: str) -> None:
         )
         np.testing.assert_allclose(got[0], want, atol=1e-5)
         assert np.ptp(got) > 1e-3
+
+
+def test_a_quantized_file_leaves_its_table_on_disk(tmp_path: Path) -> None:
+    """A file of true shapes that does not run, a table at 4 bits, or one that counts as taken memory."""
+    shape = replace(
+        SHAPES["gemma4-e2b"],
+        **{"d_model": 256, "d_ffn": 256, "n_layers": 5, "n_heads": 4, "d_head": 64, "n_vocab": 1024},
+        **{"attending": (1, 3), "n_shared": 2, "window": 16, "context": 256},
+    )
+    make_model(tmp_path / "m.gguf", shape, "Q4_K_M", "tiny")
+    with LLM(tmp_path / "m.gguf", n_threads=2) as llm:
+        (table,) = llm.model.row_tables
+        assert (table.type.name, table.shape) == ("Q8_0", (1024, 5 * 256))
+        assert not table.stored.flags.owndata  # a view of the mapped file
+        assert np.isfinite(llm.logits(IDS)).all()
+        assert [layer.kv_from for layer in llm.config.layers] == [None, None, None, 1, 2]
+    make_model(tmp_path / "f16.gguf", shape, "F16", "tiny")
+    with LLM(tmp_path / "f16.gguf", n_threads=2) as llm:
+        found = llm.logits(IDS)
+    with LLM(tmp_path / "f16.gguf", backend="reference") as llm:
+        want = llm.logits(IDS)
+    assert np.linalg.norm(found - want) < 0.01 * np.linalg.norm(want)
 
 
 def test_layers_that_share_cannot_be_cut(directories: dict[str, tuple[Path, Any]]) -> None:
