@@ -139,7 +139,7 @@ class MixtureConfig:
     """A mixture of experts in place of each layer's MLP."""
 
     n_experts: int
-    n_used: int  # by a token
+    n_used: int  # experts per token
     d_ffn: int  # width of an expert's MLP
     normalized: bool  # a token's weights have the sum 1; if not, they are shares in the softmax of all
 
@@ -155,7 +155,7 @@ class MixtureConfig:
 class RecurrentConfig:
     """The layers that keep a state: a convolution and, of some kinds, heads with a matrix each."""
 
-    n_taps: int  # of the convolution: the inputs that an output depends on
+    n_taps: int  # inputs that an output of the convolution depends on
     n_heads: int = 0
     n_groups: int = 0  # of heads that share keys and queries
     d_state: int = 0  # width of keys and queries
@@ -188,7 +188,7 @@ class HeadConfig:
 
     kind: str = "language_model"  # one of HEADS
     labels: tuple[str, ...] = ()
-    problem_type: str | None = None  # of a sequence classification, one of PROBLEM_TYPES
+    problem_type: str | None = None  # one of PROBLEM_TYPES, for sequence classification
     pad_id: int | None = None  # a sequence classification looks at the last token that is another
 
     def __post_init__(self) -> None:
@@ -326,12 +326,12 @@ Pooling = Literal["mean", "last", "cls"]
 class EmbeddingConfig:
     """How a text becomes one vector, according to the model's files."""
 
-    pooling: Pooling = "mean"  # of the tokens' hidden states; "cls" is the first
+    pooling: Pooling = "mean"  # how the tokens' hidden states become one; "cls" takes the first
     normalizes: bool = True  # to length 1
-    max_tokens: int | None = None  # of a text; None: the model's context
+    max_tokens: int | None = None  # longest text; None: the model's context
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name: put before a text
     default_prompt: str | None = None  # the name of the one that is used unless another is chosen
-    score: str = "sigmoid"  # of a cross-encoder's output: sigmoid or identity
+    score: str = "sigmoid"  # what makes a score of a cross-encoder's output: sigmoid or identity
 
 
 KVType = Literal["f16", "q8_0", "q4", "fp8", "f32"]

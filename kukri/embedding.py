@@ -61,7 +61,7 @@ class TextEncoder:
             if layer.weight.shape[1] != width:
                 raise UnsupportedError(f"a dense layer takes {layer.weight.shape[1]} numbers, not {width}")
             width = len(layer.weight)
-        self.width = width  # of a vector
+        self.width = width  # numbers per vector
 
     @property
     def is_cross_encoder(self) -> bool:

@@ -72,7 +72,7 @@ class LoadedModel(ReadModel):
 
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
-_MAX_TEXTS = 64  # of an encoder side by side: short ones share a step
+_MAX_TEXTS = 64  # most texts that an encoder reads side by side: short ones share a step
 # of models cut into stages
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
 _STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend", "quantize")
@@ -306,7 +306,7 @@ class MemoryNeed:
 
     weight_bytes: int  # tiles, and the rows of the embedding
     step_bytes: int  # activations and logits of the largest step
-    kv_bytes: int  # of the KV pool
+    kv_bytes: int  # size of the KV pool
 
     @property
     def n_bytes(self) -> int:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 Kind = Literal["chat", "completions"]
 
 _PATHS: dict[Kind, str] = {"chat": "chat/completions", "completions": "completions"}
-_MAX_LINE_BYTES = 1 << 20  # of an event; what is longer is not an answer
-_MAX_ERROR_BYTES = 1 << 16  # of a body that says what went wrong
+_MAX_LINE_BYTES = 1 << 20  # longest line of a stream; a longer one is not an answer
+_MAX_ERROR_BYTES = 1 << 16  # longest error body that is read
 _MAX_COUNT = 1 << 40  # tokens; what is more is not a count
 _KEEP_ALIVE_S = 4.0  # shorter than uvicorn's 5 s, so that no request meets a connection as it is closed
-_TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")  # of a chat's delta
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")  # keys of a chat's delta
 
 
 class _Failure(Exception):

@@ -39,7 +39,7 @@ class LoadPoint:
     generated_tokens_per_s: float
     goodput_per_s: float | None  # answers within the objective; None without one
     n_prompt_tokens: int
-    n_cached_tokens: int  # of the prompts, from the server's prefix cache
+    n_cached_tokens: int  # prompt tokens found in the server's prefix cache
     n_generated_tokens: int
     has_usage: bool  # else prompts were not counted, and chunks were for tokens
     max_in_flight: int

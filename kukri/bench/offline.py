@@ -153,7 +153,7 @@ class BenchReport:
     load_s: float  # compiling kernels included, if they were not in the cache
     prefill_tokens_per_s: Measured
     decode_tokens_per_s: Measured
-    first_token_ms: Measured  # of a prompt of FIRST_TOKEN_PROMPT tokens
+    first_token_ms: Measured  # for a prompt of FIRST_TOKEN_PROMPT tokens
     ceiling_tokens_per_s: float  # by the machine's bandwidth, measured between the samples of decoding
     share_of_ceiling: float  # that decoding reached
     engine_overhead: float  # share of a decode step outside the model's forward

@@ -350,7 +350,7 @@ class Call:
         shown: frozenset[int] = frozenset(),
     ) -> None:
         self.answers = [Answer(request, i, tokenizer, shown=shown) for i, request in enumerate(requests)]
-        self.chunks: deque[Chunk] = deque()  # of a stream, not read yet
+        self.chunks: deque[Chunk] = deque()  # chunks of a stream that are not read yet
         self.result: Result | None = None
         self.error: Exception | None = None
         self.on_change: Callable[[], None] = _ignore  # called after a change; quick, and must not raise

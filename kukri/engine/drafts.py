@@ -23,9 +23,10 @@ _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2^64 over the golden ratio
 # acceptance of a looked-up draft after 0, 1, 2, 4, 8, 16 accepted ones, before an answer shows its own
 _PRIOR = (0.2, 0.4, 0.4, 0.6, 0.8, 0.9)
 _PRIOR_WEIGHT = 4.0  # drafts that the prior counts for
-_DECAY = 0.98  # of a draft's weight with each later one of its kind
+_DECAY = 0.98  # a draft's weight in the rate falls by this with each later draft of its kind
 _PANEL_TOKENS = 8  # tokens that matrix kernels compute at a time: the rest of a panel costs little
-_MIN_CHANCE, _MIN_CHANCE_EACH = 0.2, 0.05  # of a draft in such a row, and more for each decoding request
+# least chance of a draft in such a row, and what each decoding request adds
+_MIN_CHANCE, _MIN_CHANCE_EACH = 0.2, 0.05
 _INDEXED_AT_A_TIME = 2048  # tokens of a prompt
 _SURE = 0.95  # the least chance of a draft that begins or extends another panel
 
@@ -82,7 +83,7 @@ class DraftBudget:
 class Drafts(Protocol):
     """The source of one request's draft tokens."""
 
-    relative_cost: float  # of a draft: see DraftBudget.take
+    relative_cost: float  # cost of a draft: see DraftBudget.take
 
     def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's first `n_tokens` tokens, as far as they are new, while a prompt is computed."""
@@ -116,7 +117,7 @@ class LookupDrafts:
         self._has_caught_up = False  # from then on each token is looked up
         self._after_pair: dict[int, int] = {}  # 2-gram -> the position after its last occurrence
         self._after_four: dict[int, int] = {}
-        self._position: int | None = 0 if given else None  # of the next draft
+        self._position: int | None = 0 if given else None  # where the next draft is
         self._n_accepted = 0  # tokens before it that were as drafted
         self._rate = AcceptanceRate(_PRIOR)
 
@@ -198,7 +199,7 @@ class LookupDrafts:
         There are no drafts until all are indexed.
         """
         stop = min(len(self._tokens) - 1, self._n_indexed + _INDEXED_AT_A_TIME)
-        start = max(self._n_indexed - 3, 0)  # of the first n-gram that ends there
+        start = max(self._n_indexed - 3, 0)  # start of the first n-gram that ends there
         tokens = np.array(self._tokens[start:stop], np.uint64)
         pairs = tokens[:-1] << np.uint64(32) | tokens[1:]
         fours = pairs[:-2] * np.uint64(_FACTOR) + pairs[2:]

@@ -56,7 +56,7 @@ class InFlight:
     chunks: list[ScheduledChunk]
     logits: Logits
     is_repeat: bool = False
-    prompt_cost: float = 0.0  # of its prompts' tokens, in the units of StepCost
+    prompt_cost: float = 0.0  # cost of its prompts' tokens, in the units of StepCost
     launched_s: float = 0.0
 
 
@@ -160,7 +160,7 @@ class Engine(RequestMaker):
             )
         elif config.speculation == "draft":
             raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
-        self._in_flight: deque[InFlight] = deque()  # in the order of their launch
+        self._in_flight: deque[InFlight] = deque()  # in launch order
         self._records = SamplingRecords()
 
     @property

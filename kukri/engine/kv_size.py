@@ -11,8 +11,8 @@ from kukri.errors import ConfigError
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import CacheLayout, KVType, pool_layouts, pool_windows
 
-_SHARE = 0.7  # of the memory that the weights leave: the rest is for activations and other programs
-_MOST_PAGES = 1 << 28  # of a request: windows hold any
+_SHARE = 0.7  # share of the memory that the weights leave: the rest is for activations and other programs
+_MOST_PAGES = 1 << 28  # more pages than a request can have: windows hold any
 _MIN_CONTEXT = 256  # tokens; a model with less is of no use
 
 

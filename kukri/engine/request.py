@@ -121,15 +121,15 @@ class Request:
         self.tokens = np.empty(self.max_length, np.int32)  # prompt, generated, and in a step drafts
         self.tokens[: self.n_prompt] = prompt_ids
         self.n_cached = 0  # tokens whose keys and values are in the cache
-        self.page_rows = [np.zeros(max_pages, np.int32)]  # of the page tables, one for each pool of pages
-        self.first_pages = [0]  # of each pool: the first that it holds, as windows have passed those before
+        self.page_rows = [np.zeros(max_pages, np.int32)]  # one row of the page table per pool
+        self.first_pages = [0]  # per pool: the first page that it holds, as windows have passed those before
         self.n_pages = 0  # one past the last that it holds, of every pool
         self.passed: list[tuple[int, int, int]] = []  # (pool, place, page) that windows passed uncached
         self.n_cached_pages = 0  # of those, the first that may be found by their tokens
-        self.page_keys: list[PageKey] = []  # of its full pages, as far as they were computed
+        self.page_keys: list[PageKey] = []  # keys of its full pages, as far as they were computed
         self.prefix_root = prefix_root  # the key before its first page: prefixes of others are never found
         self.may_restore = False  # True while its next pages may be saved on disk
-        self.state_slot = -1  # of its recurrent state, while it runs
+        self.state_slot = -1  # slot of its recurrent state, while it runs
         self.snapshots: list[tuple[int, int]] = []  # (tokens, slot) of states to keep once pages are cached
         self.snapshot: PageKey | None = None  # key of the last page whose state is kept
         self.is_cacheable = True  # False if hooks may have changed what its pages hold
@@ -144,7 +144,7 @@ class Request:
         self.n_drafted = 0  # drafts computed
         self.n_accepted = 0  # of those, accepted
         self.cumulative_logprob = 0.0
-        self.prompt_logprobs: list[SampledToken] = []  # of the prompt's second token on, if requested
+        self.prompt_logprobs: list[SampledToken] = []  # from the prompt's second token on, if requested
         self.sampled: list[SampledToken] = []
         self.state = RequestState.NEW
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
@@ -230,7 +230,7 @@ class Request:
         now_s = perf_counter()
         for token in generated:
             self.append(token, now_s)
-        self.first_token_s = 0.0  # of those that are generated here
+        self.first_token_s = 0.0  # when the first token generated here was chosen
         self.first_row = self.next_row = self.n_tokens - 1
         self.sampler.resume([token.id for token in generated], mirostat_mu)
 

@@ -32,7 +32,7 @@ class RequestMaker(ABC):
     on disk. Attributes: max_context, eos_ids, n_pages, page_tokens.
     """
 
-    max_draft_tokens = 0  # of a request in a step, unless it says
+    max_draft_tokens = 0  # per request and step, unless the request says
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ _STEP_BYTES = 32 << 20  # read between two steps
 _BATCH = 64  # pages that are made safe on the disk together
 _PAUSE_S = 60.0  # after a disk that was full, or broken
 _AGE_S = 0.1  # by which a page counts as older than the one before it, which is of use without it
-_KEPT_SHARE = 15 / 16  # of the budget, once it is used up
+_KEPT_SHARE = 15 / 16  # share of the budget that is kept once it is used up
 _N_READERS = 2
 
 

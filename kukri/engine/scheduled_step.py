@@ -45,7 +45,7 @@ class ScheduledStep:
     copies: list[tuple[int, int, int]]
     state_copies: list[tuple[int, int]]
     program: ProgramKind = "logits"
-    prompt_cost: float = 0.0  # of its prompts' tokens, in the units of StepCost
+    prompt_cost: float = 0.0  # cost of its prompts' tokens, in the units of StepCost
     can_repeat: bool = False
     is_repeat: bool = False
 

@@ -32,7 +32,8 @@ from kukri.sampling import SampledToken
 logger = logging.getLogger("kukri.engine")
 
 _LOOK_AHEAD = 32  # waiting requests of a client among which the shortest may be taken first
-_LEAST_TOKENS = 8  # of the prompt in turn, in a step, however long they take: a panel of matrix kernels
+# least tokens per step of the prompt in turn, however long they take: a panel of matrix kernels
+_LEAST_TOKENS = 8
 
 
 class Scheduler:

@@ -11,10 +11,11 @@ from math import inf, sqrt
 from kukri.config import ModelConfig
 
 _MANY = 1 << 30
-_WEIGHT = 0.3  # of the newest measurement
-_MOST_GROWTH = 2.0  # of one measurement over those before: a machine that was asleep says nothing
-_MIN_UNITS = 16.0  # of a step that is measured: of smaller ones reading the weights is most
-_ATTENTION_OPS = 4.0  # of a matrix product, in the time of one of attention, which is float32
+_WEIGHT = 0.3  # weight of the newest measurement
+# most that one measurement may exceed those before: a machine that was asleep says nothing
+_MOST_GROWTH = 2.0
+_MIN_UNITS = 16.0  # smallest step that is measured: smaller ones mostly read the weights
+_ATTENTION_OPS = 4.0  # ops of a matrix product in the time of one op of attention, which is float32
 
 
 class StepCost:

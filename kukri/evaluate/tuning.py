@@ -36,7 +36,7 @@ from kukri.quant.blocks import dequantize
 from kukri.quant.mixes import is_quantized
 from kukri.quant.types import QuantType, fitting_type
 
-_SAMPLE_ROWS = 256  # of a matrix, to see how much a type changes it
+_SAMPLE_ROWS = 256  # rows of a matrix that show how much a type changes it
 _LEAST_KL = 1e-9  # measured differences below are rounding
 
 

@@ -63,7 +63,7 @@ class Step:
     target: QuantType
     read: Callable[[], ByteArray]
     hf_name: str = ""  # Hugging Face's, "" without one
-    importance: FloatArray | None = field(default=None, compare=False)  # of each column
+    importance: FloatArray | None = field(default=None, compare=False)  # one per column
 
     @property
     def n_bytes(self) -> int:

@@ -22,7 +22,7 @@ from kukri.quant.types import QUANT_TYPES
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _MAX_ENTRIES = 1 << 17
-_LEAST = 1e-7  # of the mean: columns that were never used still count a little
+_LEAST = 1e-7  # least importance, relative to the mean: columns that were never used still count a little
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from kukri.quant.types import QUANT_TYPES
 
 _MAX_BYTES = 1_000_000  # of modules.json
 _MAX_FOLDER = 255  # letters of a module's path
-_MAX_WIDTH = 1 << 16  # of a dense layer
+_MAX_WIDTH = 1 << 16  # widest dense layer
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

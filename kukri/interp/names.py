@@ -133,7 +133,7 @@ class Point:
     form: Form
     layer: int | None = None
     edit_tap: str = ""
-    norm: Norm | None = None  # of the forms that need one
+    norm: Norm | None = None  # for the forms that need one
     matrix: Matrix | None = None  # that the tap is multiplied by first, for a product that no tap shows
     kv_layer: int | None = None  # of scores and patterns: the layer whose keys and values it reads
 

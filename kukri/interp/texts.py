@@ -31,7 +31,7 @@ class Piece:
 
     ids: IntArray  # [n]
     start: int
-    pages: Sequence[int]  # of the whole sequence, in order
+    pages: Sequence[int]  # all pages of the sequence, in order
 
 
 class Texts:

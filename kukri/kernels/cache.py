@@ -70,7 +70,7 @@ class Cache(Protocol):
     """
 
     layout: tuple[KVLayer | StateLayer, ...]
-    n_pages: tuple[int, ...]  # of each pool
+    n_pages: tuple[int, ...]  # per pool
     n_states: int
     kv_type: KVType
     page_tokens: int

@@ -17,7 +17,7 @@ from kukri.kernels.q4_cache import q4_bytes
 PAGE_TOKENS = 16  # tokens of a page: one SIMD vector of scores
 KV_BLOCK = 32  # values that share a scale in a q8_0 cache
 
-_Form = tuple[np.dtype[Any], tuple[int, ...]]  # of an array: its entries, and its shape
+_Form = tuple[np.dtype[Any], tuple[int, ...]]  # dtype and shape of an array
 
 
 class PagedKV:

@@ -486,7 +486,7 @@ class ReferenceOps:
 
     def logit_rows(self, x: FloatArray, batch: ForwardBatch) -> FloatArray:
         """The rows of x that the batch wants logits for -> [N, D]."""
-        if self.row_adapters is not None:  # of the rows from here on
+        if self.row_adapters is not None:  # only for the rows from here on
             self.row_adapters = self.row_adapters[batch.logit_rows]
         return x[batch.logit_rows]
 

@@ -109,7 +109,7 @@ class SamplingRecords:
         self._all: npt.NDArray[Any] = self.memory.view(RECORD)
         # all words as memoryviews, which take less time for one number than NumPy
         self._words, self._floats = self.memory.data.cast("q"), self.memory.data.cast("d")
-        self._n_words = 0  # of the pool, in use
+        self._n_words = 0  # words of the pool in use
         self._kept: Sequence[npt.NDArray[np.uint8]] = ()
         self.start(settings, rows)
 

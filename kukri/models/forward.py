@@ -22,7 +22,7 @@ from kukri.kernels.op_set import Ops, Program, Tensor
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook, Hooks
 
-_STEP_TOKENS = 128  # of a step without a mask: room is made for this many rows of logits
+_STEP_TOKENS = 128  # most tokens of a step without a mask: room is made for this many rows of logits
 _MASK_TOKENS = 64  # a program with a mask is compiled for a multiple of this many tokens
 _BoolArray = npt.NDArray[np.bool_]
 

@@ -22,7 +22,7 @@ from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution, state_layer
 from kukri.models.weights import WeightSource
 
-_L2_EPS = 1e-6  # of the norms of queries and keys
+_L2_EPS = 1e-6  # epsilon of the norms of queries and keys
 
 
 class GatedAttention(Qwen3Attention):

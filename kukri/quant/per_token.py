@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kukri.quant.blocks import ByteArray, FloatArray, dequantize
 from kukri.quant.types import QUANT_TYPES
 
-ACTIVATIONS_KEY = "kukri.activations"  # of a GGUF file whose Q4_0 matrices are to be run so
+ACTIVATIONS_KEY = "kukri.activations"  # marks a GGUF file whose Q4_0 matrices run this way
 PER_TOKEN = "per-token"  # its value, and that of a recipe's `activations`
 
 _ROWS = 256  # summed at a time

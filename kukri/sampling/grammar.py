@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-MAX_CHARS = 1 << 18  # of a grammar's source
+MAX_CHARS = 1 << 18  # longest source of a grammar
 # between the tokens of JSON: a space, or the end of a line and the next one's indent. A model that is unsure
 # could continue with white space forever
 _WHITE_SPACE = r"\x20|\x0A[\x20\x09]{0,32}"
@@ -39,7 +39,7 @@ class Grammar:
     """
 
     kind: Kind
-    source: str  # of the kind json: a schema, of choice: a list
+    source: str  # for json a schema, for choice a JSON list
     before: str = ""
     param: str = field(default="grammar", compare=False)
 

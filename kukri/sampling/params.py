@@ -32,7 +32,7 @@ from kukri.sampling.grammar import CompiledGrammar, Grammar
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_LOGPROBS = 1000
 MAX_CHOICES = 128  # answers to one prompt
-MAX_DRAFT_TOKENS = 64  # of a request in a step
+MAX_DRAFT_TOKENS = 64  # per request and step
 SPECULATIONS = get_args(Speculation)
 _A_PHRASE = f"a string of 1 to {MAX_TEXT} characters, or a sequence of 1 to {MAX_PHRASE_TOKENS} token ids"
 

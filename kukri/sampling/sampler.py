@@ -261,7 +261,7 @@ def sample_rows(
     for i, sampler in enumerate(samplers):
         try:
             row = sampler.process(logits, i)
-        except StageError:  # of all requests
+        except StageError:  # concerns all requests
             raise
         except BaseException as error:
             results[i] = failure_of("the request's sampler", error)

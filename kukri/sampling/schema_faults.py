@@ -9,7 +9,7 @@ from typing import Any
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAX_S = 0.2  # for the search
+_MAX_S = 0.2  # time limit of the search
 _DEFINITIONS = ("$defs", "definitions")
 
 

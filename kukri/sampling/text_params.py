@@ -65,7 +65,7 @@ class _TokenTexts:
         tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]
         self._ends = np.cumsum([len(token) + 1 for token in tokens])
         self._bytes = np.frombuffer(b"\xff".join([*tokens, b""]), np.uint8)  # text has no such byte
-        self._found: dict[bytes, TokenSet] = {}  # of a few texts: most requests have the default ones
+        self._found: dict[bytes, TokenSet] = {}  # a few texts at most: most requests have the default ones
 
     def holding(self, text: str) -> TokenSet:
         """The ids of the tokens that contain a text."""

@@ -17,7 +17,7 @@ from kukri.stages.greeting import ANSWER_BYTES, HELLO_BYTES, VERDICT_BYTES, Gues
 
 BEAT_S = 1.0  # between two messages, at most
 SILENCE_S = 15.0  # after which the other side counts as dead
-_MAX_BYTES = 1 << 28  # of a message
+_MAX_BYTES = 1 << 28  # longest message
 _LENGTH = struct.Struct(">I")
 
 

@@ -49,7 +49,7 @@ log = logging.getLogger("kukri.scale")
 Invite = Callable[[str, int, str, int], Awaitable[None]]
 _ABSENT_S = 120.0  # without any replica, after which new requests are refused
 _MAX_DEATHS = 2  # of replicas, without a token in between, until a request counts as their cause
-_MAX_RUNS = 20  # of a request
+_MAX_RUNS = 20  # times that a request is tried
 _SPARE = 1.25  # requests sent to a replica for each that it runs, so that the next are there at once
 
 
@@ -125,17 +125,17 @@ class _Live:
     """A request that has not ended."""
 
     request: Request
-    keys: list[bytes]  # of its prompt's pages
+    keys: list[bytes]  # keys of its prompt's pages
     replica: _Replica | None = None
     ticket: int = 0
     sent_s: float = 0.0
     n_at_start: int = 0  # tokens generated when it was sent
-    n_deaths: int = 0  # of its replicas, since its last token
+    n_deaths: int = 0  # replicas that died running it, since its last token
     n_runs: int = 0
-    numerics: str | None = None  # of the replica that made its tokens
+    numerics: str | None = None  # those of the replica that made its tokens
     mirostat_mu: float | None = None
     queued_s: float = 0.0  # since when it waits
-    span: Span | None = None  # of its time on the replica
+    span: Span | None = None  # its time on the replica
 
     @property
     def is_suspect(self) -> bool:

@@ -30,8 +30,8 @@ log = logging.getLogger("kukri.scale")
 _PLACE_S = 60.0  # for Ray to find room
 _START_S = 60.0  # for a stage to start, elsewhere if its machine is lost
 _PROCESS_BYTES = 300 << 20  # memory of a stage besides weights and cache
-_OWN_CPUS = 0.001  # of the engine's place in the group
-_OBJECT_STORE_BYTES = 100 << 20  # of a Ray of our own, through which nothing large goes
+_OWN_CPUS = 0.001  # CPUs reserved for the engine in the placement group
+_OBJECT_STORE_BYTES = 100 << 20  # for a Ray started here, through which nothing large goes
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from kukri.server.settings import ServerSettings, default_name
 from kukri.traces import open_traces
 
 _REPLICA = "KukriReplica"
-_CALL_S = 10.0  # for a call of all replicas
-_FULL = 0.9  # of the KV pages, above which a replica counts as busy
-_SLACK_S = 10.0  # of a replica that drains, to end
+_CALL_S = 10.0  # time limit of a call to all replicas
+_FULL = 0.9  # share of KV pages in use above which a replica counts as busy
+_SLACK_S = 10.0  # for a drained replica to end
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from kukri.stages.stage import Stage
 
 logger = logging.getLogger("kukri.stages")
 
-_NEIGHBOUR_S = 60.0  # for the stage before and the next one to connect
+_NEIGHBOUR_S = 60.0  # for the previous and the next stage to connect
 
 
 @dataclass(frozen=True)

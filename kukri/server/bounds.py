@@ -14,8 +14,8 @@ from pydantic_core.core_schema import no_info_before_validator_function
 
 from kukri.sampling.fields import MAX_COUNT
 
-MAX_ITEMS = 10_000  # of a list: messages, parts of a message, tool calls
-MAX_ENTRIES = 1000  # of an object whose values have a type, such as metadata
+MAX_ITEMS = 10_000  # longest list: messages, parts of a message, tool calls
+MAX_ENTRIES = 1000  # largest object with values of one type, such as metadata
 MAX_NUMBER = 1e30  # which float32 holds
 
 _NO_SCHEMAS = ("metadata", "expected", "serialization")  # parts of a schema that hold no schemas of values

@@ -33,7 +33,7 @@ _NAMES_HERE = {
     "n_predict": "max_tokens", "num_predict": "max_tokens", "max_new_tokens": "max_tokens",
     "n_probs": "logprobs", "repeat_penalty": "repetition_penalty", "typ_p": "typical_p",
 }  # fmt: skip
-_BRANCH = re.compile(r"@|(list|nullable|tagged-union|union)(\[|$)|function(-\w+)?\[")  # of a union
+_BRANCH = re.compile(r"@|(list|nullable|tagged-union|union)(\[|$)|function(-\w+)?\[")  # branches of a union
 _UNION_TAGS = {"str", "int", "float", "bool", "NamedTool"}
 
 

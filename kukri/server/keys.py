@@ -63,7 +63,7 @@ class Client:
     scopes: frozenset[str] = SCOPES  # all without keys
     models: frozenset[str] | None = None
     daily_tokens: int | None = None
-    digest: bytes = field(default=b"", repr=False)  # of its key; none without keys
+    digest: bytes = field(default=b"", repr=False)  # SHA-256 of its key; empty without keys
     meter: Meter = field(default_factory=Meter, repr=False, compare=False)
 
     def priority(self, wanted: int | None) -> int:

@@ -40,7 +40,7 @@ class StreamForm:
 
     content_type: bytes
     keep_alive: bytes  # which clients skip
-    failure: Callable[[dict[str, Any]], bytes]  # of an error's JSON
+    failure: Callable[[dict[str, Any]], bytes]  # turns an error's JSON into an event
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:

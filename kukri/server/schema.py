@@ -51,7 +51,7 @@ HINTS = frozenset(
 _OTHER_FORM = {"max_tokens", "logprobs", "prompt_logprobs"}  # and name, at each endpoint
 SAME_FORM = {name for name, facts in FACTS.items() if facts.kind != "object"} - _OTHER_FORM
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # those of MCP too
-MAX_IDS = 2**20  # of a prompt that is given as token ids
+MAX_IDS = 2**20  # longest prompt given as token ids
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
@@ -272,7 +272,7 @@ class GenerationBody(Sampling):
     grammar: str | None = None  # as llama.cpp spells structured_outputs.grammar; "" is like None
     json_schema: dict[str, Any] | None = None  # as it spells structured_outputs.json
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # of each token of the prompt
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # for each token of the prompt
     return_token_ids: bool | None = None  # of prompt and answer
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens `token_id:17`
     timings_per_token: bool | None = None  # as llama.cpp has it: `timings` in each chunk and in the whole
@@ -353,7 +353,7 @@ class ChatMessage(Piece):
     content: TextOr[list[Part]] | None = None
     name: str | None = None  # for templates that print it
     refusal: str | None = None
-    audio: dict[str, Any] | None = None  # of an earlier answer of another server
+    audio: dict[str, Any] | None = None  # from an earlier answer of another server
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name for it
     tool_calls: list[ToolCall] | None = None

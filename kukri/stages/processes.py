@@ -10,7 +10,7 @@ from secrets import token_hex
 
 from kukri.errors import StageError
 
-TOKEN_VARIABLE = "KUKRI_STAGE_TOKEN"  # of the environment: what stages and engine know, and nobody else
+TOKEN_VARIABLE = "KUKRI_STAGE_TOKEN"  # environment variable with the secret of stages and engine
 MIN_TOKEN = 16  # characters of it, at least
 _END_S = 5.0  # for a process to end by itself
 

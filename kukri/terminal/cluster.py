@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kukri.scale.facts import ReplicaFacts
     from kukri.scale.serve import ReplicaOptions
 
-_OBJECT_STORE_BYTES = 100 << 20  # of a Ray of our own, through which nothing large goes
+_OBJECT_STORE_BYTES = 100 << 20  # for a Ray started here, through which nothing large goes
 _ONE_MODEL = (
     "config",
     "preset",

@@ -24,7 +24,7 @@ from typing import Any
 from kukri.errors import ConfigError
 from kukri.terminal.files import read_text
 
-MAX_BYTES = 1 << 20  # of a configuration file, and of a template that it names
+MAX_BYTES = 1 << 20  # largest configuration file, and template that it names
 
 
 def option_defaults(file: Path, parameters: Sequence[Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Chart:
     labels: Sequence[str] = ()
     log: bool = False  # the y axis
     from_zero: bool = False
-    name: str = ""  # of the points, if there are `others`
+    name: str = ""  # label of the points, if there are `others`
     others: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     limit: float | None = None  # a dashed line across
 

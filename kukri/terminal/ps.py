@@ -13,7 +13,7 @@ from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_table
 
 _TIMEOUT_S = 10.0
-_MOST_BYTES = 1 << 24  # of an answer
+_MOST_BYTES = 1 << 24  # longest answer that is read
 
 
 def show_served_models(url: str, api_key: str | None, *, as_json: bool) -> None:

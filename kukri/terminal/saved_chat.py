@@ -18,7 +18,7 @@ class SavedChat:
     """A conversation, the model that it was held with, and where its prefix was saved."""
 
     messages: list[Message]
-    name: str = field(default="", kw_only=True)  # of the model
+    name: str = field(default="", kw_only=True)  # the model's
     path: str | None = field(default=None, kw_only=True)
     prefix_dir: str | None = field(default=None, kw_only=True)
 

@@ -257,7 +257,7 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
     if settings.api_key_file is not None and hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda *_: reread_keys(app, settings.api_key_file))
     config = uvicorn.Config(app, **uvicorn_options(settings))
-    with suppress(SystemExit):  # of a start that failed, whose reason follows
+    with suppress(SystemExit):  # the start failed: its reason follows
         Server(config).run(sockets=[bound])
     if app.state.failure is not None:
         raise app.state.failure

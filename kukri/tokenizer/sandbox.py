@@ -32,13 +32,13 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 1_000_000  # of one rendering: a loop turn is 1, a macro call 10
-MAX_CPU_S = 0.5  # of one rendering, looked at with every step; real ones take milliseconds
-_KILL_CPU_S = 0.8  # of one rendering or compilation: the system ends the process
+MAX_STEPS = 1_000_000  # per rendering: an iteration of a loop is 1, a macro call 10
+MAX_CPU_S = 0.5  # per rendering, checked with every step; real ones take milliseconds
+_KILL_CPU_S = 0.8  # per rendering or compilation: the system then ends the process
 _MAX_MEMORY = 1 << 29  # bytes of address space beyond those of a worker that waits
 MAX_TEXT = 10_000_000  # characters of any text, and of the whole result
 _MAX_NUMBER = 1_000_000  # for widths and counts
-_MAX_BITS = 10_000  # of a product or power
+_MAX_BITS = 10_000  # largest product or power
 
 # filters that do as much work as a number says
 _COUNTING_FILTERS = ("batch", "center", "indent", "round", "slice", "truncate", "wordwrap")

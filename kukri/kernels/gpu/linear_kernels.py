@@ -20,7 +20,7 @@ from kukri.kernels.gpu.bits import dp4a, high_half, iq4_selectors, iq4_values, l
 from kukri.kernels.gpu.row_kernels import prepare_rows
 
 LANES = tl.constexpr(8)
-MAX_REGISTERS = 255  # of a thread: left to itself the assembler spills some bytes of grouped products
+MAX_REGISTERS = 255  # per thread: left to itself the assembler spills some bytes of grouped products
 _NIBBLES = tl.constexpr(0x0F0F0F0F)
 
 

@@ -13,9 +13,9 @@ MAX_GEMV_TOKENS = 8
 ROW_COLUMNS = 1024  # columns of a program that quantizes or gates
 FLOAT_COLUMNS = 64  # columns of a step of gemm_float
 MERGE_HEADS = 4
-F32_ROWS, F32_COLUMNS = 8, 256  # of a step of gemv_f32
-CONV_TOKENS, CONV_COLUMNS = 16, 64  # of a program of a convolution
-STATE_COLUMNS = 16  # of a recurrent state: a program has as many, of all its rows
+F32_ROWS, F32_COLUMNS = 8, 256  # tile of a step of gemv_f32
+CONV_TOKENS, CONV_COLUMNS = 16, 64  # tile of a program of a convolution
+STATE_COLUMNS = 16  # columns of a recurrent state per program, with all rows
 # A GEMV quantizes its own input if no program has more numbers to quantize than this, and the product,
 # rows x columns x tokens, is no larger: beyond, a launch for it costs less. See docs/gpu.md.
 MAX_FUSED_INPUT = 3 << 12

@@ -395,7 +395,7 @@ class TorchOps:
 
     def logit_rows(self, x: Tensor, batch: DeviceBatch) -> Tensor:
         """The rows of x that the batch wants logits for -> [N, D]."""
-        if self._row_adapters is not None:  # of the rows from here on
+        if self._row_adapters is not None:  # only for the rows from here on
             self.set_row_adapters(self._row_adapters[batch.host.logit_rows])
         return x[batch.logit_rows]
 

@@ -18,7 +18,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, PoolPages, StepInputs, StepLimits
 
-_QUERY_TOKENS = 128  # of a prompt that attend at a time, which bounds the memory of their scores
+_QUERY_TOKENS = 128  # tokens of a prompt that attend at a time, which bounds the memory of their scores
 _NAMES = (
     *("token_ids", "positions", "slots", "query_start", "context_len", "page_table", "logit_rows"),
     *("token_types", "adapters", "state_slots", "state_saves"),

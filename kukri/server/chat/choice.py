@@ -71,7 +71,7 @@ class Choice:
         self._unsplit: list[PlacedToken] = []  # perhaps of the reasoning
         self._settled: list[PlacedToken] = []  # not of the reasoning
         self._has_called = False
-        self.is_over = False  # it has ended, and no more comes of it
+        self.is_over = False  # it has ended, and no more comes from it
 
     @property
     def n_reasoning(self) -> int:

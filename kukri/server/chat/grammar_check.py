@@ -26,7 +26,7 @@ log = logging.getLogger("kukri.server")
 
 _SETTLE_S = 2.0  # from when a model is ready
 _MOST_S = 60.0  # until the process is ready
-_ANSWER_S = 30.0  # of a process that gives each grammar a few seconds: without an answer by then it hangs
+_ANSWER_S = 30.0  # a worker gives each grammar a few seconds: without an answer by then it hangs
 _MAX_KNOWN = 1000  # grammars that passed
 _MAX_LINE = 1 << 20  # bytes of an answer
 

@@ -82,7 +82,7 @@ class LiveCall:
         self.meter, self.n_metered = meter or Meter(), 0
         self._taps = taps
         self.readouts: list[list[Readout]] = [[] for _ in answers]  # not yet written
-        self.activations: list[dict[str, FloatArray] | None] = [None] * len(answers)  # of those that ended
+        self.activations: list[dict[str, FloatArray] | None] = [None] * len(answers)  # for answers that ended
         self._n_each = len(answers) // n_prompts
         self.n_prompt_tokens = sum(answer.request.n_prompt for answer in answers[:: self._n_each])
         self.arrived_s = perf_counter()

@@ -26,7 +26,7 @@ class ModelEntry:
         self.found: Path | None = None  # its files in the directory or the cache: it goes with them
         self.is_cached = False  # clients may delete it, if they may delete models
         self.created = int(time.time())
-        self.n_bytes = 0  # of the loaded model, estimated before it was loaded
+        self.n_bytes = 0  # size of the loaded model, as estimated before it was loaded
         self.loaded_s = self.used_s = 0.0  # monotonic: when it was loaded, and when it was last used
         self.keep_alive_s = spec.keep_alive_s  # None: the server's; a request may change it
         self.n_leases = 0
@@ -37,7 +37,7 @@ class ModelEntry:
         self.is_deleted = False  # nobody finds it any more
         self.task: asyncio.Task[None] | None = None  # that loads it
         self.timer: asyncio.TimerHandle | None = None  # that unloads it
-        self._stamp: tuple[float, int] | None = None  # of the file that is loaded
+        self._stamp: tuple[float, int] | None = None  # mtime and size of the loaded file
         self._checked_s = 0.0
 
     @property

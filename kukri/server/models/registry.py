@@ -43,8 +43,8 @@ _STOP_S = 5.0  # for what still runs when every connection is closed
 _CHECK_S = 1.0  # between two looks at a model that is idle but for an answer without a request
 _LEAVE_S = 30.0  # that a model takes no requests for, so that another gets its memory
 _POLL_S = 0.02  # between two looks at models that are to be unloaded
-_MEMORY_SHARE = 0.9  # of the free memory, for models
-_KV_SHARE = 0.5  # of the memory for models, for keys and values
+_MEMORY_SHARE = 0.9  # share of the free memory for models
+_KV_SHARE = 0.5  # share of the models' memory for keys and values
 _SHUTDOWN = "the server is shutting down: try again later"
 
 

@@ -35,11 +35,11 @@ _OUTPUT_PURPOSE = "batch_output"
 _PRIORITY = 100  # of requests that name none: after those of others
 _N_AT_ONCE = 8
 _MAX_FILES = 1000  # that a client may upload; its batches' results always find room
-_MAX_BATCHES = 1000  # of a client
+_MAX_BATCHES = 1000  # per client
 _WINDOW_S = 24 * 3600
 _SAVE_S = 1.0  # between two notes of a batch's counts
 _CANCELLED = "batch_cancelled", "the batch was cancelled before this request ran"
-_N_TRIES, _PAUSE_S = 60, 1.0  # of a request that finds no room
+_N_TRIES, _PAUSE_S = 60, 1.0  # for a request that finds no room
 _RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
 

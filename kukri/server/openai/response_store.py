@@ -10,7 +10,7 @@ from typing import Any
 from kukri.errors import RequestError
 from kukri.server.errors import NotFoundError
 
-MAX_BYTES = 64 << 20  # of all of them, as JSON
+MAX_BYTES = 64 << 20  # all responses together, as JSON
 _MAX_CONVERSATION = 8 << 20  # bytes of the responses that one continues
 
 
