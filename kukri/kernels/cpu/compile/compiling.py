@@ -92,7 +92,7 @@ def help_compiling() -> None:
 
 
 def _start_helpers(missing: Sequence[str]) -> None:
-    """Starts processes that compile into the cache beside this one, which compiles the rest."""
+    """Starts processes that compile into the cache alongside this one, which compiles the rest."""
     _helpers[:] = [helper for helper in _helpers if helper.poll() is None]
     soon = [
         name for name in _SOON if name not in missing and (read_shipped(name) or read_cached(name)) is None

@@ -1,7 +1,7 @@
 """Compiled kernels that come with kukri: a file of object code for each level of processors.
 
 `wheel_kernels.py` makes the files when a wheel is built. A file is used if it was made of the very sources
-that are installed: whoever edits a kernel compiles it. Format: the SHA-256 of the header in hexadecimal and
+that are installed: those who edit a kernel compile it. Format: the SHA-256 of the header in hexadecimal and
 the header (JSON), a line each, then every kernel's object code, compressed by zlib.
 """
 

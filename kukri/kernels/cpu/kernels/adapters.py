@@ -259,7 +259,7 @@ def _add_rows(target, target_stride, added, added_stride, n_rows, n_columns):
         of = added + i * added_stride
         if n_columns >= ROWS:
             store_f32x16(to, load_f32x16(to) + load_f32x16(of))
-        else:  # the columns behind are another part's
+        else:  # the columns after it are another part's
             for j in range(0, 4 * n_columns, 4):
                 store_f32(to + j, load_f32(to + j) + load_f32(of + j))
 

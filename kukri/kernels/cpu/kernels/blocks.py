@@ -108,8 +108,8 @@ def _signed_start(out, x):
     return tile_offset_start(out, x, 7) if _HAS_SIGNED_BIAS else tile_zeros_like(out)
 
 
-# Words that are of the first and of the last rows by turns (layouts.py) are written out in pairs: LLVM drops
-# what a word has no part in (`_matrix_dots`).
+# Words that are alternately of the first and of the last rows (layouts.py) are written out in pairs: LLVM
+# drops what a word has no part in (`_matrix_dots`).
 _TURNS = 2 if cpu_target().has_int8_matrix else 1
 
 
@@ -399,8 +399,8 @@ def _fold_with_min(out, acc, d, scales, dmin, mins, x):
 def _make_k_block(dot: Any, ahead: Any, n_words: int) -> Any:
     """A function for Q4_K's or Q5_K's blocks: 8 groups of `n_words` words, read by `dot`.
 
-    Lines are prefetched in steady steps from block to block: if each half of a block begins anew, Zen 5 reads
-    Q4_K from memory a quarter slower.
+    Lines are prefetched in steady steps from block to block: if each half of a block starts again, Zen 5
+    reads Q4_K from memory a quarter slower.
     """
     group_bytes = 64 * n_words
     ends = 192 + 8 * group_bytes

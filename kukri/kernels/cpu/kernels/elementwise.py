@@ -31,7 +31,7 @@ from kukri.kernels.cpu.pack.layouts import Q8_BLOCK, Q8_BLOCK_BYTES
 # --- norms and activations ----------------------------------------------------------------------------
 #
 # The result is written to y, to its q8 panels, or to both; either may be 0: not wanted. Rows have room for
-# whole vectors: what lies behind their n columns is computed too, and no sum reads it. With panels n is 32 m.
+# whole vectors: what lies after their n columns is computed too, and no sum reads it. With panels n is 32 m.
 
 
 def _make_write(value: Callable[..., Any]) -> Any:
@@ -155,7 +155,7 @@ def activation_parts(n):
 
 @device
 def _columns(part, n):
-    """(the first byte of a part's columns, the byte behind its last)."""
+    """(the first byte of a part's columns, the byte after its last)."""
     start = 4 * PART_COLUMNS * part
     return start, min(start + 4 * PART_COLUMNS, 4 * n)
 
@@ -263,7 +263,7 @@ def _make_activation(name: str, value: Callable[..., Any]) -> Callable[..., None
 
 
 def fit_heads(row, x, x_stride, n_heads, d_head, y, y_stride, d_target):
-    """y [n_heads, d_target] = x [n_heads, d_head]: each head's first columns, zeros behind them."""
+    """y [n_heads, d_target] = x [n_heads, d_head]: each head's first columns, zeros after them."""
     for head in range(n_heads):
         source = x + row * x_stride + 4 * head * d_head
         target = y + row * y_stride + 4 * head * d_target

@@ -118,7 +118,7 @@ def _zero(address, n_bytes):
 
 @device
 def _keep(batch, t, state, slot, slot_bytes, offset, n_bytes):
-    """Copies a piece of the state behind token t to the slot that it is to be kept in, if there is one."""
+    """Copies a piece of the state after token t to the slot that it is to be kept in, if there is one."""
     save = load_i32(load_i64(batch + STATE_SAVES) + 4 * t)
     if save >= 0:
         for i in range(offset, offset + n_bytes, 64):

@@ -87,7 +87,7 @@ class CpuSampling:
                 "n_workers": self._pool.n_threads,
             },
         )
-        self._memory = self._words = self._scratch  # no record's: addresses are to be set anew
+        self._memory = self._words = self._scratch  # no record's: addresses are to be set again
         self._n_rows = 0
         self._arguments = self._kernel_arguments()
         self._op[0, 1] = ctypes.addressof(self._record)

@@ -88,7 +88,7 @@ class TileLayout:
     n_halves: int = 0
     exponent: int = -1  # byte offset of a scale's exponent
     panel: PanelKind = "q8"  # the form activations take
-    order: int = -1  # GGML's number of the type in whose way words are arranged anew (pack_kernels.py)
+    order: int = -1  # GGML's number of the type by which words are rearranged (pack_kernels.py)
 
     @property
     def tile_block_bytes(self) -> int:

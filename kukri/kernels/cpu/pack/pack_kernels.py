@@ -275,7 +275,7 @@ def _mix_rows(order, n_words, lane, own, first, last, words):
     start, stop = _quants(order, n_words)
     for j in range(n_words):
         _put(words, j, _get(own, j))
-    if order in (_Q2_0, _Q1_0):  # a word has inputs of several groups: fields of it by turns
+    if order in (_Q2_0, _Q1_0):  # a word has inputs of several groups: its fields alternate
         n_bits = 8 if order == _Q2_0 else 4  # of the inputs of a word of a tile, side by side in the file
         mask = 0x00FF00FF if order == _Q2_0 else 0x0F0F0F0F
         for j in range(n_words):
@@ -286,7 +286,7 @@ def _mix_rows(order, n_words, lane, own, first, last, words):
     for j in range(start, stop, 2):
         _put(words, j, _get(first, j + (lane & 1)))
         _put(words, j + 1, _get(last, j + (lane & 1)))
-    if order == _Q5_0:  # a bit for each input: nibbles by turns
+    if order == _Q5_0:  # a bit for each input: nibbles alternate
         right = 4 * (lane & 1)
         _put(words, 0, ((_get(first, 0) >> right) & _NIBBLES) | (((_get(last, 0) >> right) & _NIBBLES) << 4))
 

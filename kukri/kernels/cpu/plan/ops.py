@@ -143,7 +143,7 @@ class Op:
 
 @dataclass(eq=False)
 class Producer(Op):
-    """An op that can write the int8 panels of its result y beside it, or in its place if nothing reads y."""
+    """An op that can write the int8 panels of its result y too, or in its place if nothing reads y."""
 
     y: Value | None
     panels: Buffer | None = field(default=None, kw_only=True)
@@ -205,7 +205,7 @@ class RMSNorm(Producer):
 
 @dataclass(eq=False)
 class Scale(Op):
-    """x * factor; whole vectors of a row, what lies behind its columns too."""
+    """x * factor; whole vectors of a row, what lies after its columns too."""
 
     y: Value
     x: Value
@@ -574,7 +574,7 @@ def rows_of(x: Value, at: Addresses) -> dict[str, int]:
 
 
 def whole_vectors(constant: Vector) -> FloatArray:
-    """A constant as kernels load it: zeros behind it up to 16 n numbers."""
+    """A constant as kernels load it: zeros after it up to 16 n numbers."""
     return np.pad(constant.data, (0, -len(constant) % ROWS)) if len(constant) % ROWS else constant.data
 
 

@@ -117,8 +117,8 @@ def place(ops: Sequence[Op], result: Value) -> tuple[ByteArray, dict[Buffer, int
     end = 0
     for buffer in sorted(spans, key=lambda b: -b.n_bytes):
         start = 0
-        beside = [other for other in starts if _overlap(spans[other], spans[buffer])]
-        for other in sorted(beside, key=lambda b: starts[b]):
+        overlapping = [other for other in starts if _overlap(spans[other], spans[buffer])]
+        for other in sorted(overlapping, key=lambda b: starts[b]):
             if start + _size(buffer) <= starts[other]:
                 break
             start = max(start, starts[other] + _size(other))
