@@ -56,10 +56,15 @@ def declared(
 
 def size_bytes(text: str, name: str = "a size") -> int:
     """The bytes of a size such as 2MiB, 500KB or 4096. Raises ConfigError, about `name`, for other text."""
+    found: int = _checked(as_size, text, name)
+    return found
+
+
+def _checked(read: Callable[[Any], Any], value: Any, name: str) -> Any:
     try:
-        return as_size(text)
+        return read(value)
     except ValueError as error:
-        raise ConfigError(f"{name} must be {error}, not {text!r}") from None
+        raise ConfigError(f"{name} must be {error}, not {value!r}") from None
 
 
 def as_size(value: Any) -> int:
@@ -153,10 +158,8 @@ def duration_s(value: float | str, name: str) -> float:
 
     Raises ConfigError, about `name`, for anything else.
     """
-    try:
-        return _duration(value)
-    except ValueError as error:
-        raise ConfigError(f"{name} must be {error}, not {value!r}") from None
+    found: float = _checked(_duration, value, name)
+    return found
 
 
 def _duration(value: Any) -> float:
@@ -203,12 +206,8 @@ def flag_of(one: Field[Any]) -> str:
 
 def read_option(one: Field[Any], value: Any, where: str | None = None) -> Any:
     """The value of an option. Raises ConfigError about `where`, by default its keyword and its flag."""
-    try:
-        return option_facts(one).read(value)
-    except ValueError as error:
-        flag = flag_of(one)
-        name = where or (f"{one.name} ({flag})" if flag else one.name)
-        raise ConfigError(f"{name} must be {error}, not {value!r}") from None
+    flag = flag_of(one)
+    return _checked(option_facts(one).read, value, where or (f"{one.name} ({flag})" if flag else one.name))
 
 
 def read_fields(options: Any, where: Callable[[Field[Any]], str | None] = lambda _: None) -> None:
@@ -224,5 +223,8 @@ def read_fields(options: Any, where: Callable[[Field[Any]], str | None] = lambda
 
 def describe(options: type) -> None:
     """Adds the help of each field to the docstring of a dataclass."""
-    lines = (f"        {one.name}: {option_facts(one).help}" for one in fields(options))
+    lines = (
+        f"        {one.name}: {'False: ' * flag_of(one).startswith('--no-')}{option_facts(one).help}"
+        for one in fields(options)
+    )
     options.__doc__ = "\n".join([str(options.__doc__), "", "    Attributes:", *lines, "    "])
