@@ -20,7 +20,7 @@ from kukri.engine.request import Request
 from kukri.kernels.constants import LowRank, Weight
 from kukri.kernels.quantize import quantize
 from kukri.llm import LLM
-from kukri.models import Adapter, Model, linear_matrices
+from kukri.models import Adapter, Model, Trace
 from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams
 
@@ -51,7 +51,7 @@ def random_adapter(model: Model, rank: int, weight_type: str, seed: int) -> Adap
         numbers = (rng.standard_normal((n_out, n_in)) * 0.01).astype(np.float32)
         return Weight(quantize(numbers, kind), kind, (n_out, n_in))
 
-    matrices = linear_matrices(model).items()
+    matrices = Trace(model).multiplied.items()
     updates = {n: LowRank(matrix(rank, n_in), matrix(n_out, rank), 1.0) for n, (n_out, n_in) in matrices}
     return Adapter(Path("random"), updates)
 

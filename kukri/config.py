@@ -292,25 +292,6 @@ class ModelConfig:
         """The width of a layer's MLP: its own, else the model's."""
         return self.layers[layer].d_ffn or self.d_ffn
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes one token takes in an fp16 KV cache, all layers."""
-        own = [i for i, each in enumerate(self.layers) if not each.is_recurrent and each.kv_from is None]
-        layers = map(self.attention, own)
-        return sum(2 * 2 * layer.n_kv_heads * layer.d_head for layer in layers)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence's recurrent state, all layers."""
-        own = self.recurrent
-        if own is None:
-            return 0
-        channels = self.d_model
-        if own.n_heads:
-            channels = own.n_heads * own.d_head + 2 * own.n_groups * own.d_state
-        n_values = (own.n_taps - 1) * channels + own.n_heads * own.d_head * own.d_state
-        return 4 * n_values * sum(layer.is_recurrent for layer in self.layers)
-
 
 def _check_heads(n_heads: int, n_kv_heads: int, d_head: int, rope: RopeConfig | None) -> None:
     if n_kv_heads < 1 or n_heads % n_kv_heads:

@@ -26,7 +26,7 @@ from kukri.kernels.cache import KVType
 from kukri.kernels.taps import Hook
 from kukri.loading import Progress, open_model
 from kukri.model_options import ModelKeywords, ModelOptions
-from kukri.models import Forward, tap_names
+from kukri.models import Forward, Trace
 from kukri.sampling import SamplingOptions, SamplingParams
 from kukri.tokenizer import ChatTemplate
 
@@ -520,7 +520,7 @@ class LLM:
     @cached_property
     def hook_names(self) -> tuple[str, ...]:
         """All names that `hooks` takes, in the order of a step."""
-        return tuple(tap_names(self.model))
+        return tuple(Trace(self.model).taps)
 
     @property
     def chat_template(self) -> ChatTemplate:

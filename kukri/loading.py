@@ -24,7 +24,7 @@ from kukri.formats.huggingface.weights import packed_type
 from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
-from kukri.kernels.cache import KVLayer, pool_layouts, pool_windows
+from kukri.kernels.cache import pool_layouts, pool_windows, without_windows
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
 from kukri.model_identity import model_identity, weights_identity
 from kukri.model_options import ModelOptions
@@ -328,9 +328,9 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
         raise headers.problem or UnsupportedError(f"{headers.path} is not a model that kukri runs")
     context = min(options.max_context or config.max_context, config.max_context)
     n_requests = options.max_requests or _MAX_REQUESTS
-    layers = (config.attention(i) for i, layer in enumerate(config.layers) if not layer.is_recurrent)
-    is_passed = config.is_causal and options.prefix_dir is None
-    layout = [KVLayer(own.n_kv_heads, own.d_head, own.window if is_passed else None) for own in layers]
+    layout = headers.cache_layout
+    if options.prefix_dir is not None:
+        layout = without_windows(layout)
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
         sizes = [page_bytes(layers_of_pool, options.kv_type) for layers_of_pool in pool_layouts(layout)]
@@ -343,7 +343,7 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
         weight_bytes += _weight_bytes(read_headers(hub.resolve(options.draft_model)), None)
     weight_bytes += sum(_file_bytes(Path(adapter).expanduser()) for adapter in options.adapters.values())
     n_values = (n_requests + _LOGIT_ROWS) * config.n_vocab
-    n_values += n_requests * config.state_bytes // 4
+    n_values += n_requests * state_bytes(layout) // 4
     n_values += options.max_step_tokens * (6 * config.d_model + 3 * config.d_ffn)
     return MemoryNeed(weight_bytes, 4 * n_values, kv_bytes)
 

@@ -22,6 +22,7 @@ from kukri.host.hardware import cpu_features, cpu_model, installed_versions
 from kukri.host.os_calls import memory_bytes
 from kukri.kernels.cpu.compile.features import usable_cores
 from kukri.kernels.cpu.run.read_speed import measure_read_speed
+from kukri.kernels.paged_kv import state_bytes, token_bytes
 from kukri.quant.types import fitting_type
 
 _PACKAGES = ("kukri", "numpy", "numba", "llvmlite", "tokenizers")
@@ -119,8 +120,8 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
         file_bytes=headers.file_bytes,
         bytes_by_type=dict(sizes.most_common()),
         bytes_per_token=sum(sizes.values()) - unread,
-        kv_bytes_per_token=config.kv_bytes_per_token,
-        state_bytes=config.state_bytes,
+        kv_bytes_per_token=token_bytes(headers.cache_layout, "f16"),
+        state_bytes=state_bytes(headers.cache_layout),
     )
 
 

@@ -14,7 +14,7 @@ from kukri.formats.imatrix import ImportanceMatrix
 from kukri.kernels.arrays import DoubleArray, FloatArray
 from kukri.kernels.taps import Hook
 from kukri.llm import LLM
-from kukri.models import linear_inputs
+from kukri.models import Trace
 
 
 def importance_matrix(
@@ -36,7 +36,7 @@ def importance_matrix(
     room = chunk_tokens - len(bos)
     if room < 1:
         raise ConfigError(f"chunks of {chunk_tokens} tokens hold no text: use longer ones")
-    inputs = linear_inputs(llm.model)
+    inputs = Trace(llm.model).inputs
     hook_of = {gguf_name(name, llm.config.architecture): hook for name, hook in inputs.items()}
     hook_of = {name: hook for name, hook in hook_of.items() if name.startswith("blk.")}
     chunks = [[*bos, *ids[start : start + room]] for start in range(0, len(ids), room)]

@@ -25,7 +25,7 @@ from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import LowRank, Weight
-from kukri.models import ARCHITECTURES, Adapter, Model, linear_matrices
+from kukri.models import ARCHITECTURES, Adapter, Model, Trace
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
@@ -93,7 +93,7 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
         way_out = ": kukri does not read pickles; save it as safetensors" if pickled else ""
         raise FormatError(f"holds no {WEIGHTS_NAME}{way_out}", path=directory)
     file = SafetensorsFile(weights)
-    matrices = linear_matrices(model)
+    matrices = Trace(model).multiplied
     parts: dict[str, dict[str, _Part]] = {}
     modules: dict[str, str] = {}  # as PEFT names them
     for name, tensor in file.tensors.items():
@@ -202,7 +202,7 @@ def _is_copy(name: str, shape: tuple[int, ...], model: Model) -> bool:
 def _read_gguf(path: Path, model: Model) -> Adapter:
     with GGUFFile(path) as file:
         alpha = _check_keys(file, model)
-        matrices = linear_matrices(model)
+        matrices = Trace(model).multiplied
         parts: dict[str, dict[str, _Part]] = {}
         for name, tensor in file.tensors.items():
             match = _GGUF.fullmatch(name)

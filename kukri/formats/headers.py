@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
 from kukri.formats.huggingface.weights import follows_from_config, is_of_images
 from kukri.formats.json_files import read_json
+from kukri.kernels.cache import CacheLayout
+from kukri.models import cache_layout
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ class Headers:
     problem: KukriError | None
     stated: dict[str, Any]
     unknown: tuple[str, ...] = ()
+
+    @cached_property
+    def cache_layout(self) -> CacheLayout:
+        """What each layer keeps in the cache, of a model with a config. Raises as `models.cache_layout`."""
+        assert self.config is not None
+        return cache_layout(self.config, self.n_parameters)
 
     @property
     def n_parameters(self) -> int:

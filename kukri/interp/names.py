@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kukri.errors import HookError, close_matches
-from kukri.interp.trace import Matrix, Norm, Trace
 from kukri.kernels.arrays import FloatArray
+from kukri.models.trace import Matrix, Norm, Trace
 
 Form = Literal[
     "plain",  # [.., width], as the tap has it

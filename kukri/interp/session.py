@@ -20,7 +20,6 @@ from kukri.interp.names import LOGITS, Point, find, full_name
 from kukri.interp.places import Prompt, TokenBytes
 from kukri.interp.tape import Tape, Variable
 from kukri.interp.texts import Texts
-from kukri.interp.trace import Trace
 from kukri.interp.values import Encode, Rows
 from kukri.interp.values import Model as Values
 from kukri.kernels.arrays import FloatArray, IntArray
@@ -29,6 +28,7 @@ from kukri.kernels.cache import KVType
 from kukri.kernels.constants import RopeFrequencies, Weight
 from kukri.kernels.rope_rows import RopeRows
 from kukri.models import Adapter, Model
+from kukri.models.trace import Trace
 
 NamesFilter = None | str | Sequence[str] | Callable[[str], bool]
 FwdHooks = Iterable[tuple[Any, PointHook]]

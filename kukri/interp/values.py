@@ -10,7 +10,6 @@ import numpy as np
 from kukri.config import ModelConfig
 from kukri.interp.attention import as_cached, mixed, pattern, scores
 from kukri.interp.names import LOGITS, Point, apply_norm, norm_scale, normalized, points, scaled
-from kukri.interp.trace import Trace
 from kukri.interp.weights import Weights
 from kukri.interp.weights import bias as weight_bias
 from kukri.interp.weights import rows as weight_rows
@@ -18,6 +17,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
+from kukri.models.trace import Trace
 
 Taps = Mapping[str, FloatArray]
 Encode = Callable[..., list[int]]

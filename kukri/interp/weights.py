@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
-from kukri.interp.trace import Matrix, Trace
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import LowRank, Weight
+from kukri.models.trace import Matrix, Trace
 from kukri.quant.blocks import dequantize
 
 

@@ -129,6 +129,11 @@ def page_bytes(layout: CacheLayout, kv_type: KVType) -> int:
     return sum(_n_bytes(form) for layer in layers for form in _forms(layer, kv_type))
 
 
+def token_bytes(layout: CacheLayout, kv_type: KVType) -> int:
+    """Bytes of one token in all layers, keys and values: a page's, by its tokens."""
+    return page_bytes(layout, kv_type) // PAGE_TOKENS
+
+
 def state_bytes(layout: CacheLayout) -> int:
     """Bytes of one slot of recurrent state, all layers."""
     layers = [layer for layer in layout if isinstance(layer, StateLayer)]

@@ -20,8 +20,8 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.adapter import Adapter
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
-from kukri.models.taps import linear_inputs, linear_matrices, tap_names
-from kukri.models.weights import Parameter, TakenWeights, WeightSource
+from kukri.models.trace import Trace
+from kukri.models.weights import NoWeights, Parameter, TakenWeights, WeightSource
 
 __all__ = [
     "ARCHITECTURES",
@@ -31,10 +31,9 @@ __all__ = [
     "KVCache",
     "Model",
     "Parameter",
-    "linear_inputs",
-    "linear_matrices",
+    "Trace",
+    "cache_layout",
     "load_model",
-    "tap_names",
 ]
 
 
@@ -105,3 +104,11 @@ def load_model(source: WeightSource, config: ModelConfig) -> Model:
     model.parameters = tuple(taken.parameters.values())
     model.vectors = (*taken.vectors.values(), *taken.stacked_vectors.values())
     return model
+
+
+def cache_layout(config: ModelConfig, n_parameters: int) -> CacheLayout:
+    """What each layer of a model of `n_parameters` keeps in the cache, by its configuration.
+
+    Raises UnsupportedError as `load_model`, FormatError on a layer larger than the model.
+    """
+    return load_model(NoWeights(n_parameters), config).cache_layout

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
+import numpy as np
+
+from kukri.errors import FormatError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Experts, Weight
+from kukri.quant.types import QUANT_TYPES
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -65,6 +69,49 @@ class Parameter:
     def n_parameters(self) -> int:
         """Numbers in the tensor."""
         return prod(self.shape)
+
+
+class NoWeights:
+    """A `WeightSource` of zeros that take no memory: of a model of which the configuration alone is known.
+
+    Raises FormatError on a tensor of more than `most` numbers, as no file holds.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """See WeightSource.matrix."""
+        self._check(name, shape)
+        kind = QUANT_TYPES["F32"]
+        row = np.zeros((1, kind.row_bytes(shape[1])), np.uint8)
+        return Weight(np.broadcast_to(row, (shape[0], row.shape[1])), kind, shape, name)
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """See WeightSource.experts."""
+        self._check(name, shape)
+        return Experts((self.matrix(name, shape[1:]),) * shape[0], name)
+
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """See WeightSource.expert_vectors."""
+        self._check(name, shape)
+        return np.zeros(shape, np.float32)
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """See WeightSource.vector."""
+        self._check(name, (size,))
+        return np.zeros(size, np.float32)
+
+    def has(self, name: str) -> bool:
+        """See WeightSource.has."""
+        return False
+
+    def done(self) -> None:
+        """See WeightSource.done."""
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if prod(shape) > self._most:
+            raise FormatError(f"tensor {name!r} of shape {shape} in a model of {self._most:,} parameters")
 
 
 class TakenWeights:

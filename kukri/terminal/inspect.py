@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kukri.config import ModelConfig, RopeScaling
+from kukri.config import RopeScaling
 from kukri.errors import KukriError, UnsupportedError, printable
 from kukri.formats import hub
 from kukri.formats.facts import SCALING_FIELDS
@@ -17,6 +17,7 @@ from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.headers import Headers, StoredTensor, read_headers
 from kukri.formats.huggingface.weights import SafetensorsWeights
+from kukri.kernels.paged_kv import state_bytes, token_bytes
 from kukri.models import load_model
 from kukri.models.rope import attention_factor
 from kukri.models.weights import TakenWeights
@@ -138,7 +139,7 @@ def _report(
         "architecture": _architecture(headers),
         "unsupported": None if problem is None else str(problem),
         "unknown_keys": list(headers.unknown),
-        **_config_report(headers.config),
+        **_config_report(headers),
         "types": _by_type(headers.tensors),
         "layers": _by_layer(headers.tensors, names),
         "modules": root.as_dict(),
@@ -159,20 +160,26 @@ def _report(
     return report
 
 
-def _config_report(config: ModelConfig | None) -> dict[str, Any]:
+def _config_report(headers: Headers) -> dict[str, Any]:
+    config = headers.config
     if config is None:
         return {"config": None, "kv_bytes_per_token": None}
     scaling = config.rope.scaling
+    try:
+        layout = headers.cache_layout
+    except KukriError:  # a layer that is larger than the model: `unsupported` says what is wrong
+        layout = ()
+    kv_bytes = token_bytes(layout, "f16")
     return {
         "config": asdict(config),
         "rope_layers": "".join("R" if layer.use_rope else "N" for layer in config.layers),
         "window_layers": "".join("." if layer.window is None else "w" for layer in config.layers),
         "rope_scaling": None if scaling is None else _scaling_report(scaling),
-        "kv_bytes_per_token": config.kv_bytes_per_token,
-        "kv_bytes_full_context": config.kv_bytes_per_token * config.max_context,
-        "kv_bytes_per_token_mha": config.kv_bytes_per_token * config.n_heads // config.n_kv_heads,
+        "kv_bytes_per_token": kv_bytes,
+        "kv_bytes_full_context": kv_bytes * config.max_context,
+        "kv_bytes_per_token_mha": kv_bytes * config.n_heads // config.n_kv_heads,
         "recurrent_layers": "".join("S" if layer.is_recurrent else "A" for layer in config.layers),
-        "state_bytes": config.state_bytes,
+        "state_bytes": state_bytes(layout),
         "gqa_saves": 1 - config.n_kv_heads / config.n_heads,
     }
 

@@ -22,7 +22,7 @@ from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.gguf.writer import write_gguf
 from kukri.formats.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from kukri.kernels.quantize import quantize, requantize
-from kukri.models import linear_inputs, tap_names
+from kukri.models import Trace
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.test_llm_safetensors import make
@@ -73,13 +73,14 @@ def test_sums_are_those_of_transformers_layers(kind: str, tmp_path: Path) -> Non
 def test_every_matrix_has_its_hook(tmp_path: Path) -> None:
     """A hook that shows the sum before the residual taken for the stream itself."""
     with LLM(write_tiny(tmp_path / "m.gguf", tiny_config()), backend="reference") as llm:
-        inputs = linear_inputs(llm.model)
+        trace = Trace(llm.model)
+        inputs = trace.inputs
         assert inputs["model.layers.1.self_attn.v_proj.weight"] == "blocks.1.ln1.hook_normalized"
         assert inputs["model.layers.1.self_attn.o_proj.weight"] == "blocks.1.attn.hook_z"
         assert inputs["model.layers.0.mlp.up_proj.weight"] == "blocks.0.ln2.hook_normalized"
         assert inputs["model.layers.0.mlp.down_proj.weight"] == "blocks.0.mlp.hook_post"
         assert inputs["model.embed_tokens.weight"] == "ln_final.hook_normalized"
-        assert set(inputs.values()) <= set(tap_names(llm.model))
+        assert set(inputs.values()) <= set(trace.taps)
 
 
 def made_matrix() -> ImportanceMatrix:

@@ -16,7 +16,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
-from kukri.models import ARCHITECTURES, Model, load_model, tap_names
+from kukri.models import ARCHITECTURES, Model, Trace, cache_layout, load_model
 from tests.models.test_llama import TOLERANCE, residual_recorder
 from tests.models.tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
 from tests.models.tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
@@ -161,7 +161,7 @@ def test_taps_see_what_is_added_to_the_residual_stream(name: str, backend: Backe
     def record(tap: str, x: np.ndarray) -> None:
         seen[tap.removeprefix("blocks.1.")] = x.copy()
 
-    taps = {tap: [record] for tap in tap_names(model) if tap.startswith("blocks.1.")}
+    taps = {tap: [record] for tap in Trace(model).taps if tap.startswith("blocks.1.")}
     tapped = Driver(model, backend, taps, kv_type="f16").run(IDS, [N_TOKENS])
     np.testing.assert_array_equal(tapped, Driver(model, backend, kv_type="f16").run(IDS, [N_TOKENS]))
     np.testing.assert_array_equal(seen["hook_resid_mid"], seen["hook_resid_pre"] + seen["hook_attn_out"])
@@ -180,6 +180,21 @@ def test_a_file_says_what_the_model_is(name: str, tmp_path: Path) -> None:
     _, config, source = make(name)
     read = model_config(GGUFFile(write(tmp_path / "tiny.gguf", name, config, source)))
     assert replace(read, norm_eps=1e-5) == as_read(name, config)  # kept in float32
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_cache_is_known_without_weights(name: str) -> None:
+    """Sizes that are shown, or that a server counts with, of another cache than the model makes."""
+    _, config, source = make(name)
+    model = load_model(source, config)
+    assert cache_layout(config, model.n_parameters) == model.cache_layout
+
+
+def test_a_layer_larger_than_the_model_is_refused() -> None:
+    """Memory taken for what a hostile file merely claims."""
+    _, config, _ = make("lfm2")
+    with pytest.raises(FormatError, match="parameters"):
+        cache_layout(replace(config, n_vocab=1 << 30), 1 << 20)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -18,7 +18,7 @@ from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels.backend import Backend
 from kukri.kernels.quantize import quantize
 from kukri.kernels.rope_rows import RopeRows
-from kukri.models import load_model, tap_names
+from kukri.models import Trace, load_model
 from kukri.models.rope import rope_frequencies
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
@@ -97,10 +97,10 @@ def test_a_hook_that_only_looks_changes_no_bit(backend: Backend) -> None:
     ids = random_ids(33, config.n_vocab)
     want = Driver(model, backend, kv_type="f16").run(ids, [20, 1])
     seen: set[str] = set()
-    hooks = {name: [lambda n, x: seen.add(n)] for name in tap_names(model)}
+    hooks = {name: [lambda n, x: seen.add(n)] for name in Trace(model).taps}
     got = Driver(model, backend, hooks, kv_type="f16").run(ids, [20, 1])
     np.testing.assert_array_equal(got, want)
-    assert seen == set(tap_names(model))
+    assert seen == set(Trace(model).taps)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_nope_layers_do_not_rotate(reference: Backend) -> None:
     """RoPE applied on a NoPE layer, or skipped on the others (the flag is inverted in SmolLM3's config)."""
     _, config, source = make_pair(n_layers=2, layers=[LayerConfig(), LayerConfig(use_rope=False)])
     model = load_model(source, config)
-    assert {f"blocks.{i}.attn.hook_rot_q" for i in range(2)} <= set(tap_names(model))
+    assert {f"blocks.{i}.attn.hook_rot_q" for i in range(2)} <= set(Trace(model).taps)
     ids = random_ids(9, config.n_vocab)
     hf = make_pair(n_layers=2)[0]
     attention = hf.model.layers[1].self_attn
@@ -238,7 +238,7 @@ def test_tap_names_are_those_of_a_step(reference: Backend) -> None:
     """A list of hooks that differs from what the model really calls."""
     _, config, source = make_pair()
     model = load_model(source, config)
-    names = tap_names(model)
+    names = Trace(model).taps
     assert len(set(names)) == len(names)
     seen: list[str] = []
     Driver(model, reference, {name: [lambda n, x: seen.append(n)] for name in names}).run([1, 2], [2])

@@ -20,7 +20,7 @@ from kukri import LLM
 from kukri.config import LayerConfig
 from kukri.errors import ConfigError, StageError, UnsupportedError
 from kukri.kernels.constants import LowRank, Weight
-from kukri.models import Adapter, linear_matrices
+from kukri.models import Adapter, Trace
 from kukri.quant.types import QUANT_TYPES
 from kukri.stages.backend import StagedBackend
 from tests.tiny_gguf import tiny_config, write_tiny
@@ -164,7 +164,7 @@ def test_what_needs_one_process_is_refused(staged: LLM, tiny_path: Path, tmp_pat
     hooks = {"blocks.0.hook_resid_pre": lambda name, x: None}
     with staged.hooks(hooks), pytest.raises(UnsupportedError, match="one process"):
         staged.generate("hello", max_tokens=2)
-    (name, (n_out, n_in)), *_ = linear_matrices(staged.model).items()
+    (name, (n_out, n_in)), *_ = Trace(staged.model).multiplied.items()
     down, up = (
         Weight(np.ones(shape, np.float32).view(np.uint8), QUANT_TYPES["F32"], shape)
         for shape in ((2, n_in), (n_out, 2))

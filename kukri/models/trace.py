@@ -1,7 +1,7 @@
 """The structure of a model, found by running its code on ops that compute nothing.
 
-A trace says which weights make a tapped value and which norm stands between two taps, so that the names and
-weights of `kukri.interp` need no table of architectures.
+A trace says which taps there are, which matrices are multiplied and what with, which weights make a tapped
+value and which norm stands between two taps: nothing else lists these, for any architecture.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Trace:
     name; `products`: matrices, of values that were normalized too. `head_norms`: the norms of heads, by the
     tap of what they read. `heads` and `routings`: by layer. `embedding`: the matrix of the
     tokens; `unembedding`: the last product. `row_taps`: taps that see only rows with logits. `widths`:
-    columns of each tap.
+    columns of each tap. `inputs`: the tap that sees a matrix's input, by the name of the weight, for those
+    whose input is seen. `multiplied`: the shape (out, in) of each matrix that is multiplied, by its name: of
+    experts each, and no embedding.
     """
 
     def __init__(self, program: Program, updates: Mapping[str, LowRank] | None = None) -> None:
@@ -87,8 +89,13 @@ class Trace:
         self.unembedding: Matrix | None = None
         self.row_taps: set[str] = set()
         self.widths: dict[str, int] = {}
+        self.inputs: dict[str, str] = {}
+        self.multiplied: dict[str, tuple[int, int]] = {}
+        self._embeddings: set[str] = set()
         self._has_rows = False  # True once only the rows with logits are left
         program(self, None)  # type: ignore[arg-type]
+        for name in self._embeddings & self.multiplied.keys():
+            del self.multiplied[name]
 
     def __getattr__(self, op: str) -> Callable[..., _Value]:
         """An op of which only its tap and its width, that of its input, matter: any that is not below."""
@@ -105,6 +112,7 @@ class Trace:
 
     def embed(self, weight: Weight, batch: Any, *rest: Any, **options: Any) -> _Value:
         """Notes the first embedding, that of the tokens."""
+        self._embeddings.add(weight.name)
         self.embedding = self.embedding or weight
         return _Value(weight.shape[1])
 
@@ -135,6 +143,7 @@ class Trace:
         updates = tuple(self._updates.get(weight.name) for weight in weights)
         matrix = Matrix(tuple(weights), updates, bias, 0, width, x.tap)
         self.unembedding = matrix  # until another comes
+        self._multiply(x, weights, weights)
         if tap is not None:
             self.tap(*tap, _Value(width, made_by=matrix))
         return _Value(width, made_by=None if residual is not None else matrix)
@@ -150,6 +159,7 @@ class Trace:
         self, x: _Value, routes: Any, experts: Sequence[Experts], bias: Vector | None = None
     ) -> _Value:
         """A value of the experts' width."""
+        self._multiply(x, experts, [weight for each in experts for weight in each.weights])
         return _Value(sum(each.shape[1] for each in experts))
 
     def scale(self, x: _Value, factor: float) -> _Value:
@@ -198,6 +208,11 @@ class Trace:
         if self._has_rows:
             self.row_taps.add(full_name)
         return _Value(x.width, full_name, x.made_by, x.rope, x.product)
+
+    def _multiply(self, x: _Value, parts: Sequence[Weight | Experts], weights: Sequence[Weight]) -> None:
+        if x.tap is not None:
+            self.inputs |= {part.name: x.tap for part in parts}
+        self.multiplied |= {weight.name: weight.shape for weight in weights}
 
 
 def _product(x: _Value) -> Matrix | None:
