@@ -63,7 +63,7 @@ class ModelDialect:
     ) -> Grammar:
         """The grammar of an answer to a prompt, before which a model that can reasons, if it may.
 
-        It goes on with what the prompt has begun in any case.
+        In any case it continues what the prompt has begun.
         """
         before = reasoning_grammar(self.dialect, self.spelling, self._reasoning(prompt_ids, may_reason))
         return replace(grammar, before=before)
