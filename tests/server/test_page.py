@@ -321,3 +321,56 @@ def test_a_phone_shows_the_state_whole(browser, site):
         visit.wait_done()
         assert visit.page.inner_text("#status") == "Answer complete"
         assert visit.page.evaluate("(s => s.scrollWidth <= s.clientWidth)(document.querySelector('#status'))")
+
+
+def test_an_edited_turn_keeps_what_was_there(visit, forced):
+    """Catches an edit or another answer that loses the one before, and versions that a reload forgets."""
+    page = visit.page
+
+    def versions(kind: str) -> str:
+        return page.locator(f".{kind} .versions").last.inner_text().replace("\n", "")
+
+    forced("First.")
+    visit.ask("One?")
+    visit.wait_done()
+    assert page.locator(".versions:visible").count() == 0
+    forced("Second.")
+    page.click("text=Regenerate")
+    visit.wait_done()
+    assert visit.answers() == ["Second."]
+    assert versions("assistant") == "‹2/2›"
+    visit.ask("More?")
+    visit.wait_done()
+    forced("Third.")
+    page.locator(".user").first.get_by_text("Edit", exact=True).click()
+    page.fill(".edit textarea", "Two?")
+    page.press(".edit textarea", "Enter")
+    visit.wait_done()
+    assert visit.answers() == ["Third."]
+    assert versions("user") == "‹2/2›"
+    page.reload()
+    visit.ready()
+    page.get_by_label("Earlier version").first.click()
+    assert visit.answers() == ["Second.", "Second."]
+    assert page.locator(".user .body").all_inner_texts() == ["One?", "More?"]
+    page.locator(".assistant").first.get_by_label("Earlier version").click()
+    assert visit.answers() == ["First."]
+    page.locator(".assistant").first.get_by_label("Later version").click()
+    assert visit.answers() == ["Second.", "Second."]
+    page.get_by_label("Later version").first.click()
+    assert visit.answers() == ["Third."]
+    assert not visit.said, visit.said
+
+
+def test_an_answer_that_does_not_come_brings_the_one_before_back(visit, forced):
+    """Catches a version of nothing, and an answer that is lost because the next one failed."""
+    forced("First.")
+    visit.ask("One?")
+    visit.wait_done()
+    visit.page.route("**/ui/answers", lambda route: route.abort())
+    visit.page.click("text=Regenerate")
+    visit.page.wait_for_selector("#notice:visible")
+    assert visit.answers() == ["First."]
+    assert visit.page.locator(".versions:visible").count() == 0
+    assert "versions" not in visit.chats()[0]["messages"][1]
+    visit.said.clear()  # the request that failed

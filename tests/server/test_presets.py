@@ -18,6 +18,7 @@ from kukri.server.settings import ServerSettings
 from kukri.terminal.options import ServeOptions
 from kukri.terminal.preset_files import preset_file
 from kukri.terminal.served_models import served_models
+from tests.server.live_server import serving
 
 MODELFILE = '''# a pirate
 FROM smollm2-135m
@@ -156,3 +157,19 @@ def test_presets_over_http(tmp_path: Path, tiny_path: Path) -> None:
             assert "system" not in await ask("/api/show", model="tiny")
 
     asyncio.run(main())
+
+
+def test_presets_are_on_the_page(tmp_path: Path, tiny_path: Path) -> None:
+    """Catches a preset that cannot be chosen there, and one whose system message the page's own replaces."""
+    text = f"FROM {tiny_path}\nPARAMETER num_predict 3\nSYSTEM Be brief."
+    options = ServeOptions(preset=[f"brief={write(tmp_path / 'Modelfile', text)}"])
+    specs = served_models([str(tiny_path)], options, {"backend": "reference"})
+    with serving(None, specs) as server, server.http() as http:
+        page = http.get("/ui/model", params={"name": "brief"}).text
+        assert 'data-model="brief"' in page
+        assert page.count("<option") == 2
+        body = {"model": "brief", "messages": [{"role": "user", "content": "Hi"}]}
+        stream = http.post("/ui/answers", json=body).text.split('sse-connect="')[1].split('"')[0]
+        shown = http.get(f"/{stream}").text
+        chat = http.post("/v1/chat/completions", json=body).json()
+        assert f'"n_prompt":{chat["usage"]["prompt_tokens"]}' in shown.replace(" ", "")

@@ -93,10 +93,16 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     async def model(request: Request, name: str | None = None) -> Response:
         """The fragment that names a model and all others, and has a control for each setting."""
         served = await registry.served(name, request.scope)
+        preset = served.preset_of(name)
+        models = [
+            known
+            for entry in await registry.catalog.listed(request.scope)
+            for known in (entry.name, *(one.name for one in entry.spec.presets))
+        ]
         return html(
             "model.html",
-            model=served.names[0],
-            models=[entry.name for entry in await registry.catalog.listed(request.scope)],
+            model=served.names[0] if preset is None else preset.name,
+            models=list(dict.fromkeys(models)),
             max_context=served.llm.engine.max_context,
             controls=_CONTROLS,
             defaults=vars(served.llm.default_params) | {"max_tokens": None, "seed": None},
@@ -107,7 +113,8 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
         """Starts an answer and returns the fragment that opens its stream."""
         served = await registry.served(body.model, request.scope)
         messages = conversation(body.messages)
-        if messages[0]["role"] != "system":
+        preset = served.preset_of(body.model)
+        if messages[0]["role"] != "system" and (preset is None or not preset.system):
             messages = [*await asyncio.to_thread(opening, served.llm.chat_template), *messages]
         asked = ChatRequest(
             messages=messages,

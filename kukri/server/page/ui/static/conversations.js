@@ -1,5 +1,5 @@
 // What this browser remembers: conversations, one entry of localStorage each, and settings.
-// A conversation is {id, title, system, changed, messages: [{role, content, thoughts?, end?, numbers?}]}.
+// A conversation is {id, title, system, changed, messages: [{role, content, thoughts?, end?, numbers?, versions?}]}.
 
 const PREFIX = "kukri.chat."
 

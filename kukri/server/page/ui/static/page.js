@@ -2,6 +2,7 @@
 // browser's memory, markdown.js turns text into nodes.
 import * as store from "./conversations.js"
 import { show } from "./markdown.js"
+import * as versions from "./versions.js"
 
 const $ = (id) => document.getElementById(id)
 const messages = $("messages"), prompt = $("prompt"), stream = $("stream")
@@ -24,6 +25,12 @@ function draw(message, index) {
   const article = fill(`${message.role}-message`, index)
   if (message.role === "user") article.querySelector(".body").textContent = message.content
   else drawAnswer(article, message)
+  const { at, tails } = message.versions ?? { at: 0, tails: [null] }
+  const box = article.querySelector(".versions")
+  box.hidden = tails.length === 1
+  box.children[0].disabled = at === 0
+  box.children[1].textContent = `${at + 1}/${tails.length}`
+  box.children[2].disabled = at === tails.length - 1
   return article
 }
 
@@ -93,21 +100,21 @@ function warn(text) {
 
 // --- asking
 
-function send(text) {
+function send(text, others) {
   if (!text.trim()) return
   if (live) stop()
   messages.querySelector(".welcome")?.remove()
-  chat.messages.push({ role: "user", content: text })
+  chat.messages.push({ role: "user", content: text, versions: others })
   chat.title ||= text.trim().replace(/\s+/g, " ").slice(0, 60)
   messages.append(draw(chat.messages.at(-1), chat.messages.length - 1))
   ask()
 }
 
 // Asks for the answer to what the conversation ends with.
-function ask() {
+function ask(others) {
   keep()
   if (!$("sampling") || lacksKey()) return begin()
-  live = { role: "assistant", content: "", thoughts: "" }
+  live = { role: "assistant", content: "", thoughts: "", versions: others }
   chat.messages.push(live)
   messages.append(draw(live, chat.messages.length - 1))
   messages.scrollTop = messages.scrollHeight
@@ -168,7 +175,8 @@ function finish(end, numbers = live.numbers) {
   setBusy(false)
   paint()
   if (isEmpty) {
-    chat.messages.pop()
+    const others = chat.messages.pop().versions
+    if (others) versions.giveUp(chat.messages, chat.messages.length, others)
     drawChat()
   }
   say(end === "failed" ? "" : end === "stopped" ? "Stopped" : "Answer complete")
@@ -232,11 +240,14 @@ const actions = {
   cancel: drawChat,
   copy: (button) => copy(chat.messages[button.closest("article").dataset.index].content, button),
   "copy-code": (button) => copy(button.closest("figure").querySelector("code").textContent, button),
-  regenerate() {
-    chat.messages.pop()
-    messages.lastElementChild.remove()
-    ask()
+  regenerate(button) {
+    const index = Number(button.closest("article").dataset.index)
+    const others = versions.begin(chat.messages, index)
+    drawChat()
+    ask(others)
   },
+  earlier: (button) => turn(button, -1),
+  later: (button) => turn(button, 1),
   open: (button) => open(store.all().find(({ id }) => id === button.parentElement.dataset.index)),
   rename(button) {
     const found = store.all().find(({ id }) => id === button.parentElement.dataset.index)
@@ -255,6 +266,13 @@ const actions = {
     if (id === chat.id) open(store.all()[0])
     else drawList()
   },
+}
+
+function turn(button, step) {
+  if (live) stop()
+  versions.turn(chat.messages, Number(button.closest("article").dataset.index), step)
+  drawChat()
+  keep()
 }
 
 function open(conversation) {
@@ -276,9 +294,9 @@ function edit(article) {
   form.addEventListener("submit", (event) => {
     event.preventDefault()
     if (!input.value.trim()) return
-    chat.messages.length = index
+    const others = versions.begin(chat.messages, index)
     drawChat()
-    send(input.value)
+    send(input.value, others)
     prompt.focus()
   })
 }
