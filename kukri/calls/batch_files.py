@@ -11,10 +11,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from kukri.errors import ConfigError
 
@@ -22,15 +22,41 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank
 _FIELDS = {"custom_id", "method", "url", "body"}
 
 
+class Place(NamedTuple):
+    """The location of a line: a file and a range of bytes."""
+
+    path: Path
+    start: int
+    n_bytes: int
+
+    def read(self) -> bytes:
+        """The bytes there. Raises OSError."""
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            return file.read(self.n_bytes)
+
+
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of the input: a request, or its error."""
+    """A line of the input: a request, or its error. Its body stays in the file until it is asked for."""
 
     id: str  # of the result
     custom_id: str | None
     url: str = ""
-    body: Mapping[str, Any] = field(default_factory=dict)
+    place: Place | None = None  # without an error
     error: tuple[str, str] | None = None  # code and message
+
+    def read_body(self) -> Mapping[str, Any]:
+        """The body of the request. Raises ConfigError if the file was changed since it was read."""
+        assert self.place is not None, "a line with an error has no body"
+        try:
+            raw = self.place.read()
+        except OSError as error:
+            raise ConfigError(f"{self.place.path} cannot be read: {error.strerror}") from None
+        if _digest(raw) not in self.id:
+            raise ConfigError(f"{self.place.path} was changed while it was answered: run the command again")
+        body: Mapping[str, Any] = json.loads(raw)["body"]
+        return body
 
     def result(self, response: Mapping[str, Any] | None) -> dict[str, Any]:
         """The line of the output: the response, or the error of this line."""
@@ -38,25 +64,54 @@ class BatchLine:
         return {"id": self.id, "custom_id": self.custom_id, "response": response, "error": error}
 
 
-def read_batch(path: Path, model: str) -> list[BatchLine]:
-    """The lines of an input file; empty ones are left out. Raises ConfigError if it cannot be read."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+def read_batch(
+    path: Path, model: str, *, max_lines: int | None = None, max_line_bytes: int | None = None
+) -> list[BatchLine]:
+    """The lines of an input file; empty ones are left out. Reads one after another, and keeps no bodies.
+
+    Raises ConfigError if the file cannot be read, holds no requests, or more than `max_lines` of them; a line
+    of more than `max_line_bytes` has an error of its own.
+    """
     lines: list[BatchLine] = []
     ids: set[str] = set()
     custom_ids: set[str] = set()
-    for number, raw in enumerate(data.split(b"\n"), 1):
-        if raw.strip():
-            lines.append(_line(raw, number, _new_id(model, raw, ids), custom_ids))
+    most = -1 if max_line_bytes is None else max_line_bytes + 2  # and its end
+    try:
+        with open(path, "rb") as file:
+            for number, (place, raw) in enumerate(_raw_lines(path, file, most), 1):
+                if not raw.strip():
+                    continue
+                if len(lines) == max_lines:
+                    raise ConfigError(f"{path} holds more than {max_lines} requests: divide it")
+                result_id = _new_id(model, raw, ids)
+                if max_line_bytes is not None and place.n_bytes > max_line_bytes + 1:
+                    message = (
+                        f"line {number} is longer than {max_line_bytes} bytes, the limit set by --max-body"
+                    )
+                    lines.append(BatchLine(result_id, None, error=("line_too_long", message)))
+                else:
+                    lines.append(_line(raw, place, number, result_id, custom_ids))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     if not lines:
         raise ConfigError(f"{path} holds no requests: write one per line, as OpenAI's batches have them")
     return lines
 
 
+def _raw_lines(path: Path, file: BinaryIO, most: int) -> Iterator[tuple[Place, bytes]]:
+    """Each line's place, and its bytes without what comes after the first `most`; all with -1."""
+    start = 0
+    while raw := file.readline(most):
+        n_bytes, piece = len(raw), raw
+        while piece and not piece.endswith(b"\n"):
+            piece = file.readline(most)
+            n_bytes += len(piece)
+        yield Place(path, start, n_bytes), raw
+        start += n_bytes
+
+
 def _new_id(model: str, raw: bytes, ids: set[str]) -> str:
-    first = f"{_of_model(model)}{sha256(raw.strip()).hexdigest()[:20]}"
+    first = f"{_of_model(model)}{_digest(raw)}"
     result_id, n = first, 1
     while result_id in ids:  # the same line again
         n += 1
@@ -65,12 +120,16 @@ def _new_id(model: str, raw: bytes, ids: set[str]) -> str:
     return result_id
 
 
+def _digest(raw: bytes) -> str:
+    return sha256(raw.strip()).hexdigest()[:20]
+
+
 def _of_model(model: str) -> str:
     """The prefix of the ids of a model's results."""
     return f"batch_req_{sha256(model.encode()).hexdigest()[:8]}_"
 
 
-def _line(raw: bytes, number: int, result_id: str, custom_ids: set[str]) -> BatchLine:
+def _line(raw: bytes, place: Place, number: int, result_id: str, custom_ids: set[str]) -> BatchLine:
     """A line, checked; `custom_ids` are those before it."""
     try:
         given = json.loads(raw)
@@ -84,7 +143,7 @@ def _line(raw: bytes, number: int, result_id: str, custom_ids: set[str]) -> Batc
     custom_ids.add(custom_id)
     if problem is not None:
         return BatchLine(result_id, custom_id, error=(problem[0], f"line {number}: {problem[1]}"))
-    return BatchLine(result_id, custom_id, given["url"], given["body"])
+    return BatchLine(result_id, custom_id, given["url"], place)
 
 
 def _problem(given: Mapping[str, Any], is_known: bool) -> tuple[str, str] | None:
@@ -105,14 +164,6 @@ def _problem(given: Mapping[str, Any], is_known: bool) -> tuple[str, str] | None
     return None
 
 
-class _Place(NamedTuple):
-    """The location of a result: a file and a range of bytes."""
-
-    path: Path
-    start: int
-    n_bytes: int
-
-
 def files_of(target: Path) -> tuple[Path, Path, Path]:
     """The paths of the output, of the results so far, and of the file that is renamed to the output."""
     return target, target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.new")
@@ -130,7 +181,7 @@ class Results:
         self.target, self.part, self._new = files_of(target)
         self.n_failed = 0
         self._lines, self._model = lines, model
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         try:
             for path in (self.target, self.part):
                 if path.exists():
@@ -155,7 +206,7 @@ class Results:
             self._file.flush()
         except OSError as error:
             raise ConfigError(f"{self.part} cannot be written: {error.strerror}") from None
-        self._note(result, _Place(self.part, start, len(line)))
+        self._note(result, Place(self.part, start, len(line)))
 
     def finish(self) -> None:
         """Makes the output of all results, in the order of the requests; `OUTPUT.part` is gone then."""
@@ -184,7 +235,7 @@ class Results:
         start = 0
         with open(path, "rb") as file:
             for raw in file:
-                place = _Place(path, start, len(raw))
+                place = Place(path, start, len(raw))
                 start += len(raw)
                 result = _parsed(raw)
                 if path == self.part and (result is None or not raw.endswith(b"\n")):
@@ -202,7 +253,7 @@ class Results:
         """True if a result is this batch's and model's, of a line that has been changed since."""
         return result["id"].startswith(_of_model(self._model)) and result.get("custom_id") in custom_ids
 
-    def _note(self, result: Mapping[str, Any], place: _Place) -> None:
+    def _note(self, result: Mapping[str, Any], place: Place) -> None:
         if result["id"] not in self._places:
             self._places[result["id"]] = place
             self.n_failed += _status(result) >= 400

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkstemp
 from typing import BinaryIO
 
 from kukri.errors import ConfigError
 from kukri.host.os_calls import open_carefully, sync_directory, user_id
+
+UNFINISHED = ".new-"  # begins the names of files that are being written
 
 
 def make_private(directory: Path) -> None:
@@ -70,10 +74,17 @@ def _check(found: os.stat_result, path: Path) -> None:
 
 def write_private(path: Path, data: bytes) -> None:
     """Writes a file that only its owner may read, whole or not at all. Raises OSError."""
-    handle, temporary = mkstemp(prefix=".new-", dir=path.parent)  # with mode 0600
+    with writing_private(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def writing_private(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to; it is at `path` once the block has ended without an exception. Raises OSError."""
+    handle, temporary = mkstemp(prefix=UNFINISHED, dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import struct
 from contextlib import suppress
 from typing import Any, Self
 
 from kukri.stages.greeting import ANSWER_BYTES, HELLO_BYTES, VERDICT_BYTES, Guest, Host
 
+log = logging.getLogger("kukri.scale")
 BEAT_S = 1.0  # between two messages, at most
 SILENCE_S = 15.0  # after which the other side counts as dead
 _MAX_BYTES = 1 << 28  # longest message
+_MAX_UNSENT = 1 << 26  # bytes that wait for a slow peer, beyond one message
 _LENGTH = struct.Struct(">I")
 
 
@@ -52,10 +55,18 @@ class Channel:
         return is_welcome
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message, without waiting; a closed channel loses it."""
+        """Sends a message, without waiting; a closed channel loses it.
+
+        A peer that has not taken what was sent before, above a bound, counts as dead: the channel ends.
+        """
+        if self._writer.is_closing():
+            return
+        if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT:
+            log.warning("a channel has ended: the other side takes no messages")
+            self._writer.transport.abort()
+            return
         data = json.dumps(message, separators=(",", ":")).encode()
-        if not self._writer.is_closing():
-            self._writer.write(_LENGTH.pack(len(data)) + data)
+        self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def receive(self) -> dict[str, Any] | None:
         """The next message; None if the channel has ended, is silent for long, or sends something else."""

@@ -120,11 +120,13 @@ def rows_from_json(given: Mapping[str, Any]) -> FloatArray:
 
 
 def error_to_json(error: KukriError) -> dict[str, Any]:
-    """An error: its kind and message."""
+    """An error: its kind and message, and of a client's mistake the field and code."""
     kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
-    return {"kind": kind, "message": str(error)}
+    facts = {"param": error.param, "code": error.code} if isinstance(error, RequestError) else {}
+    return {"kind": kind, "message": str(error), **facts}
 
 
 def error_from_json(given: Mapping[str, Any]) -> KukriError:
     """The error of `error_to_json`."""
-    return _ERRORS[given["kind"]](given["message"])
+    facts = {name: given[name] for name in ("param", "code") if name in given}
+    return _ERRORS[given["kind"]](given["message"], **facts)

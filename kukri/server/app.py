@@ -101,7 +101,9 @@ def create_app(
             expose_headers=["request-id", "retry-after", "x-request-id", "x-tools-left-out"],
         )
     if settings.batch_dir is not None:
-        batches = Batches(app, settings.batch_dir, registry.keys)
+        batches = Batches(
+            app, settings.batch_dir, registry.keys, settings.max_upload_bytes, settings.max_body_bytes
+        )
     add_openai_routes(app, registry)
     add_batch_routes(app, batches)
     add_adapter_routes(app, registry)

@@ -61,9 +61,10 @@ class _ErrorResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it."""
         content: dict[str, Any] | None = None
-        if scope["path"].startswith(_MESSAGES):
+        path = scope.get("kukri.path", scope["path"])
+        if path.startswith(_MESSAGES):
             content = message_error_body(self._message, self.status_code, scope.get("kukri.id"))
-        elif scope["path"].startswith(_OLLAMA):
+        elif path.startswith(_OLLAMA):
             content = {"error": self._message}
         if content is not None:
             self.body = json.dumps(content).encode()
@@ -135,7 +136,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
-        path = request.url.path[:200]
+        path = request.scope.get("kukri.path", request.url.path)[:200]
         there = f"/v1{path}"
         known = any(getattr(route, "path", None) == there for route in request.app.routes)
         message = f"no such endpoint: {request.method} {path}" + (f"; it is at {there}" if known else "")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from ipaddress import ip_address, ip_network
 from time import perf_counter
+from typing import NamedTuple
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,6 +21,7 @@ from kukri.errors import failure_of
 from kukri.server.errors import error_response
 from kukri.server.keys import Client, KeyRing
 from kukri.server.metrics import Metrics
+from kukri.server.openai.uploads import FORM_BYTES
 from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ServerSettings
 from kukri.traces import Span, Traces
@@ -29,9 +31,24 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/"})  # need no key
 STATIC_FOLDERS = ("/ui/static/", "/ui/vendor/")  # files of the page
 OPEN_FOLDERS = (*STATIC_FOLDERS, "/ui/answers/")  # need no key: answers have secret names
 _QUIET_PATHS = ("/health", "/ping", "/ready", *STATIC_FOLDERS)  # that are logged as `debug`
+UPLOADS = "/v1/files"
+_LOOKS = 10  # requests that compute nothing, such as GETs, for each that may
+_LEAST_BYTES_PER_S = 1 << 15  # pace of an upload, after the time that any body has
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PORT = re.compile(r":[0-9]*$")
+
+
+def _mark_path(scope: Scope, root_path: str) -> None:
+    """Sets `kukri.path`, the path without the prefix under which a proxy serves this application.
+
+    The proxy may leave the prefix on or cut it off; the scope has it afterwards, as ASGI wants it.
+    """
+    root = scope["root_path"] = root_path or scope.get("root_path", "")
+    path = scope["path"]
+    if root and not f"{path}/".startswith(f"{root}/"):
+        scope["path"] = root + path
+    scope["kukri.path"] = scope["path"][len(root) :]
 
 
 def _mark_json(scope: Scope, headers: Headers) -> None:
@@ -39,8 +56,20 @@ def _mark_json(scope: Scope, headers: Headers) -> None:
 
     Not if a browser's page sends it: the type is what makes the browser ask first whether the page may.
     """
-    if scope["path"].startswith("/api/") and not ("origin" in headers or "sec-fetch-site" in headers):
+    if scope["kukri.path"].startswith("/api/") and not ("origin" in headers or "sec-fetch-site" in headers):
         MutableHeaders(scope=scope)["content-type"] = "application/json"
+
+
+class _Bound(NamedTuple):
+    """The most bytes of a body, the option that sets them, and the pace that gives a body more time."""
+
+    n_bytes: int
+    option: str
+    bytes_per_s: int | None
+
+    @property
+    def message(self) -> str:
+        return f"the body is larger than {self.n_bytes} bytes, the limit set by {self.option}"
 
 
 class Middleware:
@@ -57,13 +86,16 @@ class Middleware:
         self._app, self._settings, self._metrics, self._traces = app, settings, metrics, traces
         self._keys, self._wrong_keys = keys, WrongKeys()
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
-        self._rates = RateLimiter(settings.rate_limit) if settings.rate_limit else None
+        per_minute = settings.rate_limit
+        self._rates = RateLimiter(per_minute) if per_minute else None
+        self._other_rates = RateLimiter(_LOOKS * per_minute) if per_minute else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request; an error beneath becomes a 500 with the request's id in the log."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        _mark_path(scope, self._settings.root_path)
         started_s, headers, status = perf_counter(), Headers(scope=scope), 0
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
@@ -89,7 +121,7 @@ class Middleware:
             if refusal is not None:
                 await refusal(scope, receive, send_with_id)
             else:
-                await self._app(scope, self._limited(headers, receive), send_with_id)
+                await self._app(scope, self._limited(self._bound(scope), receive), send_with_id)
         except BaseException as error:
             failure_of("the request", error)  # raises again what ends the task, or the program
             log.exception("request failed", extra={"request_id": request_id})
@@ -137,7 +169,7 @@ class Middleware:
             name = _PORT.sub("", host.strip())[:100]
             message = f"the Host header {name!r} is not allowed; start the server with --allowed-host {name}"
             return error_response(message, 403, code="host_not_allowed")
-        if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
+        if scope["kukri.path"] in OPEN_PATHS or scope["kukri.path"].startswith(OPEN_FOLDERS):
             return None
         if scope["method"] == "OPTIONS":  # a browser's preflight, which carries no key
             return None
@@ -159,15 +191,15 @@ class Middleware:
                 )
                 return error_response(message, 401, code="invalid_api_key")
             scope["kukri.client"] = client = found
-        if self._rates is not None and scope["method"] == "POST":
-            wait_s = self._rates.take(client.bucket)
-            if wait_s:
-                return _too_often(f"more than {self._rates.per_minute} requests a minute", wait_s)
+        rates = self._rates if scope["method"] == "POST" else self._other_rates
+        if rates is not None and (wait_s := rates.take(client.bucket)):
+            return _too_often(f"more than {rates.per_minute} {scope['method']} requests a minute", wait_s)
         if scope["method"] == "POST" and (refusal := _over_budget(client)) is not None:
             return refusal
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
-            return error_response(self._too_large, 413, code="body_too_large")
+        bound = self._bound(scope)
+        if length.isdecimal() and int(length[:20]) > bound.n_bytes:
+            return error_response(bound.message, 413, code="body_too_large")
         return None
 
     def _address(self, scope: Scope, headers: Headers) -> str:
@@ -202,11 +234,14 @@ class Middleware:
             return site in ("same-origin", "none")
         return origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
 
-    @property
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._settings.max_body_bytes} bytes, the limit set by --max-body"
+    def _bound(self, scope: Scope) -> _Bound:
+        """The size that a request's body may have: that of a file for a batch is streamed to disk."""
+        settings = self._settings
+        if scope["kukri.path"] == UPLOADS and scope["method"] == "POST" and settings.batch_dir is not None:
+            return _Bound(settings.max_upload_bytes + FORM_BYTES, "--max-upload", _LEAST_BYTES_PER_S)
+        return _Bound(settings.max_body_bytes, "--max-body", None)
 
-    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+    def _limited(self, bound: _Bound, receive: Receive) -> Receive:
         """`receive` that ends a body which is too large or too slow."""
         n_bytes, is_whole = 0, False
         deadline_s = asyncio.get_running_loop().time() + self._settings.read_s
@@ -215,15 +250,16 @@ class Middleware:
             nonlocal n_bytes, is_whole
             if is_whole:
                 return await receive()
+            more_s = 0.0 if bound.bytes_per_s is None else n_bytes / bound.bytes_per_s
             try:
-                async with asyncio.timeout_at(deadline_s):
+                async with asyncio.timeout_at(deadline_s + more_s):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "the body did not arrive in time") from None
             n_bytes += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
-            if n_bytes > self._settings.max_body_bytes:
-                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
+            if n_bytes > bound.n_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, bound.message)
             return message
 
         return limited
@@ -233,13 +269,13 @@ class Middleware:
         self._metrics.on_response(route, status)
         self._trace(scope, request_id, route, status)
         log.log(
-            logging.DEBUG if scope["path"].startswith(_QUIET_PATHS) else logging.INFO,
+            logging.DEBUG if scope["kukri.path"].startswith(_QUIET_PATHS) else logging.INFO,
             "request",
             extra={
                 "request_id": request_id,
                 "client": scope["kukri.client"].name if "kukri.client" in scope else "unknown",
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": scope["kukri.path"],
                 "status": status,  # 0: the client left first
                 "duration_s": round(duration_s, 4),
                 **scope["kukri.log"],

@@ -3,6 +3,7 @@
 The command line reads this at each start: what only checks need is imported where it is needed.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
@@ -29,6 +30,8 @@ from kukri.option_fields import (
 
 if TYPE_CHECKING:
     from kukri.server.models.preset import Preset
+
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 def default_name(model: str | None) -> str:
@@ -81,6 +84,13 @@ def _as_collector(value: Any) -> str:
 
     collector_url(as_text(value))
     return as_text(value)
+
+
+def _as_prefix(value: Any) -> str:
+    prefix = as_text(value).rstrip("/")
+    if prefix and (not _PREFIX.fullmatch(prefix) or prefix.split("/")[1] in ("v1", "api", "ui")):
+        raise ValueError("a path such as /kukri that begins like no endpoint")
+    return prefix
 
 
 def _flag(
@@ -158,6 +168,7 @@ class ServerSettings:
     trusted_proxies: tuple[str, ...] = _list(
         "Proxy whose X-Forwarded-For is trusted; repeatable.", "--trusted-proxy", "ADDRESS", _as_networks
     )
+    root_path: str = _flag(_as_prefix, "Path prefix under which a proxy serves this.", "", "PATH", "")
     cors_origins: tuple[str, ...] = _list(
         "Origin whose web pages may use the server (* for all); repeatable.", "--cors-origin", "URL"
     )
@@ -169,7 +180,10 @@ class ServerSettings:
     batch_dir: Path | None = _path("Serve /v1/files and /v1/batches, stored here.", "DIR")
     max_waiting: int = _count("Maximum requests in the queue; more get a 503.", 256)
     max_body_bytes: int = _size("Maximum request size; larger ones get a 413.", "--max-body", 2 << 20)
-    rate_limit: int | None = _count("POST requests per minute per key (or address); more get a 429.")
+    max_upload_bytes: int = _size("Maximum size of a batch's file of requests.", "--max-upload", 200 << 20)
+    rate_limit: int | None = _count(
+        "POST requests per minute per key (or address), and ten times as many others; more get a 429."
+    )
     deadline_s: float | None = _time("Time limit for an answer, such as 300 or 10m.", "--deadline")
     stream_interval: int = _count("Tokens per stream chunk, after the first.", 1)
     drain_s: float = _time("Time for running answers to finish after SIGTERM.", "--drain", 60.0)

@@ -103,7 +103,7 @@ def _answer_all(
     with opened() as (app, n_at_once), progress_bar(len(lines)) as advance:
 
         def ask(line: BatchLine) -> Awaitable[AppResponse]:
-            return post(app, line.url, line.body)
+            return post(app, line.url, line.read_body())
 
         async def note(body: Any) -> None:
             counts.add(body)

@@ -16,7 +16,7 @@ from kukri import LLM
 from kukri.engine import EngineLoop
 from kukri.errors import RequestError
 from kukri.server.openai import batches as batches_module
-from kukri.server.openai.batch_routes import form_fields
+from kukri.server.openai.uploads import Form, FormReader
 from tests.server.live_server import MODEL, Served, serving
 from tests.tiny_gguf import write_tiny
 
@@ -277,22 +277,127 @@ def test_wrong_input_is_explained(tiny: LLM, tmp_path: Path) -> None:
         upload(client(server), asked(1))
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"--b", b"--b--\r\n", b"--b\r\n\r\nx\r\n--b--", b'--b\r\ncontent: name="a"\r\n--b--', b"x--b--"],
-)
-def test_forms_that_are_none_are_refused(body: bytes) -> None:
-    """Catches an IndexError."""
+BAD_FORMS = [
+    b"", b"--b", b"--b--\r\n", b"--b\r\n\r\nx\r\n--b--", b'--b\r\ncontent: name="a"\r\n--b--', b"x--b--",
+    b"--b\r\n" + b"h" * 100_000,
+    b'--b\r\nx; name="purpose"\r\n\r\n' + b"p" * 100_000 + b"\r\n--b--",
+    b'--b\r\nx; name="file"\r\n\r\n1\r\n--b\r\nx; name="file"\r\n\r\n2\r\n--b--',
+    b"".join(b'--b\r\nx; name="f%d"\r\n\r\n1\r\n' % i for i in range(99)) + b"--b--",
+]  # fmt: skip
+
+
+def read(body: bytes, size: int, max_bytes: int = 10_000) -> tuple[Form, bytes]:
+    """The form in `body`, which arrives in pieces of `size`, and its file."""
+    target = io.BytesIO()
+    reader = FormReader('multipart/form-data; boundary="b"', target, max_bytes)
+    for i in range(0, len(body), size):
+        reader.feed(body[i : i + size])
+    return reader.finish(), target.getvalue()
+
+
+@pytest.mark.parametrize("body", BAD_FORMS, ids=lambda body: str(body[:40]))
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_wrong_forms_are_refused(body: bytes, size: int) -> None:
+    """Catches an IndexError, a field or a header that grows without bound, and a second file unnoticed."""
     with pytest.raises(RequestError):
-        form_fields("multipart/form-data; boundary=b", body)
+        read(body, size)
 
 
-def test_a_form_keeps_every_byte() -> None:
-    """Catches line ends that are translated, and a file that ends early."""
-    data = bytes(range(256)) + b"\r\n--bb\r\n\n\r"
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 1 << 20])
+def test_a_form_keeps_every_byte(size: int) -> None:
+    """Catches line ends that are translated, a file that ends early, and a delimiter cut in two."""
+    data = bytes(range(256)) + b"\r\n-\r\n--\r\n--c\r\n\n\r\r\n" * 3
     body = (
-        b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n' + data + b"\r\n--b--\r\n"
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n' + data + b"\r\n"
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
     )
-    assert form_fields('multipart/form-data; boundary="b"', body.replace(b"--bb", b"--cc")) == {
-        "file": ("x", data.replace(b"--bb", b"--cc"))
-    }
+    form, kept = read(body, size)
+    assert kept == data
+    assert form == Form({"purpose": "batch"}, "x", len(data), has_file=True)
+    with pytest.raises(RequestError, match="--max-upload"):
+        read(body, size, len(data) - 1)
+
+
+def test_an_upload_may_be_larger_than_a_body(tiny: LLM, tmp_path: Path) -> None:
+    """Catches a file of requests that is bound by --max-body, one without a bound, one that is whole in
+    memory, a line that is too long for a request, and what a refused upload leaves on the disk."""
+    settings = {"batch_dir": tmp_path, "max_body_bytes": 4_000, "max_upload_bytes": 1 << 20}
+    with serving(tiny, **settings) as server, server.http() as http:
+        asker = client(server)
+        long = line("long", model=MODEL, prompt="a " * 3_000)
+        lines = [asked(0), long, *(" " * 100_000 for _ in range(9)), asked(1)]
+        batch = ended(asker, start(asker, upload(asker, *lines)))
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+        (error,) = lines_of(asker, batch.error_file_id)
+        assert "--max-body" in error["error"]["message"]
+        there = set(tmp_path.iterdir())
+        with pytest.raises(openai.BadRequestError, match="--max-upload"):
+            upload(asker, "x" * (1 << 20))
+        with pytest.raises(openai.APIStatusError, match="--max-upload") as refused:
+            upload(asker, "x" * (2 << 20))
+        assert refused.value.status_code == 413
+        assert set(tmp_path.iterdir()) == there
+        assert http.post("/v1/completions", content=b" " * 5_000).status_code == 413
+
+
+def test_a_clients_uploads_are_bounded_together(tiny: LLM, tmp_path: Path) -> None:
+    """Catches a client that fills the disk by a thousand of the largest files."""
+    with serving(tiny, batch_dir=tmp_path, max_upload_bytes=20_000) as server:
+        asker = client(server)
+        files = [upload(asker, "x" * 19_990) for _ in range(10)]
+        with pytest.raises(openai.BadRequestError, match="delete some"):
+            upload(asker, "x")
+        asker.files.delete(files[0])
+        upload(asker, "x")
+
+
+def test_what_a_crash_left_of_uploads_is_removed(tiny: LLM, tmp_path: Path) -> None:
+    """Catches unfinished files of the largest size that stay for ever."""
+    with serving(tiny, batch_dir=tmp_path) as server:
+        kept = upload(client(server), asked(1))
+    (tmp_path / ".new-abc").write_bytes(b"half")
+    (tmp_path / "file-abc.data").write_bytes(b"without a note of it")
+    with serving(tiny, batch_dir=tmp_path) as server:
+        assert [one.id for one in client(server).files.list()] == [kept]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{kept}.json", f"{kept}.data", "salt"}
+
+
+def test_files_expire(tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches `expires_after` that is ignored, out of its range, or forgotten at a restart, results that
+    outlive theirs, and a file that expires while its batch reads it."""
+    monkeypatch.setattr(batches_module, "_RETRY_S", 0.05)
+    file = ("a.jsonl", asked(1).encode())
+    after = {"anchor": "created_at", "seconds": 3600}
+    with serving(tiny, batch_dir=tmp_path) as server:
+        asker = client(server)
+        made = asker.files.create(file=file, purpose="batch", expires_after=after)  # type: ignore[arg-type]
+        assert made.expires_at == made.created_at + 3600
+        for wrong in ({"anchor": "now", "seconds": 3600}, {"anchor": "created_at", "seconds": 9}):
+            with pytest.raises(openai.BadRequestError, match="expires_after"):
+                asker.files.create(file=file, purpose="batch", expires_after=wrong)  # type: ignore[arg-type]
+        kept = asker.files.create(file=file, purpose="batch")
+        batch = asker.batches.create(
+            input_file_id=kept.id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+            output_expires_after=after,  # type: ignore[arg-type]
+        )
+        done = ended(asker, batch.id)
+        output = asker.files.retrieve(done.output_file_id)
+        assert output.expires_at == output.created_at + 3600
+        assert kept.expires_at is None
+    with serving(tiny, batch_dir=tmp_path) as server:
+        asker = client(server)
+        running = start(asker, upload(asker, *(asked(i, 100) for i in range(600))))
+        waiting = start(asker, made.id)
+    note = tmp_path / f"{made.id}.json"
+    note.write_text(note.read_text().replace(str(made.expires_at), str(int(time.time()) - 1)))
+    with serving(tiny, batch_dir=tmp_path) as server:
+        asker = client(server)
+        asker.batches.cancel(running)
+        assert ended(asker, waiting).request_counts.completed == 1
+        deadline = time.monotonic() + 10
+        while made.id in [one.id for one in asker.files.list()]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert not list(tmp_path.glob(f"{made.id}*"))

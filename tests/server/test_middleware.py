@@ -9,6 +9,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from hashlib import sha256
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
@@ -169,7 +170,8 @@ def test_a_slow_body_is_refused(small):
 
 
 def test_a_rate_is_kept_for_each_key(small):
-    """Catches a limit shared by all keys, one that never lets go, and a 429 that does not say when."""
+    """Catches a limit shared by all keys, one that never lets go, a 429 that does not say when, and GETs
+    without a limit."""
     with serving(small, api_keys=("a", "b"), rate_limit=2) as server, server.http() as http:
 
         def ask(key):
@@ -180,7 +182,10 @@ def test_a_rate_is_kept_for_each_key(small):
         check_error(refused, 429)
         assert 1 <= int(refused.headers["retry-after"]) <= 31
         assert ask("b").status_code == 200
-        assert http.get("/v1/models", headers={"authorization": "Bearer a"}).status_code == 200
+        looks = [http.get("/v1/models", headers={"authorization": "Bearer a"}) for _ in range(21)]
+        assert [look.status_code for look in looks] == [200] * 20 + [429]
+        check_error(looks[-1], 429)
+        assert http.get("/health").status_code == 200
 
 
 def test_a_rate_comes_back_with_time():
@@ -439,3 +444,43 @@ def test_settings_that_make_no_sense_are_refused():
         with pytest.raises(ConfigError):
             ServerSettings(**wrong)
     assert "secret" not in repr(ServerSettings(("a",), api_keys=("secret",)))
+
+
+# --- a prefix
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "cut off"])
+def test_a_proxy_may_serve_it_under_a_prefix(small, keeps):
+    """Catches links of the page and URLs of the document that lead out of the prefix, a key that is not asked
+    for there, errors in another API's form, and a proxy that cuts the prefix off, or one that does not."""
+    with serving(small, root_path="/ai/kukri", api_keys=("k",)) as server, server.http() as http:
+
+        def via_proxy(method, path, **given):
+            assert path.startswith("/ai/kukri/"), f"{path} leads out of the prefix"
+            return http.request(method, path if keeps else path.removeprefix("/ai/kukri"), **given)
+
+        page = via_proxy("GET", "/ai/kukri/")
+        links = re.findall(r'(?:href|src|hx-get|hx-post)="([^"#][^"]*)"', page.text)
+        assert len(links) > 6
+        key = {"authorization": "Bearer k"}
+        for link in links:
+            path = urljoin("/ai/kukri/", link)
+            found = via_proxy("GET", path, headers=key)
+            assert found.status_code == 200 or (link, found.status_code) == ("ui/answers", 405)
+        check_error(via_proxy("POST", "/ai/kukri/v1/completions", json=ASK), 401)
+        assert via_proxy("POST", "/ai/kukri/v1/completions", json=ASK, headers=key).status_code == 200
+        document = via_proxy("GET", "/ai/kukri/openapi.json", headers=key).json()
+        assert document["servers"] == [{"url": "/ai/kukri"}]
+        slash = via_proxy("POST", "/ai/kukri/v1/completions/", json=ASK, headers=key)
+        assert urlsplit(slash.headers["location"]).path == "/ai/kukri/v1/completions"
+        assert via_proxy("POST", "/ai/kukri/v1/messages", json={}).json()["type"] == "error"
+        assert isinstance(via_proxy("POST", "/ai/kukri/api/chat", json={}).json()["error"], str)
+        lost = via_proxy("POST", "/ai/kukri/embeddings", json={}, headers=key).json()["error"]["message"]
+        assert lost == "no such endpoint: POST /embeddings; it is at /v1/embeddings"
+
+
+@pytest.mark.parametrize("path", ["kukri", "/a//b", "/v1", "/api/x", "/a?b", "//a"])
+def test_a_prefix_that_cannot_be_one_is_refused(path):
+    """Catches a prefix under which nothing, or something else, is found."""
+    with pytest.raises(ConfigError, match="root_path must be"):
+        ServerSettings(root_path=path)

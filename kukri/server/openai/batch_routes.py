@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
-from starlette.responses import JSONResponse, Response
+from pydantic import Field
+from starlette.responses import FileResponse, JSONResponse, Response
 
-from kukri.errors import RequestError
 from kukri.server.access import client_of
 from kukri.server.errors import NotFoundError
 from kukri.server.openai.batches import Batch, Batches, StoredFile
 from kukri.server.schema import Body
 
-PURPOSE = "batch"
-_NAME = re.compile(rb'[; ]name="([^"]*)"')
-_FILENAME = re.compile(rb'[; ]filename="([^"]*)"')
+
+class ExpiresAfter(Body):
+    """When a file expires: seconds after it was made."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
 
 
 class BatchBody(Body):
@@ -27,6 +29,7 @@ class BatchBody(Body):
     endpoint: str
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
@@ -44,13 +47,8 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
     async def upload(request: Request) -> Response:
         """Keeps a file of requests: a form with the fields file and purpose."""
         here = kept()
-        fields = form_fields(request.headers.get("content-type", ""), await request.body())
-        if "file" not in fields or "purpose" not in fields:
-            raise RequestError("the form needs the fields file and purpose", param="file")
-        if fields["purpose"][1] != PURPOSE.encode():
-            raise RequestError(f"files are kept for the purpose {PURPOSE!r} alone", param="purpose")
-        name, data = fields["file"]
-        stored = await here.add_file(await owner(here, request), name or "upload", data, PURPOSE)
+        content_type = request.headers.get("content-type", "")
+        stored = await here.upload(await owner(here, request), content_type, request.stream())
         return JSONResponse(stored.described())
 
     @app.get("/v1/files")
@@ -71,8 +69,8 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
     @app.get("/v1/files/{file_id}/content", response_class=Response)
     async def file_content(request: Request, file_id: str) -> Response:
         """The contents of a file."""
-        data = await (here := kept()).contents(await owner(here, request), file_id)
-        return Response(data, media_type="application/octet-stream")
+        path = (here := kept()).path(await owner(here, request), file_id)
+        return FileResponse(path, media_type="application/octet-stream")
 
     @app.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> JSONResponse:
@@ -90,6 +88,7 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
             body.endpoint,
             body.completion_window,
             body.metadata,
+            None if body.output_expires_after is None else body.output_expires_after.seconds,
         )
         return JSONResponse(made.described())
 
@@ -127,22 +126,3 @@ def _listed(found: Sequence[StoredFile | Batch], limit: int, after: str | None) 
     has_more = start + limit < len(found)
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
     return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})
-
-
-def form_fields(content_type: str, body: bytes) -> dict[str, tuple[str | None, bytes]]:
-    """Name -> (file name, bytes) of each part of a multipart/form-data body. Raises RequestError."""
-    match = re.search(r'boundary="?([^";]+)"?', content_type)
-    if not content_type.startswith("multipart/form-data") or match is None:
-        raise RequestError("a file is uploaded as multipart/form-data, with the fields file and purpose")
-    parts = (b"\r\n" + body).split(b"\r\n--" + match[1].encode("latin-1"))
-    if len(parts) < 3 or parts[0] or not parts[-1].startswith(b"--"):
-        raise RequestError("the form is cut short")
-    found: dict[str, tuple[str | None, bytes]] = {}
-    for part in parts[1:-1]:
-        head, separator, data = part.partition(b"\r\n\r\n")
-        name, filename = _NAME.search(head), _FILENAME.search(head)
-        if not separator or name is None:
-            raise RequestError("a part of the form has no name")
-        shown = None if filename is None else filename[1].decode("utf-8", "replace")
-        found[name[1].decode("utf-8", "replace")] = shown, data
-    return found

@@ -11,35 +11,43 @@ import asyncio
 import json
 import logging
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
 
 from kukri.calls.batch_files import URLS, BatchLine, Results, files_of, read_batch
 from kukri.errors import CapacityError, ConfigError, RequestError
-from kukri.host.private_files import make_private, write_private
+from kukri.host.private_files import UNFINISHED, make_private, write_private, writing_private
 from kukri.server.asgi_client import AppResponse, answer_lines, post
 from kukri.server.errors import LATE, NotFoundError
 from kukri.server.keys import Client, KeyRing
 from kukri.server.openai.owners import Owners
+from kukri.server.openai.uploads import Form, read_form
 
 log = logging.getLogger("kukri.server")
 
+PURPOSE = "batch"
 _OUTPUT_PURPOSE = "batch_output"
 _PRIORITY = 100  # of requests that name none: after those of others
 _N_AT_ONCE = 8
 _MAX_FILES = 1000  # that a client may upload; its batches' results always find room
+_MAX_UPLOADED = 10  # times the largest file: what a client's uploads may take together
+_MAX_LINES = 50_000  # in a batch
 _MAX_BATCHES = 1000  # per client
+_MIN_LIFE_S, _MAX_LIFE_S = 3600, 30 * 24 * 3600  # for a file that is to expire
 _WINDOW_S = 24 * 3600
 _SAVE_S = 1.0  # between two notes of a batch's counts
 _CANCELLED = "batch_cancelled", "the batch was cancelled before this request ran"
 _N_TRIES, _PAUSE_S = 60, 1.0  # for a request that finds no room
+_RETRY_S = 60.0  # until an expired file that a batch reads is looked at again
 _RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -53,11 +61,12 @@ class StoredFile:
     bytes: int
     purpose: str
     created_at: int
+    expires_at: int | None = None
 
     def described(self) -> dict[str, Any]:
         """The JSON of the API."""
         facts = {name: value for name, value in asdict(self).items() if name != "owner"}
-        return {**facts, "object": "file", "status": "processed", "expires_at": None}
+        return {**facts, "object": "file", "status": "processed"}
 
 
 @dataclass
@@ -83,6 +92,7 @@ class Batch:
     cancelled_at: int | None = None
     expired_at: int | None = None
     errors: dict[str, Any] | None = None
+    output_life_s: int | None = None  # its results' time; None keeps them
     request_counts: dict[str, int] = field(default_factory=lambda: {"total": 0, "completed": 0, "failed": 0})
 
     def enter(self, status: str) -> None:
@@ -92,16 +102,22 @@ class Batch:
 
     def described(self) -> dict[str, Any]:
         """The JSON of the API."""
-        facts = {name: value for name, value in asdict(self).items() if name != "owner"}
+        facts = {
+            name: value for name, value in asdict(self).items() if name not in ("owner", "output_life_s")
+        }
         return {**facts, "object": "batch"}
 
 
 class Batches:
     """The files and batches of a server. Belongs to the event loop, between `start` and `stop`."""
 
-    def __init__(self, app: FastAPI, directory: Path, keys: KeyRing) -> None:
+    def __init__(
+        self, app: FastAPI, directory: Path, keys: KeyRing, max_upload_bytes: int, max_body_bytes: int
+    ) -> None:
         """Raises ConfigError if the directory cannot be made or trusted."""
         self._app, self._directory = app, directory
+        self._max_upload_bytes, self._max_body_bytes = max_upload_bytes, max_body_bytes
+        self._incoming: list[str] = []  # the owner of each upload under way
         self._files: dict[str, StoredFile] = {}
         self._batches: dict[str, Batch] = {}
         self._queue: asyncio.Queue[Batch] = asyncio.Queue()
@@ -110,6 +126,10 @@ class Batches:
         try:
             make_private(directory)
             self.owners = Owners(directory, keys)
+            # uploads that ended with their server
+            alone = [path for path in directory.glob("file-*.data") if not path.with_suffix(".json").exists()]
+            for path in (*directory.glob(f"{UNFINISHED}*"), *alone):
+                path.unlink(missing_ok=True)
             for path in sorted(directory.glob("*.json")):
                 with suppress(ValueError, TypeError):  # damaged, or of another version
                     facts = json.loads(path.read_bytes())
@@ -125,6 +145,8 @@ class Batches:
         for batch in sorted(self._batches.values(), key=lambda one: one.created_at):
             if batch.status in _RUNNING:
                 self._queue.put_nowait(batch)
+        for stored in list(self._files.values()):
+            self._await_expiry(stored)
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
     async def stop(self) -> None:
@@ -136,23 +158,65 @@ class Batches:
 
     # Files
 
-    async def add_file(self, owner: str, filename: str, data: bytes, purpose: str) -> StoredFile:
-        """Keeps a file. Raises RequestError if the client has too many, CapacityError on a full disk."""
-        uploads = [one for one in self._files.values() if (one.owner, one.purpose) == (owner, purpose)]
-        if purpose != _OUTPUT_PURPOSE and len(uploads) >= _MAX_FILES:
-            raise RequestError(f"you have {len(uploads)} files here: delete some", code="too_many_files")
-        stored = StoredFile(
-            f"file-{uuid4().hex}", owner, filename[:200], len(data), purpose, int(time.time())
-        )
+    async def upload(self, owner: str, content_type: str, pieces: AsyncIterator[bytes]) -> StoredFile:
+        """Keeps the file of a form, as it arrives.
+
+        Raises RequestError if the form is wrong, or the client has too much here; CapacityError.
+        """
+        self._check_room(owner)
+        stored = StoredFile(f"file-{uuid4().hex}", owner, "upload", 0, PURPOSE, int(time.time()))
+        self._incoming.append(owner)
         try:
-            await asyncio.to_thread(write_private, self._data(stored.id), data)
-            await asyncio.to_thread(self._save, stored)
+            async with _off_the_loop(writing_private(self._data(stored.id))) as file:
+                form = await read_form(content_type, pieces, file, self._max_upload_bytes)
+                if form.fields["purpose"] != PURPOSE:
+                    raise RequestError(f"files are kept for the purpose {PURPOSE!r} alone", param="purpose")
+                stored.filename, stored.bytes = (form.filename or "upload")[:200], form.n_bytes
+                if (life_s := _life_s(form)) is not None:
+                    stored.expires_at = stored.created_at + life_s
+            await self._keep(stored)
+        except ClientDisconnect:
+            raise RequestError("the upload was cut off") from None
         except OSError as error:
-            self._data(stored.id).unlink(missing_ok=True)
-            log.error("a file cannot be kept: %s", error)
-            raise CapacityError("the server cannot store files now: try again later") from None
-        self._files[stored.id] = stored
+            raise self._no_room(stored, error) from None
+        finally:
+            self._incoming.remove(owner)
         return stored
+
+    def _check_room(self, owner: str) -> None:
+        """Raises RequestError unless a client may upload one more file of the largest size."""
+        uploads = [one for one in self._files.values() if (one.owner, one.purpose) == (owner, PURPOSE)]
+        n_incoming = self._incoming.count(owner)
+        if len(uploads) + n_incoming >= _MAX_FILES:
+            raise RequestError(f"you have {len(uploads)} files here: delete some", code="too_many_files")
+        n_bytes = sum(one.bytes for one in uploads) + n_incoming * self._max_upload_bytes
+        most = (_MAX_UPLOADED - 1) * self._max_upload_bytes
+        if n_bytes > most:
+            message = f"your files here have up to {n_bytes} bytes, of {most} that leave room for another: "
+            raise RequestError(f"{message}delete some (--max-upload sets their size)", code="too_many_files")
+
+    async def _keep(self, stored: StoredFile) -> None:
+        """Notes a file whose contents are there."""
+        await asyncio.to_thread(self._save, stored)
+        self._files[stored.id] = stored
+        self._await_expiry(stored)
+
+    def _no_room(self, stored: StoredFile, error: OSError) -> CapacityError:
+        self._data(stored.id).unlink(missing_ok=True)
+        log.error("a file cannot be kept: %s", error)
+        return CapacityError("the server cannot store files now: try again later")
+
+    def _await_expiry(self, stored: StoredFile) -> None:
+        """Has a file removed when its time is over."""
+        if stored.expires_at is not None:
+            left_s = max(stored.expires_at - time.time(), 0)
+            asyncio.get_running_loop().call_later(left_s, self._expire, stored)
+
+    def _expire(self, stored: StoredFile) -> None:
+        if self._is_read(stored):  # a batch that has begun is finished
+            asyncio.get_running_loop().call_later(_RETRY_S, self._expire, stored)
+        elif stored.id in self._files:
+            self._remove(stored)
 
     def files(self, owner: str, purpose: str | None = None) -> list[StoredFile]:
         """A client's files, the newest first."""
@@ -166,23 +230,35 @@ class Batches:
             raise NotFoundError(f"there is no file {file_id[:100]!r}", param=param)
         return found
 
-    async def contents(self, owner: str, file_id: str) -> bytes:
-        """The bytes of a client's file."""
-        return await asyncio.to_thread(self._data(self.file(owner, file_id).id).read_bytes)
+    def path(self, owner: str, file_id: str) -> Path:
+        """Where a client's file is."""
+        return self._data(self.file(owner, file_id).id)
 
     def delete_file(self, owner: str, file_id: str) -> None:
         """Removes a client's file. Raises RequestError if a batch is at work on it."""
         found = self.file(owner, file_id)
-        if any(b.input_file_id == found.id and b.status in _RUNNING for b in self._batches.values()):
+        if self._is_read(found):
             raise RequestError("a batch is reading this file: cancel it first", param="file_id")
-        del self._files[found.id]
-        self._data(found.id).unlink(missing_ok=True)
-        self._path(found.id).unlink(missing_ok=True)
+        self._remove(found)
+
+    def _is_read(self, stored: StoredFile) -> bool:
+        return any(b.input_file_id == stored.id and b.status in _RUNNING for b in self._batches.values())
+
+    def _remove(self, stored: StoredFile) -> None:
+        del self._files[stored.id]
+        self._path(stored.id).unlink(missing_ok=True)
+        self._data(stored.id).unlink(missing_ok=True)
 
     # Batches
 
     async def add_batch(
-        self, owner: str, file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None
+        self,
+        owner: str,
+        file_id: str,
+        endpoint: str,
+        window: str,
+        metadata: dict[str, str] | None,
+        output_life_s: int | None = None,
     ) -> Batch:
         """Queues a batch. Raises RequestError, NotFoundError."""
         if endpoint not in URLS:
@@ -201,6 +277,7 @@ class Batches:
             now,
             now + _WINDOW_S,
             metadata,
+            output_life_s=output_life_s,
         )
         await asyncio.to_thread(self._save, batch)
         self._batches[batch.id] = batch
@@ -257,7 +334,13 @@ class Batches:
         try:
             if source is None:
                 raise ConfigError("the input file is gone")
-            lines = await asyncio.to_thread(read_batch, self._data(source.id), batch.id)
+            lines = await asyncio.to_thread(
+                read_batch,
+                self._data(source.id),
+                batch.id,
+                max_lines=_MAX_LINES,
+                max_line_bytes=self._max_body_bytes,
+            )
         except ConfigError as error:
             reason = str(error).replace(str(self._data(batch.input_file_id)), "the file")
             self._fail(batch, "invalid_input", reason)
@@ -298,13 +381,14 @@ class Batches:
 
     async def _post(self, line: BatchLine, client: Client) -> AppResponse:
         """The response to a line; one that finds no room is tried again, one that took too long is not."""
+        body = await asyncio.to_thread(line.read_body)
         for _ in range(_N_TRIES - 1):
-            response = await post(self._app, line.url, line.body, client)
+            response = await post(self._app, line.url, body, client)
             is_full = response.status == HTTPStatus.SERVICE_UNAVAILABLE
             if not is_full or response.body["error"]["code"] == LATE:
                 return response
             await asyncio.sleep(_PAUSE_S)
-        return await post(self._app, line.url, line.body, client)
+        return await post(self._app, line.url, body, client)
 
     async def _count_now_and_then(self, batch: Batch, results: Results) -> None:
         if time.monotonic() - self._saved_s > _SAVE_S:
@@ -318,17 +402,28 @@ class Batches:
 
     async def _keep_results(self, batch: Batch, target: Path) -> None:
         """Makes a file of the answers and one of the errors, in the order of the requests."""
-        answers: list[bytes] = []
-        errors: list[bytes] = []
-        for raw in (await asyncio.to_thread(target.read_bytes)).splitlines(keepends=True):
-            result = json.loads(raw)
-            is_answer = result["error"] is None and result["response"]["status_code"] < 400
-            (answers if is_answer else errors).append(raw)
-        for lines, kind in ((answers, "output"), (errors, "error")):
-            if lines:
-                name = f"{batch.id}_{kind}.jsonl"
-                stored = await self.add_file(batch.owner, name, b"".join(lines), _OUTPUT_PURPOSE)
-                setattr(batch, f"{kind}_file_id", stored.id)
+        for kind in ("output", "error"):
+            now = int(time.time())
+            expires_at = None if batch.output_life_s is None else now + batch.output_life_s
+            stored = StoredFile(
+                f"file-{uuid4().hex}",
+                batch.owner,
+                f"{batch.id}_{kind}.jsonl",
+                0,
+                _OUTPUT_PURPOSE,
+                now,
+                expires_at,
+            )
+            data = self._data(stored.id)
+            try:
+                stored.bytes = await asyncio.to_thread(_copy_results, target, data, kind == "output")
+                if stored.bytes:
+                    await self._keep(stored)
+                    setattr(batch, f"{kind}_file_id", stored.id)
+                else:
+                    data.unlink()
+            except OSError as error:
+                raise self._no_room(stored, error) from None
         self._save(batch)
         target.unlink()
 
@@ -347,6 +442,45 @@ class Batches:
 
     def _save(self, one: StoredFile | Batch) -> None:
         write_private(self._path(one.id), json.dumps(asdict(one)).encode())
+
+
+@asynccontextmanager
+async def _off_the_loop(context: AbstractContextManager[BinaryIO]) -> AsyncIterator[BinaryIO]:
+    """A context that is entered and left by a thread: the disk may take its time."""
+    file = await asyncio.to_thread(context.__enter__)
+    try:
+        yield file
+    except BaseException as error:
+        context.__exit__(type(error), error, error.__traceback__)
+        raise
+    await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+def _copy_results(source: Path, target: Path, of_answers: bool) -> int:
+    """Copies the lines that are answers, or those that are errors; returns their bytes."""
+    n_bytes = 0
+    with open(source, "rb") as lines, writing_private(target) as file:
+        for raw in lines:
+            result = json.loads(raw)
+            is_answer = result["error"] is None and result["response"]["status_code"] < 400
+            if is_answer == of_answers:
+                n_bytes += file.write(raw)
+    return n_bytes
+
+
+def _life_s(form: Form) -> int | None:
+    """Seconds for which a form wants its file kept; None for as long as nobody deletes it."""
+    anchor, seconds = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise RequestError("expires_after[anchor] must be created_at", param="expires_after[anchor]")
+    if not (seconds or "").isdecimal() or not _MIN_LIFE_S <= int((seconds or "")[:9]) <= _MAX_LIFE_S:
+        raise RequestError(
+            f"expires_after[seconds] must be a number from {_MIN_LIFE_S} to {_MAX_LIFE_S}",
+            param="expires_after[seconds]",
+        )
+    return int(seconds or "")
 
 
 def _for_endpoint(line: BatchLine, endpoint: str) -> BatchLine:
