@@ -208,7 +208,7 @@ def test_a_line_that_takes_too_long_is_not_tried_again(
         return await post(*arguments)
 
     monkeypatch.setattr(batches_module, "post", watched)
-    with serving(tiny, batch_dir=tmp_path, deadline_s=1e-6) as server:
+    with serving(tiny, batch_dir=tmp_path, deadline_s=1e-4) as server:
         asker = client(server)
         batch = ended(asker, start(asker, upload(asker, asked(1, 100))))
         (failed,) = lines_of(asker, batch.error_file_id)
