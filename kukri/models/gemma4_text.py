@@ -255,8 +255,6 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     d_head = keys.whole("head_dim", most=1 << 10)
     _set_windowed(facts, d_head, d_head)
     facts["attention_scale"] = 1.0
-    if facts["d_head"] < d_head and all(layer.window is None for layer in facts["layers"]):
-        raise keys.error("head_dim", f"is {d_head}, more than that of layers that see all")
     facts["d_per_layer"] = keys.whole("hidden_size_per_layer_input", least=0, most=1 << 16)
     if facts["d_per_layer"] and keys.whole("vocab_size_per_layer_input") != facts["n_vocab"]:
         raise keys.unsupported("vocab_size_per_layer_input", f"must be {facts['n_vocab']}, as vocab_size")
@@ -288,9 +286,13 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     windowed = [i for i, layer in enumerate(config.layers) if layer.window]
-    full = next(i for i, layer in enumerate(config.layers) if not layer.window)
+    full = next((i for i, layer in enumerate(config.layers) if not layer.window), config.n_layers - 1)
     first = windowed[0] if windowed else full
     n_shared = sum(layer.kv_from is not None for layer in config.layers)
+    if any(layer.kv_from is None for layer in config.layers[config.n_layers - n_shared :]):
+        raise UnsupportedError(
+            "config.json has no key for layers in the middle that read others' keys and values"
+        )
     are_values = config.layers[full].keys_are_values
     keys |= {
         "head_dim": config.attention(first).d_head,
@@ -304,8 +306,9 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     }
     if are_values:
         keys[_FULL_KV] = config.attention(full).n_kv_heads
-    keys.pop("rope_theta")
-    keys.pop("rope_scaling")
+    theta, scaling = keys.pop("rope_theta"), keys.pop("rope_scaling") or {"rope_type": "default"}
+    full_rope, windowed_rope = {**scaling, "rope_theta": theta}, {"rope_type": "default", "rope_theta": theta}
+    keys.setdefault("rope_parameters", {_FULL: full_rope, _WINDOWED: windowed_rope})
 
 
 def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
@@ -372,7 +375,10 @@ GEMMA4_TEXT = Architecture(
         *("attention_k_eq_v", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
         "use_bidirectional_attention",
     },
-    ignores={"hidden_activation", "num_experts", "top_k_experts", "moe_intermediate_size"},
+    ignores={
+        *("hidden_activation", "num_experts", "top_k_experts", "moe_intermediate_size"),
+        "expert_intermediate_size",
+    },
     fixed={"enable_moe_block": False},
     defaults={
         **{"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144},
@@ -415,7 +421,10 @@ GEMMA4_MOE_TEXT = replace(
     ignores={"hidden_activation"},
     fixed={},
     reads=GEMMA4_TEXT.reads | {"enable_moe_block"},
-    aliases={"top_k_experts": "num_experts_per_tok"},
+    aliases={
+        "top_k_experts": "num_experts_per_tok",
+        "expert_intermediate_size": "moe_intermediate_size",
+    },
     experts=ExpertKeys(
         "num_experts", "moe_intermediate_size", normalized=True, gguf_normalized=True, gguf_fused=True
     ),

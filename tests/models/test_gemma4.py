@@ -14,6 +14,7 @@ import transformers as tr
 
 from benchmarks.make_model import SHAPES, make_model
 from kukri import LLM, SamplingParams
+from kukri.config import RopeConfig
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
 from kukri.formats.huggingface.config import hf_config, hf_model_config
 from kukri.interp import patching
@@ -84,6 +85,28 @@ def test_both_spellings_are_read_and_written(name: str, is_old: bool) -> None:
     again = tr.Gemma4TextConfig(**given).to_dict() if not is_old else hf_config(want, ())
     assert ("per_layer_config" in again) != is_old
     assert replace(hf_model_config(again, PATH), name=want.name) == want
+
+
+def test_what_config_json_cannot_say_is_refused() -> None:
+    """Values made by the keys' matrix in one layer of two that see all, or shared keys in the middle."""
+    config = make("gemma4_text")[1]
+    for change in (
+        {"keys_are_values": True},
+        {"kv_from": 0, "d_head": 16, "window": 7, "rope": RopeConfig(500.0, 16)},
+    ):
+        layers = [*config.layers]
+        layers[1] = replace(layers[1], **change)
+        wrong = replace(config, layers=(*layers[:3], replace(layers[3], kv_from=None)))
+        with pytest.raises(UnsupportedError, match="has no key for"):
+            hf_config(wrong, ())
+
+
+def test_models_without_windows_are_written() -> None:
+    """A rotation that is lost because no layer has one of its own."""
+    config = make("gemma4_text-keys")[1]
+    plain = replace(config, layers=(replace(config.layers[3]),) * 4, max_context=128)
+    again = hf_model_config(hf_config(plain, ()), PATH)
+    assert [again.attention(i) for i in range(4)] == [plain.attention(i) for i in range(4)]
 
 
 def test_tables_of_layers_keep_8_bits() -> None:

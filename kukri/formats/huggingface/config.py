@@ -210,6 +210,12 @@ def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: A
         want, got = config.attention(i), again.attention(i)
         lost += ["layers without RoPE"] if (want.rope is None) != (got.rope is None) else []
         lost += ["windows"] if want.window != got.window else []
+        lost += [
+            f"{part} by layer"
+            for part in ("d_head", "n_kv_heads", "kv_from", "keys_are_values")
+            if getattr(want, part) != getattr(got, part)
+        ]
+        lost += ["MLPs by layer"] if config.mlp_width(i) != again.mlp_width(i) else []
         lost += ["scale of scores"] if not math.isclose(want.scale, got.scale, rel_tol=1e-5) else []
         lost += ["recurrent layers"] if config.layers[i].is_recurrent != again.layers[i].is_recurrent else []
     if lost:

@@ -29,7 +29,7 @@ def max_registers(kv: str, d_head: int, is_prefill: bool) -> int | None:
     """Registers of a thread to ask for: the assembler spills some bytes to fit more programs, unless told not
     to, before Triton 3.9 everywhere.
     """
-    if _IS_OLD:
+    if _IS_OLD or (d_head > 128 and not is_prefill):
         return 255
     return 128 if kv == "f16" and d_head <= 64 and not is_prefill else None
 

@@ -80,8 +80,10 @@ def float_tile(n_tokens: int) -> Tile:
 def attention_tile(group: int, d_head: int, is_prefill: bool) -> Tile:
     """Attention for groups of query heads; keys depend on the head size alone, so that bits do."""
     rows = max(16, 1 << (group - 1).bit_length())
-    n_keys = 64 if d_head <= 64 else 32
-    return Tile(max(rows, 32), n_keys, 4, 2) if is_prefill else Tile(rows, n_keys, 4, 3)
+    n_keys = 64 if d_head <= 64 else 32 if d_head <= 256 else 16
+    if is_prefill and d_head <= 256:
+        rows = max(rows, 32)
+    return Tile(rows, n_keys, 4 if d_head <= 128 else 8, 2 if is_prefill or d_head > 128 else 3)
 
 
 def row_warps(width: int) -> int:

@@ -252,9 +252,12 @@ def test_chunks_of_a_prompt_do_not_matter():
     same(torch.cat([first.one_pass(True), rest.one_pass(True)]), whole.one_pass(True))
 
 
-def test_a_layer_reads_the_keys_of_another():
-    """Keys stored over those of the other layer, or its own cache read, in prefill and decoding."""
-    program = program_of(16, np.random.default_rng(1))
-    want = results(ReferenceBackend(), program, "f16", 16)
-    for got, expected in zip(results(GpuBackend(), program, "f16", 16), want, strict=True):
+@pytest.mark.parametrize("d_head", [16, 512])
+def test_a_layer_reads_the_keys_of_another(d_head):
+    """Keys stored over those of the other layer, or its own cache read, in prefill and decoding; heads that
+    no tile fits.
+    """
+    program = program_of(d_head, np.random.default_rng(1))
+    want = results(ReferenceBackend(), program, "f16", d_head)
+    for got, expected in zip(results(GpuBackend(), program, "f16", d_head), want, strict=True):
         assert_close(got, expected, 5e-3)
