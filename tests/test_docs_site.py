@@ -59,6 +59,23 @@ def test_every_environment_variable_is_in_the_reference() -> None:
     assert read == named
 
 
+def test_the_bounds_of_security_name_options_and_tests_that_exist() -> None:
+    """Catches a bound whose option was renamed, or whose test is gone, or which has none."""
+    text = (ROOT / "docs" / "security.md").read_text("utf-8")
+    commands = (ROOT / "docs" / "reference" / "cli.md").read_text("utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("|") and "---" not in line]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = [row for row in rows if row[0] != "what"]
+    assert len(rows) > 30
+    for what, _, option, test in rows:
+        for flag in re.findall(r"--[a-z-]+", option):
+            assert re.search(rf"^  {flag}\b", commands, re.M), f"{what}: no command has {flag}"
+        assert test, f"{what} has no test"
+        for path in re.findall(r"tests/[a-z_/]+\.py", test):
+            assert (ROOT / path).exists(), f"{what}: there is no {path}"
+        assert test.count("tests/") == len(re.findall(r"`tests/[a-z_/]+\.py`", test)), what
+
+
 def test_every_error_code_is_in_the_reference() -> None:
     """Catches a code that the server sends and no page explains."""
     codes = {

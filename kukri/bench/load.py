@@ -96,6 +96,7 @@ class LoadReport:
     ignore_eos: bool
     objective_ms: dict[str, float]
     seed: int
+    extra_body: dict[str, Any]
     points: tuple[LoadPoint, ...]
 
 
@@ -119,6 +120,7 @@ async def _measure(options: LoadOptions, on_progress: Progress) -> LoadReport:
         ignore_eos=options.ignore_eos,
         objective_ms=dict(options.objective),
         seed=options.seed,
+        extra_body=dict(options.extra_body),
         points=tuple(points),
     )
 

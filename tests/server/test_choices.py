@@ -101,6 +101,19 @@ def check_scores(offline, choice, prompt, text, n_generated):
             assert choice["text"][offset:].startswith(token)
 
 
+def test_an_echo_is_scored_in_a_stream_too(served):
+    """Catches a stream whose chunks leave out the prompt's log-probabilities, or count offsets from zero."""
+    options = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 4, "temperature": 0}
+    options |= {"echo": True, "logprobs": 2}
+    whole = served.client.completions.create(**options).choices[0]
+    chunks = [one.choices[0] for one in served.client.completions.create(stream=True, **options)]
+    assert len(chunks) > 1
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        joined = [value for chunk in chunks for value in getattr(chunk.logprobs, name)]
+        assert joined == getattr(whole.logprobs, name), name
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+
+
 def test_echo_without_scores(served):
     """Catches a prompt that is echoed only where log-probabilities are asked for, or twice in a stream."""
     options = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 4, "temperature": 0}
