@@ -100,7 +100,8 @@ class Scheduler:
         self._step = step = self._schedule_program(self._step.program)
         step.can_repeat = self._can_repeat(step)
         # then nobody who waits found room, unless somebody was preempted, who is not admitted at once
-        self._full = self._occupancy() if n_preemptions == self.n_preemptions else None
+        is_full = n_preemptions == self.n_preemptions and self._urgent() is None
+        self._full = self._occupancy() if is_full else None
         return step
 
     def _occupancy(self) -> tuple[int, ...]:
@@ -359,18 +360,23 @@ class Scheduler:
                 f"request {request.id} is longer than it may be"
             )
 
+    def _urgent(self) -> Request | None:
+        """The request next in turn, if those that run with less priority may be preempted for it."""
+        urgent = self.waiting.first(_may_run)
+        if urgent is None:
+            return None
+        leaving = list(
+            takewhile(lambda r: not r.is_in_flight and urgent.priority < r.priority, reversed(self.running))
+        )
+        return urgent if leaving and self._find_room(urgent, leaving) is not None else None
+
     def _preempt_for_urgent(self) -> None:
         """Preempts running requests for one of a better priority that waits and finds no room.
 
         As few as make room, the last in turn first; none if all of them would not.
         """
-        urgent = self.waiting.first(_may_run)
+        urgent = self._urgent()
         if urgent is None:
-            return
-        leaving = list(
-            takewhile(lambda r: not r.is_in_flight and urgent.priority < r.priority, reversed(self.running))
-        )
-        if not leaving or self._find_room(urgent, leaving) is None:
             return
         while self._find_room(urgent) is None:
             self.preempt(self.running[-1])
