@@ -316,6 +316,7 @@ class EmbeddingConfig:
 
 
 KVType = Literal["f16", "q8_0", "q4", "fp8", "f32"]
+KV_TYPE_SIZES = "q8_0 and fp8 (GPUs only) take half the memory, q4 a quarter, f32 twice (exact)"
 Speculation = Literal["ngram", "draft", "off"]
 
 
@@ -338,7 +339,7 @@ class EngineConfig:
         n_threads: Threads of the CPU backend; None for the cores this process may use.
         speculation: Source of draft tokens, unless a request says otherwise.
         max_draft_tokens: Most draft tokens of a request in a step.
-        kv_type: Type of the KV cache; of float16's memory q8_0 takes 53%, fp8 50%, q4 27%.
+        kv_type: Type of the KV cache; of float16's memory q8_0 takes 53%, fp8 50%, q4 27%, f32 200%.
         max_in_flight: Steps under way at a time: as many as a model has stages.
         prefix_dir: Directory of saved prefixes, which outlive the process; None saves none.
         prefix_bytes: Most bytes saved there.

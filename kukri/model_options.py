@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, fields
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from kukri.config import KVType, Speculation
+from kukri.config import KV_TYPE_SIZES, KVType, Speculation
 from kukri.errors import UnsupportedError
 from kukri.option_fields import (
     as_integer,
@@ -153,8 +153,7 @@ class ModelOptions:
     )
     kv_type: KVType = declared(
         one_of(KVType),
-        "KV cache type: q8_0 and fp8 (GPUs only) take half the memory, q4 a quarter, f32 twice (exact). "
-        "[default: f16]",
+        f"KV cache type: {KV_TYPE_SIZES}. [default: f16]",
         "generating",
         default="f16",
     )

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kukri.config import KV_TYPE_SIZES
 from kukri.engine.pages import most_pages, pages_for
 from kukri.errors import ConfigError
 from kukri.kernels.backend import Backend
@@ -130,7 +131,7 @@ def choose_kv_size(
     if n_tokens >= context or (kv_bytes is not None and max_context is not None):
         return KVSize(n_bytes, context)
     room = f"{_gib(n_bytes)} of KV cache hold {n_tokens:,} tokens"
-    ways_out = "--kv-memory (kv_bytes) sets the size, --kv-type q8_0 halves it, q4 quarters it"
+    ways_out = f"--kv-memory (kv_bytes) sets the size; of --kv-type (kv_type) {KV_TYPE_SIZES}"
     if max_context is not None or (n_tokens < min(_MIN_CONTEXT, context) and kv_bytes is None):
         least = max_context or min(_MIN_CONTEXT, context)
         raise ConfigError(

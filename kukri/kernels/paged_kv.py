@@ -12,10 +12,9 @@ import numpy.typing as npt
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
-from kukri.kernels.q4_cache import q4_bytes
+from kukri.kernels.kv_types import KV_TYPES
 
 PAGE_TOKENS = 16  # tokens of a page: one SIMD vector of scores
-KV_BLOCK = 32  # values that share a scale in a q8_0 cache
 
 _Form = tuple[np.dtype[Any], tuple[int, ...]]  # dtype and shape of an array
 
@@ -25,17 +24,14 @@ class PagedKV:
 
     Pages are of pools (`pool_windows`): `pool_of[layer]` is the number of a layer's.
 
-    `keys[layer]` is float16 [P, G, K, B] and `values[layer]` float16 [P, G, B, K], by the layer's own G and
-    K. Keys keep the 16 tokens of a page side by side, so that a page of scores is one vector. Memory is
-    reserved at once and taken from the system as it is written, in pieces of up to 2 MiB: so a page's layers
-    lie together, and a short context does not touch one such piece per layer. Numbers beyond float16 are
-    clamped; NaN stays, so that its request fails and no other sees it.
+    A page has B tokens. Types of numbers without scales (`kv_types`) lie as `keys[layer]` [P, G, K, B] and
+    `values[layer]` [P, G, B, K], by the layer's own G and K: keys keep the 16 tokens of a page side by side,
+    so that a page of scores is one vector. Those with n scales of a head are records: keys [P, G, n] of
+    "quants" [K/n, B] and "scales" float16 [B], values [P, G] of quants [B, K] and scales [n, B]; K stands for
+    the numbers that a type keeps of a head.
 
-    `kv_type` q8_0 keeps int8 "quants" and a float16 of "scales" for each 32 dimensions of a token's head:
-    keys are records [P, G, K/32] of quants [32, B] and scales [B], values records [P, G] of quants [B, K]
-    and scales [K/32, B]. q4 keeps heads rotated, two numbers to a byte, with one scale (`q4_cache`): keys are
-    records [P, G] of quants uint8 [K/2, B] and scales [B], values of quants [B, K/2] and scales [B]; K/2 is
-    rounded up to 16 n. f32 rounds nothing.
+    Memory is reserved at once and taken from the system as it is written, in pieces of up to 2 MiB: so a
+    page's layers lie together, and a short context does not touch one such piece per layer.
 
     `states[layer]` has the arrays of a state layer by name, float32 [n_states, *shape]. What is in a slot
     that no sequence has may be anything.
@@ -50,11 +46,13 @@ class PagedKV:
         n_states: int = 0,
         kv_type: KVType = "f16",
     ) -> None:
-        """`n_pages`: of each pool, or of all alike. Raises UnsupportedError on fp8, and if q8_0 cannot hold
-        heads of a layer's size; MemoryError.
+        """`n_pages`: of each pool, or of all alike. Raises UnsupportedError on types for GPUs alone, and if
+        `kv_type` cannot hold heads of a layer's size; MemoryError.
         """
-        if kv_type == "fp8":
-            raise UnsupportedError("an fp8 KV cache is for GPUs: use q8_0, or --backend torch")
+        if KV_TYPES[kv_type].encode is None:
+            raise UnsupportedError(
+                f"an {kv_type} KV cache is for GPUs: choose another type, or --backend torch"
+            )
         self.layout, self.n_states = tuple(layout), n_states
         self.kv_type: KVType = kv_type
         windows = pool_windows(layout)
@@ -147,22 +145,13 @@ def head_bytes(d_head: int, kv_type: KVType) -> int:
 
 def _forms(layer: KVLayer, kv_type: KVType) -> tuple[_Form, _Form]:
     """The arrays of a layer's keys and values in one page; both take as many bytes."""
-    n_heads, d_head = layer.n_kv_heads, layer.d_head
-    if kv_type not in ("q8_0", "q4"):
-        dtype = np.dtype({"f16": np.float16, "fp8": np.uint8, "f32": np.float32}[kv_type])
-        return (dtype, (n_heads, d_head, PAGE_TOKENS)), (dtype, (n_heads, PAGE_TOKENS, d_head))
-    scale = ("scales", np.float16, (PAGE_TOKENS,))
-    if kv_type == "q4":
-        n_bytes = q4_bytes(d_head)
-        key = [("quants", np.uint8, (n_bytes, PAGE_TOKENS)), scale]
-        value = [("quants", np.uint8, (PAGE_TOKENS, n_bytes)), scale]
-        return (np.dtype(key), (n_heads,)), (np.dtype(value), (n_heads,))
-    if d_head % KV_BLOCK:
-        raise UnsupportedError(f"a q8_0 KV cache needs a head size of {KV_BLOCK} n, not {d_head}")
-    n_blocks = d_head // KV_BLOCK
-    key = [("quants", np.int8, (KV_BLOCK, PAGE_TOKENS)), scale]
-    value = [("quants", np.int8, (PAGE_TOKENS, d_head)), ("scales", np.float16, (n_blocks, PAGE_TOKENS))]
-    return (np.dtype(key), (n_heads, n_blocks)), (np.dtype(value), (n_heads,))
+    kept, n_heads = KV_TYPES[kv_type], layer.n_kv_heads
+    dtype, width, n_scales = np.dtype(kept.dtype), kept.width(layer.d_head), kept.n_scales(layer.d_head)
+    if not n_scales:
+        return (dtype, (n_heads, width, PAGE_TOKENS)), (dtype, (n_heads, PAGE_TOKENS, width))
+    key = [("quants", dtype, (width // n_scales, PAGE_TOKENS)), ("scales", np.float16, (PAGE_TOKENS,))]
+    value = [("quants", dtype, (PAGE_TOKENS, width)), ("scales", np.float16, (n_scales, PAGE_TOKENS))]
+    return (np.dtype(key), (n_heads, n_scales)), (np.dtype(value), (n_heads,))
 
 
 def _n_bytes(form: _Form) -> int:

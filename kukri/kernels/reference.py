@@ -31,9 +31,9 @@ from kukri.kernels.host_step import (
     row_adapters,
     state_steps,
 )
+from kukri.kernels.kv_types import KV_TYPES, rotate_heads
 from kukri.kernels.op_set import EmbedBy, GateBy, Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
-from kukri.kernels.q4_cache import rotate_heads
 from kukri.kernels.reference_kv import read_pages, store_tokens
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
@@ -261,7 +261,7 @@ class ReferenceOps:
         batch: ForwardBatch,
     ) -> FloatArray:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
-        is_rotated = self.cache.kv_type == "q4"
+        is_rotated = KV_TYPES[self.cache.kv_type].is_rotated
         heads = [x.reshape(len(x), -1, spec.d_head) for x in (q, k, v) if x is not None]
         if is_rotated:
             limit = np.finfo(np.float16).max

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, PagedKV
-from kukri.kernels.q4_cache import quantize_heads, unpack_heads
+from kukri.kernels.kv_types import KV_TYPES
+from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 
 
 def store_tokens(cache: PagedKV, layer: int, slots: IntArray, k: FloatArray, v: FloatArray) -> None:
-    """Writes k and v [T, G, K] to the slots [T], clamped to the range of the cache's numbers.
-
-    Those for a q4 cache are clamped and rotated already.
-    """
+    """Writes k and v [T, G, K] to the slots [T]: see `KVNumbers.encode`."""
     keys, values = cache.keys[layer], cache.values[layer]
     page, offset = np.divmod(slots, PAGE_TOKENS)
-    if cache.kv_type == "q4":
-        keys["quants"][page, ..., offset], keys["scales"][page, ..., offset] = quantize_heads(k)
-        values["quants"][page, :, offset], values["scales"][page, ..., offset] = quantize_heads(v)
+    encode = KV_TYPES[cache.kv_type].encode
+    assert encode is not None
+    (k_numbers, k_scales), (v_numbers, v_scales) = encode(k), encode(v)
+    if k_scales is None:
+        keys[page, :, :, offset], values[page, :, offset] = k_numbers, v_numbers
         return
-    limit = np.finfo(np.float32 if cache.kv_type == "f32" else np.float16).max
-    k, v = k.clip(-limit, limit), v.clip(-limit, limit)
-    if cache.kv_type == "q8_0":
-        key_quants, key_scales = _quantize(k)
-        value_quants, value_scales = _quantize(v)
-        keys["quants"][page, ..., offset], keys["scales"][page, ..., offset] = key_quants, key_scales
-        values["quants"][page, :, offset] = value_quants.reshape(v.shape)
-        values["scales"][page, ..., offset] = value_scales
-    else:
-        keys[page, :, :, offset], values[page, :, offset] = k, v
+    keys["quants"][page, ..., offset] = k_numbers.reshape(*k_scales.shape, -1)
+    values["quants"][page, :, offset] = v_numbers
+    keys["scales"][page, ..., offset], values["scales"][page, ..., offset] = k_scales, v_scales
 
 
 def read_pages(
@@ -42,31 +31,15 @@ def read_pages(
     """A sequence's pages side by side: keys float32 [G, K, n], values [G, n, K], n >= n_context."""
     pages = page_table[: -(-n_context // PAGE_TOKENS)]
     keys, values = cache.keys[layer][pages], cache.values[layer][pages]
-    if cache.kv_type == "q8_0":
-        keys = keys["quants"] * keys["scales"].astype(np.float32)[..., None, :]
-        keys = keys.reshape(*keys.shape[:2], -1, PAGE_TOKENS)
-        scales = values["scales"].astype(np.float32).swapaxes(-1, -2)
-        values = values["quants"] * np.repeat(scales, KV_BLOCK, axis=-1)
-    elif cache.kv_type == "q4":
-        of_layer = cache.layout[layer]
-        assert isinstance(of_layer, KVLayer)
-        d_head = of_layer.d_head
-        keys, values = (
-            unpack_heads(packed, d_head) * x["scales"].astype(np.float32)[..., None]
-            for x, packed in ((keys, keys["quants"].swapaxes(-1, -2)), (values, values["quants"]))
-        )
-        keys = keys.swapaxes(-1, -2)
-    keys = keys.astype(np.float32).transpose(1, 2, 0, 3)
-    values = values.astype(np.float32).transpose(1, 0, 2, 3)
-    n_groups, d_head = keys.shape[:2]
-    return keys.reshape(n_groups, d_head, -1), values.reshape(n_groups, -1, d_head)
-
-
-def _quantize(x: FloatArray) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """(int8 [T, G, K/32, 32], float16 scales [T, G, K/32]) of x [T, G, K]; NaN stays in the scale."""
-    blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK)
-    largest = np.abs(blocks).max(axis=-1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
-        quants = np.nan_to_num(np.rint(blocks * inverse)).astype(np.int8)
-    return quants, (largest[..., 0] / np.float32(127)).astype(np.float16)
+    k_scales = v_scales = None
+    if keys.dtype.names:
+        n_pages, n_heads = len(pages), keys.shape[1]
+        k_scales, v_scales = keys["scales"].swapaxes(-1, -2), values["scales"].swapaxes(-1, -2)
+        keys, values = keys["quants"].reshape(n_pages, n_heads, -1, PAGE_TOKENS), values["quants"]
+    decode, of_layer = KV_TYPES[cache.kv_type].decode, cache.layout[layer]
+    assert decode is not None
+    assert isinstance(of_layer, KVLayer)
+    keys = decode(keys.swapaxes(-1, -2), k_scales, of_layer.d_head).transpose(1, 3, 0, 2)  # [G, K, p, B]
+    values = decode(values, v_scales, of_layer.d_head).transpose(1, 0, 2, 3)  # [G, p, B, K]
+    n_heads, d_head = keys.shape[:2]
+    return keys.reshape(n_heads, d_head, -1), values.reshape(n_heads, -1, d_head)

@@ -10,19 +10,11 @@ import re
 from collections.abc import Mapping
 from math import prod
 
-from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
+from kukri.quant.types import FLOATS, QUANT_TYPES, WRITTEN, QuantType, fitting_type
 
 # mix -> its main type and GGUF's number for it (general.file_type, llama.h's llama_ftype)
 MIXES: dict[str, tuple[str, int]] = {
-    "F32": ("F32", 0),
-    "F16": ("F16", 1),
-    "BF16": ("BF16", 32),
-    "Q4_0": ("Q4_0", 2),
-    "Q4_1": ("Q4_1", 3),
-    "Q5_0": ("Q5_0", 8),
-    "Q5_1": ("Q5_1", 9),
-    "Q8_0": ("Q8_0", 7),
-    "Q2_K": ("Q2_K", 10),
+    **{type.name: (type.name, type.file_type) for type in (*FLOATS, *WRITTEN) if type.file_type is not None},
     "Q2_K_S": ("Q2_K", 21),
     "Q3_K_S": ("Q3_K", 11),
     "Q3_K_M": ("Q3_K", 12),
@@ -31,13 +23,6 @@ MIXES: dict[str, tuple[str, int]] = {
     "Q4_K_M": ("Q4_K", 15),
     "Q5_K_S": ("Q5_K", 16),
     "Q5_K_M": ("Q5_K", 17),
-    "Q6_K": ("Q6_K", 18),
-    "IQ4_NL": ("IQ4_NL", 25),
-    "IQ4_XS": ("IQ4_XS", 30),
-    "TQ1_0": ("TQ1_0", 36),
-    "TQ2_0": ("TQ2_0", 37),
-    "Q1_0": ("Q1_0", 40),
-    "Q2_0": ("Q2_0", 41),
 }
 
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # llama.cpp's short names
@@ -93,8 +78,8 @@ def mix_types(mix: str, shapes: Shapes, queries_per_key: int) -> dict[str, Quant
         chosen = main
         if main.block_size > 1 and name == head:
             chosen = _head_type(main, shape[-1])
-        elif name == "token_embd.weight" and main.name in ("TQ1_0", "TQ2_0", "Q2_0"):
-            chosen = QUANT_TYPES["Q4_K"]
+        elif name == "token_embd.weight" and main.embedding:
+            chosen = QUANT_TYPES[main.embedding]
         elif _PER_LAYER.fullmatch(name) and main.block_size > 1:
             chosen = QUANT_TYPES["Q8_0"]
         elif name in places:

@@ -8,11 +8,12 @@ import pytest
 from kukri.errors import UnsupportedError
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer, StateLayer, pool_layouts, pool_windows
+from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.paged_kv import PagedKV, head_bytes, page_bytes, state_bytes
 
 STATE = StateLayer((("conv", (3, 8)), ("ssm", (2, 4, 5))))
 LAYOUT = (KVLayer(2, 32), STATE, KVLayer(1, 64, window=8), KVLayer(3, 32), STATE)
-TYPES = ("f16", "q8_0", "q4", "f32")
+TYPES = [kv_type for kv_type, kept in KV_TYPES.items() if kept.encode is not None]
 
 
 def every_array(cache):

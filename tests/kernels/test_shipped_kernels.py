@@ -153,7 +153,7 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "kernels.blocks",
         "kernels.candidates",
         "kernels.head_rotation",
-        "kernels.kv_readers",
+        "kernels.kv_types",
         "pack.scale_search",
     )
     command = [sys.executable, "-c", _WITHOUT, " ".join([*compiling.KERNEL_MODULES, *made_of])]

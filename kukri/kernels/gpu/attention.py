@@ -16,7 +16,8 @@ import triton
 from torch import Tensor
 
 from kukri.kernels.gpu import attention_kernels, rope_kernels, tiles
-from kukri.kernels.gpu.assembler import converts_e4m3, register_options
+from kukri.kernels.gpu.assembler import register_options
+from kukri.kernels.gpu.kv_types import kv_name
 from kukri.kernels.specs import AttentionSpec
 
 CHUNK = attention_kernels.CHUNK.value  # tokens of a part of a split decode
@@ -26,8 +27,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, eq=False)
 class PagedTensors:
-    """One layer's keys and values [pages, G, 16, K]: float16, e4m3 as uint8, or int8 with float16 scales
-    [pages, G, 16, K / 32].
+    """One layer's keys and values [pages, G, 16, K], and the scales of types that have them: see kv_types.py.
 
     Views with a stride between pages are taken. Without scales the keys and values stand in for them.
     """
@@ -40,9 +40,7 @@ class PagedTensors:
     @property
     def kind(self) -> str:
         """The numbers, by the name that kernels know."""
-        if self.keys.dtype == torch.uint8:
-            return "fp8_native" if converts_e4m3(self.keys) else "fp8"
-        return "f16" if self.keys.dtype == torch.float16 else "q8_0"
+        return kv_name(self.keys)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

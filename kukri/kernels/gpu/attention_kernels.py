@@ -1,4 +1,4 @@
-"""Triton kernels for causal attention over a paged KV cache, laid out as `rope_kernels.py` writes it.
+"""Triton kernels for causal attention over a paged KV cache, laid out as `kv_types.py` writes it.
 
 FlashAttention-2's scheme (Dao 2023): tiles of keys, a running maximum and sum, float16 products with float32
 sums. What is added here is a fixed order: keys are taken in chunks of CHUNK tokens at multiples of CHUNK in
@@ -9,15 +9,15 @@ chunk has its own (`decode` with SPLIT, and `merge`). Decode rotates a sequence'
 rope_kernels.py does, by itself.
 
 A tile of queries has BM rows: BM // GROUP tokens of one sequence, each with the GROUP heads that share keys.
-Scores are in units of log 2: `scale` is the layer's scale times log2(e). KV says what the cache holds: "f16",
-"q8_0", "fp8", or "fp8_native", the same read by instructions that cards from sm_89 on have.
+Scores are in units of log 2: `scale` is the layer's scale times log2(e). KV says what the cache holds.
 """
 
 import triton
 import triton.language as tl
 
-from kukri.kernels.gpu.bits import e4m3_values, tree_sum
-from kukri.kernels.gpu.rope_kernels import PAGE, rotated, store_head
+from kukri.kernels.gpu.bits import tree_sum
+from kukri.kernels.gpu.kv_types import load_tile, store_head
+from kukri.kernels.gpu.rope_kernels import rotated
 
 CHUNK = tl.constexpr(256)
 _IS_OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -32,28 +32,6 @@ def max_registers(kv: str, d_head: int, is_prefill: bool) -> int | None:
     if _IS_OLD or (d_head > 128 and not is_prefill):
         return 255
     return 128 if kv == "f16" and d_head <= 64 and not is_prefill else None
-
-
-@triton.jit
-def _load_tile(head, table, token, dim, K: tl.constexpr, KV: tl.constexpr):
-    """float16 [TILE, KW]: keys or values of the tokens. See `_of_head`."""
-    data, scales, page_stride, scale_page_stride = head
-    page = tl.load(table + token // PAGE).to(tl.int64)
-    data += page * page_stride + token % PAGE * K
-    x = tl.load(data[:, None] + dim[None, :], mask=(dim < K)[None, :], other=0)
-    if KV == "fp8_native":
-        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    elif KV == "fp8":
-        x = e4m3_values(x)
-    elif KV == "q8_0":
-        TILE: tl.constexpr = x.shape[0]
-        KW: tl.constexpr = x.shape[1]
-        block = tl.arange(0, KW // 32)
-        at = (page * scale_page_stride + (token % PAGE) * (K // 32))[:, None] + block[None, :]
-        scale = tl.load(scales + at, mask=(block < K // 32)[None, :], other=0).to(tl.float32)
-        x = tl.reshape(x.to(tl.float32), [TILE, KW // 32, 32]) * scale[:, :, None]
-        x = tl.reshape(x, [TILE, KW]).to(tl.float16)
-    return x
 
 
 @triton.jit
@@ -78,7 +56,7 @@ def _attend(
         token = start + tl.arange(0, TILE)
         # clamped, not masked: a mask takes registers, and then the compiler spills
         read = tl.minimum(tl.maximum(token, lowest), stop - 1)
-        k = _load_tile(keys, table, read, dim, K, KV)
+        k = load_tile(keys, table, read, dim, K, KV)
         scores = tl.dot(q, tl.trans(k)) * scale
         if SOFTCAP:
             # softcap * tanh(score / softcap), the score in units of log 2
@@ -89,7 +67,7 @@ def _attend(
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         p = tl.where(sees, tl.exp2(scores - new_top[:, None]), 0.0)
         shrink = tl.exp2(top - new_top)
-        v = _load_tile(values, table, read, dim, K, KV)
+        v = load_tile(values, table, read, dim, K, KV)
         total = tl.fma(total, shrink, tree_sum(p, BM, TILE))
         acc = tl.dot(p.to(tl.float16), v, acc * shrink[:, None])
         top = new_top

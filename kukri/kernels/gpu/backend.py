@@ -12,6 +12,7 @@ from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.gpu.graphs import Capture, CaptureOnCuda, DecodeGraphs
+from kukri.kernels.gpu.kv_types import GPU_TYPES
 from kukri.kernels.gpu.ops import PackedConstants, TritonOps
 from kukri.kernels.host_step import check_sizes
 from kukri.kernels.op_set import Program
@@ -59,10 +60,10 @@ class GpuBackend(TorchBackend):
         n_states: int = 0,
         kv_type: KVType = "f16",
     ) -> TensorCache:
-        """See Backend.new_cache. Raises UnsupportedError on a cache of float32 or 4 bits."""
-        if kv_type in ("f32", "q4"):
+        """See Backend.new_cache. Raises UnsupportedError on types that the kernels do not know."""
+        if kv_type not in GPU_TYPES:
             raise UnsupportedError(
-                f"the gpu backend has no {kv_type} KV cache: use f16, q8_0 or fp8, or --backend torch"
+                f"the gpu backend has no {kv_type} KV cache: use {', '.join(GPU_TYPES)}, or --backend torch"
             )
         return super().new_cache(layout, n_pages, n_states, kv_type)
 

@@ -1,23 +1,12 @@
 """Triton kernel for RoPE and the KV cache: rotated queries as float16, keys and values into their pages.
 
-The cache keeps pages token by token: `keys` and `values` [pages, …, KV heads, PAGE tokens, K], KV says of
-which numbers: "f16" float16; "fp8" e4m3, as bytes; "q8_0" int8 with float16 scales [pages, …, KV heads, PAGE
-tokens, K / 32]. A token's head is one run of memory, so writing and reading it takes 128-bit accesses.
-Strides are in elements of the tensor they belong to.
+KV says what the cache holds (`kv_types.py`). Strides are in elements of the tensor they belong to.
 """
 
 import triton
 import triton.language as tl
 
-from kukri.kernels.gpu.bits import e4m3_bytes, round_even
-
-PAGE = tl.constexpr(16)  # tokens of a page
-
-
-@triton.jit
-def _limited(x):
-    """x within float16's range; NaN stays."""
-    return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+from kukri.kernels.gpu.kv_types import store_head
 
 
 @triton.jit
@@ -36,31 +25,6 @@ def rotated(source, dim, ok, cos, sin, position, rotary, ROTARY: tl.constexpr):
         c, s = tl.load(cos + angle, mask=rotates, other=1), tl.load(sin + angle, mask=rotates, other=0)
         x = tl.where(rotates, x * c + tl.where(low, -(other * s), other * s), x)
     return x
-
-
-@triton.jit
-def store_head(x, target, scales, slot, head, page_stride, head_stride, scale_page_stride, scale_head_stride,
-               dim, K: tl.constexpr, KW: tl.constexpr, KV: tl.constexpr):  # fmt: skip
-    """Stores a token's key or value x [KW] of one KV head at its slot."""
-    x = _limited(x)
-    page = (slot // PAGE).to(tl.int64)
-    row = page * page_stride + head * head_stride + (slot % PAGE) * K
-    if KV == "q8_0":
-        blocks = tl.reshape(x, [KW // 32, 32])
-        largest = tl.max(tl.abs(blocks), axis=1)
-        has_nan = tl.max((blocks != blocks).to(tl.int32), axis=1) > 0
-        top = tl.full([KW // 32], 127.0, tl.float32)
-        inverse = tl.where(largest > 0, tl.div_rn(top, largest), 0.0)
-        quants = tl.where(has_nan[:, None], 0.0, round_even(blocks * inverse[:, None]))
-        tl.store(target + row + dim, tl.reshape(quants, [KW]).to(tl.int8), mask=dim < K)
-        scale = tl.where(has_nan, float("nan"), tl.div_rn(largest, top)).to(tl.float16)
-        block = tl.arange(0, KW // 32)
-        at = page * scale_page_stride + head * scale_head_stride + (slot % PAGE) * (K // 32) + block
-        tl.store(scales + at, scale, mask=block < K // 32)
-    elif KV == "fp8" or KV == "fp8_native":
-        tl.store(target + row + dim, e4m3_bytes(x), mask=dim < K)
-    else:
-        tl.store(target + row + dim, x.to(tl.float16), mask=dim < K)
 
 
 @triton.jit

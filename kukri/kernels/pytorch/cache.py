@@ -10,25 +10,17 @@ import torch
 from torch import Tensor
 
 from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
-from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS, page_bytes, pages_of_pools, state_bytes
-from kukri.kernels.q4_cache import q4_bytes
-
-_NUMBERS = {
-    "f16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "f32": torch.float32,
-    "q8_0": torch.int8,
-    "q4": torch.uint8,
-}
+from kukri.kernels.kv_types import KV_TYPES
+from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, pages_of_pools, state_bytes
+from kukri.kernels.pytorch.kv_types import TENSOR_TYPES
 
 
 @dataclass(frozen=True, eq=False)
 class LayerKV:
     """One layer's keys and values [P, G, 16, K], token by token: a token's head is one run of memory.
 
-    They are float16, float32, float8_e4m3fn, or for q8_0 int8 with float16 scales [P, G, 16, K / 32].
-    For q4 they are bytes of two numbers [P, G, 16, q4_bytes(K)] of heads that are rotated, with scales
-    [P, G, 16, 1]: see `kernels.q4_cache`. Between the pages of a layer lie those of the others.
+    K stands for the numbers that the type keeps of a head (`kv_types`); scales, if it has any, are float16
+    [P, G, 16, scales of a head]. Between the pages of a layer lie those of the others.
     """
 
     keys: Tensor
@@ -60,7 +52,7 @@ class TensorCache:
         kv_type: KVType,
         device: torch.device,
     ) -> None:
-        """Raises UnsupportedError if q8_0 cannot hold heads of a layer's size, MemoryError."""
+        """Raises UnsupportedError if `kv_type` cannot hold heads of a layer's size, MemoryError."""
         self.layout, self.n_states, self.kv_type = tuple(layout), n_states, kv_type
         windows = pool_windows(layout)
         self.n_pages = pages_of_pools(n_pages, len(windows))
@@ -136,11 +128,10 @@ def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
 
 def _views(memory: Tensor, layer: KVLayer, kv_type: KVType) -> tuple[Tensor, Tensor | None]:
     """Bytes [P, n] as numbers and scales: see `LayerKV`."""
-    n_heads, dtype = layer.n_kv_heads, _NUMBERS[kv_type]
-    width = q4_bytes(layer.d_head) if kv_type == "q4" else layer.d_head
-    n_bytes = n_heads * PAGE_TOKENS * width * dtype.itemsize
-    numbers = memory[:, :n_bytes].view(dtype).view(len(memory), n_heads, PAGE_TOKENS, width)
-    if kv_type not in ("q8_0", "q4"):
-        return numbers, None
-    n_scales = 1 if kv_type == "q4" else layer.d_head // KV_BLOCK
-    return numbers, memory[:, n_bytes:].view(torch.float16).view(len(memory), n_heads, PAGE_TOKENS, n_scales)
+    kept, dtype = KV_TYPES[kv_type], TENSOR_TYPES[kv_type].dtype
+    width, n_scales = kept.width(layer.d_head), kept.n_scales(layer.d_head)
+    shape = len(memory), layer.n_kv_heads, PAGE_TOKENS
+    n_bytes = layer.n_kv_heads * PAGE_TOKENS * width * dtype.itemsize
+    numbers = memory[:, :n_bytes].view(dtype).view(*shape, width)
+    scales = memory[:, n_bytes:].view(torch.float16).view(*shape, n_scales) if n_scales else None
+    return numbers, scales

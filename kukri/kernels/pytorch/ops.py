@@ -19,10 +19,11 @@ from kukri.errors import ShapeError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.host_step import StateStep, StoppedError, batch_activations, check_routes, state_steps
+from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.op_set import EmbedBy, GateBy
-from kukri.kernels.paged_kv import KV_BLOCK, PAGE_TOKENS
+from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
-from kukri.kernels.pytorch.q4_cache import quantize_heads, rotate_heads, unpack_heads
+from kukri.kernels.pytorch.kv_types import TENSOR_TYPES, rotate_heads
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
 from kukri.kernels.pytorch.weights import DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
@@ -228,7 +229,7 @@ class TorchOps:
         self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: DeviceBatch
     ) -> Tensor:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
-        is_rotated = self.cache.kv_type == "q4"
+        is_rotated = KV_TYPES[self.cache.kv_type].is_rotated
         if is_rotated:
             q = rotate_heads(q, spec.d_head)
         if k is not None and v is not None:
@@ -447,28 +448,25 @@ class TorchOps:
 
         Values that nobody sees are zeros: NaN of another sequence would get through a weight of 0.
         """
-        kv = self.cache.kv[spec.kv_layer]
-        keys = _side_by_side(kv.keys, kv.key_scales, group.pages, spec.d_head)
-        values = _side_by_side(kv.values, kv.value_scales, group.pages, spec.d_head)
+        kv, decode = self.cache.kv[spec.kv_layer], TENSOR_TYPES[self.cache.kv_type].decode
+        keys, values = (
+            decode(numbers[group.pages], None if scales is None else scales[group.pages], spec.d_head)
+            .transpose(1, 2)
+            .flatten(2, 3)
+            for numbers, scales in ((kv.keys, kv.key_scales), (kv.values, kv.value_scales))
+        )
         return keys, values.masked_fill(~group.is_key[:, None, :, None], 0)
 
     def _store(self, k: Tensor, v: Tensor, spec: AttentionSpec, batch: DeviceBatch) -> None:
         """Writes k and v [T, G*K] to the cache, clamped to the range of its numbers."""
-        kv = self.cache.kv[spec.layer]
+        kv, encode = self.cache.kv[spec.layer], TENSOR_TYPES[self.cache.kv_type].encode
         slots, _ = batch.pools[self.cache.pool_of[spec.layer]]
         page, offset = (slots // PAGE_TOKENS).long(), (slots % PAGE_TOKENS).long()
-        limit = torch.finfo(kv.keys.dtype if kv.key_scales is None else torch.float16).max
         for x, numbers, scales in ((k, kv.keys, kv.key_scales), (v, kv.values, kv.value_scales)):
-            x = x.reshape(len(x), spec.n_kv_heads, spec.d_head)
-            if self.cache.kv_type == "q4":
-                assert scales is not None
-                numbers[page, :, offset], scales[page, :, offset] = quantize_heads(x)
-                continue
-            x = x.clamp(-limit, limit)
-            if scales is None:
-                numbers[page, :, offset] = x.to(numbers.dtype)
-            else:
-                numbers[page, :, offset], scales[page, :, offset] = _quantize(x)
+            stored, stored_scales = encode(x.reshape(len(x), spec.n_kv_heads, spec.d_head))
+            numbers[page, :, offset] = stored
+            if scales is not None and stored_scales is not None:
+                scales[page, :, offset] = stored_scales
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
@@ -490,24 +488,3 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is not None:
         total = total + torch.exp(sinks - top)
     return weights / total.masked_fill(total == 0, 1)
-
-
-def _side_by_side(numbers: Tensor, scales: Tensor | None, pages: Tensor, d_head: int) -> Tensor:
-    """Pages [S, p] of numbers [P, G, 16, K], or of q4's bytes -> float32 [S, G, 16 p, K]."""
-    if numbers.dtype == torch.uint8:
-        assert scales is not None
-        x = unpack_heads(numbers[pages], d_head) * scales[pages].float()
-    else:
-        x = numbers[pages].float()
-        if scales is not None:
-            x = x * scales[pages].float().repeat_interleave(KV_BLOCK, -1)
-    return x.transpose(1, 2).flatten(2, 3)
-
-
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [T, G, K], float16 scales [T, G, K/32]) of x [T, G, K]; NaN stays in the scale."""
-    blocks = x.view(*x.shape[:-1], -1, KV_BLOCK)
-    largest = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, 127 / largest, 0)
-    quants = torch.round(blocks * inverse).nan_to_num().to(torch.int8)
-    return quants.flatten(-2), (largest[..., 0] / 127).to(torch.float16)

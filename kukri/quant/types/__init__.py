@@ -18,7 +18,11 @@ from kukri.quant.types.q8_0 import Q8_0
 from kukri.quant.types.schema import QuantType as QuantType
 from kukri.quant.types.tq import TQ1_0, TQ2_0
 
-FLOATS = (QuantType("F32", 0, 1, 4), QuantType("F16", 1, 1, 2), QuantType("BF16", 30, 1, 2))
+FLOATS = (
+    QuantType("F32", 0, 1, 4, file_type=0),
+    QuantType("F16", 1, 1, 2, file_type=1),
+    QuantType("BF16", 30, 1, 2, file_type=32),
+)
 # the types in blocks that run: those with a quantizer, and those that are only read
 WRITTEN = (
     *(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS),
@@ -41,24 +45,10 @@ _OTHERS = (
 QUANT_TYPES: dict[str, QuantType] = {t.name: t for t in (*FLOATS, *PACKED, *_OTHERS)}
 QUANT_TYPES_BY_ID: dict[int, QuantType] = {t.ggml_id: t for t in QUANT_TYPES.values()}
 
-# what stands in for a type of 256 weights if rows are not a multiple of 256 (llama.cpp, src/llama-quant.cpp)
-_STAND_INS = {
-    "Q2_0": "Q4_0",
-    "TQ1_0": "Q4_0",
-    "TQ2_0": "Q4_0",
-    "Q2_K": "Q4_0",
-    "Q3_K": "Q4_0",
-    "Q4_K": "Q5_0",
-    "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL",
-}
-
 
 def fitting_type(type: QuantType, n_columns: int) -> QuantType | None:
     """The type, or the one that stands in for it, of which a row is whole blocks; None if there is none."""
-    stand_in = _STAND_INS.get(type.name, type.name)
-    for fitting in (type, QUANT_TYPES[stand_in]):
+    for fitting in (type, QUANT_TYPES[type.stand_in or type.name]):
         if n_columns % fitting.block_size == 0:
             return fitting
     return None

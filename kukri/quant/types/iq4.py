@@ -12,8 +12,11 @@ SCALES_XS = (Bits("low", 4), Bits("tops", 2, left=4))
 IQ4_NL = QuantType(
     *("IQ4_NL", 20, 32, 18),
     Block(struct_of(("d", "<f2"), ("q", "u1", 16)), (Bits("q", 4, run=16),), IQ4_VALUES),
+    file_type=25,
 )
 IQ4_XS = QuantType(
     *("IQ4_XS", 23, 256, 136),
     Block(STRUCT_XS, (Bits("q", 4, run=16),), IQ4_VALUES, scales=SCALES_XS, plus=-32),
+    file_type=30,
+    stand_in="IQ4_NL",
 )

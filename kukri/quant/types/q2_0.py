@@ -7,9 +7,13 @@ from kukri.quant.types.schema import Bits, Block, QuantType, struct_of
 
 Q2_0 = QuantType(
     *("Q2_0", 42, 64, 18),
-    Block(struct_of(("d", "<f2"), ("q", "u1", 16)), (Bits("q", 2),), offset=1, packed_like="Q2_0"),
+    Block(struct_of(("d", "<f2"), ("q", "u1", 16)), (Bits("q", 2),), offset=1),
+    file_type=41,
+    stand_in="Q4_0",
+    embedding="Q4_K",
 )
 Q1_0 = QuantType(
     *("Q1_0", 41, 128, 18),
-    Block(struct_of(("d", "<f2"), ("q", "u1", 16)), (Bits("q", 1),), (-1, 1), packed_like="Q1_0"),
+    Block(struct_of(("d", "<f2"), ("q", "u1", 16)), (Bits("q", 1),), (-1, 1)),
+    file_type=40,
 )

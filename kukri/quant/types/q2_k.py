@@ -12,4 +12,6 @@ Q2_K = QuantType(
         minimums=(Bits("scales", 4, start=4),),
         packed_like="Q2_K",
     ),
+    file_type=10,
+    stand_in="Q4_0",
 )

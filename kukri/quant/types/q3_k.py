@@ -7,5 +7,7 @@ QUANTS = (Bits("q", 2, run=32), Bits("high", 1, run=32, left=2))
 SCALES = (Bits("scales", 4, run=8), Bits("tops", 2, run=4, left=4))
 
 Q3_K = QuantType(
-    "Q3_K", 11, 256, 110, Block(STRUCT, QUANTS, offset=4, scales=SCALES, plus=-32, packed_like="Q3_K")
+    *("Q3_K", 11, 256, 110),
+    Block(STRUCT, QUANTS, offset=4, scales=SCALES, plus=-32, packed_like="Q3_K"),
+    stand_in="Q4_0",
 )

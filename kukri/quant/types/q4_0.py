@@ -3,7 +3,9 @@
 from kukri.quant.types.schema import Bits, Block, QuantType, struct_of
 
 Q4_0 = QuantType(
-    "Q4_0", 2, 32, 18, Block(struct_of(("d", "<f2"), ("q", "u1", 16)), (Bits("q", 4, run=16),), offset=8)
+    *("Q4_0", 2, 32, 18),
+    Block(struct_of(("d", "<f2"), ("q", "u1", 16)), (Bits("q", 4, run=16),), offset=8),
+    file_type=2,
 )
 Q5_0 = QuantType(
     *("Q5_0", 6, 32, 22),
@@ -13,4 +15,5 @@ Q5_0 = QuantType(
         offset=16,
         packed_like="Q5_0",
     ),
+    file_type=8,
 )

@@ -7,6 +7,7 @@ _M = (Bits("m", 16),)
 Q4_1 = QuantType(
     *("Q4_1", 3, 32, 20),
     Block(struct_of(("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)), (Bits("q", 4, run=16),), minimum=_M),
+    file_type=3,
 )
 Q5_1 = QuantType(
     *("Q5_1", 7, 32, 24),
@@ -16,4 +17,5 @@ Q5_1 = QuantType(
         minimum=_M,
         packed_like="Q5_0",
     ),
+    file_type=9,
 )

@@ -26,6 +26,7 @@ Q4_K = QuantType(
         minimums=_MINIMUMS,
         packed_like="Q4_K",
     ),
+    stand_in="Q5_0",
 )
 Q5_K = QuantType(
     *("Q5_K", 13, 256, 176),
@@ -37,4 +38,5 @@ Q5_K = QuantType(
         minimums=_MINIMUMS,
         packed_like="Q5_K",
     ),
+    stand_in="Q5_1",
 )

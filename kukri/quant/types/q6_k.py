@@ -11,4 +11,6 @@ Q6_K = QuantType(
         scales=(Bits("scales", 8),),
         packed_like="Q6_K",
     ),
+    file_type=18,
+    stand_in="Q8_0",
 )

@@ -183,6 +183,9 @@ class QuantType:
     block_size: int
     block_bytes: int
     block: Block | None = field(default=None, compare=False, repr=False)
+    file_type: int | None = None  # GGUF's number for a file of mostly this type (llama.h's llama_ftype)
+    stand_in: str = ""  # the type in its place where a row is not whole blocks (llama.cpp, llama-quant.cpp)
+    embedding: str = ""  # the type of the token embedding in such a file, if it is another
 
     def __post_init__(self) -> None:
         """Asserts that the struct has as many bytes."""

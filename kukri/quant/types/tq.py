@@ -5,6 +5,9 @@ from kukri.quant.types.schema import Bits, Block, QuantType, Trits, struct_of
 TQ2_0 = QuantType(
     *("TQ2_0", 35, 256, 66),
     Block(struct_of(("q", "u1", 64), ("d", "<f2")), (Bits("q", 2, run=32),), offset=1, packed_like="TQ2_0"),
+    file_type=37,
+    stand_in="Q4_0",
+    embedding="Q4_K",
 )
 TQ1_0 = QuantType(
     *("TQ1_0", 34, 256, 54),
@@ -14,4 +17,7 @@ TQ1_0 = QuantType(
         offset=1,
         tiles=TQ2_0,
     ),
+    file_type=36,
+    stand_in="Q4_0",
+    embedding="Q4_K",
 )

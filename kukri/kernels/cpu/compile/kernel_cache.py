@@ -23,7 +23,7 @@ from platformdirs import user_cache_dir
 
 from kukri.errors import ConfigError
 from kukri.host.private_files import check_private, make_private, open_private
-from kukri.kernels import paged_kv, sampling_record
+from kukri.kernels import kv_types, paged_kv, sampling_record
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.quant import types
 
@@ -70,7 +70,7 @@ def cache_dir() -> Path:
 def sources_hash() -> str:
     """A hash of the sources of all kernels: code compiled of others is not loaded."""
     digest = hashlib.sha256()
-    others = sampling_record.__file__, paged_kv.__file__
+    others = sampling_record.__file__, paged_kv.__file__, kv_types.__file__
     folders = Path(__file__).parents[1], Path(types.__file__).parent  # kernels, and the facts of weight types
     found = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     for source in [*found, *map(Path, others)]:

@@ -19,7 +19,7 @@ from kukri.kernels.cpu.compile.features import has_levels, host_level, usable_co
 from kukri.kernels.cpu.compile.kernel_cache import KernelSource, read_cached
 from kukri.kernels.cpu.compile.levels import LEVELS
 from kukri.kernels.cpu.compile.shipped_kernels import write_shipped
-from kukri.kernels.paged_kv import KV_BLOCK
+from kukri.kernels.kv_types import KV_BLOCK
 
 # (query heads to a key head, head size) of common models
 ATTENTION_SIZES = (

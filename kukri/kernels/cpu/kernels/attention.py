@@ -30,7 +30,7 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     store_f32,
     store_i64,
 )
-from kukri.kernels.cpu.kernels.kv_readers import READERS, Reader
+from kukri.kernels.cpu.kernels.kv_types import CACHED, CachedNumbers
 from kukri.kernels.cpu.kernels.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
 from kukri.kernels.cpu.kernels.simd import (
     exponential,
@@ -140,14 +140,14 @@ def _each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
     return device(lambda *arguments: others(*arguments) + (last(*arguments),))  # noqa: RUF005 (Numba)
 
 
-def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int) -> Any:
+def _make_scores(cached: CachedNumbers, rows: int, d_head: int, n_pages: int) -> Any:
     """A function for the scores of `rows` query rows and the keys of `n_pages` pages.
 
     The pages' values are prefetched on the way, and the next page's keys if `n_pages` is 1.
     """
-    load_key, key_scale = reader.key, reader.key_scale
-    n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
-    dim_bytes = reader.head_bytes(d_head) // d_head  # of a page's keys, and of its values
+    load_key, key_scale = cached.key, cached.key_scale
+    n_vectors, span = d_head // 16, cached.vectors_per_scale(d_head)
+    dim_bytes = cached.head_bytes(d_head) // d_head  # of a page's keys, and of its values
     n_fetches = max(n_pages * dim_bytes // 64, 1)  # in turn, instead of all at every line, which branches
     addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
     zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
@@ -186,13 +186,13 @@ def _make_scores(reader: Reader, rows: int, d_head: int, n_pages: int) -> Any:
     return page_scores
 
 
-def _make_weights(reader: Reader, rows: int, d_head: int, together: int) -> Any:
+def _make_weights(cached: CachedNumbers, rows: int, d_head: int, together: int) -> Any:
     """A function for the weights of a chunk's values, from vector `first` on: scores times their scales.
 
     A scale that `together` vectors do not share needs weights of its own.
     """
-    value_scale = reader.value_scale
-    span = reader.vectors_per_scale(d_head)
+    value_scale = cached.value_scale
+    span = cached.vectors_per_scale(d_head)
     n_scales = max(1, together // span)
     n_bytes = n_scales * rows * 4 * CHUNK_TOKENS
 
@@ -216,17 +216,17 @@ def _scores_alone(scores, values, pages, n_keys, first):
     return scores
 
 
-def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
+def _make_values(cached: CachedNumbers, rows: int, d_head: int, together: int) -> Any:
     """A function for the weighted sum of values, `together` vectors of 16 dimensions at a time.
 
     Keys that are multiplied next are prefetched on the way.
     """
-    load_value = reader.value
-    n_vectors, span = d_head // 16, reader.vectors_per_scale(d_head)
-    if reader.value_scale is None:
+    load_value = cached.value
+    n_vectors, span = d_head // 16, cached.vectors_per_scale(d_head)
+    if cached.value_scale is None:
         scaled, span, next_scale = _scores_alone, n_vectors, 0
     else:
-        scaled, next_scale = _make_weights(reader, rows, d_head, together), rows * 4 * CHUNK_TOKENS
+        scaled, next_scale = _make_weights(cached, rows, d_head, together), rows * 4 * CHUNK_TOKENS
     zeros = _each(together, lambda j: lambda: tile_zeros_f32(rows, 1))
     add = _each(
         together,
@@ -239,7 +239,7 @@ def _make_values(reader: Reader, rows: int, d_head: int, together: int) -> Any:
     store = _each(together, lambda j: lambda o, out: tile_store(o[j], out + 64 * j, 4 * d_head, rows))
     step = max(span, together)
     n_passes = n_vectors // together
-    key_bytes = reader.head_bytes(d_head) // PAGE_TOKENS // n_passes  # for a pass to fetch
+    key_bytes = cached.head_bytes(d_head) // PAGE_TOKENS // n_passes  # for a pass to fetch
     lines = max(key_bytes // 64, 1)
 
     @device
@@ -269,7 +269,7 @@ def _capped(scores, cap):
     return hyperbolic_tangent(scores / cap) * cap
 
 
-def _make_chunk(reader: Reader, rows: int, d_head: int, capped: Any) -> Any:
+def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, capped: Any) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
     row_scores = 4 * CHUNK_TOKENS
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
@@ -278,9 +278,9 @@ def _make_chunk(reader: Reader, rows: int, d_head: int, capped: Any) -> Any:
         n_pages = 4 if rows <= 4 else 1
     else:
         n_pages = {1: 4, 2: 2}.get(rows, 1)
-    page_scores = _make_scores(reader, rows, d_head, n_pages)
+    page_scores = _make_scores(cached, rows, d_head, n_pages)
     together = next(n for n in (4, 2, 1) if n <= n_pages and d_head // 16 % n == 0)
-    weighted_values = _make_values(reader, rows, d_head, together)
+    weighted_values = _make_values(cached, rows, d_head, together)
 
     @device
     def softmax(scores, cap, base, first, last, part, row):
@@ -379,13 +379,13 @@ def _load_pages(work, base, n_context, pages):
         store_i64(pages + 8 * page, load_i32(table + 4 * index) * work.page_stride)
 
 
-def _make_entry(reader: Reader, group: int, n_query_tokens: int, d_head: int, capped: Any) -> Any:
+def _make_entry(cached: CachedNumbers, group: int, n_query_tokens: int, d_head: int, capped: Any) -> Any:
     """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
     rows = group * n_query_tokens
     load_rows = _make_load_rows(group, rows, d_head)
-    chunk_part = _make_chunk(reader, rows, d_head, capped)
+    chunk_part = _make_chunk(cached, rows, d_head, capped)
     scratch_bytes = partial_bytes(rows, d_head)
-    finish = _finish_rotated if reader.is_rotated else _finish
+    finish = _finish_rotated if cached.is_rotated else _finish
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
 
     @device
@@ -427,12 +427,12 @@ def _make_entry(reader: Reader, group: int, n_query_tokens: int, d_head: int, ca
     return attend_entry
 
 
-def _make_attend(reader: Reader, is_capped: bool, group: int, d_head: int) -> KernelSource:
+def _make_attend(cached: CachedNumbers, is_capped: bool, group: int, d_head: int) -> KernelSource:
     """`attend_f16[group,d_head]`: every work entry for every key head; `attend_f16_softcap` caps scores."""
     capped = _capped if is_capped else _uncapped
-    one_token = _make_entry(reader, group, 1, d_head, capped)
-    many_tokens = _make_entry(reader, group, query_tokens(group), d_head, capped)
-    head_bytes = reader.head_bytes(d_head)
+    one_token = _make_entry(cached, group, 1, d_head, capped)
+    many_tokens = _make_entry(cached, group, query_tokens(group), d_head, capped)
+    head_bytes = cached.head_bytes(d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     def attend(
@@ -461,7 +461,7 @@ def _make_attend(reader: Reader, is_capped: bool, group: int, d_head: int) -> Ke
         return 0
 
     suffix = "_softcap" if is_capped else ""
-    return KernelSource(f"attend_{reader.kv_type}{suffix}[{group},{d_head}]", attend)
+    return KernelSource(f"attend_{cached.kv_type}{suffix}[{group},{d_head}]", attend)
 
 
 def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSource:
@@ -511,8 +511,8 @@ def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSour
 
 
 KERNELS = {
-    **{f"attend_{reader.kv_type}": partial(_make_attend, reader, False) for reader in READERS},
-    **{f"attend_{reader.kv_type}_softcap": partial(_make_attend, reader, True) for reader in READERS},
+    **{f"attend_{cached.kv_type}": partial(_make_attend, cached, False) for cached in CACHED},
+    **{f"attend_{cached.kv_type}_softcap": partial(_make_attend, cached, True) for cached in CACHED},
     "attend_finish": partial(_make_attend_finish, False),
     "attend_finish_rotated": partial(_make_attend_finish, True),
 }

@@ -86,62 +86,66 @@ def _centred(i, x, mean, factor, weight, bias):
     return (load_f32x16(x + i) - mean) * factor * load_f32x16(weight + i) + load_f32x16(bias + i)
 
 
-@device
-def _silu_gated(i, x, gate):
-    a = load_f32x16(gate + i)
-    return a / (splat(1.0) + exponential(splat(0.0) - a)) * load_f32x16(x + i)
+# Functions of each number of x, of `other` with it, and of two numbers a and b. Most need only some of these.
 
 
 @device
-def _multiplied(i, x, gate):
-    return load_f32x16(x + i) * load_f32x16(gate + i)
+def _silu_gated(x, gate, a, b):
+    return gate / (splat(1.0) + exponential(splat(0.0) - gate)) * x
 
 
 @device
-def _sigmoid_gated(i, x, gate):
-    return load_f32x16(x + i) / (splat(1.0) + exponential(splat(0.0) - load_f32x16(gate + i)))
+def _multiplied(x, gate, a, b):
+    return x * gate
 
 
 @device
-def _clamped(i, gate, up, alpha, limit):
-    a = minimum(load_f32x16(gate + i), limit)
-    b = maximum(minimum(load_f32x16(up + i), limit), splat(0.0) - limit)
-    return (b + splat(1.0)) * a / (splat(1.0) + exponential(splat(0.0) - alpha * a))
+def _sigmoid_gated(x, gate, a, b):
+    return x / (splat(1.0) + exponential(splat(0.0) - gate))
 
 
 @device
-def _gelu_tanh(i, x):
+def _clamped_swiglu(gate, up, alpha, limit):
+    g = minimum(gate, limit)
+    u = maximum(minimum(up, limit), splat(0.0) - limit)
+    return (u + splat(1.0)) * g / (splat(1.0) + exponential(splat(0.0) - alpha * g))
+
+
+@device
+def _gelu_tanh(x, other, a, b):
     """x * sigmoid(2u) is x / 2 * (1 + tanh(u))."""
-    v = load_f32x16(x + i)
-    u = fma(v * v * v, splat(0.044715), v) * splat(-1.5957691216)  # -2 sqrt(2 / pi)
-    return v / (splat(1.0) + exponential(u))
+    u = fma(x * x * x, splat(0.044715), x) * splat(-1.5957691216)  # -2 sqrt(2 / pi)
+    return x / (splat(1.0) + exponential(u))
 
 
 @device
-def _gelu_gated(i, x, gate):
-    return _gelu_tanh(i, gate) * load_f32x16(x + i)
+def _gelu_gated(x, gate, a, b):
+    return _gelu_tanh(gate, gate, a, b) * x
 
 
 @device
-def _gelu_erf(i, x):
+def _gelu_erf(x, other, a, b):
     """x / 2 * (1 + erf(x / sqrt(2))), erf by formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7."""
-    v = load_f32x16(x + i)
-    a = absolute(v) * splat(0.70710678118)
-    t = splat(1.0) / fma(a, splat(0.3275911), splat(1.0))
+    size = absolute(x) * splat(0.70710678118)
+    t = splat(1.0) / fma(size, splat(0.3275911), splat(1.0))
     p = fma(t, splat(1.061405429), splat(-1.453152027))
     p = fma(p, t, splat(1.421413741))
     p = fma(p, t, splat(-0.284496736))
     p = fma(p, t, splat(0.254829592)) * t
-    tail = p * exponential(splat(0.0) - a * a)  # 1 - erf(a)
-    # of a negative v the half is v / 2 * tail, of a positive one v - v / 2 * tail
-    return maximum(v, splat(0.0)) - absolute(v) * splat(0.5) * tail
+    tail = p * exponential(splat(0.0) - size * size)  # 1 - erf(size)
+    # of a negative x the half is x / 2 * tail, of a positive one x - x / 2 * tail
+    return maximum(x, splat(0.0)) - absolute(x) * splat(0.5) * tail
 
 
 @device
-def _tanh(i, x):
+def _tanh(x, other, a, b):
     """2 / (1 + exp(-2x)) - 1."""
-    v = load_f32x16(x + i)
-    return splat(2.0) / (splat(1.0) + exponential(v * splat(-2.0))) - splat(1.0)
+    return splat(2.0) / (splat(1.0) + exponential(x * splat(-2.0))) - splat(1.0)
+
+
+@device
+def _softcap(x, other, cap, b):
+    return hyperbolic_tangent(x / cap) * cap
 
 
 PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
@@ -162,7 +166,6 @@ def _columns(part, n):
 
 _write_scaled, _write_centred = _make_write(_scaled), _make_write(_centred)
 _write_scaled_and_added, _write_sum = _make_write(_scaled_and_added), _make_write(_sum)
-_write_clamped = _make_write(_clamped)
 
 
 def rms_norm(row, width, x, x_stride, n, weight, eps, y, y_stride, panels):
@@ -194,15 +197,6 @@ def scale(row, part, x, x_stride, n, factor, y, y_stride):
         store_f32x16(y + row * y_stride + i, load_f32x16(x + row * x_stride + i) * splat(f32_of_bits(factor)))
 
 
-def softcap(row, part, x, x_stride, n, cap, y, y_stride):
-    """y = cap * tanh(x / cap), in whole vectors: rows have room for them."""
-    start, stop = _columns(part, n)
-    most = splat(f32_of_bits(cap))
-    for i in range(start, stop, 64):
-        value = hyperbolic_tangent(load_f32x16(x + row * x_stride + i) / most) * most
-        store_f32x16(y + row * y_stride + i, value)
-
-
 def head_norm(row, x, x_stride, n_heads, d_head, weight, eps):
     """Each head of x as rms_norm, by one weight [d_head]; in place."""
     for head in range(n_heads):
@@ -228,38 +222,25 @@ def layer_norm(row, width, x, x_stride, n, weight, bias, eps, y, y_stride, panel
     _write_centred(row, width, 0, 4 * n, n, y, y_stride, panels, source, mean, factor, weight, bias)
 
 
-def clamped_swiglu(row, width, part, gate, up, x_stride, n, alpha, limit, y, y_stride, panels):
-    """y = (up + 1) * gate * sigmoid(alpha * gate), clamped."""
-    start, stop = _columns(part, n)
-    a = splat(f32_of_bits(alpha))
-    most = splat(f32_of_bits(limit))
-    xp = row * x_stride
-    _write_clamped(row, width, start, stop, n, y, y_stride, panels, gate + xp, up + xp, a, most)
+def _make_elementwise(name: str, value: Callable[..., Any]) -> Callable[..., None]:
+    """The kernel of y = value(x, other, a, b), number by number; x stands for an `other` that is not used."""
 
+    @device
+    def at(i, x, other, a, b):
+        return value(load_f32x16(x + i), load_f32x16(other + i), a, b)
 
-def _make_gated(name: str, value: Callable[..., Any]) -> Callable[..., None]:
-    """The kernel of y = x times a function of gate."""
-    write = _make_write(value)
+    write = _make_write(at)
 
-    def gated(row, width, part, x, x_stride, n, gate, gate_stride, y, y_stride, panels):
+    def elementwise(row, width, part, x, x_stride, n, other, other_stride, a, b, y, y_stride, panels):
         start, stop = _columns(part, n)
-        gates = gate + row * gate_stride
-        write(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride, gates)
+        source = x + row * x_stride
+        others = other + row * other_stride
+        va = splat(f32_of_bits(a))
+        vb = splat(f32_of_bits(b))
+        write(row, width, start, stop, n, y, y_stride, panels, source, others, va, vb)
 
-    gated.__name__ = name
-    return gated
-
-
-def _make_activation(name: str, value: Callable[..., Any]) -> Callable[..., None]:
-    """The kernel of y = a function of x."""
-    write = _make_write(value)
-
-    def activation(row, width, part, x, x_stride, n, y, y_stride, panels):
-        start, stop = _columns(part, n)
-        write(row, width, start, stop, n, y, y_stride, panels, x + row * x_stride)
-
-    activation.__name__ = name
-    return activation
+    elementwise.__name__ = name
+    return elementwise
 
 
 def fit_heads(row, x, x_stride, n_heads, d_head, y, y_stride, d_target):
@@ -280,12 +261,17 @@ def gather_rows(row, indices, x, x_stride, n, y, y_stride):
 
 _WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, fit_heads, gather_rows)
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
-_ACTIVATIONS = {"gelu": _gelu_tanh, "gelu_exact": _gelu_erf, "tanh": _tanh}
-_GATES = {"itself": _multiplied, "sigmoid": _sigmoid_gated, "silu": _silu_gated, "gelu": _gelu_gated}
-_IN_PARTS: list[Callable[..., None]] = [
-    *(scale, softcap, clamped_swiglu),
-    *(_make_activation(name, value) for name, value in _ACTIVATIONS.items()),
-    *(_make_gated(f"gated_{by}", value) for by, value in _GATES.items()),
-]
+_ELEMENTWISE = {
+    "gelu": _gelu_tanh,
+    "gelu_exact": _gelu_erf,
+    "tanh": _tanh,
+    "softcap": _softcap,
+    "clamped_swiglu": _clamped_swiglu,
+    "gated_itself": _multiplied,
+    "gated_sigmoid": _sigmoid_gated,
+    "gated_silu": _silu_gated,
+    "gated_gelu": _gelu_gated,
+}
+_IN_PARTS = [scale, *(_make_elementwise(name, value) for name, value in _ELEMENTWISE.items())]
 _ROW_KERNELS += [row_kernel(each, activation_parts) for each in _IN_PARTS]
 KERNELS = {source.name: source for source in _ROW_KERNELS}

@@ -1,4 +1,4 @@
-"""The rotation of a head's dimensions, for caches of 4 bits: bit-identical to `q4_cache.rotate_heads`."""
+"""The rotation of a head's dimensions, for caches of 4 bits: bit-identical to `kv_types.rotate_heads`."""
 
 from __future__ import annotations
 

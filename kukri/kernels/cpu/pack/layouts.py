@@ -55,6 +55,7 @@ import numpy as np
 
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, TILES, QuantType
+from kukri.quant.types.schema import Bits, Block
 
 ROWS = 16  # output rows of a weight tile
 TOKENS = 8  # tokens of a full activation panel
@@ -88,7 +89,9 @@ class TileLayout:
     n_halves: int = 0
     exponent: int = -1  # byte offset of a scale's exponent
     panel: PanelKind = "q8"  # the form activations take
-    order: int = -1  # GGML's number of the type by which words are rearranged (pack_kernels.py)
+    # how words are rearranged (pack_kernels.py): GGML's number of the type named by `Block.packed_like`, or
+    # `side_by_side`; -1: as in the file
+    order: int = -1
 
     @property
     def tile_block_bytes(self) -> int:
@@ -114,8 +117,22 @@ def _layout(type: QuantType) -> TileLayout:
         half=min(halves, default=(0, 0))[0],
         n_halves=n_halves,
         exponent=exponent,
-        order=QUANT_TYPES[type.block.packed_like].ggml_id if type.block.packed_like else -1,
+        order=_order(type.block),
     )
+
+
+def side_by_side(n_bits: int) -> int:
+    """The order of words in whose bytes neighbouring quants of 1 or 2 bits lie side by side."""
+    return -1 - n_bits
+
+
+def _order(block: Block) -> int:
+    if block.packed_like:
+        return QUANT_TYPES[block.packed_like].ggml_id
+    match block.quants:
+        case (Bits(n_bits=(1 | 2) as n_bits, run=1),):
+            return side_by_side(n_bits)
+    return -1
 
 
 # of the types and forms that have tiles

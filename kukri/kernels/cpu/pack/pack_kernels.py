@@ -17,14 +17,14 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     store_u8,
     store_u16,
 )
-from kukri.kernels.cpu.pack.layouts import LAYOUTS, ROWS
+from kukri.kernels.cpu.pack.layouts import LAYOUTS, ROWS, side_by_side
 from kukri.quant.types import QUANT_TYPES
 
 # orders of words: numbers of the types that they are named by
-_Q5_0, _Q8_0, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _Q1_0, _Q2_0, _TQ2_0 = (
-    QUANT_TYPES[name].ggml_id
-    for name in ("Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q1_0", "Q2_0", "TQ2_0")
+_Q5_0, _Q8_0, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _TQ2_0 = (
+    QUANT_TYPES[name].ggml_id for name in ("Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ2_0")
 )
+_1_BIT, _2_BITS = side_by_side(1), side_by_side(2)
 _FOR_MATRIX = cpu_target().has_int8_matrix
 _SIGN_FLIP = 0x80808080 if cpu_target().has_signed_bias else 0
 _MOST_WORDS_BYTES = 4 * max(layout.n_words for layout in LAYOUTS.values())
@@ -237,10 +237,10 @@ def _arrange(order, source, n_words, words):
         _q5_0_words(source, words)
     elif order == _TQ2_0:
         _two_bits(source, words)
-    elif order == _Q2_0:
+    elif order == _2_BITS:
         for j in range(n_words):
             _put(words, j, _turn_pairs(_get(source, j)))
-    elif order == _Q1_0:
+    elif order == _1_BIT:
         for j in range(n_words):
             _put(words, j, turn_bits(_get(source, j)))
     else:
@@ -275,9 +275,9 @@ def _mix_rows(order, n_words, lane, own, first, last, words):
     start, stop = _quants(order, n_words)
     for j in range(n_words):
         _put(words, j, _get(own, j))
-    if order in (_Q2_0, _Q1_0):  # a word has inputs of several groups: its fields alternate
-        n_bits = 8 if order == _Q2_0 else 4  # of the inputs of a word of a tile, side by side in the file
-        mask = 0x00FF00FF if order == _Q2_0 else 0x0F0F0F0F
+    if order in (_2_BITS, _1_BIT):  # a word has inputs of several groups: its fields alternate
+        n_bits = 8 if order == _2_BITS else 4  # of the inputs of a word of a tile, side by side in the file
+        mask = 0x00FF00FF if order == _2_BITS else 0x0F0F0F0F
         for j in range(n_words):
             a = (_get(first, j) >> (n_bits * (lane & 1))) & mask
             b = (_get(last, j) >> (n_bits * (lane & 1))) & mask

@@ -32,7 +32,8 @@ from kukri.kernels.cpu.run.abi import (
     query_tokens,
 )
 from kukri.kernels.cpu.run.memory import address_of
-from kukri.kernels.op_set import EmbedBy, GateBy
+from kukri.kernels.kv_types import KV_TYPES
+from kukri.kernels.op_set import EmbedBy
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, Routing
@@ -218,20 +219,6 @@ class Scale(Op):
 
 
 @dataclass(eq=False)
-class Softcap(Op):
-    """cap * tanh(x / cap), in whole vectors too."""
-
-    y: Value
-    x: Value
-    cap: float
-    kernel = "softcap"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        result = {"y": at.of(self.y), "y_stride": self.y.stride}
-        return rows_of(self.x, at) | result | {"cap": float_bits(self.cap)}
-
-
-@dataclass(eq=False)
 class Add(Producer):
     """x * scale + residual."""
 
@@ -261,53 +248,25 @@ class LayerNorm(Producer):
 
 
 @dataclass(eq=False)
-class Activation(Producer):
-    """A function of each number of x: the kernel `gelu`, `gelu_exact` or `tanh`."""
+class Elementwise(Producer):
+    """A kernel of `elementwise.py`: a function of each number of x, of `other` with it, and of a and b."""
 
     x: Value
     kernel: str
+    other: Value | None = None
+    a: float = 0.0
+    b: float = 0.0
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return rows_of(self.x, at) | self.outputs(at)
-
-
-@dataclass(eq=False)
-class Gated(Producer):
-    """x times a gate, or a function of it."""
-
-    x: Value
-    gate: Value
-    by: GateBy
-
-    @property
-    def kernel(self) -> str:
-        return f"gated_{self.by}"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        gate = {"gate": at.of(self.gate), "gate_stride": self.gate.stride}
-        return rows_of(self.x, at) | gate | self.outputs(at)
-
-
-@dataclass(eq=False)
-class ClampedSwiGLU(Producer):
-    """(up + 1) * gate * sigmoid(alpha * gate), clamped to `limit`; gate and up are columns of one buffer."""
-
-    gate: Value
-    up: Value
-    alpha: float
-    limit: float
-    kernel = "clamped_swiglu"
-
-    def record(self, at: Addresses) -> dict[str, int]:
+        other = self.other or self.x
         return {
-            "rows": row_count(self.gate.rows, at),
-            "gate": at.of(self.gate),
-            "up": at.of(self.up),
-            "x_stride": self.gate.stride,
-            "n": self.gate.width,
-            "alpha": float_bits(self.alpha),
-            "limit": float_bits(self.limit),
-        } | self.outputs(at)
+            "other": at.of(other),
+            "other_stride": other.stride,
+            "a": float_bits(self.a),
+            "b": float_bits(self.b),
+            **rows_of(self.x, at),
+            **self.outputs(at),
+        }
 
 
 @dataclass(eq=False)
@@ -403,7 +362,7 @@ class Linear(Op):
 class RopeStore(Op):
     """Rotates q and k in place if `rope` is there, and writes k and v to the cache if it `stores`.
 
-    A q4 cache has the heads of all three rotated, too. A layer that reads another's has q alone.
+    A cache of rotated heads has those of all three rotated, too. A layer that reads another's has q alone.
     """
 
     q: Value
@@ -485,7 +444,7 @@ class AttendFinish(Producer):
 
     @property
     def kernel(self) -> str:
-        rotated = "_rotated" if self.kv_type == "q4" else ""
+        rotated = "_rotated" if KV_TYPES[self.kv_type].is_rotated else ""
         return f"attend_finish{rotated}[{self.spec.group},{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:

@@ -33,6 +33,7 @@ from kukri.kernels.cpu.plan.adapter_ops import (
 from kukri.kernels.cpu.plan.batch_memory import max_partials
 from kukri.kernels.cpu.plan.ops import Buffer, Op, RouteTable, Rows, Value
 from kukri.kernels.cpu.run.abi import MAX_TILE_ROWS, partial_bytes
+from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
@@ -119,14 +120,30 @@ class Recorder:
 
     def gelu(self, x: Value, is_exact: bool = False) -> Value:
         """See Ops.gelu."""
-        y = self._like(x)
-        self._add(ops.Activation(y, x, "gelu_exact" if is_exact else "gelu"))
-        return y
+        return self._elementwise("gelu_exact" if is_exact else "gelu", x)
 
     def tanh(self, x: Value) -> Value:
         """See Ops.tanh."""
+        return self._elementwise("tanh", x)
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """See Ops.softcap."""
+        return self._elementwise("softcap", x, a=cap)
+
+    def gated(self, x: Value, gate: Value, by: GateBy) -> Value:
+        """See Ops.gated."""
+        return self._elementwise(f"gated_{by}", x, gate)
+
+    def clamped_swiglu(self, gate: Value, up: Value, alpha: float, limit: float) -> Value:
+        """See Ops.clamped_swiglu."""
+        return self._elementwise("clamped_swiglu", gate, up, alpha, limit)
+
+    def _elementwise(
+        self, kernel: str, x: Value, other: Value | None = None, a: float = 0.0, b: float = 0.0
+    ) -> Value:
+        """The result of a kernel of `elementwise.py`."""
         y = self._like(x)
-        self._add(ops.Activation(y, x, "tanh"))
+        self._add(ops.Elementwise(y, x, kernel, other, a, b))
         return y
 
     def conv(self, x: Value, spec: ConvSpec, batch: Any) -> Value:
@@ -152,20 +169,6 @@ class Recorder:
         _require_multiple("the width of a state", spec.d_state, 4)
         y = self._value("T", v.width)
         self._add(state_ops.DeltaRule(q, k, v, decay, beta, y, spec))
-        return y
-
-    def gated(self, x: Value, gate: Value, by: GateBy) -> Value:
-        """See Ops.gated."""
-        y = self._like(x)
-        self._add(ops.Gated(y, x, gate, by))
-        return y
-
-    def clamped_swiglu(self, gate: Value, up: Value, alpha: float, limit: float) -> Value:
-        """See Ops.clamped_swiglu. Both must be column views of one buffer."""
-        if gate.stride != up.stride:
-            raise ShapeError("a gated activation needs gate and up side by side")
-        y = self._like(gate)
-        self._add(ops.ClampedSwiGLU(y, gate, up, alpha, limit))
         return y
 
     def linear(
@@ -246,12 +249,6 @@ class Recorder:
         self._add(ops.Scale(y, x, factor))
         return y
 
-    def softcap(self, x: Value, cap: float) -> Value:
-        """See Ops.softcap."""
-        y = self._value(x.rows, x.width)
-        self._add(ops.Softcap(y, x, cap))
-        return y
-
     def split(self, x: Value, widths: Sequence[int]) -> tuple[Value, ...]:
         """See Ops.split."""
         if sum(widths) != x.width:
@@ -284,7 +281,7 @@ class Recorder:
             y = self._value("T", spec.n_heads * spec.d_head)
             self._add(ops.FitHeads(z, y, spec.n_heads))
             return y
-        if spec.reads is None or self._kv_type == "q4":  # q4 has queries rotated
+        if spec.reads is None or KV_TYPES[self._kv_type].is_rotated:  # so have queries to be
             self._add_rope_store(ops.RopeStore(q, k, v, spec, self._kv_type, None, stores=True))
         y = self._value("T", spec.n_heads * spec.d_head)
         if self._limits.mask_heads:

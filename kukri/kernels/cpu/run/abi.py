@@ -84,7 +84,6 @@ SHARED_STEP = 40  # from one chunk's number to the next's
 SHARED_TOKEN = 48
 PARTS_BYTES = 64
 
-KEY_BLOCK_BYTES = 544  # of a q8_0 cache: 32 dimensions of a page's 16 keys, then their float16 scales
 CHUNK_PAGES = 4
 CHUNK_TOKENS = 64  # keys whose softmax is taken together: fixed in absolute position, whatever the batch
 MAX_TILE_ROWS = 16  # query rows (tokens x heads of a group) that attend together

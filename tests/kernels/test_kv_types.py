@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kukri.kernels.pytorch import q4_cache as tensors
-from kukri.kernels.q4_cache import q4_bytes, quantize_heads, rotate_heads, unpack_heads
+from kukri.kernels.kv_types import encode_q4, q4_bytes, rotate_heads, unpack_q4
+from kukri.kernels.pytorch import kv_types as tensors
 
 SIZES = (16, 48, 64, 80, 96, 128, 256)
 
@@ -29,10 +29,10 @@ def test_heads_come_back_within_half_a_step(d_head):
     """Would catch nibbles out of order, a sign lost, a scale that cuts off more than it gains."""
     x = np.random.default_rng(d_head).standard_normal((50, 3, d_head)).astype(np.float32)
     x[0, 0] = 0
-    packed, scales = quantize_heads(x)
+    packed, scales = encode_q4(x)
     assert packed.shape == (50, 3, q4_bytes(d_head))
-    back = unpack_heads(packed, d_head) * scales.astype(np.float32)[..., None]
-    step = np.abs(scales.astype(np.float32))[..., None]
+    back = unpack_q4(packed, d_head) * scales.astype(np.float32)
+    step = np.abs(scales.astype(np.float32))
     is_within = np.abs(x / np.where(step > 0, step, 1)) <= 7
     assert (np.abs(back - x) <= 0.51 * step)[is_within].all()
     assert np.square(back - x).mean() < 0.0115 * np.square(x).mean()
@@ -44,10 +44,10 @@ def test_nan_stays_in_the_scale_and_large_numbers_are_finite():
     x = np.ones((2, 128), np.float32)
     x[0, 3] = np.nan
     x[1] = 65504
-    packed, scales = quantize_heads(rotate_heads(x))
+    packed, scales = encode_q4(rotate_heads(x))
     assert np.isnan(scales[0])
     assert np.isfinite(scales[1])
-    assert np.isfinite(unpack_heads(packed, 128)).all()
+    assert np.isfinite(unpack_q4(packed, 128)).all()
 
 
 @pytest.mark.parametrize("d_head", [48, 64, 80])
@@ -57,10 +57,8 @@ def test_tensors_are_the_same_to_the_bit(d_head):
     rotated = rotate_heads(x)
     got = tensors.rotate_heads(torch.from_numpy(x).flatten(1), d_head)
     np.testing.assert_array_equal(got.numpy(), rotated.reshape(20, -1))
-    packed, scales = quantize_heads(rotated)
-    got_packed, got_scales = tensors.quantize_heads(torch.from_numpy(rotated))
+    packed, scales = encode_q4(rotated)
+    got_packed, got_scales = tensors.encode_q4(torch.from_numpy(rotated))
     np.testing.assert_array_equal(got_packed.numpy(), packed)
-    np.testing.assert_array_equal(got_scales.numpy()[..., 0], scales)
-    np.testing.assert_array_equal(
-        tensors.unpack_heads(got_packed, d_head).numpy(), unpack_heads(packed, d_head)
-    )
+    np.testing.assert_array_equal(got_scales.numpy(), scales)
+    np.testing.assert_array_equal(tensors.unpack_q4(got_packed, d_head).numpy(), unpack_q4(packed, d_head))
