@@ -17,6 +17,7 @@ from kukri.terminal.errors import BenchGroup, ErrorReportingGroup, check_streams
 from kukri.terminal.options import (
     BenchOptions,
     ChatServer,
+    CircuitOptions,
     ClusterOptions,
     CompareOptions,
     DryRun,
@@ -352,6 +353,27 @@ def activations(
 
     model, source = named.and_arguments("MODEL TEXTS", texts)
     store_activations(Path(str(source)), model, options, given(loading), as_json=json)
+
+
+@command(app)
+def circuit(
+    *,
+    named: ModelName,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text whose end is explained.")
+    ] = None,
+    options: CircuitOptions,
+    loading: ModelOptions,
+    json: Json = False,
+) -> None:
+    """Write the attribution graph of a prompt, over the features of transcoders.
+
+    The JSON is circuit-tracer's, for its viewer and Neuronpedia's.
+    """
+    from kukri.terminal.circuit import write_circuit
+
+    model, text = named.and_arguments("MODEL PROMPT", prompt)
+    write_circuit(str(text), model, options, given(loading), as_json=json)
 
 
 @command(app)

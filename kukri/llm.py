@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from kukri.calls.decide import Decision, Normalization
     from kukri.calls.engine_calls import Intervene
     from kukri.interp.cache import ActivationCache
+    from kukri.interp.circuits import AttributionGraph
     from kukri.interp.interventions import Intervention
     from kukri.interp.listening import PointHook
     from kukri.interp.session import FwdHooks, NamesFilter, ReturnType, Session
+    from kukri.interp.transcoders import Transcoders
     from kukri.interp.weights import Weights
     from kukri.tasks import Label, Span, TokenLabel
 
@@ -472,6 +474,16 @@ class LLM:
         results = self.calls.run(calls)
         found = [(r, t.cache(call.requests[0])) for r, t, call in zip(results, taps, calls, strict=True)]
         return found if is_many(prompt) else found[0]
+
+    def attribute(
+        self, prompt: Any, transcoders: Transcoders | str | os.PathLike[str], **options: Any
+    ) -> AttributionGraph:
+        """The attribution graph of a prompt over transcoders, or their directory: see
+        `kukri.interp.circuits.attribute`, whose options it takes.
+        """
+        from kukri.interp.circuits import attribute
+
+        return attribute(self, prompt, transcoders, **options)
 
     def add_hook(self, name: Any, hook: PointHook) -> None:
         """Adds a hook to all later runs with a cache or hooks: see `run_with_hooks`, `reset_hooks`."""

@@ -185,16 +185,24 @@ _BIASES: dict[str, tuple[str, ...]] = {
 def _arrays(path: Path) -> tuple[dict[str, FloatArray], dict[str, Any]]:
     """The arrays of a .safetensors file in float32, and its metadata."""
     file = SafetensorsFile(path)
-    found: dict[str, FloatArray] = {}
-    for name, tensor in file.tensors.items():
-        stored = file.data(tensor)
-        if tensor.dtype == "BF16":
-            array: Any = (stored.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        elif tensor.dtype in _DTYPES:
-            array = stored.view(_DTYPES[tensor.dtype]).astype(np.float32)
-        else:
-            raise FormatError(f"is of type {tensor.dtype}, not floating point", path=path, tensor=name)
-        if not np.isfinite(array).all():
-            raise FormatError("holds numbers that are not finite", path=path, tensor=name)
-        found[name] = array.reshape(tensor.shape)
+    found = {
+        name: as_floats(file.data(tensor), tensor.dtype, path, name).reshape(tensor.shape)
+        for name, tensor in file.tensors.items()
+    }
     return found, file.metadata
+
+
+def as_floats(stored: Any, dtype: str, path: Path, name: str) -> FloatArray:
+    """The bytes of a tensor of a .safetensors file in float32. Raises FormatError on other types and on
+    numbers that are not finite.
+    """
+    if dtype == "BF16":
+        found: Any = (stored.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    elif dtype in _DTYPES:
+        found = stored.view(_DTYPES[dtype]).astype(np.float32)
+    else:
+        raise FormatError(f"is of type {dtype}, not floating point", path=path, tensor=name)
+    if not np.isfinite(found).all():
+        raise FormatError("holds numbers that are not finite", path=path, tensor=name)
+    checked: FloatArray = found
+    return checked

@@ -163,9 +163,9 @@ class Tape:
             y += bias.data
 
         def pull(g: FloatArray) -> None:
-            start = 0
+            flat, start = g.reshape(-1, g.shape[-1]), 0  # NumPy multiplies more dimensions without BLAS
             for matrix in matrices:
-                x.add(g[:, start : start + len(matrix)] @ matrix)
+                x.add((flat[:, start : start + len(matrix)] @ matrix).reshape(*g.shape[:-1], -1))
                 start += len(matrix)
 
         found = self._new(y, pull)
@@ -194,8 +194,8 @@ class Tape:
             columns = slice(start, start + width)
 
             def pull(g: FloatArray, columns: slice = columns) -> None:
-                whole = np.zeros_like(x.x)
-                whole[:, columns] = g
+                whole = np.zeros((*g.shape[:-1], x.x.shape[1]), np.float32)
+                whole[..., columns] = g
                 x.add(whole)
 
             parts.append(self._new(x.x[:, columns], pull))

@@ -13,7 +13,7 @@ from kukri.option_fields import size_bytes
 from kukri.terminal.files import read_text
 from kukri.terminal.options import StoreOptions
 from kukri.terminal.output import n_bytes_text
-from kukri.terminal.progress import loading_bar, token_bar
+from kukri.terminal.progress import counting_bar, loading_bar
 
 
 def store_activations(
@@ -27,7 +27,7 @@ def store_activations(
     texts, shard_bytes = read_texts(source), size_bytes(options.shard_size, "--shard-size")
     with loading_bar() as progress:
         llm = LLM(model, max_context=max(options.context, 16), progress=progress, **loading)
-    with llm, token_bar() as advance:
+    with llm, counting_bar() as advance:
         report = write_store(
             llm,
             texts,

@@ -453,6 +453,24 @@ class StoreOptions:
 
 
 @dataclass(eq=False, repr=False)
+class CircuitOptions:
+    """Options of `kukri circuit`."""
+
+    transcoders: Path | None = option("Directory of the model's transcoders.", metavar="DIR")
+    out: Path | None = option("JSON file to write.", "--out", "-o", metavar="FILE")
+    max_features: int = option(
+        "Features to trace to what they are made of.", default=2048, min=0, metavar="N"
+    )
+    max_logits: int = option("Likeliest next tokens to explain, at most.", default=10, min=1, metavar="N")
+    node_threshold: float = option(
+        "Share of influence that nodes keep.", default=0.8, min=0.0, max=1.0, metavar="SHARE"
+    )
+    edge_threshold: float = option(
+        "Share of influence that edges keep.", default=0.98, min=0.0, max=1.0, metavar="SHARE"
+    )
+
+
+@dataclass(eq=False, repr=False)
 class BenchOptions:
     """Options of `kukri bench`, as `run_bench` has them."""
 

@@ -43,7 +43,7 @@ def _byte_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
 
 
 @contextmanager
-def token_bar() -> Iterator[Callable[[int, int], None]]:
+def counting_bar(what: str = "tokens") -> Iterator[Callable[[int, int], None]]:
     """Yields a function of (tokens done, all of them), which moves a bar on a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -51,9 +51,9 @@ def token_bar() -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("tokens", total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

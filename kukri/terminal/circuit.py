@@ -1,0 +1,46 @@
+"""`kukri circuit`: the attribution graph of a prompt in a file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kukri.errors import ConfigError
+from kukri.llm import LLM
+from kukri.terminal.options import CircuitOptions
+from kukri.terminal.progress import counting_bar, loading_bar
+
+
+def write_circuit(
+    prompt: str, model: str | None, options: CircuitOptions, loading: dict[str, Any], *, as_json: bool
+) -> None:
+    """Writes the graph of a prompt, and says what it has. See `LLM.attribute`."""
+    if options.transcoders is None or options.out is None:
+        raise ConfigError("give the transcoders and a file: --transcoders DIR --out graph.json")
+    with loading_bar() as progress:
+        llm = LLM(model, progress=progress, **loading)
+    with llm, counting_bar("targets") as advance:
+        graph = llm.attribute(
+            prompt,
+            options.transcoders,
+            max_features=options.max_features,
+            max_logits=options.max_logits,
+            progress=advance,
+        )
+        found = graph.save(
+            options.out,
+            llm.tokenizer.token_text,
+            node_threshold=options.node_threshold,
+            edge_threshold=options.edge_threshold,
+        )
+    nodes, n_links = found["nodes"], len(found["links"])
+    logits = [node["clerp"] for node in nodes if node["feature_type"] == "logit"]
+    n_traced = len(graph.features)
+    if as_json:
+        counts = {"active_features": graph.n_active, "traced_features": n_traced}
+        counts |= {"nodes": len(nodes), "links": n_links}
+        print(json.dumps({"file": str(options.out), **counts, "logits": logits}, ensure_ascii=False))
+        return
+    print(f"{options.out}: {len(nodes):,} nodes and {n_links:,} links")
+    print(f"{n_traced:,} of {graph.n_active:,} active features traced")
+    print(", ".join(logits))
