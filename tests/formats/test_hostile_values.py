@@ -128,6 +128,7 @@ def opened(path: Path) -> None:
 
 
 KINDS = ("llama", "phi3-longrope", "gpt_oss", "lfm2-adjusted", "qwen3_5_text", "gemma3_text-pattern")
+KINDS += ("gemma4_text", "gemma4_moe_text")
 KINDS += ("granitemoehybrid", "olmo3-yarn", "smollm3")
 MODULES = {"Transformer": "", "Pooling": "1", "Dense": "2", "Normalize": "3"}
 ENCODER_FILES = {
