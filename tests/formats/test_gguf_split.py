@@ -147,7 +147,7 @@ def _doubled(parts: list[Path]) -> None:
     [
         (_missing, 0, r"m-00002-of-00003\.gguf: is missing: the model is split into 3 files"),
         (_missing, 2, r"m-00002-of-00003\.gguf: is missing"),
-        (_renamed, None, r"model\.gguf: is one of 3 parts .* must be called like name-00001-of-00003\.gguf"),
+        (_renamed, None, r"model\.gguf: is one of 3 parts .* must be named like name-00001-of-00003\.gguf"),
         (_renamed, 1, r"m-00001-of-00003\.gguf: is missing"),
         (_swapped, 0, r"m-00002-of-00003\.gguf: key 'split\.no' is 2 where part 2 of this model has 1"),
         (_cut, 0, r"m-00003-of-00003\.gguf, .*do not fit into a file"),

@@ -263,7 +263,7 @@ def test_absent_cut_and_contradicting_shards(tmp_path):
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     del index["weight_map"]["c"]
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError, match=r"tensor 'c': is not in model\.safetensors\.index\.json"):
+    with pytest.raises(FormatError, match=r"tensor 'c': is missing from model\.safetensors\.index\.json"):
         open_files(directory)
 
 

@@ -322,7 +322,7 @@ def test_errors_have_the_form_of_their_api(smollm2_path):
         assert "larger than 2000 bytes" in check_message_error(too_large, 413)
         assert too_large.json()["error"]["type"] == "request_too_large"
         limited = http.post("/v1/messages", json={}, headers=key)
-        assert "4 requests a minute" in check_message_error(limited, 429)
+        assert "4 POST requests a minute" in check_message_error(limited, 429)
         assert limited.json()["error"]["type"] == "rate_limit_error"
         assert limited.headers["retry-after"]
         both = (key | {"authorization": value} for value in ("Bearer k1", "Bearer x", "Basic x"))
