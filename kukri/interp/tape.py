@@ -165,7 +165,9 @@ class Tape:
         def pull(g: FloatArray) -> None:
             flat, start = g.reshape(-1, g.shape[-1]), 0  # NumPy multiplies more dimensions without BLAS
             for matrix in matrices:
-                x.add((flat[:, start : start + len(matrix)] @ matrix).reshape(*g.shape[:-1], -1))
+                part = flat[:, start : start + len(matrix)]
+                if part.any():  # queries and keys of a frozen pattern have no gradient
+                    x.add((part @ matrix).reshape(*g.shape[:-1], -1))
                 start += len(matrix)
 
         found = self._new(y, pull)
