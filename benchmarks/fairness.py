@@ -1,10 +1,12 @@
 """A short chat beside a long prompt, and a full server: `python -m benchmarks.fairness`.
 
 - **beside**: the first token of a short prompt that arrives when three quarters of a long one are read, from
-  the same user, from another, and of a better priority, against the same prompt alone; and what the long one
-  loses by it. Every round has all of them, one after another. A model with a longer context than the
+  the same user, from another, and of a better priority, against the same prompt alone; how many steps it
+  waits for, which no other load of the machine changes; and what the long one loses by it. Every round has
+  all of them, each begins with another, and a first one warms up. A model with a longer context than the
   default's: `python -m benchmarks.make_model qwen2.5-0.5b`.
-- **full**: a step of many streams while others wait that find no room, against one without, in turns.
+- **full**: a step of many streams while others wait that find no room, against one without. A round has both
+  twice, in the order 1, 2, 2, 1: the contexts grow meanwhile, and with them each step's time.
 
 Prompts are random ids and sampling is greedy; the engine runs on its thread, as in a server.
 """
@@ -13,11 +15,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from kukri.engine import Engine, EngineLoop, Request, StepOutput
 from kukri.sampling import SamplingParams
 
 _SHORT, _ANSWER = 30, 16  # tokens of the chat's prompt, and of its answer
-_LONG = 13_000  # or what the context holds
+_LONG = 13_000
 _ARRIVES = 0.75  # of the long prompt, when the chat comes
 _CASES: dict[str, dict[str, Any]] = {
     "same user": {"client": "a"},
@@ -47,46 +49,58 @@ class FairnessReport:
     n_long: int
     alone_ms: float  # first token of the chat without a neighbour
     beside_ms: dict[str, float]  # and beside a long prompt, by case
+    steps: dict[str, int]  # from the chat's arrival to its first token, the one under way included; the most
     long_ms: float  # first token of the long prompt alone
     long_ratio: dict[str, float]  # its time beside a chat against alone
     full: Comparison  # ms of a step
 
 
 def measure(
-    model: str | None, n_threads: int, n_streams: int, rounds: int, say: Say = silent
+    model: str | None, n_threads: int, n_streams: int, rounds: int, n_long: int = _LONG, say: Say = silent
 ) -> FairnessReport:
     """Measures both."""
-    path = model_path(model, _STREAM_PROMPT + _STEPS * (rounds + 2))
+    path = model_path(model, _STREAM_PROMPT + _STEPS * (4 * rounds + 8))
     say("a full server")
     with_waiters = _full(str(path), n_threads, n_streams, rounds)
-    kukri = Kukri(path, n_threads, _context(path), max_requests=n_streams, prefix_cache=False)
-    n_long = min(_LONG, kukri.llm.engine.max_context - 1)
+    kukri = Kukri(path, n_threads, _context(path, n_long), max_requests=n_streams, prefix_cache=False)
+    n_long = min(n_long, kukri.llm.engine.max_context - 1)
     say(f"a chat beside a prompt of {n_long} tokens")
     user = _User(kukri.llm.engine, n_long)
-    found = [[user.chat_alone(), user.long_alone(), *map(user.both, _CASES)] for _ in range(rounds)]
+    measures: list[Callable[[], _FirstTokens]] = [user.alone, *(partial(user.both, case) for case in _CASES)]
+    found = in_turns(measures, rounds, say)
     user.close()
     kukri.close()
-    alone, long, *cases = ([*column] for column in zip(*found, strict=True))
+    alone, *beside = zip(*found, strict=True)
+    cases = dict(zip(_CASES, beside, strict=True))
     return FairnessReport(
         str(path),
         n_threads,
         n_long,
-        median(alone),
-        {name: median(short for short, _ in case) for name, case in zip(_CASES, cases, strict=True)},
-        median(long),
+        median(one.chat_ms for one in alone),
+        {name: median(one.chat_ms for one in case) for name, case in cases.items()},
+        {name: max(one.n_steps for one in case) for name, case in cases.items()},
+        median(one.long_ms for one in alone),
         {
-            name: median(both / one for (_, both), one in zip(case, long, strict=True))
-            for name, case in zip(_CASES, cases, strict=True)
+            name: median(one.long_ms / lone.long_ms for one, lone in zip(case, alone, strict=True))
+            for name, case in cases.items()
         },
         with_waiters,
     )
 
 
-def _context(path: Any) -> int:
+def _context(path: Any, n_long: int) -> int:
     from kukri.formats.headers import read_headers
 
     config = read_headers(path).config
-    return min(_LONG + 1, config.max_context if config is not None else _LONG)
+    return min(n_long + 1, config.max_context if config is not None else n_long)
+
+
+class _FirstTokens(NamedTuple):
+    """Milliseconds to the first tokens of a chat and of a long prompt, and the steps that the chat waited."""
+
+    chat_ms: float
+    long_ms: float
+    n_steps: int = 0
 
 
 class _User:
@@ -96,6 +110,7 @@ class _User:
         self._engine, self._n_long = engine, n_long
         self._random = np.random.default_rng(0)
         self._changed = threading.Condition()
+        self._n_steps: dict[int, int] = {}  # of the engine, at the first token of each request
         self._loop = EngineLoop(engine, self._deliver)
         self._loop.start()
 
@@ -103,27 +118,25 @@ class _User:
         """Ends the thread."""
         self._loop.stop()
 
-    def chat_alone(self) -> float:
-        """Milliseconds to the first token of a chat."""
+    def alone(self) -> _FirstTokens:
+        """A chat, and then a long prompt."""
         chat = self._send(_SHORT, _ANSWER)
         self._wait(chat)
-        return 1e3 * chat.timings.first_token_s
-
-    def long_alone(self) -> float:
-        """Milliseconds to the first token of a long prompt."""
         long = self._send(self._n_long, 1)
         self._wait(long)
-        return 1e3 * long.timings.first_token_s
+        return _FirstTokens(1e3 * chat.timings.first_token_s, 1e3 * long.timings.first_token_s)
 
-    def both(self, case: str) -> tuple[float, float]:
-        """The same for a chat that arrives while a long prompt is read, and for the long prompt."""
+    def both(self, case: str) -> _FirstTokens:
+        """A chat that arrives while a long prompt is read."""
         long = self._send(self._n_long, 1, client="a")
         while long.n_cached < _ARRIVES * self._n_long:
             time.sleep(0.01)
+        n_before = self._loop.status().n_steps
         chat = self._send(_SHORT, _ANSWER, **_CASES[case])
         self._wait(chat)
         self._wait(long)
-        return 1e3 * chat.timings.first_token_s, 1e3 * long.timings.first_token_s
+        chat_s, long_s = (one.timings.first_token_s for one in (chat, long))
+        return _FirstTokens(1e3 * chat_s, 1e3 * long_s, self._n_steps[chat.id] - n_before)
 
     def _send(self, n_prompt: int, n_new: int, **options: Any) -> Request:
         prompt = self._random.integers(0, self._engine.model.config.n_vocab, n_prompt)
@@ -136,13 +149,15 @@ class _User:
             self._changed.wait_for(lambda: request.has_ended)
 
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:
+        for output in outputs:
+            self._n_steps.setdefault(output.request.id, self._loop.status().n_steps)
         with self._changed:
             self._changed.notify_all()
 
 
 def _full(path: str, n_threads: int, n_streams: int, rounds: int) -> Comparison:
     """Milliseconds of a step of all streams, with twice as many requests as run and with just as many."""
-    context = _STREAM_PROMPT + _STEPS * (2 * rounds + 4)
+    context = _STREAM_PROMPT + _STEPS * (4 * rounds + 8)
     kukri = Kukri(path, n_threads, context, max_requests=n_streams, prefix_cache=False)
     engine, random = kukri.llm.engine, np.random.default_rng(1)
     prompts = random.integers(0, engine.model.config.n_vocab, (2 * n_streams, _STREAM_PROMPT))
@@ -167,8 +182,8 @@ def _full(path: str, n_threads: int, n_streams: int, rounds: int) -> Comparison:
             engine.abort(request)
         return 1e3 * median(times)
 
-    measures = [partial(step_ms, n) for n in (n_streams, 0)]
-    found = Comparison.of(("waiting", "none"), in_turns(measures, rounds, silent))
+    rows = [[step_ms(n) for n in (n_streams, 0, 0, n_streams)] for _ in range(rounds + 1)][1:]
+    found = Comparison.of(("waiting", "none"), [((a + d) / 2, (b + c) / 2) for a, b, c, d in rows])
     kukri.close()
     return found
 
@@ -178,11 +193,12 @@ def _greedy(n_new: int) -> SamplingParams:
 
 
 def _tables(report: FairnessReport) -> Iterator[Table | str]:
-    rows = [["alone", f"{report.alone_ms:.0f}", "", ""]]
+    rows = [["alone", f"{report.alone_ms:.0f}", "", "", ""]]
     for name, ms in report.beside_ms.items():
-        rows.append([name, f"{ms:.0f}", f"{ms / report.alone_ms:.1f}", f"{report.long_ratio[name]:.3f}"])
+        ratio, of_long = f"{ms / report.alone_ms:.1f}", f"{report.long_ratio[name]:.3f}"
+        rows.append([name, f"{ms:.0f}", ratio, str(report.steps[name]), of_long])
     title = f"first token of {_SHORT} tokens beside {report.n_long} ({report.long_ms / 1e3:.1f} s alone)"
-    yield Table(title, ["", "ms", "of alone", "the long one's time"], rows)
+    yield Table(title, ["", "ms", "of alone", "steps, at most", "the long one's time"], rows)
     waiting, none = (report.full.median(name) for name in ("waiting", "none"))
     yield (
         f"a step of a full server: {waiting:.3f} ms while others wait, {none:.3f} ms while none does "
@@ -195,8 +211,11 @@ def main() -> None:
     experiment = Experiment("fairness", "Measure a chat beside a long prompt, and a full server.")
     experiment.count("-s", "--streams", 16, "streams of the full server")
     experiment.count("-r", "--rounds", 5, "rounds of each")
+    experiment.count("-p", "--prompt-tokens", _LONG, "tokens of the long prompt, or what the context holds")
     given = experiment.parse()
-    report = measure(given.model, given.threads, given.streams, given.rounds, experiment.say)
+    report = measure(
+        given.model, given.threads, given.streams, given.rounds, given.prompt_tokens, experiment.say
+    )
     experiment.show(report, *_tables(report))
 
 

@@ -19,6 +19,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from math import inf
 
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.request import ProgramKind, Request, RequestState
@@ -32,6 +33,8 @@ from kukri.sampling import SampledToken
 logger = logging.getLogger("kukri.engine")
 
 _LOOK_AHEAD = 32  # waiting requests of a client among which the shortest may be taken first
+# share of a step's time that others get in a step that also begins shorter prompts
+_SHARE_WITH_SHORTER = 0.25
 # least tokens per step of the prompt in turn, however long they take: a panel of matrix kernels
 _LEAST_TOKENS = 8
 
@@ -77,6 +80,8 @@ class Scheduler:
         """Queues a new request. Raises CapacityError if it could outgrow the whole pool."""
         self.residence.check_fits(request)
         self.residence.note_cached(request)
+        if self.running or self.waiting:
+            self.cost.share()
         request.state = RequestState.WAITING
         self.waiting.arrive(request)
 
@@ -176,12 +181,15 @@ class Scheduler:
         first = prompts[0]
         least = self.cost.of(first.n_cached, _LEAST_TOKENS)
         shorter = [r for r in prompts if r.priority == first.priority and _n_left(r) < _n_left(first)]
-        n_tokens, limit = budget.n_prompt_tokens, self.cost.limit
+        n_tokens, rest = budget.n_prompt_tokens, sum(self.cost.of(r.n_cached, _n_left(r)) for r in prompts)
+        limit = self.cost.limit(n_tokens, rest, has_decodes=bool(step.chunks))
         if shorter and not self.takes_whole:
-            half = n_tokens // 2
+            half, n_chunks = n_tokens // 2, len(step.chunks)
             budget.n_prompt_tokens, budget.cost = half, max(limit / 2, least)
             self._begin(sorted(shorter, key=_n_left), budget, step, n_most)
             budget.n_prompt_tokens += n_tokens - half
+            if any(chunk.gives_token for chunk in step.chunks[n_chunks:]):  # which waits for all of the step
+                limit = min(limit, step.prompt_cost + limit * _SHARE_WITH_SHORTER)
         budget.cost = max(limit - step.prompt_cost, least)
         self._begin(prompts, budget, step, n_most)
 
@@ -482,8 +490,7 @@ class _Budget:
 
     def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
         self.takes_whole, self.is_unspent = scheduler.takes_whole, True
-        self._step_cost = scheduler.cost
-        self.cost = scheduler.cost.limit  # of prompts
+        self._step_cost, self.cost = scheduler.cost, inf  # of prompts
         self.n_preemptions = scheduler.n_preemptions  # before the step
         self.n_saved_pages = scheduler.residence.saved_per_step
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens

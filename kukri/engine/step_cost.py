@@ -1,7 +1,9 @@
 """What a step's prompt tokens cost, and how many of them a step has time for.
 
 The unit is the cost of a token that sees no others. Attention makes a token dearer with each key that it
-sees: at a depth of `even_depth` keys it costs as much as all else. How long a unit takes is measured.
+sees: at a depth of `even_depth` keys it costs as much as all else. Reading the weights costs a step a few
+units too, so a step is not cut below what makes that a small part of it: the less so while nobody else is
+served, who could wait for it. How long a unit takes is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ _MANY = 1 << 30
 _WEIGHT = 0.3  # weight of the newest measurement
 # most that one measurement may exceed those before: a machine that was asleep says nothing
 _MOST_GROWTH = 2.0
+_WEIGHTS = 16.0  # units that reading the weights costs a step: 4 to 20 were measured
 _MIN_UNITS = 16.0  # smallest step that is measured: smaller ones mostly read the weights
+_LEAST_UNITS = 128.0  # least units of a step: in smaller ones reading the weights would be too much of it
+_SHARED_S = 10.0  # seconds of steps for which another request is expected after one came among others
 _ATTENTION_OPS = 4.0  # ops of a matrix product in the time of one op of attention, which is float32
 
 
@@ -28,11 +33,24 @@ class StepCost:
         """`even_depth` is in tokens."""
         self._even_depth, self._max_step_s = even_depth, max_step_s
         self._unit_s: float | None = None
+        self._shared_s = 0.0  # of steps to come, before which nobody else is expected
 
-    @property
-    def limit(self) -> float:
-        """The units that a step has time for."""
-        return inf if self._unit_s is None else self._max_step_s / self._unit_s
+    def share(self) -> None:
+        """Notes that a request came while others were served."""
+        self._shared_s = _SHARED_S
+
+    def limit(self, n_most: int, rest: float, *, has_decodes: bool) -> float:
+        """The units of prompts that a step of up to `n_most` of their tokens has time for.
+
+        `rest` are the units of all that is left of them.
+        """
+        if self._unit_s is None:
+            return inf
+        if has_decodes or self._shared_s > 0.0:
+            least = min(_LEAST_UNITS, float(n_most))
+        else:  # what is left is not cut in two if no more than a first step
+            least = rest if rest <= self.of(0, n_most) else self.of(0, n_most // 2)
+        return max(self._max_step_s / self._unit_s - _WEIGHTS, least)
 
     def of(self, start: int, n_tokens: int) -> float:
         """The units of a prompt's tokens `start` to `start + n_tokens - 1`."""
@@ -49,9 +67,10 @@ class StepCost:
 
     def observe(self, units: float, elapsed_s: float) -> None:
         """Notes how long a step took whose prompt tokens cost this much."""
+        self._shared_s = max(self._shared_s - elapsed_s, 0.0)
         if units < _MIN_UNITS:
             return
-        unit_s = max(elapsed_s, 1e-9) / units
+        unit_s = max(elapsed_s, 1e-9) / (units + _WEIGHTS)
         if self._unit_s is None:
             self._unit_s = unit_s
         else:
@@ -64,7 +83,8 @@ def even_depth(config: ModelConfig, n_parameters: int) -> float:
     for layer in config.layers:
         if not layer.is_recurrent and layer.window is None:
             keys += config.n_heads * (layer.d_head or config.d_head)
-    n_products = max(n_parameters - config.n_vocab * config.d_model, n_parameters // 4)
+    n_tables = 1 if config.tie_embeddings else 2  # a prompt looks up its tokens, and has one row of logits
+    n_products = max(n_parameters - n_tables * config.n_vocab * config.d_model, n_parameters // 4)
     if config.mixture is not None:
         n_products = n_products * config.mixture.n_used // config.mixture.n_experts
     return max(n_products / (2 * keys * _ATTENTION_OPS), 1.0) if keys else inf
