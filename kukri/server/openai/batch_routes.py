@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query, Request
 from pydantic import Field
@@ -11,7 +10,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from kukri.server.access import client_of
 from kukri.server.errors import NotFoundError
-from kukri.server.openai.batches import Batch, Batches, StoredFile
+from kukri.server.openai.batches import Batches
+from kukri.server.openai.lists import listed
 from kukri.server.schema import Body
 
 
@@ -59,7 +59,8 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
         after: str | None = None,
     ) -> JSONResponse:
         """Lists the client's files, the newest first: those after an id, so many at most."""
-        return _listed((here := kept()).files(await owner(here, request), purpose), limit, after)
+        found = (here := kept()).files(await owner(here, request), purpose)
+        return listed([one.described() for one in found], limit, after)
 
     @app.get("/v1/files/{file_id}")
     async def file(request: Request, file_id: str) -> JSONResponse:
@@ -97,7 +98,8 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
         request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
     ) -> JSONResponse:
         """Lists the client's batches, the newest first: those after an id, so many at most."""
-        return _listed((here := kept()).batches(await owner(here, request)), limit, after)
+        found = (here := kept()).batches(await owner(here, request))
+        return listed([one.described() for one in found], limit, after)
 
     @app.get("/v1/batches/{batch_id}")
     async def batch(request: Request, batch_id: str) -> JSONResponse:
@@ -114,15 +116,3 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
     async def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
         """Cancels a batch: requests that run are finished."""
         return JSONResponse((await (here := kept()).cancel(await owner(here, request), batch_id)).described())
-
-
-def _listed(found: Sequence[StoredFile | Batch], limit: int, after: str | None) -> JSONResponse:
-    """A page of a list. Raises NotFoundError if nothing in it has the id `after`."""
-    ids = [one.id for one in found]
-    if after is not None and after not in ids:
-        raise NotFoundError(f"there is no {after[:100]!r} in this list", param="after")
-    start = 0 if after is None else ids.index(after) + 1
-    data: list[Any] = [one.described() for one in found[start : start + limit]]
-    has_more = start + limit < len(found)
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-    return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})

@@ -67,9 +67,13 @@ async def respond(served: ServedModel, body: ResponseBody, http: Request) -> Res
     model = served.check_model(body.model)
     tools = ResponseTools.of(body)
     http.scope["kukri.left_out"] = tools.left_out
-    chat = await served.open(parse_response(body, items_of(body, http)), http.scope)
-    store: ResponseStore = http.app.state.responses
-    keep = partial(_keep, store, http.scope["kukri.client"].owner, body) if body.store is not False else None
+    items = items_of(body, http)
+    chat = await served.open(parse_response(body, items), http.scope)
+    keep = None
+    if body.store is not False:
+        own = items[-len(_own_items(body)) :]
+        owner, store = http.scope["kukri.client"].owner, http.app.state.responses
+        keep = partial(_keep, store, owner, body.previous_response_id, own)
     writer = ResponseWriter(served, chat, body, model, tools, keep)
     return Reply(served, chat.call, writer, stream=bool(body.stream))
 
@@ -97,10 +101,28 @@ def _own_items(body: ResponseBody) -> list[Item]:
     return list(body.input)
 
 
-def _keep(store: ResponseStore, owner: str, body: ResponseBody, response: dict[str, Any]) -> None:
-    """Keeps a response that is finished."""
-    given = [item.model_dump(exclude_none=True) for item in _own_items(body)]
-    store.add(owner, body.previous_response_id, given, response)
+def _keep(
+    store: ResponseStore, owner: str, previous: str | None, own: Sequence[Item], response: dict[str, Any]
+) -> None:
+    """Keeps a response that is finished, with its own input."""
+    store.add(owner, previous, [_as_listed(item) for item in own], response)
+
+
+def _as_listed(item: Item) -> dict[str, Any]:
+    """An item of an input with all that an output's has: an id, a type, a status, content in parts."""
+    given = item.model_dump(exclude_none=True)
+    kind = given.setdefault("type", "message")
+    given.setdefault("id", f"{_ID_KINDS.get(kind, 'item')}_{uuid4().hex}")
+    if kind == "reasoning":
+        return {"summary": [], **given}
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        given["content"] = [{"type": "input_text", "text": item.content}]
+    if isinstance(item, MessageItem) and item.role == "assistant":
+        given["content"] = [
+            {**part, "type": "output_text", "annotations": []} if "text" in part else part
+            for part in given["content"]
+        ]
+    return {"status": "completed", **given}
 
 
 def parse_response(body: ResponseBody, items: Sequence[Item] | None = None) -> ChatRequest:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.server.access import check_interp
@@ -17,6 +17,7 @@ from kukri.server.openai.chat_completions import complete_chat, parse_chat
 from kukri.server.openai.completions import complete
 from kukri.server.openai.decide import DecideBody, decide
 from kukri.server.openai.embeddings import EmbeddingBody, embed
+from kukri.server.openai.lists import listed
 from kukri.server.openai.rerank import RerankBody, ScoreBody, rerank, score
 from kukri.server.openai.response_store import ResponseStore
 from kukri.server.openai.responses import items_of, parse_response, respond
@@ -52,12 +53,18 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return JSONResponse(store.find(request.scope["kukri.client"].owner, response_id).response)
 
     @app.get("/v1/responses/{response_id}/input_items")
-    async def stored_input(response_id: str, request: Request) -> JSONResponse:
-        """The items of its own input, the last first."""
+    async def stored_input(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> JSONResponse:
+        """The items of its own input, the last first: those after an id, so many at most."""
         store: ResponseStore = app.state.responses
         stored = store.find(request.scope["kukri.client"].owner, response_id)
-        items = stored.items[: stored.n_input][::-1]
-        return JSONResponse({"object": "list", "data": items, "has_more": False})
+        items = stored.items[: stored.n_input]
+        return listed(items if order == "asc" else items[::-1], limit, after)
 
     @app.delete("/v1/responses/{response_id}")
     async def forget_response(response_id: str, request: Request) -> JSONResponse:
