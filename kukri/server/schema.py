@@ -8,6 +8,7 @@ not declared is an error unless it is null. Fields beyond OpenAI's are spelled a
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema
 
-from kukri.errors import RequestError
+from kukri.errors import RequestError, brief
 from kukri.interp.interventions import MAX_INTERVENTIONS
 from kukri.interp.places import MAX_PLACES, MAX_TEXT
 from kukri.sampling import Grammar
@@ -25,6 +26,7 @@ from kukri.server.chat.request import only_grammar
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.tokenizer import newest_turn, note
 
+_TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
 TEXT_ONLY = "the model reads and writes only text"
@@ -633,9 +635,7 @@ class UnloadAdapterBody(Body):
 def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError as error:
-        raise RequestError(
-            f"the keys of logit_bias must be token ids: {error!s:.100}", param="logit_bias"
-        ) from None
+    if wrong := [key for key in bias if not _TOKEN_ID.fullmatch(key)]:
+        message = f"the keys of logit_bias must be token ids, not {brief(', '.join(wrong[:5]))}"
+        raise RequestError(message, param="logit_bias")
+    return {int(token_id): value for token_id, value in bias.items()}

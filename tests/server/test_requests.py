@@ -259,6 +259,14 @@ WRONG = [
 ]  # fmt: skip
 
 
+def test_every_wrong_key_of_logit_bias_is_named(served):
+    """Python's words about the first of them alone."""
+    with served.http() as http:
+        wrong = http.post(CHAT, json=ASK[CHAT] | {"logit_bias": {"a": 1, "5": 1, "1.5": 2}})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"] == "the keys of logit_bias must be token ids, not 'a, 1.5'"
+
+
 @pytest.mark.parametrize(("path", "wrong", "param"), WRONG, ids=lambda value: str(value)[:40])
 def test_wrong_values_are_named(served, path, wrong, param):
     """Catches a caller's mistake that becomes a 500, an empty answer, or an error that names no field."""
