@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -163,6 +164,8 @@ def duration_s(value: float | str, name: str) -> float:
 
 
 def _duration(value: Any) -> float:
+    if type(value) in (int, float) and isfinite(value):
+        return float(value)
     given = str(value).strip()
     if len(given) > 32 or isinstance(value, bool) or not _DURATION.fullmatch(given.removeprefix("-")):
         raise ValueError("a time such as 300, 10m or 1h30m")

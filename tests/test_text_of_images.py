@@ -134,7 +134,7 @@ def test_other_tensors_are_still_an_error(tmp_path: Path) -> None:
 
     save(tmp_path, "gemma3")
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["audio_tower.conv.weight"] = np.zeros(3, np.float32)
+    tensors["speech_tower.conv.weight"] = np.zeros(3, np.float32)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnusedTensorError, match=r"takes: 'audio_tower\.conv\.weight'"):
+    with pytest.raises(UnusedTensorError, match=r"takes: 'speech_tower\.conv\.weight'"):
         LLM(tmp_path, backend="reference")

@@ -49,8 +49,8 @@ class ScaleWeights(Op):
     kernel = "gated_itself"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        gate = {"gate": at.of_array(whole_vectors(self.scales)), "gate_stride": 0}
-        return rows_of(self.x, at) | gate | {"y": at.of(self.y), "y_stride": self.y.stride, "panels": 0}
+        scales = {"other": at.of_array(whole_vectors(self.scales)), "other_stride": 0, "a": 0, "b": 0}
+        return rows_of(self.x, at) | scales | {"y": at.of(self.y), "y_stride": self.y.stride, "panels": 0}
 
 
 @dataclass(eq=False)
