@@ -1,4 +1,4 @@
-"""A short chat beside a long prompt, and a full server: `python -m benchmarks.fairness`.
+"""A short chat next to a long prompt, and a full server: `python -m benchmarks.fairness`.
 
 - **beside**: the first token of a short prompt that arrives when three quarters of a long one are read, from
   the same user, from another, and of a better priority, against the same prompt alone; how many steps it
@@ -48,10 +48,10 @@ class FairnessReport:
     n_threads: int
     n_long: int
     alone_ms: float  # first token of the chat without a neighbour
-    beside_ms: dict[str, float]  # and beside a long prompt, by case
+    beside_ms: dict[str, float]  # and next to a long prompt, by case
     steps: dict[str, int]  # from the chat's arrival to its first token, the one under way included; the most
     long_ms: float  # first token of the long prompt alone
-    long_ratio: dict[str, float]  # its time beside a chat against alone
+    long_ratio: dict[str, float]  # its time next to a chat against alone
     full: Comparison  # ms of a step
 
 
@@ -64,14 +64,14 @@ def measure(
     with_waiters = _full(str(path), n_threads, n_streams, rounds)
     kukri = Kukri(path, n_threads, _context(path, n_long), max_requests=n_streams, prefix_cache=False)
     n_long = min(n_long, kukri.llm.engine.max_context - 1)
-    say(f"a chat beside a prompt of {n_long} tokens")
+    say(f"a chat next to a prompt of {n_long} tokens")
     user = _User(kukri.llm.engine, n_long)
     measures: list[Callable[[], _FirstTokens]] = [user.alone, *(partial(user.both, case) for case in _CASES)]
     found = in_turns(measures, rounds, say)
     user.close()
     kukri.close()
-    alone, *beside = zip(*found, strict=True)
-    cases = dict(zip(_CASES, beside, strict=True))
+    alone, *others = zip(*found, strict=True)
+    cases = dict(zip(_CASES, others, strict=True))
     return FairnessReport(
         str(path),
         n_threads,
@@ -197,7 +197,7 @@ def _tables(report: FairnessReport) -> Iterator[Table | str]:
     for name, ms in report.beside_ms.items():
         ratio, of_long = f"{ms / report.alone_ms:.1f}", f"{report.long_ratio[name]:.3f}"
         rows.append([name, f"{ms:.0f}", ratio, str(report.steps[name]), of_long])
-    title = f"first token of {_SHORT} tokens beside {report.n_long} ({report.long_ms / 1e3:.1f} s alone)"
+    title = f"first token of {_SHORT} tokens next to {report.n_long} ({report.long_ms / 1e3:.1f} s alone)"
     yield Table(title, ["", "ms", "of alone", "steps, at most", "the long one's time"], rows)
     waiting, none = (report.full.median(name) for name in ("waiting", "none"))
     yield (
@@ -208,7 +208,7 @@ def _tables(report: FairnessReport) -> Iterator[Table | str]:
 
 def main() -> None:
     """Runs the experiment."""
-    experiment = Experiment("fairness", "Measure a chat beside a long prompt, and a full server.")
+    experiment = Experiment("fairness", "Measure a chat next to a long prompt, and a full server.")
     experiment.count("-s", "--streams", 16, "streams of the full server")
     experiment.count("-r", "--rounds", 5, "rounds of each")
     experiment.count("-p", "--prompt-tokens", _LONG, "tokens of the long prompt, or what the context holds")

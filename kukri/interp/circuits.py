@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,18 @@ class AttributionGraph:
         """How much of the logits comes through each node, [nodes]: shares of absolute edges, over all paths
         to the logits, which count by their probability.
         """
+        return self._node_influence
+
+    @cached_property
+    def _node_influence(self) -> FloatArray:
+        return _influence(_shares(self.edges), self._weights)
+
+    @property
+    def _weights(self) -> FloatArray:
+        """The nodes' own weights: the logits' probabilities, [nodes]."""
         weights = np.zeros(len(self.edges), np.float32)
         weights[-len(self.logit_tokens) :] = self.probabilities
-        return _influence(_shares(self.edges), weights)
+        return weights
 
     def prune(self, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> tuple[Any, Any]:
         """(nodes, edges) to keep, as masks: the fewest that hold these shares of the influence on the logits.
@@ -81,10 +91,8 @@ class AttributionGraph:
         n_features, n_kept = len(self.features), self.n_tokens + len(self.logit_tokens)
         nodes = _largest(self.influence(), node_threshold)
         nodes[-n_kept:] = True
-        weights = np.zeros(len(nodes), np.float32)
-        weights[-len(self.logit_tokens) :] = self.probabilities
         shares = _shares(self.edges * nodes * nodes[:, None])
-        through = _influence(shares, weights) + weights
+        through = _influence(shares, self._weights) + self._weights
         edges = _largest((shares * through[:, None]).reshape(-1), edge_threshold).reshape(shares.shape)
         edges &= shares > 0
         while True:

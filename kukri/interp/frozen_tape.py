@@ -79,11 +79,8 @@ class FrozenTape(Tape):
         """Of what is gated alone: the gate is as it is."""
         if by == "itself":
             raise UnsupportedError("attribution graphs need gates that are not the gated value itself")
-        before = len(self._nodes)
-        found = super().gated(x, gate, by)
-        del self._nodes[before:]
-        factor = np.divide(found.x, x.x, out=np.zeros_like(x.x), where=x.x != 0)
-        return self._new(found.x, lambda g: x.add(g * factor[: g.shape[-2]]))
+        factor = super().gated(Variable(np.ones_like(x.x)), gate, by).x
+        return self._new(x.x * factor, lambda g: x.add(g * factor[: g.shape[-2]]))
 
     def delta_rule(self, *inputs: Any, **options: Any) -> Variable:
         """Raises UnsupportedError: a recurrent layer's mixing is not a pattern."""

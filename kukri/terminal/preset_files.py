@@ -112,9 +112,9 @@ def _made(
             f"{file}: the template is one of Go, which only Ollama reads: leave it out, for the model's own, "
             "or give one in Jinja"
         )
-    beside = file.parent / model
-    is_path = model.startswith((".", "/", "~")) or beside.exists()
-    found = str(beside) if is_path and not model.startswith(("/", "~")) else model
+    sibling = file.parent / model
+    is_path = model.startswith((".", "/", "~")) or sibling.exists()
+    found = str(sibling) if is_path and not model.startswith(("/", "~")) else model
     path = None if adapter is None else file.parent / Path(adapter).expanduser()
     return PresetFile(preset, found, template, path)
 
