@@ -159,7 +159,7 @@ class Edit:
         if not wanted.any():
             return
         of_tokens = x.reshape(n_tokens, -1, x.shape[1])  # a mixture has a row for each expert it uses
-        rows = of_tokens[wanted].reshape(-1, x.shape[1])
+        rows = x if wanted.all() else of_tokens[wanted].reshape(-1, x.shape[1])  # a copy
         with np.errstate(all="ignore"):  # logits that are not numbers end the request
             if self.columns is None:
                 self._edit(rows)
@@ -167,7 +167,8 @@ class Edit:
                 part = rows[:, self.columns]
                 self._edit(part)
                 rows[:, self.columns] = part
-        of_tokens[wanted] = rows.reshape(-1, *of_tokens.shape[1:])
+        if rows is not x:
+            of_tokens[wanted] = rows.reshape(-1, *of_tokens.shape[1:])
 
     def _edit(self, x: FloatArray) -> None:
         vector = self.vector
