@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from kukri.errors import (
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.step import ForwardBatch
 from kukri.kernels.taps import Hook
+from tests.stopwatch import stopwatch, yardstick_s
 from tests.tiny_gguf import END_ID, N_VOCAB, START_ID, random_arrays, tiny_config, write_tiny
-from tests.yardstick import yardstick_s
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
@@ -585,9 +584,9 @@ def test_the_engine_costs_little(tiny_path: Path) -> None:
         runner.plain = runner.plain._replace(program=run)  # type: ignore[arg-type]
 
         def seconds_per_token() -> float:
-            started = time.thread_time()
-            llm.generate("a", GREEDY, max_tokens=120)
-            return (time.thread_time() - started) / 120
+            with stopwatch() as took:
+                llm.generate("a", GREEDY, max_tokens=120)
+            return took.seconds / 120
 
         rounds = [(seconds_per_token(), yardstick_s()) for _ in range(20)]
         cost, unit = map(min, zip(*rounds, strict=True))

@@ -4,7 +4,6 @@ import datetime
 import gc
 import os
 import resource
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from kukri.errors import FormatError, RequestError
 from kukri.tokenizer import ChatTemplate, Tokenizer, template_process
+from tests.stopwatch import within
 from tests.tokenizer.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
 
 USER = [{"role": "user", "content": "Hi <b> & 'you' é 日本"}]
@@ -264,10 +264,8 @@ ATTACKS = {
 def test_attacks_are_refused_soon(attack):
     """Catches a downloaded template that reads Python's internals, or keeps a server busy."""
     before = [dict(message) for message in USER]
-    start = time.process_time()
-    with pytest.raises((FormatError, RequestError)) as error:
+    with within(6), pytest.raises((FormatError, RequestError)) as error:
         ChatTemplate(ATTACKS[attack]).render(USER)
-    assert time.process_time() - start < 6
     assert "\n" not in str(error.value)
     assert before == USER
 
@@ -306,11 +304,9 @@ BOMBS = {
 def test_bombs_are_stopped(bomb):
     """Catches one operation that takes minutes or gigabytes, between the places where a sandbox can look."""
     template = ChatTemplate(BOMBS[bomb])
-    start = time.process_time()
     before = _children_cpu_s()
-    with pytest.raises((RequestError, FormatError)):
+    with within(0.5), pytest.raises((RequestError, FormatError)):
         template.render(USER)
-    assert time.process_time() - start < 0.5
     # 0.8 s to compile, 0.8 to render, and a start, which took 1 s on a busy machine
     assert _children_cpu_s() - before < 4
 

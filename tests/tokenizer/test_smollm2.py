@@ -10,8 +10,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoTokenizer
 
 from kukri.tokenizer import ChatTemplate, TextStream, Tokenizer
+from tests.stopwatch import yardstick_s
 from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
-from tests.yardstick import yardstick_s
 
 CONVERSATION = [
     {"role": "user", "content": "What's the capital of France?"},
