@@ -18,7 +18,17 @@ PACKAGE = Path(kukri.__file__).parent
 # Each part may import itself and these; `__init__` is the face of the package and imports lazily.
 LAYERS = (
     *("errors", "host", "config", "traces", "option_fields", "quant", "kernels"),
-    *("models", "formats", "engine", "tasks", "embedding", "model_identity", "stages", "model_options"),
+    *(
+        "models",
+        "vision",
+        "formats",
+        "engine",
+        "tasks",
+        "embedding",
+        "model_identity",
+        "stages",
+        "model_options",
+    ),
     *("loading", "interp"),
     *("calls", "llm", "async_llm"),
 )
