@@ -85,7 +85,7 @@ class LLM:
         self.default_params, self.text_encoder = loaded.default_params, loaded.text_encoder
         self._backend = loaded.backend
         self.calls = EngineCalls(loaded)
-        if self.options.control_vectors or self.options.probes or self.options.saes:
+        if self.options.has_readers:
             _ = self.interp  # which checks them
 
     @overload
@@ -496,7 +496,7 @@ class LLM:
     @cached_property
     def interp(self) -> Session:
         """The names, weights and runs of `kukri.interp` for this model."""
-        from kukri.interp.interventions import Catalog
+        from kukri.interp.catalog import Catalog
         from kukri.interp.session import Session
 
         def encode(text: str, add_special: bool = True) -> list[int]:
@@ -509,7 +509,9 @@ class LLM:
                 yield
 
         options = self.options
-        catalog = Catalog(self.config, options.control_vectors, options.probes, options.saes)
+        catalog = Catalog(
+            self.config, options.control_vectors, options.probes, options.saes, options.transcoders
+        )
         kv_type: KVType | None = "f32" if options.kv_type == "f32" else None
         token_bytes = self.tokenizer.token_bytes
         return Session(self.model, self._backend, encode, token_bytes, alone, catalog, kv_type)

@@ -27,7 +27,7 @@ from kukri.kernels.backend import Backend
 from kukri.kernels.cache import pool_layouts, pool_windows, without_windows
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
 from kukri.model_identity import model_identity, weights_identity
-from kukri.model_options import ModelOptions
+from kukri.model_options import READERS, ModelOptions
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
 from kukri.quant.types import QUANT_TYPES
@@ -76,7 +76,7 @@ _MAX_TEXTS = 64  # most texts that an encoder reads side by side: short ones sha
 # of models cut into stages
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
 _STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend", "quantize")
-_ALONE = ("adapters", "prefix_dir", "control_vectors", "probes", "saes")
+_ALONE = ("adapters", "prefix_dir", *READERS)
 _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
 
 

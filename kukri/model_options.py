@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 BackendName = Literal["cpu", "torch", "gpu", "reference"]
 # commands have these groups of flags; an option of no group is set only in Python and in files
 Group = Literal["any", "generating", "many", "readers"]
+READERS = ("control_vectors", "probes", "saes", "transcoders")  # options of the group "readers"
 
 _RAY_STAGES = "kukri.scale.pipeline:RayStages"  # by name: it stands above this module, and imports Ray
 
@@ -257,6 +258,19 @@ class ModelOptions:
         metavar="NAME=DIR",
         repeats=True,
     )
+    transcoders: Mapping[str, Any] | None = declared(
+        _readers,
+        "Transcoders of one or more layers for requests to use by name; repeatable.",
+        "readers",
+        flag="--transcoder",
+        metavar="NAME=DIR",
+        repeats=True,
+    )
+
+    @property
+    def has_readers(self) -> bool:
+        """True if something is loaded that steers the model or reads its activations."""
+        return any(getattr(self, name) for name in READERS)
 
     def __post_init__(self) -> None:
         read_fields(self)
@@ -291,6 +305,7 @@ class ModelKeywords(TypedDict, total=False):
     control_vectors: Mapping[str, Any] | None
     probes: Mapping[str, Any] | None
     saes: Mapping[str, Any] | None
+    transcoders: Mapping[str, Any] | None
 
 
 def option_fields() -> dict[str, Field[Any]]:

@@ -3,7 +3,8 @@
 Start at `LLM.run_with_cache`. A trace of the model's own code (`trace.py`) gives the names (`names.py`), the
 weights (`weights.py`) and the values of names from what taps saw (`values.py`); `texts.py` runs whole texts,
 `listening.py` calls hooks. `interventions.py` has edits, captures and readouts that are data, not code, at
-the places of `places.py`. `circuits.py` makes attribution graphs over the features of `transcoders.py`.
+the places of `places.py`; `catalog.py` has what they use by name, `edits.py` what they do to rows.
+`circuits.py` makes attribution graphs over the features of `transcoders.py`.
 """
 
 from kukri.interp.cache import ActivationCache

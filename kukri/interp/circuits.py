@@ -235,7 +235,7 @@ class _Run:
         self.session, self.ids, self.transcoders = session, ids, transcoders
         self.reads = [_tap(session, transcoders.reads, i) for i in range(n_layers)]
         self.writes = [_tap(session, transcoders.writes, i) for i in range(n_layers)]
-        skips = {i: one.skip for i, one in enumerate(transcoders.layers) if one.skip is not None}
+        skips = {i: one.skip for i, one in transcoders.layers.items() if one.skip is not None}
         self.tape = FrozenTape(session._matrices, session._ropes, self.reads, self.writes, skips)
         with session.alone():
             self.result = self.tape.run(session.model, TextRows.of([ids])).x
@@ -244,7 +244,7 @@ class _Run:
         self.written: list[FloatArray] = []  # activations times decoders, [n, layers, D]
         self.slices: list[list[slice]] = []  # of each layer's features, by position
         rows, values, self.encoders, biases = [], [], [], []
-        for i, layer in enumerate(transcoders.layers):
+        for i, layer in transcoders.layers.items():
             x = self.tape.value(self.reads[i])
             active = layer.encode(x)
             chosen = active.positions >= n_ignored

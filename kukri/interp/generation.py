@@ -11,7 +11,8 @@ import numpy as np
 from kukri.engine import Request
 from kukri.errors import ActivationLimitError, HookError
 from kukri.interp.cache import ActivationCache
-from kukri.interp.interventions import Edit, Resolved, When
+from kukri.interp.edits import AnyEdit, Source, When
+from kukri.interp.interventions import Resolved
 from kukri.interp.listening import Listening, StepListener
 from kukri.interp.names import POS_AXIS, Point
 from kukri.interp.values import Model, Rows
@@ -120,17 +121,23 @@ class InterventionTaps:
         self._model, self._readings, self._max_bytes = model, resolved.readings, max_bytes
         self._positions = {point.name: spans for point, spans in resolved.captures}
         self._captured = RequestTaps(model, [point for point, _ in resolved.captures], max_bytes=max_bytes)
-        self._edits: dict[str, list[Edit]] = {}
+        self._edits: dict[str, list[AnyEdit]] = {}
         for edit in resolved.edits:
             self._edits.setdefault(edit.tap, []).append(edit)
         self._conditions: dict[str, list[When]] = {}
         for when in {edit.when: None for edit in resolved.edits if edit.when is not None}:
             self._conditions.setdefault(when.point.tap, []).append(when)
-        self._holds: dict[When, Any] = {}  # for the tokens of the chunk under way
+        self._sources: dict[str, list[Source]] = {}
+        for source in {source: None for edit in resolved.edits for source in edit.sources}:
+            self._sources.setdefault(source.point.tap, []).append(source)
+        # for the tokens of the chunk under way
+        self._holds: dict[When, Any] = {}
+        self._found: dict[Source, FloatArray] = {}
         self._unread: list[dict[int, FloatArray]] = [{} for _ in self._readings]  # by position
         self._n_read = [0] * len(self._readings)  # positions that are kept, or were read already
         read = {reading.point.tap for reading in self._readings}
         self.names = self._captured.names | self._edits.keys() | self._conditions.keys() | read
+        self.names |= self._sources.keys()
         self.edits = bool(resolved.edits)
 
     def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
@@ -138,7 +145,10 @@ class InterventionTaps:
         for when in self._conditions.get(name, ()):
             self._holds[when] = when.holds(self._value(when.point, x, n_tokens))
         for edit in self._edits.get(name, ()):
-            edit(x, start, n_tokens, None if edit.when is None else self._holds[edit.when])
+            edit(x, start, n_tokens, None if edit.when is None else self._holds[edit.when], self._found)
+        for source in self._sources.get(name, ()):
+            if source.spans.mask(start, n_tokens).any():
+                self._found[source] = source.read(self._value(source.point, x, n_tokens))
         if name in self._captured.names:
             self._captured(name, x, start, n_tokens)
         for i, reading in enumerate(self._readings):

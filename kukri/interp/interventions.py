@@ -6,28 +6,25 @@ So they may come over HTTP. Each belongs to one request; in a step it touches on
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import ModelConfig
-from kukri.errors import ConfigError, HookError, RequestError, brief
-from kukri.interp.control_vectors import ControlVector
+from kukri.errors import HookError, RequestError, brief
+from kukri.interp.catalog import Catalog
+from kukri.interp.edits import AnyEdit, Edit, FeatureEdit, Op, Reading, Replacement, Source, When
 from kukri.interp.names import Point, find, full_name
 from kukri.interp.places import Positions, Prompt, Spans, find_places
-from kukri.interp.readers import Probe, SparseAutoencoder
+from kukri.interp.readers import FeatureReader, Probe
+from kukri.interp.transcoders import Transcoders
 from kukri.interp.values import Model
 from kukri.kernels.arrays import FloatArray
 
-Op = Literal["capture", "add", "scale", "replace", "ablate", "read"]
 MAX_INTERVENTIONS = 64
-_MAX_FEATURES = 256  # read out for a token
-_ROWS = 32  # that an autoencoder reads at a time
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MAX_FEATURES = 256  # read out for a token, or steered by
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,20 +32,25 @@ class Intervention:
     """One operation on the activations of a request.
 
     `op` is "add" (strength * vector), "scale" (times `strength`), "replace" (by vector), "ablate" (to zero;
-    with a vector, the part along it is taken away), "capture" or "read". `name` is TransformerLens', full or
-    short: "blocks.14.hook_resid_post", "resid_post14". With `heads` it applies only to these.
+    with a vector, the part along it is taken away), "clamp", "capture" or "read". `name` is TransformerLens',
+    full or short: "blocks.14.hook_resid_post", "resid_post14". With `heads` it applies only to these.
 
     The `vector` has as many numbers as the activation of a token (of its heads, side by side), or as one
     head. `control_vector` names one that is loaded, in place of name and vector: its directions work on the
-    layers `layers` (first, last), all without. "read" reads out a `probe` or an `sae` that is loaded: of the
-    latter the `features`, or the `top_k` largest.
+    layers `layers` (first, last), all without. "read" reads out a `probe`, an `sae`, or the `layer` of a
+    `transcoder` that is loaded: of the latter two the `features`, or the `top_k` largest.
+
+    With an `sae` or a `transcoder` and `features`, an edit is of these features: "add" adds `strength` to
+    each, "scale" multiplies it, "clamp" makes it `strength`, "ablate" 0, and the directions of what that
+    changes are added where they write. "replace" puts what an autoencoder, or the transcoder of each of the
+    `layers`, gives in place of what it stands for: what it misses, the error, is dropped.
 
     `positions` are a place: "all", those of the "prompt", its "last", or the "generated" tokens; numbers,
     spans, a text of the prompt, or steps of the answer (see `kukri.interp.places`). With `when` an edit is
     made only to tokens of which a probe or a feature says so: {"probe": "name", "label": "a label", "above":
-    0.5}, or {"sae": "name", "feature": 17, "below": 2}; it reads its hook before the edits made there, which
-    must not come after the edit's own. With `match_norm` the vector has the length of the row that it
-    replaces, or that it is added to, times `strength`.
+    0.5}, or {"sae": "name", "feature": 17, "below": 2}, or a `transcoder` and its `layer`; it reads its hook
+    before the edits made there, which must not come after the edit's own. With `match_norm` the vector has
+    the length of the row that it replaces, or that it is added to, times `strength`.
     """
 
     op: Op
@@ -61,163 +63,34 @@ class Intervention:
     layers: Sequence[int] | None = None
     probe: str | None = None
     sae: str | None = None
+    transcoder: str | None = None
+    layer: int | None = None
     top_k: int = 8
     features: Sequence[int] | None = None
     match_norm: bool = False
     when: Mapping[str, Any] | None = None
 
 
+_OF_FEATURES = {"sae", "transcoder", "layer", "features"}
 _ALLOWED: dict[str, set[str]] = {
     "capture": set(),
-    "add": {"vector", "strength", "heads", "control_vector", "layers", "match_norm", "when"},
-    "scale": {"strength", "heads", "when"},
-    "replace": {"vector", "heads", "match_norm", "when"},
-    "ablate": {"vector", "heads", "control_vector", "layers", "when"},
-    "read": {"probe", "sae", "top_k", "features"},
+    "add": {"vector", "strength", "heads", "control_vector", "layers", "match_norm", "when", *_OF_FEATURES},
+    "scale": {"strength", "heads", "when", *_OF_FEATURES},
+    "replace": {"vector", "heads", "match_norm", "when", "sae", "transcoder", "layers"},
+    "ablate": {"vector", "heads", "control_vector", "layers", "when", *_OF_FEATURES},
+    "clamp": {"strength", "when", *_OF_FEATURES},
+    "read": {"probe", "top_k", *_OF_FEATURES},
 }
+_NOT_OF_FEATURES = ("name", "vector", "heads", "control_vector", "match_norm")
+_CONDITION = {"probe", "label", "sae", "transcoder", "layer", "feature", "above", "below"}
 _DEFAULTS = {one.name: one.default for one in fields(Intervention)}
-
-
-class Catalog:
-    """The control vectors, probes and autoencoders of a model, by name."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        vectors: Mapping[str, Any] | None = None,
-        probes: Mapping[str, Any] | None = None,
-        saes: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Values are paths, or the objects themselves. Raises KukriError on what does not fit the model."""
-        self.vectors: dict[str, ControlVector] = {}
-        self.probes: dict[str, Probe] = {}
-        self.saes: dict[str, SparseAutoencoder] = {}
-        for name, given in (vectors or {}).items():
-            vector = ControlVector.load(given) if _is_path(given) else ControlVector(given)
-            vector.check(_checked(name), config.n_layers, config.d_model)
-            self.vectors[name] = vector
-        for name, given in (probes or {}).items():
-            self.probes[_checked(name)] = Probe.load(given) if _is_path(given) else given
-        for name, given in (saes or {}).items():
-            self.saes[_checked(name)] = SparseAutoencoder.load(given) if _is_path(given) else given
-
-    def check(self, model: Model) -> None:
-        """Raises ConfigError if a probe or an autoencoder reads what the model does not have."""
-        for kind, readers in (("probe", self.probes), ("sae", self.saes)):
-            for name, reader in readers.items():
-                try:
-                    point = find(full_name(reader.name, model.config.n_layers), model.points)
-                except HookError as error:
-                    raise ConfigError(f"{kind} {name!r}: {error}") from None
-                width = 0 if len(point.needs) != 1 or point.matrix else model.trace.widths[point.tap]
-                if width != reader.width:
-                    raise ConfigError(
-                        f"{kind} {name!r} reads {reader.width} numbers of {reader.name}, which has {width}"
-                    )
-
-
-@dataclass(frozen=True, eq=False)
-class When:
-    """A condition of an edit: a probe's score, or an autoencoder's feature, is above or below a limit."""
-
-    point: Point
-    reader: Probe | SparseAutoencoder
-    index: int  # of the score or feature
-    above: float
-    below: float
-
-    def holds(self, x: FloatArray) -> npt.NDArray[np.bool_]:
-        """Of which rows of x [rows, width] it holds, [rows]."""
-        if isinstance(self.reader, Probe):
-            found = self.reader.scores(x)[:, self.index]
-        else:
-            parts = range(0, len(x), _ROWS)
-            found = np.concatenate([self.reader.features(x[i : i + _ROWS])[:, self.index] for i in parts])
-        return (found > self.above) & (found < self.below)
-
-
-@dataclass(frozen=True, eq=False)
-class Edit:
-    """A change of a tap's rows at some positions. Columns None are all."""
-
-    op: Op
-    tap: str
-    spans: Spans
-    columns: npt.NDArray[np.int64] | None
-    vector: FloatArray | None
-    strength: float
-    matches_norm: bool = False
-    when: When | None = None
-
-    def __call__(
-        self, x: FloatArray, start: int, n_tokens: int, chosen: npt.NDArray[np.bool_] | None = None
-    ) -> None:
-        """Edits x in place: rows of `n_tokens` tokens from `start` on, of the tokens `chosen` alone."""
-        wanted = self.spans.mask(start, n_tokens)
-        if chosen is not None:
-            wanted &= chosen
-        if not wanted.any():
-            return
-        of_tokens = x.reshape(n_tokens, -1, x.shape[1])  # a mixture has a row for each expert it uses
-        rows = x if wanted.all() else of_tokens[wanted].reshape(-1, x.shape[1])  # a copy
-        with np.errstate(all="ignore"):  # logits that are not numbers end the request
-            if self.columns is None:
-                self._edit(rows)
-            else:
-                part = rows[:, self.columns]
-                self._edit(part)
-                rows[:, self.columns] = part
-        if rows is not x:
-            of_tokens[wanted] = rows.reshape(-1, *of_tokens.shape[1:])
-
-    def _edit(self, x: FloatArray) -> None:
-        vector = self.vector
-        if vector is None:
-            x *= np.float32(self.strength if self.op == "scale" else 0)
-            return
-        parts = x.reshape(len(x), -1, len(vector))  # a view: a head each, or one part
-        if self.matches_norm:  # the vector has length 1, or the strength
-            vector = np.sqrt((parts * parts).sum(-1, keepdims=True)) * vector
-        if self.op == "add":
-            parts += vector
-        elif self.op == "replace":
-            parts[...] = vector
-        else:  # a product of whole rows, whose bits do not depend on how many rows there are
-            parts -= (parts * vector).sum(-1, keepdims=True) * vector  # of length 1
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """A readout of the tokens at some positions."""
-
-    name: str
-    point: Point
-    reader: Probe | SparseAutoencoder
-    spans: Spans
-    top_k: int
-    features: tuple[int, ...] | None
-
-    def read(self, x: FloatArray) -> list[dict[str, float]]:
-        """The readout of each row of x [rows, width]: numbers by label, or by feature."""
-        if isinstance(self.reader, Probe):
-            scores = self.reader.scores(x)
-            return [dict(zip(self.reader.labels, row)) for row in scores.tolist()]
-        found: list[dict[str, float]] = []
-        for start in range(0, len(x), _ROWS):  # an autoencoder has many features
-            for row in self.reader.features(x[start : start + _ROWS]):
-                chosen = self.features
-                if chosen is None:
-                    largest = np.argsort(-row, kind="stable")[: self.top_k].tolist()
-                    chosen = tuple(i for i in largest if row[i] > 0)
-                found.append({str(i): float(row[i]) for i in chosen})
-        return found
 
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
     """A request's interventions, resolved for a model."""
 
-    edits: list[Edit]
+    edits: list[AnyEdit]
     captures: list[tuple[Point, Spans]]
     readings: list[Reading]
 
@@ -269,6 +142,10 @@ def _resolve(one: Intervention, model: Model, catalog: Catalog, prompt: Prompt, 
         if any(point is other for other, _ in found.captures):
             raise RequestError(f"{point.name} is captured twice")
         found.captures.append((point, spans))
+    elif one.op == "clamp" or one.sae is not None or one.transcoder is not None:
+        found.edits.extend(_of_features(one, model, catalog, spans))
+    elif one.features is not None or one.layer is not None:
+        raise RequestError("features and layer need an sae or a transcoder")
     elif one.control_vector is not None:
         found.edits.extend(_steering(one, model, catalog, spans))
     else:
@@ -284,10 +161,17 @@ def _point(name: Any, model: Model) -> Point:
     return point
 
 
-def _edit(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Edit:
-    point = _point(one.name, model)
+def _editable(name: Any, model: Model) -> Point:
+    point = _point(name, model)
     if point.form not in ("plain", "heads") or point.tap != point.edit_tap or _sees_logit_rows(point):
         raise RequestError(f"{point.name} can be captured but not edited")
+    return point
+
+
+def _edit(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Edit:
+    if one.layers is not None:
+        raise RequestError("layers need a control_vector, or a transcoder to replace MLPs by")
+    point = _editable(one.name, model)
     width, d_head = model.trace.widths[point.tap], 0
     if point.form == "heads":
         assert point.layer is not None
@@ -313,9 +197,7 @@ def _make_edit(
     columns: npt.NDArray[np.int64] | None,
     vector: FloatArray | None,
 ) -> Edit:
-    strength = one.strength
-    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not abs(strength) <= 1e6:
-        raise RequestError(f"strength must be a number within 1e6 of 0, not {brief(strength)}")
+    strength = _strength(one)
     if type(one.match_norm) is not bool:
         raise RequestError(f"match_norm must be true or false, not {brief(one.match_norm)}")
     if vector is not None and (one.op == "ablate" or one.match_norm):
@@ -325,35 +207,108 @@ def _make_edit(
         vector = (vector / length).astype(np.float32)
     if vector is not None and one.op == "add":
         vector = vector * np.float32(strength)
-    when = None if one.when is None else _condition(one.when, tap, model, catalog)
-    return Edit(one.op, tap, spans, columns, vector, float(strength), one.match_norm, when)
+    when = _condition(one.when, tap, model, catalog)
+    return Edit(one.op, tap, spans, columns, vector, strength, one.match_norm, when)
 
 
-def _condition(given: Any, tap: str, model: Model, catalog: Catalog) -> When:
-    if not isinstance(given, Mapping) or not given.keys() <= {
-        "probe",
-        "label",
-        "sae",
-        "feature",
-        "above",
-        "below",
-    }:
+def _strength(one: Intervention) -> float:
+    strength = one.strength
+    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not abs(strength) <= 1e6:
+        raise RequestError(f"strength must be a number within 1e6 of 0, not {brief(strength)}")
+    return float(strength)
+
+
+def _of_features(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[AnyEdit]:
+    """Edits of an autoencoder's or a transcoder's features, or by what they give."""
+    if (one.sae is None) == (one.transcoder is None):
+        raise RequestError(f"{one.op} needs an sae or a transcoder, not both")
+    for name in _NOT_OF_FEATURES:
+        if getattr(one, name) not in (None, False):
+            raise RequestError(f"an edit of features takes no {name}")
+    if one.op == "replace":
+        yield from _replacements(one, model, catalog, spans)
+        return
+    if one.layers is not None:
+        raise RequestError("an edit of features takes no layers: a feature has one layer")
+    reader = catalog.feature_reader(one.sae, one.transcoder, one.layer)
+    features = _numbers(one.features, reader.n_features, "features")
+    if len(features) > _MAX_FEATURES:
+        raise RequestError(f"{len(features)} features are more than {_MAX_FEATURES}")
+    decoders = reader.decoders(features)
+    own = None if one.op == "add" else reader.chooser(features)
+    source = None
+    if own is not None and one.transcoder is not None:
+        source = Source(find(reader.name, model.points), spans, own)
+    for i, hook in enumerate(reader.writes):
+        tap = _editable(hook, model).tap
+        when = _condition(one.when, tap, model, catalog)
+        _check_order(source, tap, model)
+        yield FeatureEdit(
+            one.op, tap, spans, decoders[:, i], _strength(one), reader.output_scale, own, source, when
+        )
+
+
+def _replacements(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[AnyEdit]:
+    """An autoencoder's output in place of what it reads, or transcoders' in place of MLPs' outputs."""
+    if one.sae is not None:
+        reader = catalog.feature_reader(one.sae, None, None)
+        reader.decoders([0])  # an error if there are none
+        tap = _editable(reader.name, model).tap
+        yield Replacement(tap, spans, reader, when=_condition(one.when, tap, model, catalog))
+        return
+    found: Transcoders = catalog.known("transcoder", one.transcoder)
+    first, last = _first_and_last(one.layers, model)
+    sources: dict[int, Source] = {}
+    chosen = [layer for layer in found.layers if first <= layer <= last]
+    if not chosen:
+        raise RequestError(f"transcoder {one.transcoder!r} has no layers from {first} to {last}")
+    for layer in chosen:
+        reader = found.reader(layer)
+        tap = _editable(reader.writes[0], model).tap
+        parts: list[tuple[Source, int]] = []
+        for i, other in ((i, found.reader(i)) for i in found.layers if i <= layer):
+            if layer - i < len(other.writes):
+                if i not in sources:
+                    sources[i] = Source(find(other.name, model.points), spans, other.reconstruct)
+                parts.append((sources[i], layer - i))
+                _check_order(sources[i], tap, model)
+        yield Replacement(tap, spans, reader, tuple(parts), _condition(one.when, tap, model, catalog))
+
+
+def _check_order(source: Source | None, tap: str, model: Model) -> None:
+    order = list(model.trace.taps)
+    if source is not None and order.index(source.point.tap) >= order.index(tap):
+        raise RequestError(f"the transcoder reads {source.point.name}, which does not come before {tap}")
+
+
+def _first_and_last(given: Any, model: Model) -> tuple[int, int]:
+    if given is None:
+        return 0, model.config.n_layers
+    layers = list(given) if isinstance(given, Sequence) else []
+    if len(layers) != 2 or not all(type(layer) is int for layer in layers) or layers[0] > layers[1]:
+        raise RequestError("layers must be the first and the last layer, such as [10, 20]")
+    return layers[0], layers[1]
+
+
+def _condition(given: Any, tap: str, model: Model, catalog: Catalog) -> When | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or not given.keys() <= _CONDITION:
         raise RequestError(
             f"when has probe and label, or sae and feature, and above or below, not {brief(given)}"
         )
-    if ("probe" in given) == ("sae" in given):
-        raise RequestError("when needs a probe or an sae")
-    reader: Probe | SparseAutoencoder
+    if len({"probe", "sae", "transcoder"} & given.keys()) != 1:
+        raise RequestError("when needs a probe or an sae, or a transcoder")
+    reader: Probe | FeatureReader
     if "probe" in given:
-        probe: Probe = _known(given["probe"], catalog.probes, "probe")
+        probe: Probe = catalog.known("probe", given["probe"])
         label = given.get("label", probe.labels[0] if len(probe.labels) == 1 else None)
         if "feature" in given or label not in probe.labels:
             raise RequestError(f"when needs a label of the probe: {brief(', '.join(probe.labels))}")
         reader, index = probe, probe.labels.index(label)
     else:
-        sae: SparseAutoencoder = _known(given["sae"], catalog.saes, "sae")
-        (index,) = _numbers([given.get("feature")], sae.n_features, "when.feature")
-        reader = sae
+        reader = catalog.feature_reader(given.get("sae"), given.get("transcoder"), given.get("layer"))
+        (index,) = _numbers([given.get("feature")], reader.n_features, "when.feature")
     limits = [given.get("above", -math.inf), given.get("below", math.inf)]
     if not {"above", "below"} & given.keys() or not all(
         type(one) in (int, float) and not math.isnan(one) for one in limits
@@ -370,13 +325,8 @@ def _steering(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -
     """An edit for each direction of a control vector."""
     if one.name is not None or one.vector is not None or one.heads is not None:
         raise RequestError("a control_vector has its own names and vectors: leave out name, vector and heads")
-    directions = _known(one.control_vector, catalog.vectors, "control vector").directions
-    first, last = 0, model.config.n_layers
-    if one.layers is not None:
-        layers = list(one.layers) if isinstance(one.layers, Sequence) else []
-        if len(layers) != 2 or not all(type(layer) is int for layer in layers) or layers[0] > layers[1]:
-            raise RequestError("layers must be the first and the last layer, such as [10, 20]")
-        first, last = layers
+    directions = catalog.known("control vector", one.control_vector).directions
+    first, last = _first_and_last(one.layers, model)
     chosen = {layer: vector for layer, vector in directions.items() if first <= layer <= last}
     if not chosen:
         raise RequestError(f"control vector {one.control_vector!r} has no layers from {first} to {last}")
@@ -388,34 +338,27 @@ def _steering(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -
 
 
 def _reading(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Reading:
-    if (one.probe is None) == (one.sae is None):
-        raise RequestError("read needs a probe or an sae")
+    if [one.probe, one.sae, one.transcoder].count(None) != 2:
+        raise RequestError("read needs a probe or an sae, or a transcoder")
     if one.name is not None:
-        raise RequestError("a probe or an sae has its own name: leave out name")
-    reader: Probe | SparseAutoencoder
+        raise RequestError("a probe, an sae or a transcoder has its own name: leave out name")
+    reader: Probe | FeatureReader
     if one.probe is not None:
-        reader, name = _known(one.probe, catalog.probes, "probe"), one.probe
+        reader, name = catalog.known("probe", one.probe), one.probe
     else:
-        assert one.sae is not None
-        reader, name = _known(one.sae, catalog.saes, "sae"), one.sae
+        reader = catalog.feature_reader(one.sae, one.transcoder, one.layer)
+        name = one.sae or (one.transcoder or "") + ("" if one.layer is None else f".{one.layer}")
     if type(one.top_k) is not int or not 1 <= one.top_k <= _MAX_FEATURES:
         raise RequestError(f"top_k must be from 1 to {_MAX_FEATURES}, not {brief(one.top_k)}")
     features = None
     if one.features is not None:
         if isinstance(reader, Probe):
-            raise RequestError("features need an sae")
+            raise RequestError("features need an sae or a transcoder")
         features = _numbers(one.features, reader.n_features, "features")
         if len(features) > _MAX_FEATURES:
             raise RequestError(f"{len(features)} features are more than {_MAX_FEATURES}")
     point = find(full_name(reader.name, model.config.n_layers), model.points)
     return Reading(name, point, reader, spans, one.top_k, features)
-
-
-def _known(name: Any, there: Mapping[str, Any], kind: str) -> Any:
-    if not isinstance(name, str) or name not in there:
-        known = f"there are {', '.join(there)}" if there else "none is loaded"
-        raise RequestError(f"there is no {kind} {brief(name)}: {known}")
-    return there[name]
 
 
 def _columns(heads: Any, point: Point, width: int, d_head: int) -> npt.NDArray[np.int64]:
@@ -452,13 +395,3 @@ def _vector(given: Any, lengths: set[int]) -> FloatArray:
 
 def _sees_logit_rows(point: Point) -> bool:
     return point.layer is None and point.tap != "hook_embed"
-
-
-def _is_path(given: Any) -> bool:
-    return isinstance(given, str) or hasattr(given, "__fspath__")
-
-
-def _checked(name: Any) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"a name has only letters, digits and ._-, at most 64, not {brief(name)}")
-    return name

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, reading
+from kukri.errors import ConfigError, FormatError, RequestError, UnsupportedError, brief, reading
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import FloatArray
@@ -19,6 +19,44 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _SAE_WEIGHTS, _SAE_CONFIG = "sae_weights.safetensors", "cfg.json"
 _NORMALIZATIONS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm")
 SAEKind = Literal["standard", "jumprelu", "topk", "gated"]
+Choose = Callable[[FloatArray], FloatArray]  # [rows, width] -> the activations of some features [rows, n]
+
+
+class FeatureReader(Protocol):
+    """What has sparse features: it reads them at the hook `name`, and each writes a direction to the hooks
+    `writes`, all of `width` numbers. An autoencoder writes where it reads.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def width(self) -> int: ...  # noqa: D102
+    @property
+    def n_features(self) -> int: ...  # noqa: D102
+    @property
+    def writes(self) -> tuple[str, ...]: ...  # noqa: D102
+
+    def features(self, x: FloatArray) -> FloatArray:
+        """The activations of its features [rows, n_features] for x [rows, width]."""
+        ...
+
+    def chooser(self, features: Sequence[int]) -> Choose:
+        """A function that computes some features alone, each row for itself."""
+        ...
+
+    def decoders(self, features: Sequence[int]) -> FloatArray:
+        """The directions of features, [n, writes, width]."""
+        ...
+
+    def output_scale(self, x: FloatArray) -> FloatArray:
+        """What outputs of rows x are multiplied by, [rows, 1]: 1 unless inputs are normalized."""
+        ...
+
+    def reconstruct(self, x: FloatArray) -> FloatArray:
+        """What it gives in place of the hooks that it writes, [writes, rows, width]: of hooks after the
+        first only this reader's part.
+        """
+        ...
 
 
 class Probe:
@@ -74,7 +112,7 @@ class SparseAutoencoder:
     """An autoencoder as SAELens saves it: a directory with cfg.json and sae_weights.safetensors.
 
     Attributes: name (of the hook), kind, width, n_features. The architectures are standard, gated, topk and
-    jumprelu (batchtopk is saved as that). Formulas are those of SAELens 6.
+    jumprelu (batchtopk and Matryoshka's are saved as that). Formulas are those of SAELens 6.
     """
 
     def __init__(
@@ -86,7 +124,9 @@ class SparseAutoencoder:
         k: int = 0,
         subtracts_bias: bool = True,
         normalization: str = "none",
+        rescales: bool = False,
     ) -> None:
+        """`rescales` says that activations are multiplied by the lengths of their decoder's directions."""
         needed = {"W_enc", "b_dec", *_BIASES[kind]}
         if missing := sorted(needed - arrays.keys()):
             raise ConfigError(f"an autoencoder of kind {kind} needs {', '.join(missing)}")
@@ -101,6 +141,11 @@ class SparseAutoencoder:
             raise ConfigError(f"k must be from 1 to {self.n_features} features, not {k}")
         self.name, self.kind, self._k = name, kind, k
         self._arrays = {part: arrays[part] for part in arrays if part in needed | {"W_dec"}}
+        if rescales:
+            lengths = np.linalg.norm(arrays["W_dec"], axis=1)
+            for part in ("W_enc", "b_enc"):
+                self._arrays[part] = arrays[part] * lengths
+            self._arrays["W_dec"] = arrays["W_dec"] / np.maximum(lengths, 1e-30)[:, None]
         self._subtracts_bias, self._normalization = subtracts_bias, normalization
 
     @classmethod
@@ -121,10 +166,11 @@ class SparseAutoencoder:
             k = facts.get("k", options.get("k", 0) if isinstance(options, dict) else 0)
             if facts.get("activation_fn_str", facts.get("activation_fn")) == "topk":
                 kind = "topk"
-            if kind not in _BIASES or facts.get("rescale_acts_by_decoder_norm"):
+            rescales = bool(facts.get("rescale_acts_by_decoder_norm"))
+            if kind not in _BIASES or (rescales and (kind != "topk" or "W_dec" not in arrays)):
                 raise UnsupportedError(
                     f"{folder}: an autoencoder of architecture {brief(kind)} is not supported: "
-                    f"{', '.join(_BIASES)} are, without rescale_acts_by_decoder_norm"
+                    f"{', '.join(_BIASES)} are, and rescale_acts_by_decoder_norm of topk"
                 )
             if facts.get("hook_head_index") is not None:
                 raise UnsupportedError(f"{folder}: autoencoders of a single head are not supported")
@@ -136,7 +182,10 @@ class SparseAutoencoder:
             if not isinstance(name, str) or type(k) is not int:
                 raise FormatError("must have a hook_name, and a whole number k", path=folder / _SAE_CONFIG)
             subtracts = bool(facts.get("apply_b_dec_to_input", True))
-            return cls(name, kind, arrays, k=k, subtracts_bias=subtracts, normalization=normalization)
+            return cls(
+                name, kind, arrays, k=k, subtracts_bias=subtracts, normalization=normalization,
+                rescales=rescales,
+            )  # fmt: skip
 
     def features(self, x: FloatArray) -> FloatArray:
         """The activations of its features [rows, n_features] for x [rows, width]."""
@@ -159,9 +208,51 @@ class SparseAutoencoder:
         return np.maximum(found, 0)
 
     @property
-    def decoder(self) -> FloatArray:
-        """The directions of the features in the stream, [n_features, width]."""
-        return self._arrays["W_dec"]
+    def writes(self) -> tuple[str, ...]:
+        """The hook that it reads."""
+        return (self.name,)
+
+    def chooser(self, features: Sequence[int]) -> Choose:
+        """See FeatureReader. The bits of a row depend on no other row, unless the kind is topk, where the
+        largest of all features are found by one product.
+        """
+        chosen = np.asarray(features)
+        if self.kind == "topk":
+            return lambda x: self.features(x)[:, chosen]
+        arrays = {
+            part: array if part == "b_dec" else array[..., chosen]
+            for part, array in self._arrays.items()
+            if part != "W_dec"
+        }
+        own = SparseAutoencoder(
+            self.name, self.kind, arrays, subtracts_bias=self._subtracts_bias,
+            normalization=self._normalization,
+        )  # fmt: skip
+        return lambda x: np.concatenate([own.features(row) for row in x[:, None]])
+
+    def decoders(self, features: Sequence[int]) -> FloatArray:
+        """See FeatureReader. Raises RequestError if its file has no decoder."""
+        if "W_dec" not in self._arrays:
+            raise RequestError("the autoencoder has no W_dec, so its features can be read but not steered")
+        return self._arrays["W_dec"][np.asarray(features), None]
+
+    def output_scale(self, x: FloatArray) -> FloatArray:
+        """See FeatureReader."""
+        if self._normalization == "constant_norm_rescale":
+            length: FloatArray = np.linalg.norm(x, axis=1, keepdims=True)
+            return length / np.float32(self.width**0.5)
+        if self._normalization == "layer_norm":
+            deviation: FloatArray = x.std(axis=1, ddof=1, keepdims=True)
+            return deviation
+        return np.ones((len(x), 1), np.float32)
+
+    def reconstruct(self, x: FloatArray) -> FloatArray:
+        """See FeatureReader."""
+        found = sparse_product(self.features(x), self.decoders) + self._arrays["b_dec"]
+        found *= self.output_scale(x)
+        if self._normalization == "layer_norm":
+            found += x.mean(axis=1, keepdims=True)
+        return found
 
     def _normalized(self, x: FloatArray) -> FloatArray:
         if self._normalization == "constant_norm_rescale":
@@ -180,6 +271,13 @@ _BIASES: dict[str, tuple[str, ...]] = {
     "topk": ("b_enc",),
     "gated": ("b_gate", "b_mag", "r_mag"),
 }
+
+
+def sparse_product(features: FloatArray, decoders: Callable[[Any], FloatArray]) -> FloatArray:
+    """Activations [rows, n_features] times decoders, [writes, rows, width], of active features alone."""
+    active = [np.flatnonzero(row) for row in features]
+    parts = [row[own] @ decoders(own).swapaxes(0, 1) for row, own in zip(features, active)]
+    return np.stack(parts, axis=1)
 
 
 def _arrays(path: Path) -> tuple[dict[str, FloatArray], dict[str, Any]]:

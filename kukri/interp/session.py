@@ -13,8 +13,9 @@ import numpy as np
 from kukri.engine import Request
 from kukri.errors import HookError, RequestError
 from kukri.interp.cache import ActivationCache
+from kukri.interp.catalog import Catalog
 from kukri.interp.generation import InterventionTaps, RequestTaps
-from kukri.interp.interventions import Catalog, Intervention, resolve
+from kukri.interp.interventions import Intervention, resolve
 from kukri.interp.listening import Listening, PointHook, StepListener
 from kukri.interp.names import LOGITS, Point, find, full_name
 from kukri.interp.places import Prompt, TokenBytes

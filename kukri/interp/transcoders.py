@@ -12,21 +12,23 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import ConfigError, FormatError, brief, reading
+from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, reading
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
-from kukri.interp.readers import as_floats
+from kukri.interp.readers import Choose, as_floats, sparse_product
 from kukri.kernels.arrays import FloatArray
 
 _READS, _WRITES = "mlp.hook_in", "hook_mlp_out"
 _LAYER = re.compile(r"layers?[_.-]?(\d{1,4})(?:\D|$)")
+_BLOCK = re.compile(r"blocks\.(\d{1,4})\.")
+_WEIGHTS = ("sae_weights.safetensors", "params.safetensors")  # of SAELens, and of Gemma Scope 2
 # names of one part in the files of circuit-tracer, SAELens and Gemma Scope 2
 _PARTS = {
     "encoder": ("W_enc", "w_enc"),
@@ -37,6 +39,7 @@ _PARTS = {
     "skip": ("W_skip", "affine_skip_connection"),
 }
 _KINDS = {"transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder"}
+_FOLDED = ("none", "expected_average_only_in")  # normalizations that are part of saved weights
 
 
 class Active(NamedTuple):
@@ -66,7 +69,8 @@ class Stored:
 
 class Layer:
     """A layer's transcoder. `encoder` is [F, D], or [D, F] if it is transposed, `decoder` [F, D], or
-    [F, layers, D] of all layers from this one on; `skip` is [D out, D in], or transposed.
+    [F, layers, D] of `n_before` layers before this one, which it does not write, and of all from this one
+    on; `skip` is [D out, D in], or transposed.
     """
 
     def __init__(
@@ -76,11 +80,13 @@ class Layer:
         k: int = 0,
         is_transposed: bool = False,
         has_transposed_skip: bool = False,
+        n_before: int = 0,
     ) -> None:
         if missing := {"encoder", "decoder", "bias", "output_bias"} - parts.keys():
             names = ", ".join(_PARTS[one][0] for one in sorted(missing))
             raise FormatError(f"a transcoder needs {names}", path=path)
-        self._parts, self._k = parts, k
+        self._parts, self._k, self._n_before = parts, k, n_before
+        self._encoder: FloatArray | None = None
         self._is_transposed, self._has_transposed_skip = is_transposed, has_transposed_skip
         (self.n_features,), (self.width,) = parts["bias"].shape, parts["output_bias"].shape[-1:]
         encoder, decoder = parts["encoder"].shape, parts["decoder"].shape
@@ -90,6 +96,7 @@ class Layer:
             encoder != ((d, n) if is_transposed else (n, d))
             or len(decoder) not in (2, 3)
             or (decoder[0], decoder[-1]) != (n, d)
+            or (len(decoder) == 3 and decoder[1] <= n_before)
         ):
             raise FormatError(
                 f"W_enc {list(encoder)} and W_dec {list(decoder)} do not fit {n} biases", path=path
@@ -105,7 +112,16 @@ class Layer:
     def n_written(self) -> int:
         """How many layers' outputs its features write to, from its own on."""
         shape = self._parts["decoder"].shape
-        return shape[1] if len(shape) == 3 else 1
+        return shape[1] - self._n_before if len(shape) == 3 else 1
+
+    def keep_encoder(self) -> None:
+        """Keeps the encoder in memory, in float32, for many small products."""
+        self._encoder = self._read_encoder() if self._encoder is None else self._encoder
+
+    def _read_encoder(self) -> FloatArray:
+        """[D, F]."""
+        matrix = self._parts["encoder"].read()
+        return matrix if self._is_transposed else matrix.T
 
     @cached_property
     def bias(self) -> FloatArray:
@@ -120,18 +136,51 @@ class Layer:
         found = self._parts["skip"].read()
         return found.T if self._has_transposed_skip else found
 
-    def encode(self, x: FloatArray) -> Active:
-        """The active features of inputs x [pos, D]."""
-        matrix = self._parts["encoder"].read()
-        found = x @ (matrix if self._is_transposed else matrix.T) + self._parts["bias"].read()
-        if "threshold" in self._parts:
-            found[found <= self._parts["threshold"].read().reshape(-1)] = 0
+    def features(self, x: FloatArray) -> FloatArray:
+        """All features [pos, F] of inputs x [pos, D], inactive ones 0."""
+        matrix = self._read_encoder() if self._encoder is None else self._encoder
+        return self._activated(x @ matrix + self._bias, self._threshold)
+
+    def chooser(self, features: Sequence[int]) -> Choose:
+        """See FeatureReader."""
+        chosen = np.asarray(features)
+        if self._k:
+            return lambda x: self.features(x)[:, chosen]
+        encoders, bias = self.encoders(chosen), self._bias[chosen]
+        threshold = None if self._threshold is None else self._threshold[chosen]
+        return lambda x: self._activated(np.stack([encoders @ row for row in x]) + bias, threshold)
+
+    def _activated(self, found: FloatArray, threshold: FloatArray | None) -> FloatArray:
+        if threshold is not None:
+            found[found <= threshold] = 0
         if self._k:
             least = np.partition(found, -self._k, axis=1)[:, -self._k, None]
             found[found < least] = 0
-        found = np.maximum(found, 0)
+        return np.maximum(found, 0, out=found)
+
+    @cached_property
+    def _bias(self) -> FloatArray:
+        return self._parts["bias"].read()
+
+    @cached_property
+    def _threshold(self) -> FloatArray | None:
+        return self._parts["threshold"].read().reshape(-1) if "threshold" in self._parts else None
+
+    def encode(self, x: FloatArray) -> Active:
+        """The active features of inputs x [pos, D]."""
+        found = self.features(x)
         positions, features = np.nonzero(found)
         return Active(positions, features, found[positions, features])
+
+    def reconstruct(self, x: FloatArray) -> FloatArray:
+        """What features, bias and skip give in place of the MLPs' outputs, [layers, pos, D]: of layers after
+        its own only what its features write there.
+        """
+        found = sparse_product(self.features(x), self.decoders)
+        found[0] += self.bias
+        if self.skip is not None:
+            found[0] += x @ self.skip.T
+        return found
 
     def encoders(self, features: npt.NDArray[np.int64]) -> FloatArray:
         """The directions that features read, [n, D]."""
@@ -141,28 +190,41 @@ class Layer:
 
     def biases(self, features: npt.NDArray[np.int64]) -> FloatArray:
         """The encoder's biases of features, [n]."""
-        return self._parts["bias"].read()[features]
+        return self._bias[features]
 
     def decoders(self, features: npt.NDArray[np.int64]) -> FloatArray:
         """The directions that features write to each layer from theirs on, [n, layers, D]."""
-        return self._parts["decoder"].read(features).reshape(len(features), self.n_written, self.width)
+        found = self._parts["decoder"].read(features).reshape(len(features), -1, self.width)
+        return found[:, self._n_before :]
 
 
 class Transcoders:
-    """A transcoder for each layer of a model.
+    """Transcoders of the layers of a model, or of some of them.
 
-    Attributes: layers; reads and writes, the hooks' short names; scan, who made them, for viewers.
+    Attributes: layers, by number; reads and writes, the hooks' short names; scan, who made them, for viewers.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], reads: str = _READS, writes: str = _WRITES, scan: str = ""
+        self,
+        layers: Mapping[int, Layer] | Sequence[Layer],
+        reads: str = _READS,
+        writes: str = _WRITES,
+        scan: str = "",
     ) -> None:
-        if not layers:
-            raise ConfigError("a set of transcoders needs one for each layer")
-        self.layers, self.reads, self.writes, self.scan = tuple(layers), reads, writes, scan
-        for i, layer in enumerate(layers):
-            if layer.width != layers[0].width or layer.n_written not in (1, len(layers) - i):
+        found = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
+        if not found:
+            raise ConfigError("a set of transcoders needs at least one layer's")
+        self.layers = dict(sorted(found.items()))
+        self.reads, self.writes, self.scan = reads, writes, scan
+        first, end = next(iter(self.layers.values())), max(self.layers) + 1
+        for i, layer in self.layers.items():
+            if layer.width != first.width or (layer.n_written > 1 and layer.n_written < end - i):
                 raise ConfigError(f"the transcoder of layer {i} does not fit the others")
+        self.reader = cache(self._reader)
+
+    def _reader(self, layer: int) -> TranscoderReader:
+        """What reads and writes the features of a layer."""
+        return TranscoderReader(self, layer)
 
     @classmethod
     def load(
@@ -173,7 +235,8 @@ class Transcoders:
         - circuit-tracer's, per layer: layer_0.safetensors ...; or across layers: W_enc_0.safetensors and
           W_dec_0.safetensors ...
         - folders with a layer's number in their names, each as SAELens saves a transcoder (cfg.json and
-          sae_weights.safetensors) or as Gemma Scope 2 does (config.json and params.safetensors).
+          sae_weights.safetensors) or as Gemma Scope 2 does (config.json and params.safetensors), per layer or
+          across layers; or one such folder.
 
         The hooks are `reads` and `writes`, or those that config.json, config.yaml or cfg.json name, or
         "mlp.hook_in" and "hook_mlp_out". Raises FormatError and ConfigError.
@@ -186,44 +249,94 @@ class Transcoders:
             scan = facts.get("scan")
             return cls(found, names[0] or _READS, names[1] or _WRITES, str(scan) if scan else folder.name)
 
-    def check(self, n_layers: int, width: int) -> None:
-        """Raises ConfigError if they are of another model."""
-        if (len(self.layers), self.layers[0].width) != (n_layers, width):
+    def check(self, n_layers: int, width: int, needs_all: bool = True) -> None:
+        """Raises ConfigError if they are of another model, or if a layer lacks one that `needs_all`."""
+        numbers, first = [*self.layers], next(iter(self.layers.values()))
+        ends = {i + layer.n_written for i, layer in self.layers.items() if layer.n_written > 1}
+        lacks = needs_all and len(numbers) < n_layers
+        if first.width != width or numbers[-1] >= n_layers or ends - {n_layers} or lacks:
+            said = str(len(numbers)) if numbers == [*range(len(numbers))] else f"some ({brief(numbers)})"
             raise ConfigError(
-                f"the transcoders have {len(self.layers)} layers of width {self.layers[0].width}, "
+                f"the transcoders have {said} layers of width {first.width}, "
                 f"and the model {n_layers} of {width}"
             )
 
 
-def _find_layers(folder: Path) -> tuple[list[Layer], dict[str, Any]]:
-    """The layers in order, and what the configuration says."""
+class TranscoderReader:
+    """A layer's features, to read and to steer by: a `kukri.interp.readers.FeatureReader`.
+
+    Its encoder is kept in float32 once all features were asked for.
+    """
+
+    def __init__(self, transcoders: Transcoders, layer: int) -> None:
+        self.layer = transcoders.layers[layer]
+        self.name = f"blocks.{layer}.{transcoders.reads}"
+        self.writes = tuple(f"blocks.{layer + j}.{transcoders.writes}" for j in range(self.layer.n_written))
+        self.width, self.n_features = self.layer.width, self.layer.n_features
+
+    def features(self, x: FloatArray) -> FloatArray:
+        """See FeatureReader."""
+        self.layer.keep_encoder()
+        return self.layer.features(x)
+
+    def chooser(self, features: Sequence[int]) -> Choose:
+        """See FeatureReader."""
+        return self.layer.chooser(features)
+
+    def decoders(self, features: Sequence[int]) -> FloatArray:
+        """See FeatureReader."""
+        return self.layer.decoders(np.asarray(features))
+
+    def output_scale(self, x: FloatArray) -> FloatArray:
+        """See FeatureReader."""
+        return np.ones((len(x), 1), np.float32)
+
+    def reconstruct(self, x: FloatArray) -> FloatArray:
+        """See FeatureReader."""
+        self.layer.keep_encoder()
+        return self.layer.reconstruct(x)
+
+
+def _find_layers(folder: Path) -> tuple[dict[int, Layer], dict[str, Any]]:
+    """The layers by number, and what the configuration says."""
     across = {int(p.stem[6:]): p for p in folder.glob("W_enc_*.safetensors") if p.stem[6:].isdecimal()}
+    facts = _facts(folder)
     if across:
-        layers = {i: _across_layers(folder, path, i) for i, path in across.items()}
-        return _in_order(layers, folder), _facts(folder)
+        return {i: _across_layers(folder, path, i) for i, path in across.items()}, facts
+    if any((folder / name).exists() for name in _WEIGHTS):
+        match = _BLOCK.match(str(facts.get("feature_input_hook"))) or _LAYER.search(folder.resolve().name)
+        if match is None:
+            raise FormatError("says of no layer whose transcoder it is: no hook_name", path=folder)
+        return {int(match[1]): _folder_layer(folder, facts, int(match[1]))}, facts
     parts = sorted([*folder.glob("*.safetensors"), *(one for one in folder.iterdir() if one.is_dir())])
     numbered = {int(match[1]): one for one in parts if (match := _LAYER.search(one.name))}
     if not numbered:
         raise FormatError(
             "has no transcoders: no layer_0.safetensors, W_enc_0.safetensors or folders", path=folder
         )
-    layers, facts = {}, _facts(folder)
+    layers: dict[int, Layer] = {}
     for i, one in numbered.items():
-        file, own = one, {}
         if one.is_dir():
-            file = next(
-                (one / n for n in ("sae_weights.safetensors", "params.safetensors") if (one / n).exists()),
-                one,
-            )
             own = _facts(one)
+            layers[i] = _folder_layer(one, own, i)
             facts = own | facts
-        if own.get("architecture", "transcoder") not in _KINDS:
-            raise FormatError(f"architecture {brief(own['architecture'])} is no transcoder's", path=one)
-        layers[i] = _single_layer(file, own)
-    return _in_order(layers, folder), facts
+        else:
+            layers[i] = _single_layer(one, {}, i)
+    return layers, facts
 
 
-def _single_layer(path: Path, facts: Mapping[str, Any]) -> Layer:
+def _folder_layer(folder: Path, facts: Mapping[str, Any], layer: int) -> Layer:
+    """Of SAELens or Gemma Scope 2."""
+    kind, normalization = facts.get("architecture", "transcoder"), facts.get("normalize_activations", "none")
+    if kind not in _KINDS:
+        raise FormatError(f"architecture {brief(kind)} is no transcoder's", path=folder)
+    if normalization not in _FOLDED:
+        raise UnsupportedError(f"{folder}: normalize_activations {brief(normalization)} is not supported")
+    file = next((folder / name for name in _WEIGHTS if (folder / name).exists()), folder / _WEIGHTS[0])
+    return _single_layer(file, facts, layer)
+
+
+def _single_layer(path: Path, facts: Mapping[str, Any], layer: int) -> Layer:
     file = SafetensorsFile(path)
     parts = {
         part: _stored(file, name, path)
@@ -233,9 +346,11 @@ def _single_layer(path: Path, facts: Mapping[str, Any]) -> Layer:
     }
     options = facts.get("activation_fn_kwargs") or {}
     k = options.get("k", facts.get("k", 0)) if isinstance(options, Mapping) else 0
-    is_transposed = not _LAYER.search(path.name)  # of SAELens and Gemma Scope
+    is_transposed = path.name in _WEIGHTS
     has_transposed_skip = "affine_skip_connection" in file.tensors
-    return Layer(parts, path, k if type(k) is int else 0, is_transposed, has_transposed_skip)
+    is_across = "decoder" in parts and len(parts["decoder"].shape) == 3  # of all layers
+    n_before = layer if is_across else 0
+    return Layer(parts, path, k if type(k) is int else 0, is_transposed, has_transposed_skip, n_before)
 
 
 def _across_layers(folder: Path, path: Path, layer: int) -> Layer:
@@ -254,12 +369,6 @@ def _stored(file: SafetensorsFile, name: str, path: Path) -> Stored:
     return Stored(name, tensor.dtype, tensor.shape, file.data(tensor), path)
 
 
-def _in_order(layers: Mapping[int, Layer], folder: Path) -> list[Layer]:
-    if sorted(layers) != list(range(len(layers))):
-        raise FormatError(f"has transcoders of layers {brief(sorted(layers))}: one is missing", path=folder)
-    return [layers[i] for i in range(len(layers))]
-
-
 def _facts(folder: Path) -> dict[str, Any]:
     """What config.json, cfg.json or config.yaml says of hooks and the maker."""
     for name in ("config.json", "cfg.json"):
@@ -267,14 +376,9 @@ def _facts(folder: Path) -> dict[str, Any]:
             facts: dict[str, Any] = read_json(folder / name, max_bytes=1 << 20)
             inner = facts.get("metadata")
             facts = (inner if isinstance(inner, dict) else {}) | facts
-            hooks = {
-                "feature_input_hook": ("hook_name", "hf_hook_point_in"),
-                "feature_output_hook": ("hook_name_out",),
-            }
-            for key, others in hooks.items():
-                facts.setdefault(
-                    key, next((facts[o] for o in others[:1] if isinstance(facts.get(o), str)), None)
-                )
+            for key, other in (("feature_input_hook", "hook_name"), ("feature_output_hook", "hook_name_out")):
+                if isinstance(facts.get(other), str):
+                    facts.setdefault(key, facts[other])
             return facts
     found: dict[str, Any] = {}
     if (folder / "config.yaml").exists():

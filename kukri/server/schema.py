@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaH
 from pydantic_core import CoreSchema
 
 from kukri.errors import RequestError, brief
+from kukri.interp.edits import Op
 from kukri.interp.interventions import MAX_INTERVENTIONS
 from kukri.interp.places import MAX_PLACES, MAX_TEXT
 from kukri.sampling import Grammar
@@ -219,6 +220,8 @@ class When(Body):
     probe: Annotated[str, Field(max_length=64)] | None = None
     label: Annotated[str, Field(max_length=200)] | None = None
     sae: Annotated[str, Field(max_length=64)] | None = None
+    transcoder: Annotated[str, Field(max_length=64)] | None = None
+    layer: int | None = None
     feature: int | None = None
     above: float | None = None
     below: float | None = None
@@ -227,7 +230,7 @@ class When(Body):
 class InterventionBody(Body):
     """An operation on the activations of a request: see `kukri.interp.Intervention`."""
 
-    op: Literal["capture", "add", "scale", "replace", "ablate", "read"]
+    op: Op
     name: Annotated[str, Field(max_length=200)] | None = None
     vector: Annotated[list[float], Field(max_length=1 << 17)] | Float32 | None = None
     strength: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
@@ -237,6 +240,8 @@ class InterventionBody(Body):
     layers: Annotated[list[int], Field(max_length=2)] | None = None
     probe: Annotated[str, Field(max_length=64)] | None = None
     sae: Annotated[str, Field(max_length=64)] | None = None
+    transcoder: Annotated[str, Field(max_length=64)] | None = None
+    layer: int | None = None
     top_k: int | None = None
     features: Annotated[list[int], Field(max_length=1024)] | None = None
     match_norm: bool | None = None

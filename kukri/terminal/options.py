@@ -224,13 +224,24 @@ class SteeringOptions:
         ", or @FILE with one or a list; repeatable.",
         metavar="JSON|@FILE",
     )
+    probe: list[str] | None = option(
+        "Linear probe (.safetensors) for interventions; repeatable.", metavar="NAME=FILE"
+    )
+    sae: list[str] | None = option(
+        "SAELens sparse autoencoder for interventions; repeatable.", metavar="NAME=DIR"
+    )
+    transcoder: list[str] | None = option(
+        "Transcoders of one or more layers for interventions; repeatable.", metavar="NAME=DIR"
+    )
 
-    def files_and_interventions(self) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
+    def files_and_interventions(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The options of LLM, and what to do to each request. Raises ConfigError."""
-        files, interventions = self._control_vectors()
+        vectors, interventions = self._control_vectors()
         for text in self.intervention or ():
             interventions += _edits(text)
-        return {"control_vectors": files} if files else {}, interventions
+        files = {"control_vectors": vectors, "probes": self.probe, "saes": self.sae}
+        files["transcoders"] = self.transcoder
+        return {name: given for name, given in files.items() if given}, interventions
 
     def _control_vectors(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
         if not self.control_vector:
@@ -268,7 +279,7 @@ def _edits(text: str) -> list[dict[str, Any]]:
     for one in many:
         if not isinstance(one, dict) or one.get("op") in ("capture", "read"):
             raise ConfigError(
-                f"{option_name}: an edit is an object whose op adds, scales, replaces or ablates"
+                f"{option_name}: an edit is an object whose op adds, scales, clamps, replaces or ablates"
             )
     return many
 

@@ -44,7 +44,7 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
         loading["chat_template"] = read_text(options.chat_template_file, holds="chat template")
     served = served_models(models, options, loading)
     settings = server_settings(options, loading.get("kv_bytes"))
-    if any(model.options.control_vectors or model.options.probes or model.options.saes for model in served):
+    if any(model.options.has_readers for model in served):
         settings = replace(settings, has_interp=True)
     configure_logs(as_json=options.log_json, level=options.log_level)
     with socket_of(options) as bound:

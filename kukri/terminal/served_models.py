@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kukri.errors import ConfigError
-from kukri.model_options import ModelOptions, option_fields
+from kukri.model_options import READERS, ModelOptions, option_fields
 from kukri.option_fields import duration_s, flag_of, option_facts, read_option
 from kukri.server.settings import ModelSpec, default_name
 from kukri.terminal.config_file import MAX_BYTES, read_config
@@ -38,8 +38,9 @@ def served_models(
         raise ConfigError("--adapter is for a single model: give those of several in a file, --config")
     shared = {n: v for n, v in loading.items() if is_alone or n != "kv_bytes"}  # else of all together
     named = [ModelSpec((name,), ModelOptions(model=model, **shared)) for name, model in given]
+    no_readers: dict[str, Any] = dict.fromkeys(READERS)
     for i, one in enumerate(named[1:], 1):  # files are made for one model: the first
-        options_left = replace(one.options, control_vectors=None, probes=None, saes=None)
+        options_left = replace(one.options, **no_readers)
         named[i] = replace(one, options=options_left)
     served = named + served
     for preset in presets:

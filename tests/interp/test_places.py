@@ -12,6 +12,7 @@ from kukri.errors import RequestError
 from kukri.interp import Probe
 from kukri.interp.places import Prompt, Spans, find_places
 from kukri.sampling import SamplingParams
+from tests.interp.test_interventions import sae_files
 from tests.tiny_gguf import write_tiny
 
 PIECES = [b"<s>", b"The", b" Par", b"is", b" of", b" \xc3", b"\xa9", b" Paris", b"", b" end"]
@@ -256,6 +257,10 @@ def test_the_command_line(tmp_path, capsys):
     ]
     texts = [json.loads(one.stdout)["text"] for one in (plain, *found)]
     assert texts[0] != texts[1] == texts[2]
+    sae_files(tmp_path / "sae")
+    feature = {"op": "clamp", "sae": "s", "features": [3], "strength": 90}
+    steered = [*run, "--sae", f"s={tmp_path / 'sae'}", "--intervention", json.dumps(feature)]
+    assert json.loads(CliRunner().invoke(app, steered).stdout)["text"] != texts[0]
     for given, message in (
         ("{", "not JSON"),
         ("@nowhere", "No such file"),

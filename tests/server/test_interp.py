@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import string
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import safetensors.numpy
 from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.interp import Probe
+from kukri.sampling import SamplingParams
 from kukri.server.keys import KeyRing
 from kukri.server.settings import ServerSettings
 from tests.server.bodies import check_error
@@ -35,6 +37,10 @@ READ = [{"op": "read", "probe": "truth"}]
 def open_llm(tmp_path_factory):
     """Opens the model: an engine belongs to a server, or to who calls it."""
     path = write_tiny(tmp_path_factory.mktemp("served") / "tiny.gguf")
+    folder, rng = tmp_path_factory.mktemp("transcoder"), np.random.default_rng(1)
+    matrices = {name: rng.standard_normal((30, D)).astype(np.float32) for name in ("W_enc", "W_dec")}
+    zeros = {"b_enc": np.zeros(30, np.float32), "b_dec": np.zeros(D, np.float32)}
+    safetensors.numpy.save_file(matrices | zeros, folder / "layer_1.safetensors")
     probe = Probe("blocks.0.hook_resid_post", np.ones((1, D)))
     return lambda: LLM(
         path,
@@ -42,6 +48,7 @@ def open_llm(tmp_path_factory):
         max_requests=4,
         control_vectors={"happy": {1: DIRECTION}},
         probes={"truth": probe},
+        transcoders={"t": folder},
     )
 
 
@@ -121,6 +128,32 @@ OTHERS = {  # the other chats: a body, and where the text of an answer is
         lambda body: body["response"],
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"op": "clamp", "transcoder": "t", "layer": 1, "features": [3, 4], "strength": 30},
+        {"op": "replace", "transcoder": "t", "layers": [1, 1]},
+        {"op": "scale", "transcoder": "t", "features": list(range(30)), "strength": -9},
+    ],
+)
+def test_features_over_http(served, llm, one):
+    """A field of features that the body has no place for, and a request that changes its neighbours."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    plain, steered = (llm.generate(ASK["prompt"], params, interventions=given) for given in ([], [one]))
+    read = {"op": "read", "transcoder": "t", "layer": 1, "top_k": 2}
+    with ThreadPoolExecutor(3) as threads:
+        answers = [*threads.map(lambda i: ask(served, interventions=i).json(), ([one], [], [read]))]
+    texts = [answer["choices"][0]["text"] for answer in answers]
+    assert texts == [steered.text, plain.text, plain.text]
+    assert steered.token_ids != plain.token_ids
+    readouts = answers[2]["choices"][0]["readouts"]
+    assert len(readouts) == 10
+    assert all(len(one["values"]["t.1"]) == 2 for one in readouts)
+    wrong = ask(served, interventions=[one | {"features": [30]}])
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "interventions[0]"
 
 
 def last_of(text: str, stream: bool) -> dict[str, Any]:
