@@ -52,7 +52,7 @@ def show_ablation(
 ) -> None:
     """Measures, prints a table, and writes the requested files; the last line is the AblationReport as JSON.
 
-    `as_json` leaves that line alone. `page` is a Markdown file, and its chart lies beside it. Raises
+    `as_json` leaves that line alone. `page` is a Markdown file, and its chart lies next to it. Raises
     ConfigError on counts below 1 and on files that cannot be, before anything is measured.
     """
     for name, value in (("repetitions", repetitions), ("threads", n_threads)):

@@ -1,21 +1,24 @@
-"""Requests made to be expensive, beside streams: `python -m benchmarks.bombs`.
+"""Requests made to be expensive, next to streams: `python -m benchmarks.bombs`.
 
-Streams run for a while alone, and for a while beside a client that sends one bomb after another: schemas
-that take a minute to compile, a prompt of a megabyte, two megabytes of wrong items, and as many biases, stop
-strings and breakers as may be. Reported are the times between tokens of both phases, and the longest time
-until a bomb was answered; then those of ten bombs sent at once.
+Streams run alone and next to a client that sends one bomb after another, by turns: schemas that take a minute
+to compile, a prompt of a megabyte, two megabytes of wrong items, and as many biases, stop strings and
+breakers as may be. The client is a process of its own, so that it delays no reader. Reported are the times
+between tokens of both phases, medians of the rounds, and the longest time until a bomb was answered; then
+those of ten bombs sent at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import multiprocessing
 import string
 import time
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -49,37 +52,46 @@ _TEXTS: dict[str, dict[str, Any]] = {
     },
 }
 _AT_ONCE = 10
+_ANSWER = 800  # tokens; the streams end one by one, so that the sum of their contexts stays the same
 _OPTIONS = ("--alias", _MODEL, "--max-context", "4096", "--log-level", "error")
+
+
+class Gaps(NamedTuple):
+    """Milliseconds between tokens of all streams within one phase."""
+
+    median_ms: float
+    p99_ms: float
 
 
 @dataclass(frozen=True)
 class BombReport:
-    """The report. Milliseconds between tokens of all streams, and until bombs were refused."""
+    """The report: of each round the phase alone and that next to bombs, and milliseconds until answers."""
 
     n_streams: int
-    quiet_median_ms: float
-    quiet_p99_ms: float
-    bombed_median_ms: float
-    bombed_p99_ms: float
+    alone: list[Gaps]
+    bombed: list[Gaps]
+    p99_of_median: float  # next to bombs, the median of the rounds
+    p99_of_alone: float  # the same of the median of the phase before
     n_bombs: int
     statuses: dict[str, int]
-    longest_refusal_ms: float
+    longest_answer_ms: float
     at_once: dict[str, int]
     longest_at_once_ms: float
 
 
 class _Streams:
-    """Streams that go on until they are stopped; `gaps_ms` is refilled by whoever measures."""
+    """Streams that run until they are stopped; `gaps_ms` is refilled by whoever measures."""
 
     def __init__(self, place: tuple[str, int], n: int) -> None:
         self._place = place
         self.gaps_ms: list[float] = []
-        self._tasks = [asyncio.create_task(self._run(i)) for i in range(n)]
+        self._tasks = [asyncio.create_task(self._run(i, _ANSWER * (i + 1) // n)) for i in range(n)]
 
-    async def _run(self, i: int) -> None:
-        body = {"model": _MODEL, "prompt": f"Story {i}:", "max_tokens": 4000, "temperature": 1.0}
+    async def _run(self, i: int, max_tokens: int) -> None:
+        body = {"model": _MODEL, "prompt": f"Story {i}:", "temperature": 1.0}
         body |= {"ignore_eos": True, "stream": True}
         while True:
+            body["max_tokens"], max_tokens = max_tokens, _ANSWER
             last = None
             async for data in answer_bytes(self._place, "/v1/completions", body):
                 if b"data: {" in data:
@@ -88,8 +100,8 @@ class _Streams:
                         self.gaps_ms.append((now - last) * 1000)
                     last = now
 
-    async def gaps(self, seconds: float) -> tuple[float, float]:
-        """(median, p99) of the milliseconds between tokens within the time to come."""
+    async def gaps(self, seconds: float) -> Gaps:
+        """The times between tokens within the seconds to come. Raises KukriError if a stream has ended."""
         self.gaps_ms.clear()
         await asyncio.sleep(seconds)
         for task in self._tasks:
@@ -97,7 +109,7 @@ class _Streams:
                 raise KukriError(f"a stream ended: {task.exception()}")
         if len(self.gaps_ms) < 100:
             raise KukriError("the streams gave too few tokens to measure")
-        return median(self.gaps_ms), quantiles(self.gaps_ms, n=100)[-1]
+        return Gaps(median(self.gaps_ms), quantiles(self.gaps_ms, n=100)[-1])
 
     def stop(self) -> None:
         """Ends them."""
@@ -120,37 +132,75 @@ def chat_of(schema: dict[str, Any]) -> dict[str, Any]:
     return {"model": _MODEL, "messages": messages, "max_tokens": 5, "response_format": form}
 
 
-async def measure(url: str, n_streams: int, seconds: float) -> BombReport:
-    """Runs both phases. Raises KukriError if a stream ends."""
-    statuses: dict[str, int] = {}
-    refusals: list[float] = []
-    made = bombs()
-
-    async def throw(http: httpx.AsyncClient) -> None:
-        while True:
-            for path, body in made:
-                started = time.perf_counter()
-                response = await http.post(path, content=body, headers={"content-type": "application/json"})
-                refusals.append((time.perf_counter() - started) * 1000)
-                statuses[str(response.status_code)] = statuses.get(str(response.status_code), 0) + 1
-
+async def measure(url: str, n_streams: int, seconds: float, rounds: int) -> BombReport:
+    """Runs both phases by turns. Raises KukriError if a stream ends."""
+    alone: list[Gaps] = []
+    bombed: list[Gaps] = []
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        streams = _Streams(place_of(url), n_streams)
+        streams, thrower = _Streams(place_of(url), n_streams), _Thrower(url)
         try:
             await asyncio.sleep(3)
-            quiet = await streams.gaps(seconds)
-            thrower = asyncio.create_task(throw(http))
-            await asyncio.sleep(1)
-            bombed = await streams.gaps(seconds)
-            thrower.cancel()
+            for _ in range(rounds):
+                alone.append(await streams.gaps(seconds))
+                with thrower:
+                    await asyncio.sleep(1)
+                    bombed.append(await streams.gaps(seconds))
+                await asyncio.sleep(1)
+            answers = thrower.end()
             together = await asyncio.gather(*(throw_one(http, i) for i in range(_AT_ONCE)))
         finally:
             streams.stop()
-    at_once = Counter(str(status) for status, _ in together)
-    longest_ms = max(ms for _, ms in together)
     return BombReport(
-        n_streams, *quiet, *bombed, len(refusals), statuses, max(refusals), dict(at_once), longest_ms
+        n_streams,
+        alone,
+        bombed,
+        median(one.p99_ms / one.median_ms for one in bombed),
+        median(one.p99_ms / before.median_ms for one, before in zip(bombed, alone, strict=True)),
+        len(answers),
+        dict(Counter(str(status) for status, _ in answers)),
+        max(ms for _, ms in answers),
+        dict(Counter(str(status) for status, _ in together)),
+        max(ms for _, ms in together),
     )
+
+
+class _Thrower:
+    """A process that sends one bomb after another within `with` blocks."""
+
+    def __init__(self, url: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._may, self._is_over, self._ours = context.Event(), context.Event(), context.SimpleQueue()
+        given = (place_of(url), self._may, self._is_over, self._ours)
+        self._process = context.Process(target=_throw, args=given, daemon=True)
+        self._process.start()
+
+    def __enter__(self) -> None:
+        self._may.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._may.clear()
+
+    def end(self) -> list[tuple[int, float]]:
+        """(status, milliseconds) of all bombs."""
+        self._is_over.set()
+        self._may.set()
+        return list(self._ours.get())
+
+
+def _throw(place: tuple[str, int], may: Any, is_over: Any, ours: Any) -> None:
+    connection, made = http.client.HTTPConnection(*place, timeout=120), bombs()
+    answers: list[tuple[int, float]] = []
+    while True:
+        for path, body in made:
+            may.wait()
+            if is_over.is_set():
+                ours.put(answers)
+                return
+            started_s = time.perf_counter()
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            response.read()
+            answers.append((response.status, (time.perf_counter() - started_s) * 1000))
 
 
 async def throw_one(http: httpx.AsyncClient, number: int) -> tuple[int, float]:
@@ -163,20 +213,26 @@ async def throw_one(http: httpx.AsyncClient, number: int) -> tuple[int, float]:
 
 def main() -> None:
     """Runs the experiment."""
-    experiment = Experiment("bombs", "Measure streams beside requests that are made to be expensive.")
+    experiment = Experiment("bombs", "Measure streams next to requests that are made to be expensive.")
     experiment.count("-n", "--streams", 8, "streams")
-    experiment.count("-s", "--seconds", 15, "seconds of each phase")
+    experiment.count("-s", "--seconds", 5, "seconds of each phase")
+    experiment.count("-r", "--rounds", 5, "rounds of both phases")
     given = experiment.parse()
     with served(model_path(given.model, 4096), *_OPTIONS, "--threads", str(given.threads)) as (_, url):
-        report = asyncio.run(measure(url, given.streams, given.seconds))
+        report = asyncio.run(measure(url, given.streams, given.seconds, given.rounds))
     rows = [
-        ["alone", f"{report.quiet_median_ms:.1f}", f"{report.quiet_p99_ms:.1f}"],
-        ["beside bombs", f"{report.bombed_median_ms:.1f}", f"{report.bombed_p99_ms:.1f}"],
+        [
+            name,
+            f"{median(one.median_ms for one in phases):.1f}",
+            f"{median(one.p99_ms for one in phases):.1f}",
+        ]
+        for name, phases in (("alone", report.alone), ("next to bombs", report.bombed))
     ]
     title = f"{report.n_streams} streams, milliseconds between tokens"
-    refused = f"{report.n_bombs} bombs, answered within {report.longest_refusal_ms:.0f} ms: {report.statuses}"
+    ratios = f"their p99 is {report.p99_of_median:.2f} medians, {report.p99_of_alone:.2f} of those alone"
+    refused = f"{report.n_bombs} bombs, answered within {report.longest_answer_ms:.0f} ms: {report.statuses}"
     refused += f"; {_AT_ONCE} at once within {report.longest_at_once_ms:.0f} ms: {report.at_once}"
-    experiment.show(report, Table(title, ["", "median", "p99"], rows), refused)
+    experiment.show(report, Table(title, ["", "median", "p99"], rows), ratios, refused)
 
 
 if __name__ == "__main__":

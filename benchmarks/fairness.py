@@ -1,6 +1,6 @@
 """A short chat next to a long prompt, and a full server: `python -m benchmarks.fairness`.
 
-- **beside**: the first token of a short prompt that arrives when three quarters of a long one are read, from
+- **chat**: the first token of a short prompt that arrives when three quarters of a long one are read, from
   the same user, from another, and of a better priority, against the same prompt alone; how many steps it
   waits for, which no other load of the machine changes; and what the long one loses by it. Every round has
   all of them, each begins with another, and a first one warms up. A model with a longer context than the
@@ -48,7 +48,7 @@ class FairnessReport:
     n_threads: int
     n_long: int
     alone_ms: float  # first token of the chat without a neighbour
-    beside_ms: dict[str, float]  # and next to a long prompt, by case
+    chat_ms: dict[str, float]  # and next to a long prompt, by case
     steps: dict[str, int]  # from the chat's arrival to its first token, the one under way included; the most
     long_ms: float  # first token of the long prompt alone
     long_ratio: dict[str, float]  # its time next to a chat against alone
@@ -194,7 +194,7 @@ def _greedy(n_new: int) -> SamplingParams:
 
 def _tables(report: FairnessReport) -> Iterator[Table | str]:
     rows = [["alone", f"{report.alone_ms:.0f}", "", "", ""]]
-    for name, ms in report.beside_ms.items():
+    for name, ms in report.chat_ms.items():
         ratio, of_long = f"{ms / report.alone_ms:.1f}", f"{report.long_ratio[name]:.3f}"
         rows.append([name, f"{ms:.0f}", ratio, str(report.steps[name]), of_long])
     title = f"first token of {_SHORT} tokens next to {report.n_long} ({report.long_ms / 1e3:.1f} s alone)"

@@ -17,6 +17,7 @@ from kukri.sampling.fields import (
     MAX_PHRASES,
     MAX_STOPS,
     MAX_TEXT,
+    are_within,
     described,
     facts_of,
     integer,
@@ -390,10 +391,12 @@ def _checked_bias(bias: Any) -> dict[int, float]:
         raise wrong_value("logit_bias", allowed, bias)
     if len(bias) > MAX_BIASES:
         raise wrong_value("logit_bias", allowed, len(bias))
-    for token_id, value in bias.items():
-        if not is_id(token_id) or not is_number(value) or abs(value) > MAX_BIAS:
-            raise wrong_value("logit_bias", allowed, {token_id: value})
-    return {int(token_id): float(value) for token_id, value in bias.items()}
+    values = bias.values()
+    if not (are_within(bias, 0, MAX_COUNT, int) and are_within(values, -MAX_BIAS, MAX_BIAS, int, float)):
+        for token_id, value in bias.items():  # NumPy's numbers are well, others not
+            if not is_id(token_id) or not is_number(value) or abs(value) > MAX_BIAS:
+                raise wrong_value("logit_bias", allowed, {token_id: value})
+    return dict(zip(map(int, bias), map(float, values), strict=True))
 
 
 def _checked_stop(stop: Any, stop_token_ids: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:

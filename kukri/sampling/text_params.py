@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from kukri.sampling.fields import MAX_STOPS
 from kukri.sampling.grammar import Grammar, GrammarTokenizer, compiled
 from kukri.sampling.params import SamplingParams, TokenSet
 
 _MOST_PREDICTED = 2**17  # characters of a prediction that drafts are looked up in: no answer is longer
-_MOST_KEPT = 16  # texts of breakers whose tokens are remembered
+_MOST_KEPT = 2 * MAX_STOPS  # texts of breakers whose tokens are remembered: those of two requests
 _VOCABULARIES: WeakKeyDictionary[Any, _TokenTexts] = WeakKeyDictionary()
 
 
@@ -64,7 +65,8 @@ class _TokenTexts:
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]
         self._ends = np.cumsum([len(token) + 1 for token in tokens])
-        self._bytes = np.frombuffer(b"\xff".join([*tokens, b""]), np.uint8)  # text has no such byte
+        self._text = b"\xff".join([*tokens, b""])  # text has no such byte
+        self._bytes = np.frombuffer(self._text, np.uint8)
         self._found: dict[bytes, TokenSet] = {}  # a few texts at most: most requests have the default ones
 
     def holding(self, text: str) -> TokenSet:
@@ -72,11 +74,15 @@ class _TokenTexts:
         wanted = text.encode("utf-8", "replace")  # JSON can spell half a character
         found = self._found.get(wanted)
         if found is None:
-            places = np.flatnonzero(self._bytes[: max(len(self._bytes) - len(wanted), 0)] == wanted[0])
-            for i, byte in enumerate(wanted):
-                places = places[self._bytes[places + i] == byte]
-            found = TokenSet(np.searchsorted(self._ends, places, "right").tolist())
+            found = TokenSet(self._search(wanted) if wanted in self._text else ())
             if len(self._found) >= _MOST_KEPT:
                 del self._found[next(iter(self._found))]
             self._found[wanted] = found
+        return found
+
+    def _search(self, wanted: bytes) -> list[int]:
+        places = np.flatnonzero(self._bytes[: len(self._bytes) - len(wanted)] == wanted[0])
+        for i, byte in enumerate(wanted):
+            places = places[self._bytes[places + i] == byte]
+        found: list[int] = np.searchsorted(self._ends, places, "right").tolist()
         return found

@@ -19,6 +19,7 @@ from kukri.engine import EngineLoop
 from kukri.errors import KukriError
 from kukri.server.access import may
 from kukri.server.anthropic.routes import add_anthropic_routes
+from kukri.server.body_check import BodyCheck, CheckedRoute
 from kukri.server.errors import on_deep_body, on_http_error, on_invalid_body, on_kukri_error
 from kukri.server.llama_cpp.routes import add_llama_cpp_routes
 from kukri.server.middleware import Middleware
@@ -53,6 +54,7 @@ def create_app(
     """
     registry = ModelRegistry(settings, models, llm, make_loop)
     batches: Batches | None = None
+    bodies = BodyCheck()
     traces = open_traces(settings.traces)
 
     @asynccontextmanager
@@ -71,6 +73,7 @@ def create_app(
             if batches is not None:
                 await batches.stop()
             await registry.stop()
+            await bodies.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
             log.info("stopped")
@@ -84,7 +87,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry, app.state.failure = registry, None
-    app.state.responses = ResponseStore()
+    app.state.responses, app.state.bodies = ResponseStore(), bodies
+    app.router.route_class = CheckedRoute
     app.add_exception_handler(KukriError, on_kukri_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)

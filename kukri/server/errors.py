@@ -34,6 +34,9 @@ _NAMES_HERE = {
     "n_probs": "logprobs", "repeat_penalty": "repetition_penalty", "typ_p": "typical_p",
 }  # fmt: skip
 _BRANCH = re.compile(r"@|(list|nullable|tagged-union|union)(\[|$)|function(-\w+)?\[")  # branches of a union
+_NOT_READ = (
+    "There was an error parsing the body"  # FastAPI on one not UTF-8 or too deep
+)
 _UNION_TAGS = {"str", "int", "float", "bool", "NamedTool"}
 
 
@@ -135,6 +138,10 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Handler of the router's errors: no such path, a wrong method, a body too large or too slow."""
     assert isinstance(error, HTTPException)
     message = error.detail
+    if message == _NOT_READ:
+        if isinstance(error.__cause__, RecursionError):
+            return await on_deep_body(request, error)
+        return error_response("the body is not JSON", 400, code="invalid_json")
     if error.status_code == HTTPStatus.NOT_FOUND:
         path = request.scope.get("kukri.path", request.url.path)[:200]
         there = f"/v1{path}"

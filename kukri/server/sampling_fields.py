@@ -9,7 +9,16 @@ from pydantic import BaseModel, BeforeValidator, Field, create_model
 
 from kukri.errors import RequestError
 from kukri.sampling import SamplingParams
-from kukri.sampling.fields import MAX_BIAS, MAX_BIASES, MAX_COUNT, MAX_TEXT, FieldFacts, facts_of, is_number
+from kukri.sampling.fields import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_COUNT,
+    MAX_TEXT,
+    FieldFacts,
+    are_within,
+    facts_of,
+    is_number,
+)
 
 FACTS = dict(facts_of(SamplingParams))
 Model = TypeVar("Model", bound=type[BaseModel])
@@ -69,6 +78,9 @@ def _check_bias(bias: Any) -> Any:
     if isinstance(bias, dict):
         if len(bias) > MAX_BIASES:
             raise _wrong_bias(f"at most {MAX_BIASES} tokens, not {len(bias)}")
+        is_short = max(map(len, bias), default=0) <= MAX_TEXT
+        if is_short and are_within(bias.values(), -MAX_BIAS, MAX_BIAS, int, float):
+            return bias
         for token, value in bias.items():
             if len(token) > MAX_TEXT:
                 raise _wrong_bias(f"tokens of at most {MAX_TEXT} characters")

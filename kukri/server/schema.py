@@ -28,6 +28,7 @@ from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.tokenizer import newest_turn, note
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
+_TOKEN_IDS = re.compile(rf"{_TOKEN_ID.pattern}(?:,{_TOKEN_ID.pattern})*")
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
 TEXT_ONLY = "the model reads and writes only text"
@@ -640,7 +641,9 @@ class UnloadAdapterBody(Body):
 def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
-    if wrong := [key for key in bias if not _TOKEN_ID.fullmatch(key)]:
+    joined = ",".join(bias)  # looked at in one go: there may be thousands
+    if joined.count(",") >= len(bias) or not _TOKEN_IDS.fullmatch(joined):
+        wrong = [key for key in bias if not _TOKEN_ID.fullmatch(key)]
         message = f"the keys of logit_bias must be token ids, not {brief(', '.join(wrong[:5]))}"
         raise RequestError(message, param="logit_bias")
-    return {int(token_id): value for token_id, value in bias.items()}
+    return dict(zip(map(int, bias), bias.values(), strict=True))

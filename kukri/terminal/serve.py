@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -257,6 +258,8 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
     if settings.api_key_file is not None and hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda *_: reread_keys(app, settings.api_key_file))
     config = uvicorn.Config(app, **uvicorn_options(settings))
+    gc.collect()
+    gc.freeze()  # what is there by now stays: to look through it again stops all streams for 40 ms
     with suppress(SystemExit):  # the start failed: its reason follows
         Server(config).run(sockets=[bound])
     if app.state.failure is not None:

@@ -3,12 +3,14 @@
 It reads lines of JSON: first a vocabulary, which it answers by a line when it is ready, then [number,
 grammar] each. Each of these gets a line [number, outcome, reason] back, in the order in which they end. A
 child is forked with the vocabulary's automata in memory, in milliseconds. Those that run at once have less
-and less of the processor, so that many weigh little more than one: streams come first.
+and less of the processor, so that many weigh little more than one, and those that take longer than most run
+when nothing else does: streams come first.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -28,10 +30,11 @@ MAX_AT_ONCE = 16
 _FAIR_SHARE_S = 0.05  # of processor time: with less there is no verdict
 _PATIENCE_S = 5.0  # for a grammar alone on a machine that gives it less
 _PAUSE_S = 0.1  # between two looks at that
+_USUAL_S = 0.1  # within which most have ended
 _MAX_CPU_S = 2  # for a child whose parent is gone
 _MAX_BYTES = 4 << 30  # of address space
 _MAX_NOTES = 2000  # characters
-_NICENESS, _MAX_NICENESS = 5, 19
+_NICENESS, _MAX_NICENESS = 5, 12
 
 Outcome = Literal["good", "bad", "busy"]
 
@@ -78,6 +81,7 @@ class Child:
     reader: int
     stops_at: float
     n_others: int  # when it started
+    slows_at: float
     left_s: float = _PATIENCE_S
 
     @classmethod
@@ -97,7 +101,14 @@ class Child:
             finally:
                 os._exit(0)
         os.close(writer)
-        return cls(number, grammar, pid, reader, time.monotonic() + BUDGET_S, n_others)
+        now = time.monotonic()
+        return cls(number, grammar, pid, reader, now + BUDGET_S, n_others, now + _USUAL_S)
+
+    def slow_down(self) -> None:
+        """Leaves the processor to others from now on."""
+        self.slows_at = math.inf
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.pid, _MAX_NICENESS)
 
     def may_continue(self) -> bool:
         """Gives a grammar more time if it is alone and got too little of the processor; returns whether."""
@@ -135,11 +146,13 @@ def answer_lines(vocabulary: Any) -> None:
     with selectors.DefaultSelector() as ready:
         ready.register(sys.stdin.fileno(), selectors.EVENT_READ)
         while True:
-            until = min((child.stops_at for child in children), default=None)
+            until = min((min(child.stops_at, child.slows_at) for child in children), default=None)
             wait_s = None if until is None else max(until - time.monotonic(), 0.0)
             readable = [key.fd for key, _ in ready.select(wait_s)]
             now = time.monotonic()
             for child in children.copy():
+                if child.slows_at <= now:
+                    child.slow_down()
                 if child.reader not in readable and (child.stops_at > now or child.may_continue()):
                     continue
                 children.remove(child)

@@ -291,6 +291,9 @@ class ServedModel:
         whose `param` is `prompt`, `max_tokens`, `adapter` or a field of SamplingParams.
         """
         self.check_answers(len(prompts), params.n_generated_answers)
+        longest, most = max(map(len, prompts)), self.llm.engine.max_context
+        if longest > most:  # before anything else is computed for it
+            raise ContextLengthError(longest, most)
         if interventions:
             check_interp(self.settings, scope, "interventions")
         if isinstance(params.grammar, Grammar):

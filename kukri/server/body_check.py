@@ -1,0 +1,114 @@
+"""Has bodies of very many values checked in another process, before this one reads them.
+
+Two megabytes of numbers, or of texts of one letter, take 20 ms to parse and more to check, in calls that no
+other thread of the interpreter can interrupt: neither the event loop, which hands out tokens, nor the
+engine. What is wrong with such a body is found elsewhere; one that is well is read here after all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kukri.errors import CapacityError, RequestError
+
+log = logging.getLogger("kukri.server")
+
+MANY_VALUES = 16_384  # commas
+_ANSWER_S = 30.0
+_MAX_LINE = 1 << 24  # bytes of an answer
+
+
+class BodyCheck:
+    """The process, which the first body of very many values starts. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._turn = asyncio.Lock()  # one body after another
+
+    async def check(self, kind: type, data: bytes) -> None:
+        """Raises what reading the JSON of a body of this class would raise: it returns if that is well.
+
+        RequestValidationError, RequestError, RecursionError; and CapacityError if there is no answer in time.
+        """
+        async with self._turn:
+            found, what = await self._outcome(f"{kind.__module__}:{kind.__qualname__}", data)
+        if found == "invalid":
+            raise RequestValidationError(what)
+        if found == "refused":
+            message, param, code = what
+            raise RequestError(message, param=param, code=code)
+        if found == "deep":
+            raise RecursionError
+
+    async def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _outcome(self, name: str, data: bytes) -> tuple[str, Any]:
+        answer = b""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                process = await self._running()
+                assert process.stdin is not None, "it is a pipe"
+                assert process.stdout is not None, "it is a pipe"
+                with suppress(ConnectionError):
+                    process.stdin.write(b"%s %d\n" % (name.encode(), len(data)))
+                    process.stdin.write(data)
+                    await process.stdin.drain()
+                    answer = await process.stdout.readline()
+        except TimeoutError:
+            pass
+        finally:  # one that was not heard out would give the next body the answer to this one
+            if not answer:
+                await self.close()
+        if not answer:
+            log.error("the process that checks large bodies does not answer: the next one starts it again")
+            raise CapacityError("the body could not be checked in time: try again later")
+        found: tuple[str, Any] = json.loads(answer)
+        return found
+
+    async def _running(self) -> Process:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kukri.server.body_worker"),
+                stdin=PIPE,
+                stdout=PIPE,
+                limit=_MAX_LINE,
+            )
+        return self._process
+
+
+class CheckedRoute(APIRoute):
+    """A route whose bodies are checked elsewhere if they have very many values."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The function that handles a request."""
+        handle = super().get_route_handler()
+        kind = None if self.body_field is None else self.body_field.field_info.annotation
+        if kind is None:
+            return handle
+
+        async def checked(request: Request) -> Response:
+            if "json" in request.headers.get("content-type", ""):
+                data = await request.body()
+                if data.count(b",") > MANY_VALUES:
+                    await request.app.state.bodies.check(kind, data)
+            return await handle(request)
+
+        return checked
