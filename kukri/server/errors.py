@@ -34,9 +34,7 @@ _NAMES_HERE = {
     "n_probs": "logprobs", "repeat_penalty": "repetition_penalty", "typ_p": "typical_p",
 }  # fmt: skip
 _BRANCH = re.compile(r"@|(list|nullable|tagged-union|union)(\[|$)|function(-\w+)?\[")  # branches of a union
-_NOT_READ = (
-    "There was an error parsing the body"  # FastAPI on one not UTF-8 or too deep
-)
+_NOT_READ = "There was an error parsing the body"  # FastAPI on one not UTF-8 or too deep
 _UNION_TAGS = {"str", "int", "float", "bool", "NamedTool"}
 
 
