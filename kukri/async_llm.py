@@ -23,6 +23,7 @@ from kukri.sampling import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
     from kukri.interp.interventions import Intervention
+    from kukri.vision.image import ImagePrompt
 
     Interventions = Sequence[Intervention | Mapping[str, Any]]
 
@@ -67,7 +68,7 @@ class AsyncLLM:
     @overload
     async def generate(
         self,
-        prompt: list[str] | list[list[int]],
+        prompt: list[str] | list[list[int]] | list[ImagePrompt],
         params: SamplingParams | None = None,
         *,
         adapter: str | None = None,

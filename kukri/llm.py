@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kukri.interp.transcoders import Transcoders
     from kukri.interp.weights import Weights
     from kukri.tasks import Label, Span, TokenLabel
+    from kukri.vision.image import ImagePrompt
 
     Interventions = Sequence[Intervention | Mapping[str, Any]]
 
@@ -102,7 +103,7 @@ class LLM:
     @overload
     def generate(
         self,
-        prompt: list[str] | list[list[int]],
+        prompt: list[str] | list[list[int]] | list[ImagePrompt],
         params: SamplingParams | None = None,
         *,
         adapter: str | None = None,
@@ -119,7 +120,8 @@ class LLM:
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result | list[Result]:
-        """Continues a prompt, text or token ids: a Result. A list of prompts is one batch: a list of Results.
+        """Continues a prompt, text, token ids or an `ImagePrompt`: a Result. A list of prompts is one batch: a list
+        of Results.
 
         `overrides` are fields of SamplingParams, set on top of `params` or, without these, of the model's
         `default_params`; `adapter` is the name of a loaded adapter, None for the model alone. A text gets the
@@ -441,7 +443,7 @@ class LLM:
     @overload
     def generate_with_hooks(
         self,
-        prompt: list[str] | list[list[int]],
+        prompt: list[str] | list[list[int]] | list[ImagePrompt],
         params: SamplingParams | None = None,
         *,
         fwd_hooks: FwdHooks = (),

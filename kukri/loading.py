@@ -33,6 +33,7 @@ from kukri.models.rope import with_scaling
 from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
 from kukri.tokenizer import Tokenizer, load_tokenizer
+from kukri.vision.encoder import VisionModel
 
 if TYPE_CHECKING:
     from kukri.stages.backend import StagedBackend
@@ -58,6 +59,7 @@ class ReadModel:
     config: ModelConfig  # as the files state it
     tokenizer: Tokenizer
     model: Model
+    vision: VisionModel | None  # the encoder of images, of a model that sees
     default_params: SamplingParams  # as the files advise
     text_encoder: TextEncoder
 
@@ -153,6 +155,7 @@ def _on_backend(
         draft_model=draft_model,
         draft_backend=local,
         identity=identity,
+        vision=read.vision if backend is local else None,
     )
     for name, adapter in options.adapters.items():
         engine.load_adapter(name, read_adapter(Path(adapter).expanduser(), model))
@@ -174,10 +177,11 @@ def read_model(options: ModelOptions) -> ReadModel:
             )
         used = _within(config, options.max_context)
         model = load_model(checkpoint.weights(used), used)
+        vision = checkpoint.load_vision()
         text_encoder = TextEncoder(
             model, tokenizer, checkpoint.embedding, checkpoint.dense, options.max_context
         )
-    return ReadModel(path, config, tokenizer, model, defaults, text_encoder)
+    return ReadModel(path, config, tokenizer, model, vision, defaults, text_encoder)
 
 
 def read_weights(path: Path, options: ModelOptions) -> tuple[ModelConfig, Model]:

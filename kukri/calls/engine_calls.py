@@ -21,6 +21,7 @@ from kukri.kernels.arrays import FloatArray
 from kukri.loading import LoadedModel
 from kukri.sampling import SampledToken, SamplingParams, resolve_texts, with_overrides
 from kukri.tokenizer import ChatTemplate, Tokenizer
+from kukri.vision.image import ImagePrompt
 
 _USES = {
     "question_answering": "answer()",
@@ -29,7 +30,7 @@ _USES = {
     "none": "embed()",
 }
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | ImagePrompt
 if TYPE_CHECKING:
     from kukri.interp.generation import InterventionTaps, Readout
 
@@ -93,7 +94,7 @@ class EngineCalls:
 
     def for_ids(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | ImagePrompt,
         params: SamplingParams,
         *,
         adapter: str | None,
@@ -505,7 +506,7 @@ def closed_error() -> KukriError:
 
 def is_many(prompt: Any) -> bool:
     """True if it is a list of prompts: the first entry of one prompt is a token id."""
-    return _first_is(prompt, (str, Sequence))
+    return _first_is(prompt, (str, Sequence, ImagePrompt))
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -16,18 +16,20 @@ from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
 from kukri.engine.draft_model import DraftModel
 from kukri.engine.drafts import Drafts
+from kukri.engine.encodings import Encodings
 from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
+from kukri.engine.request_images import RequestImages
 from kukri.engine.request_maker import RequestMaker
 from kukri.engine.residence import Residence
-from kukri.engine.runner import Runner
+from kukri.engine.runner import OwnTaps, Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
-from kukri.engine.step_taps import StepTaps
+from kukri.engine.step_taps import StepImages, StepTaps, has_images
 from kukri.errors import ConfigError, KukriError, RequestError, StageError, failure_of
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, Logits
@@ -39,9 +41,11 @@ from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.models.adapter import Adapter
 from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs
+from kukri.vision.encoder import VisionModel
 
 logger = logging.getLogger("kukri.engine")
 
+_ENCODINGS_BYTES = 256 << 20  # of images' rows of embeddings that are kept
 _ROWS_PER_STEP = 64  # of logits beyond one for each request: a row is large, and all are made room for
 
 
@@ -65,8 +69,8 @@ class Engine(RequestMaker):
 
     The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
     pages in each pool of pages; its memory is taken as it is used. A `draft_model` has the same token ids, a
-    pool of its own with as many pages, and the same backend unless `draft_backend` is another. `clock` times
-    steps, in seconds.
+    pool of its own with as many pages, and the same backend unless `draft_backend` is another. `vision`
+    encodes the images of prompts. `clock` times steps, in seconds.
 
     Attributes: those of RequestMaker; model, config; arithmetic, equal for engines that compute the same
     bits.
@@ -83,6 +87,7 @@ class Engine(RequestMaker):
         draft_model: Model | None = None,
         draft_backend: Backend | None = None,
         identity: bytes = b"",
+        vision: VisionModel | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._clock, self._collected_s = clock, 0.0
@@ -108,6 +113,7 @@ class Engine(RequestMaker):
             page_tokens=page_tokens,
             eos_ids=eos_ids,
             identity=identity,
+            vision=vision,
         )
         self.max_draft_tokens = config.max_draft_tokens
         self._has_states = has_states(model.cache_layout)
@@ -160,6 +166,7 @@ class Engine(RequestMaker):
             )
         elif config.speculation == "draft":
             raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
+        self.encodings = None if vision is None else Encodings(vision, backend, _ENCODINGS_BYTES, clock)
         self._in_flight: deque[InFlight] = deque()  # in launch order
         self._records = SamplingRecords()
 
@@ -213,6 +220,8 @@ class Engine(RequestMaker):
         the order of their launch. What the model run raises, an error in a hook for example, fails every
         request of this step and is raised.
         """
+        if self.encodings is not None:
+            self._encode(self.encodings)
         now_s = self._clock()
         scheduled = self.scheduler.schedule()
         chunks = scheduled.chunks
@@ -229,7 +238,7 @@ class Engine(RequestMaker):
             self._begin_again(error)
             return None
         except BaseException as error:
-            self._fail(chunks, error)
+            self._fail([chunk.request for chunk in chunks], error)
             raise
         for chunk in chunks:
             chunk.sequence.is_in_flight = True
@@ -249,7 +258,36 @@ class Engine(RequestMaker):
             self.runner.cache.copy_state(source, target)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
         listens = any(chunk.request.taps is not None for chunk in chunks)
-        return run(chunks, StepTaps(chunks)) if listens else run(chunks)
+        own: list[OwnTaps] = [StepTaps(chunks)] if listens else []
+        if has_images(chunks):
+            own.append(StepImages(chunks))
+        return run(chunks, *own)
+
+    def _encode(self, encodings: Encodings) -> None:
+        """Encodes, for some milliseconds, the image that a running request needs next.
+
+        What the encoder raises fails the requests that need the image, and is raised.
+        """
+        waiting: list[tuple[RequestImages, int]] = []
+        for request in self.scheduler.running:
+            images = None if request.may_restore else request.images  # saved pages may hold its rows
+            while images is not None and (number := images.wanted(request.n_cached)) is not None:
+                rows = encodings.find(images.images[number])
+                if rows is None:
+                    waiting.append((images, number))
+                    break
+                images.rows[number] = rows
+        if not waiting:
+            return
+        begun = [each for each in waiting if encodings.is_under_way(each[0].images[each[1]])]
+        images, number = (begun or waiting)[0]
+        try:
+            rows = encodings.advance(images.images[number], is_brief=self.scheduler.generates)
+        except BaseException as error:
+            self._fail([r for r in self.scheduler.running if r.images is images], error)
+            raise
+        if rows is not None:
+            images.rows[number] = rows
 
     def collect(self, step: InFlight) -> list[StepOutput]:
         """Waits for the oldest step in flight; returns its tokens, and the requests that failed.
@@ -279,7 +317,7 @@ class Engine(RequestMaker):
             self._begin_again(error)
             return []
         except BaseException as error:
-            self._fail(chunks, error)
+            self._fail([chunk.request for chunk in chunks], error)
             raise
         if self.runner.adapters and self.adapters.has_leaving:
             self._release_adapters()
@@ -467,10 +505,9 @@ class Engine(RequestMaker):
         if has_failed:
             raise error
 
-    def _fail(self, chunks: list[ScheduledChunk], error: BaseException) -> None:
+    def _fail(self, requests: Iterable[Request], error: BaseException) -> None:
         """Ends the requests of a step that raised."""
-        for chunk in chunks:
-            request = chunk.request
+        for request in requests:
             if request.state is RequestState.RUNNING:
                 request.error = error if isinstance(error, KukriError) else KukriError(str(error))
                 self._end(request, "error")

@@ -1,9 +1,9 @@
 """The pool of KV pages: reference counts, and the prefix cache.
 
 A full page can be *cached*: found again by its tokens and all those before it. Its key is the SHA-256 of the
-key of the page before it and its own tokens, so no two contexts are taken for one another, and a page has the
-same key in every process. A cached page without owners keeps its contents until its space is needed, least
-recently used first.
+key of the page before it and its own tokens, with the digests of the images that some are rows of, so no two
+contexts are taken for one another, and a page has the same key in every process. A cached page without owners
+keeps its contents until its space is needed, least recently used first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from hashlib import sha256
 from kukri.errors import CapacityError
 from kukri.kernels.arrays import IntArray
 
-PageKey = bytes  # SHA-256 of the key of the page before, and the page's tokens
+PageKey = bytes  # SHA-256 of the key of the page before, the page's tokens, and its images
 ROOT: PageKey = bytes(32)  # the key before the first page, unless requests have one of their own
 
 
 def page_keys(tokens: IntArray, page_tokens: int, before: PageKey = ROOT) -> Iterator[PageKey]:
     """The key of each full page of `tokens`, int32, after the page whose key is `before`."""
     for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
-        before = sha256(before + tokens[start : start + page_tokens].tobytes()).digest()
+        before = page_key(tokens[start : start + page_tokens], before)
         yield before
+
+
+def page_key(tokens: IntArray, before: PageKey, images: bytes = b"") -> PageKey:
+    """The key of a full page of `tokens` after another; `images` says which are rows of which images."""
+    return sha256(before + tokens.tobytes() + images).digest()
 
 
 def pages_for(n_tokens: int, page_tokens: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
 from kukri.engine.pages import ROOT, PageKey
+from kukri.engine.request_images import RequestImages
 from kukri.errors import KukriError, RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.taps import SequenceTaps
@@ -68,7 +69,8 @@ class Request:
     __slots__ = (
         "__weakref__", "adapter", "arrived_s", "client", "cumulative_logprob", "drafts", "error",
         "finish_reason", "first_pages",
-        "first_row", "first_token_s", "id", "is_cacheable", "is_in_flight", "last_token_s", "leader",
+        "first_row", "first_token_s", "id", "images", "is_cacheable", "is_in_flight", "last_token_s",
+        "leader",
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_found", "n_generated_at_loss", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
         "next_row", "output",
@@ -99,6 +101,7 @@ class Request:
         stop_row: int | None = None,
         token_types: IntArray | None = None,
         prefix_root: PageKey = ROOT,
+        images: RequestImages | None = None,
     ) -> None:
         self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
         self.priority, self.client = priority, client
@@ -116,6 +119,7 @@ class Request:
         self.first_row = self.next_row = first_row  # the next token whose row of output is wanted
         self.stop_row = self.max_length if stop_row is None else stop_row
         self.token_types = token_types  # [n_prompt]: of a pair of texts; None: all 0
+        self.images = images  # of the prompt
         self.adapter: LoadedAdapter | None = None
         self.rows: FloatArray | None = None  # see the class; "pooled" is a sum until its end
         self.tokens = np.empty(self.max_length, np.int32)  # prompt, generated, and in a step drafts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
@@ -15,11 +15,14 @@ from kukri.config import ModelConfig
 from kukri.engine.drafts import Drafts, LookupDrafts
 from kukri.engine.pages import PageKey, check_fits, pages_for
 from kukri.engine.request import Output, Request
+from kukri.engine.request_images import RequestImages
 from kukri.errors import ContextLengthError, RequestError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import SamplingBackend
 from kukri.sampling import RequestSampler, SamplingParams
 from kukri.sampling.params import SEED_MAX
+from kukri.vision.encoder import VisionModel
+from kukri.vision.image import ImageInput, ImagePrompt
 
 _GREEDY = SamplingParams(temperature=0)  # of requests that draw nothing
 
@@ -29,7 +32,7 @@ class RequestMaker(ABC):
 
     The engine's pool has `n_pages` pages of `page_tokens` tokens. `eos_ids` end a request unless it ignores
     them. `identity` names all that keys and values depend on besides the tokens, for prefixes that are saved
-    on disk. Attributes: max_context, eos_ids, n_pages, page_tokens.
+    on disk. `vision` encodes images. Attributes: max_context, eos_ids, n_pages, page_tokens, vision.
     """
 
     max_draft_tokens = 0  # per request and step, unless the request says
@@ -39,13 +42,14 @@ class RequestMaker(ABC):
         config: ModelConfig,
         sampling: SamplingBackend,
         *,
+        vision: VisionModel | None = None,
         max_context: int,
         n_pages: int,
         page_tokens: int,
         eos_ids: Iterable[int] = (),
         identity: bytes = b"",
     ) -> None:
-        self._model_config, self._sampling = config, sampling
+        self._model_config, self._sampling, self.vision = config, sampling, vision
         self.max_context, self.eos_ids = max_context, frozenset(eos_ids)
         self.n_pages, self.page_tokens = n_pages, page_tokens
         self._max_pages = pages_for(max_context, page_tokens)
@@ -59,7 +63,7 @@ class RequestMaker(ABC):
 
     def make_requests(
         self,
-        prompt_ids: npt.ArrayLike,
+        prompt_ids: npt.ArrayLike | ImagePrompt,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -72,11 +76,11 @@ class RequestMaker(ABC):
         They share the prompt's pages and differ by their seed, which counts up from the one given. Lower
         `priority` goes first; the queue is fair among clients. Prefixes are shared among requests of equal
         `prefix_scope`. `adapter` is the name of a loaded one. Safe to call from any thread. Raises
-        RequestError on an empty prompt, ids outside the vocabulary or an adapter that is not loaded,
-        ContextLengthError on a prompt longer than the context.
+        RequestError on an empty prompt, ids outside the vocabulary, images that the model does not see or an
+        adapter that is not loaded, ContextLengthError on a prompt longer than the context.
         """
         self.check_generates()
-        prompt = self._checked_prompt(prompt_ids)
+        prompt, seen = self._checked_prompt(prompt_ids)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         stop_ids = eos_ids.union(params.stop_token_ids)
         prefix_root = self._prefix_root(prefix_scope)
@@ -101,6 +105,7 @@ class RequestMaker(ABC):
                     drafts=self._drafts(params),
                     max_drafts=params.max_draft_tokens or self.max_draft_tokens,
                     prefix_root=prefix_root,
+                    images=None if seen is None else RequestImages(seen),
                 )
             )
             if adapter is not None:
@@ -109,7 +114,7 @@ class RequestMaker(ABC):
 
     def make_output_request(
         self,
-        token_ids: npt.ArrayLike,
+        token_ids: npt.ArrayLike | ImagePrompt,
         output: Output,
         *,
         first_row: int = 0,
@@ -125,7 +130,7 @@ class RequestMaker(ABC):
         `token_types` tell the texts of a pair apart, int32 of as many. It is checked, and not yet queued.
         Raises what `make_requests` raises.
         """
-        ids = self._checked_prompt(token_ids)
+        ids, seen = self._checked_prompt(token_ids)
         request = Request(
             next(self._ids),
             ids,
@@ -141,6 +146,7 @@ class RequestMaker(ABC):
             stop_row=stop_row,
             token_types=token_types,
             prefix_root=self._prefix_root(prefix_scope),
+            images=None if seen is None else RequestImages(seen),
         )
         if adapter is not None:
             self._use_adapter(adapter, request)
@@ -165,6 +171,18 @@ class RequestMaker(ABC):
             head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
             raise RequestError(f"the model has {head} and generates no text", param="model")
 
+    def check_images(self, images: Sequence[ImageInput]) -> None:
+        """Raises RequestError unless the model sees images of this form; no images are always well."""
+        if not images:
+            return
+        if self.vision is None:
+            raise RequestError(
+                "the model reads text and sees no images: leave them out, or load a model that sees",
+                param="images",
+            )
+        for image in images:
+            self.vision.check(image)
+
     def check_fits(self, request: Request) -> None:
         """Raises CapacityError if a request could outgrow the whole pool."""
         check_fits(request.max_cached, self.n_pages, self.page_tokens)
@@ -181,7 +199,13 @@ class RequestMaker(ABC):
             raise RequestError("prediction must be token ids of the vocabulary here", param="prediction")
         return LookupDrafts(given[: self.max_context])
 
-    def _checked_prompt(self, prompt_ids: npt.ArrayLike) -> IntArray:
+    def _checked_prompt(self, prompt_ids: npt.ArrayLike | ImagePrompt) -> tuple[IntArray, ImagePrompt | None]:
+        """The token ids of a prompt, and the prompt if images stand in it."""
+        seen: ImagePrompt | None = None
+        if isinstance(prompt_ids, ImagePrompt):
+            seen = prompt_ids if prompt_ids.images else None
+            self.check_images(prompt_ids.images)
+            prompt_ids = list(prompt_ids.token_ids)
         try:
             ids = np.asarray(prompt_ids)
         except ValueError:  # lists of different lengths
@@ -199,7 +223,7 @@ class RequestMaker(ABC):
             )
         if len(ids) > self.max_context:
             raise ContextLengthError(len(ids), self.max_context)
-        return ids.astype(np.int32)
+        return ids.astype(np.int32), seen
 
 
 def _seed(seed: int) -> int:

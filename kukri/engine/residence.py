@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kukri.engine.pages import PageKey, PagePool, check_fits, page_keys
+from kukri.engine.pages import PageKey, PagePool, check_fits, page_key
 from kukri.engine.request import Request
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.states import StatePool, snapshot_places
@@ -249,6 +249,8 @@ class Residence:
         """Takes back all that a request holds."""
         if request.drafts is not None:
             request.drafts.release()
+        if request.images is not None:
+            request.images.rows.clear()
         if self.states is not None:
             for slot in (request.state_slot, *(slot for _, slot in request.snapshots)):
                 if slot >= 0:  # one that waits has none
@@ -347,7 +349,8 @@ class Residence:
             while len(keys) <= i:
                 n = len(keys) * size
                 before = keys[-1] if keys else request.prefix_root
-                keys += page_keys(request.tokens[n : n + size], size, before)
+                images = b"" if request.images is None else request.images.identity(n, n + size)
+                keys.append(page_key(request.tokens[n : n + size], before, images))
             yield keys[i]
 
     def _count_found(self, request: Request, n_tokens: int) -> None:

@@ -55,19 +55,19 @@ class Runner:
         if adapters:
             self._compiled("logits", frozenset(), True)
 
-    def run(self, chunks: Sequence[Chunk], own: OwnTaps | None = None) -> Logits:
+    def run(self, chunks: Sequence[Chunk], *own: OwnTaps) -> Logits:
         """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache.
 
-        `own` sees the taps of requests that listen, after the hooks.
+        `own` see the taps of the step's requests, one after another: `StepImages` before the hooks.
         """
         has_adapters = self._has_adapters(chunks)
-        if own is None and not self.hooks and not has_adapters:
+        if not own and not self.hooks and not has_adapters:
             program, builder = self.plain
         else:
             program, builder = self._compiled("logits", self._names(own), has_adapters)
         return program(builder.build(chunks), self._listener(own))
 
-    def run_hidden(self, chunks: Sequence[Chunk], own: OwnTaps | None = None) -> Logits:
+    def run_hidden(self, chunks: Sequence[Chunk], *own: OwnTaps) -> Logits:
         """Runs one step and gives hidden states [N, D], the last norm's outputs, instead of logits."""
         program, builder = self._compiled("hidden", self._names(own), self._has_adapters(chunks))
         return program(builder.build(chunks), self._listener(own))
@@ -80,16 +80,21 @@ class Runner:
     def _has_adapters(self, chunks: Sequence[Chunk]) -> bool:
         return bool(self.adapters) and any(chunk.sequence.adapter_slot >= 0 for chunk in chunks)
 
-    def _names(self, own: OwnTaps | None) -> frozenset[str]:
-        return self.hooks.names if own is None else self.hooks.names | own.names
+    def _names(self, own: Sequence[OwnTaps]) -> frozenset[str]:
+        return self.hooks.names.union(*(each.names for each in own))
 
-    def _listener(self, own: OwnTaps | None) -> Hook:
-        if own is None:
+    def _listener(self, own: Sequence[OwnTaps]) -> Hook:
+        if not own:
             return self.hooks
+        first = [each for each in own if each.is_before_hooks]
+        last = [each for each in own if not each.is_before_hooks]
 
         def listen(name: str, x: FloatArray) -> FloatArray:
+            for each in first:
+                each(name, x)
             x = self.hooks(name, x)
-            own(name, x)
+            for each in last:
+                each(name, x)
             return x
 
         return listen
@@ -129,6 +134,7 @@ class OwnTaps(Protocol):
     """The taps of a step's requests."""
 
     names: frozenset[str]
+    is_before_hooks: bool  # True if hooks see what it makes of a tap
 
     def __call__(self, name: str, x: FloatArray) -> None:
         """Shows x [rows, width], to be edited in place."""

@@ -89,7 +89,8 @@ class Scheduler:
         """The next step, with pages to write to. Requests in flight are left out.
 
         A step runs one program: if requests of both can run, they take turns. Without any in flight it has no
-        chunks only when nothing waits or runs, or when all that was done is to read saved pages.
+        chunks only when nothing waits or runs, or when all that was done is to read saved pages, or when all
+        that is left comes after images that have not been encoded.
         """
         if self._step.can_repeat and self._repeat():
             return self._step
@@ -108,6 +109,11 @@ class Scheduler:
         is_full = n_preemptions == self.n_preemptions and self._urgent() is None
         self._full = self._occupancy() if is_full else None
         return step
+
+    @property
+    def generates(self) -> bool:
+        """True if a running request is decoding."""
+        return any(_generates(request) for request in self.running)
 
     def _occupancy(self) -> tuple[int, ...]:
         """What admission depends on: who waits, how many run, and how many pages are free."""
@@ -494,10 +500,8 @@ class _Budget:
         self.n_preemptions = scheduler.n_preemptions  # before the step
         self.n_saved_pages = scheduler.residence.saved_per_step
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
-        for request in scheduler.running:
-            if _generates(request):
-                self.n_prompt_tokens = scheduler.max_prompt_tokens
-                break
+        if scheduler.generates:
+            self.n_prompt_tokens = scheduler.max_prompt_tokens
         # beyond the one that each may want; a row of hidden states is small, and there is room for all
         self.n_rows = scheduler.max_step_tokens
         if program == "logits":
@@ -517,6 +521,8 @@ class _Budget:
             return (n_left, n_rows) if self.has_room(request) else (0, 0)
         if _generates(request):
             return min(n_left, self.n_tokens), 1
+        if request.images is not None:
+            n_left = request.images.n_ready(request.n_cached, request.n_tokens) - request.n_cached
         n_without = request.next_row - request.n_cached  # tokens that come before the first row
         n_timely = self._step_cost.n_within(request.n_cached, self.cost)
         n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens, n_without + 1 + self.n_rows, n_timely)

@@ -1,4 +1,4 @@
-"""Hands each request of a step its own rows of the taps that it listens on."""
+"""Hands each request of a step its rows of taps: those it listens on, and its images' embeddings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kukri.kernels.taps import sees_logit_rows
 
 class StepTaps:
     """The listener of a step with requests that listen. An error in a request's taps ends only that one."""
+
+    is_before_hooks = False
 
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._listening: list[tuple[ScheduledChunk, slice, slice]] = []  # rows of tokens, rows of logits
@@ -46,3 +48,35 @@ class StepTaps:
             except Exception as error:
                 request.error = HookError(f"a hook on {name} raised {type(error).__name__}: {error}")
                 request.error.__cause__ = error
+
+
+class StepImages:
+    """Writes the rows of a step's images over the embeddings of their placeholder tokens.
+
+    A step without any runs a program that does not stop there.
+    """
+
+    names, is_before_hooks = frozenset({"hook_embed"}), True
+
+    def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
+        self._chunks = chunks
+
+    def __call__(self, name: str, x: FloatArray) -> None:
+        """Writes to embeddings x [T, D]."""
+        if name not in self.names:
+            return
+        row = 0
+        for chunk in self._chunks:
+            images = chunk.request.images
+            if images is not None:
+                images.fill(x[row : row + chunk.n_tokens], chunk.start)
+            row += chunk.n_tokens
+
+
+def has_images(chunks: Sequence[ScheduledChunk]) -> bool:
+    """True if a token of a step is a row of an image."""
+    return any(
+        chunk.request.images is not None
+        and chunk.request.images.has_rows(chunk.start, chunk.start + chunk.n_tokens)
+        for chunk in chunks
+    )

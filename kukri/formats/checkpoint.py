@@ -17,12 +17,15 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
 from kukri.formats.huggingface.directory import TokenizerFiles, directory_config, tokenizer_files
+from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
 from kukri.formats.sentence_transformers import DenseLayer, directory_embedding, gguf_dense, gguf_embedding
 from kukri.models import ARCHITECTURES
 from kukri.models.weights import WeightSource
+from kukri.vision.config import VisionConfig
+from kukri.vision.encoder import VisionModel, load_vision
 
 _log = logging.getLogger("kukri.formats")
 
@@ -38,6 +41,8 @@ class Checkpoint:
     sampling: Mapping[str, Any]  # fields of SamplingParams that the files advise, unchecked
     embedding: EmbeddingConfig
     dense: tuple[DenseLayer, ...] = ()  # on top of pooled vectors
+    vision: VisionConfig | None = None  # of an encoder of images that runs
+    load_vision: Callable[[], VisionModel | None] = lambda: None
 
 
 @contextmanager
@@ -72,25 +77,34 @@ def _open_gguf(gguf: GGUFFile, path: Path) -> Checkpoint:
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
-    stated = text_config(read_json(directory / "config.json"))
+    whole = read_json(directory / "config.json")
+    stated = text_config(whole)
     config = directory_config(directory, stated)
+    family = vision_family(whole)
+    vision = vision_config(whole, directory / "config.json", config.d_model)
     generation = directory / "generation_config.json"
     _report_unknown(directory, unknown_config_keys(stated, directory / "config.json"))
     return Checkpoint(
         directory,
         config,
         tokenizer_files(directory, stated, config.n_vocab),
-        lambda used: _weights(directory, stated, used, quantize),
+        lambda used: _weights(directory, stated, used, quantize, leaves_images=vision is None),
         huggingface_advice(read_json(generation) if generation.is_file() else {}),
         *directory_embedding(directory, stated),
+        vision=vision,
+        load_vision=lambda: (
+            None
+            if family is None or vision is None
+            else load_vision(VisionWeights(directory, family, quantize), family, vision)
+        ),
     )
 
 
 def _weights(
-    directory: Path, stated: dict[str, Any], config: ModelConfig, quantize: str | None
+    directory: Path, stated: dict[str, Any], config: ModelConfig, quantize: str | None, *, leaves_images: bool
 ) -> SafetensorsWeights:
     source = SafetensorsWeights(directory, config, quantize)
-    if source.n_of_images:
+    if source.n_of_images and leaves_images:
         _log.warning(
             "%s: %d tensors of images are left out: kukri runs the text", directory, source.n_of_images
         )

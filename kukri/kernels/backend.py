@@ -99,6 +99,10 @@ class Backend(Protocol):
     page_tokens: int  # tokens of a page of its caches
 
     @property
+    def begins_at_taps(self) -> bool:
+        """True if its programs compute nothing before their `start`, so that a step may be run in parts."""
+
+    @property
     def is_batch_invariant(self) -> bool:
         """True if a token's result has the same bits whatever else is in its step, and for any chunks."""
 

@@ -52,6 +52,7 @@ class ReferenceBackend:
     name = "reference"
     exact_kv_type: KVType = "f32"
     page_tokens = PAGE_TOKENS
+    begins_at_taps = False
     is_batch_invariant = True
 
     def __init__(self) -> None:

@@ -235,8 +235,8 @@ def test_the_pages_of_a_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) 
         counted.append(1)
         return keys(tokens, *given)  # type: ignore[arg-type]
 
-    keys = residence.page_keys
-    monkeypatch.setattr(residence, "page_keys", counting)
+    keys = residence.page_key
+    monkeypatch.setattr(residence, "page_key", counting)
     engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=256, n_pages=8)
     (known,) = add_all(engine, prompt_of(100), greedy(2))
     finish(engine)

@@ -74,7 +74,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 # Models of images and text whose text is a model that runs
-_OF_IMAGES = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5")
+_OF_IMAGES = ("gemma3", "gemma4", "gemma4_unified", "idefics3", "qwen3_5", "smolvlm")
 
 # Types of such texts that go by another's name
 _TEXT_TYPES = {"gemma4_unified_text": "gemma4_text"}

@@ -64,13 +64,14 @@ _PREFIXES = (
         "roberta.",
         "model.language_model.",
         "language_model.model.",
+        "model.text_model.",
     ),
     "",
 )
 
 # Tensors besides those of the text in models of images and text.
 _IMAGES = re.compile(
-    r"(?:model\.)?(?:(?:vision|audio)_\w+|embed_(?:vision|audio)|multi_modal_projector|visual)\..+"
+    r"(?:model\.)?(?:(?:vision|audio)_\w+|embed_(?:vision|audio)|multi_modal_projector|connector|visual)\..+"
 )
 
 

@@ -46,6 +46,7 @@ class CpuBackend:
     name = "cpu"
     exact_kv_type: KVType = "f16"
     page_tokens = PAGE_TOKENS
+    begins_at_taps = True
     is_batch_invariant = True
 
     def __init__(self, n_threads: int | None = None) -> None:

@@ -39,6 +39,7 @@ class TorchBackend:
 
     name = "torch"
     page_tokens = PAGE_TOKENS
+    begins_at_taps = False
 
     def __init__(
         self, device: str = "cpu", n_threads: int | None = None, unpacked_bytes: int | None = None

@@ -1,0 +1,69 @@
+"""The images of a request: which of its tokens become their rows, and how far it can be computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kukri.kernels.arrays import FloatArray
+from kukri.vision.image import ImagePrompt
+
+
+class _Run(NamedTuple):
+    """Tokens `start` to `stop` - 1 of the prompt, rows of `image` from `first_row` on."""
+
+    start: int
+    stop: int
+    image: int
+    first_row: int
+
+
+class RequestImages:
+    """The images of a prompt. `rows` [n_tokens, D] of those that have been encoded, by their numbers."""
+
+    def __init__(self, prompt: ImagePrompt) -> None:
+        self.images = prompt.images
+        self.rows: dict[int, FloatArray] = {}
+        self._runs: list[_Run] = []
+        n_rows = [0] * len(prompt.images)
+        for start, n_tokens, image in prompt.spans:
+            self._runs.append(_Run(start, start + n_tokens, image, n_rows[image]))
+            n_rows[image] += n_tokens
+
+    def wanted(self, n_cached: int) -> int | None:
+        """The number of the next image to encode, of a request with so many tokens in the cache.
+
+        Rows that are in the cache are dropped.
+        """
+        to_come = [run.image for run in self._runs if run.stop > n_cached]
+        for image in [image for image in self.rows if image not in to_come]:
+            del self.rows[image]
+        return next((image for image in to_come if image not in self.rows), None)
+
+    def n_ready(self, n_cached: int, n_tokens: int) -> int:
+        """Tokens up to which the request's `n_tokens` can be computed, whose next is `n_cached`."""
+        missing = (run.start for run in self._runs if run.stop > n_cached and run.image not in self.rows)
+        return max(min(next(missing, n_tokens), n_tokens), n_cached)
+
+    def identity(self, start: int, stop: int) -> bytes:
+        """What tokens `start` to `stop` - 1 depend on besides their ids: b"" without rows of images."""
+        parts: list[bytes] = []
+        for run in self._runs:
+            first, last = max(run.start, start), min(run.stop, stop)
+            if first < last:
+                row = run.first_row + first - run.start
+                place = b"".join(n.to_bytes(4, "little") for n in (first - start, last - first, row))
+                parts.append(place + self.images[run.image].digest)
+        return b"".join(parts)
+
+    def fill(self, x: FloatArray, start: int) -> None:
+        """Writes rows over embeddings x [n, D] of the tokens from `start` on."""
+        stop = start + len(x)
+        for run in self._runs:
+            first, last = max(run.start, start), min(run.stop, stop)
+            if first < last:
+                row = run.first_row + first - run.start
+                x[first - start : last - start] = self.rows[run.image][row : row + last - first]
+
+    def has_rows(self, start: int, stop: int) -> bool:
+        """True if one of tokens `start` to `stop` - 1 is a row of an image."""
+        return any(run.start < stop and run.stop > start for run in self._runs)

@@ -1,0 +1,130 @@
+"""The encoder of images in a checkpoint's directory: its configuration, and its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
+from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
+from kukri.formats.huggingface.weights import is_of_images, packed_type
+from kukri.kernels.arrays import ByteArray, FloatArray
+from kukri.kernels.constants import Experts, Weight
+from kukri.kernels.quantize import requantize
+from kukri.models.keys import Keys
+from kukri.quant.blocks import dequantize
+from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
+from kukri.vision.config import VisionConfig
+from kukri.vision.encoder import VisionFamily
+from kukri.vision.encoders import vision_families
+
+_RUNS = ("F32", "F16", "BF16")
+_UNPACKED = ("model.embed_patches.weight", "model.embed_positions.weight")  # what every patch begins with
+
+
+def vision_family(stated: Mapping[str, Any]) -> VisionFamily | None:
+    """The family of the encoder that config.json states, if it states one that runs."""
+    if not isinstance(stated.get("vision_config"), dict):
+        return None
+    families = vision_families().values()
+    return next((family for family in families if stated.get("model_type") in family.hf_types), None)
+
+
+def vision_config(stated: Mapping[str, Any], path: Path, d_text: int) -> VisionConfig | None:
+    """The encoder that `stated`, the contents of the config.json at `path`, describes; None if none runs.
+
+    Its rows have the width `d_text` of the text. Raises FormatError on a key that is missing or nonsense, and
+    UnsupportedError on one that asks for what kukri does not run.
+    """
+    family = vision_family(stated)
+    if family is None:
+        return None
+    keys = Keys(stated, path, defaults=family.defaults)
+    vision = Keys(stated["vision_config"], path, defaults=family.vision_defaults)
+    with keys.reading(), vision.reading():
+        return family.read_hf(keys, vision, d_text)
+
+
+class VisionWeights:
+    """The `WeightSource` of the encoder of images in a directory's safetensors files.
+
+    `quantize_to` packs matrices as it does those of the text; the patches' and the positions' stay as they
+    are. Raises FormatError for what is broken or absent, and ConfigError for a type that weights cannot be
+    packed to.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], family: VisionFamily, quantize_to: str | None = None
+    ) -> None:
+        self.path, self._family = Path(directory), family
+        self._target = None if quantize_to is None else packed_type(quantize_to)
+        self._files = open_files(self.path)
+        self._taken: set[str] = set()
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A matrix (out, in), as stored or packed; a convolution's (out, 3, height, width) is one too."""
+        data, kind = self._take(name, shape)
+        weight = Weight(data.reshape(shape[0], -1), kind, shape, name)
+        target = self._target and fitting_type(self._target, shape[1])
+        if target is None or name in _UNPACKED:
+            return weight
+        return Weight(requantize(weight.data, kind, target, tensor=name), target, shape, name)
+
+    def vector(self, name: str, size: int) -> FloatArray:
+        """See WeightSource.vector."""
+        data, kind = self._take(name, (size,))
+        return np.ascontiguousarray(dequantize(data.reshape(1, -1), kind).reshape(size))
+
+    def has(self, name: str) -> bool:
+        """See WeightSource.has."""
+        return self._stored_name(name) in self._files
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        """No encoder of images has any."""
+        raise FormatError("is missing", path=self.path, tensor=name)
+
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        """No encoder of images has any."""
+        raise FormatError("is missing", path=self.path, tensor=name)
+
+    def done(self) -> None:
+        """Raises UnusedTensorError listing the tensors of images that no layer took."""
+        unused = [name for name in self._files if is_of_images(name) and name not in self._taken]
+        if unused:
+            raise UnusedTensorError(
+                f"holds tensors that no layer of {self._family.name}'s encoder takes: "
+                f"{brief_list([*map(brief, unused)])}; check model_type in config.json",
+                path=self.path,
+            )
+
+    def _stored_name(self, name: str) -> str:
+        """The tensor's name in the files, or that which it most likely would have."""
+        prefix = next((prefix for prefix in self._family.names if name.startswith(f"{prefix}.")), None)
+        stems = self._family.names[prefix] if prefix is not None else ("",)
+        rest = name.removeprefix(prefix or "")
+        names = [f"{front}{stem}{rest}" for stem in stems for front in ("model.", "")]
+        return next((one for one in names if one in self._files), names[0])
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> tuple[ByteArray, QuantType]:
+        name = self._stored_name(name)
+        file = self._files.get(name)
+        if file is None:
+            raise FormatError("is missing", path=self.path, tensor=name)
+        tensor = file.tensors[name]
+        if tensor.shape[:1] != shape[:1] or prod(tensor.shape) != prod(shape):
+            message = f"has shape {tensor.shape} where the configuration asks for {shape}"
+            raise FormatError(message, path=file.path, offset=tensor.offset, tensor=name)
+        if tensor.dtype not in _RUNS:
+            raise UnsupportedError(
+                f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(_RUNS)}"
+            )
+        self._taken.add(name)
+        data = file.data(tensor)
+        if tensor.offset % DTYPE_BYTES[tensor.dtype]:
+            data = data.copy()  # numbers must not straddle their own boundaries
+        return data, QUANT_TYPES[tensor.dtype]

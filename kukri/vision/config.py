@@ -1,0 +1,91 @@
+"""`VisionConfig`: the sizes and facts of an encoder of images, and of where its rows go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.errors import ConfigError
+from kukri.models.keys import Keys
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """An encoder of images. Sizes in pixels, patches or elements.
+
+    `encoder` has the shape of its blocks, as of a text model that is not causal; its `max_context` is the
+    patches of a tile. `merge`^2 neighbouring patches become one row of embeddings, of width `d_text`.
+    """
+
+    family: str  # the name of its `VisionFamily`
+    encoder: ModelConfig
+    image_size: int  # side of a tile
+    patch_size: int  # side of a patch
+    merge: int
+    d_text: int
+    image_token_id: int  # of the places in a prompt that become rows of embeddings
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError unless tiles consist of whole patches, and rows of whole squares of patches."""
+        if self.image_size % self.patch_size or (self.image_size // self.patch_size) % self.merge:
+            raise ConfigError(
+                f"tiles of {self.image_size} pixels do not consist of squares of {self.merge} x {self.merge} "
+                f"patches of {self.patch_size}"
+            )
+
+    @property
+    def side(self) -> int:
+        """Patches along a side of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of a patch: its red, green and blue."""
+        return 3 * self.patch_size**2
+
+    @property
+    def tile_tokens(self) -> int:
+        """Rows of embeddings that a tile becomes."""
+        return (self.side // self.merge) ** 2
+
+
+def siglip_config(keys: Keys, name: str) -> ModelConfig:
+    """The blocks of a SigLIP encoder (Zhai et al. 2023), by the keys of config.json's `vision_config`."""
+    d_model, n_heads = (
+        keys.whole("hidden_size", most=1 << 16),
+        keys.whole("num_attention_heads", most=1 << 12),
+    )
+    n_layers = keys.whole("num_hidden_layers", most=1 << 10)
+    image_size, patch_size = keys.whole("image_size", most=1 << 13), keys.whole("patch_size", most=1 << 10)
+    keys.expect("num_channels", 3)
+    keys.expect("hidden_act", "gelu_pytorch_tanh")
+    if d_model % n_heads:
+        raise keys.error("hidden_size", f"is {d_model}, not a multiple of {n_heads} heads")
+    n_patches = max((image_size // patch_size) ** 2, 1)
+    return ModelConfig(
+        architecture=name,
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        d_head=d_model // n_heads,
+        d_ffn=keys.whole("intermediate_size", most=1 << 18),
+        n_vocab=1,
+        norm_eps=keys.positive("layer_norm_eps"),
+        max_context=n_patches,
+        tie_embeddings=False,
+        rope=RopeConfig(),
+        layers=(LayerConfig(use_rope=False),) * n_layers,
+        is_causal=False,
+        n_positions=n_patches,
+    )
+
+
+# Of keys that `vision_config` leaves out, by transformers' classes.
+SIGLIP_DEFAULTS: Mapping[str, Any] = {
+    "num_channels": 3,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}

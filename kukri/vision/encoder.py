@@ -1,0 +1,72 @@
+"""An encoder of images as the engine runs it (`VisionModel`), and a kind of models that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.cache import KVLayer
+from kukri.kernels.op_set import Tensor
+from kukri.models.keys import Keys
+from kukri.models.weights import Parameter, TakenWeights, WeightSource
+from kukri.vision.config import VisionConfig
+from kukri.vision.image import ImageInput
+
+
+class VisionModel(Protocol):
+    """An encoder and its projector: two programs for the backends, and the NumPy between them.
+
+    Layers keep keys and values in one entry of a cache, `cache_layer`: each needs them no longer than it
+    runs. Taps have the names of a text model's.
+    """
+
+    config: VisionConfig
+    parameters: Sequence[Parameter]
+    cache_layer: KVLayer
+
+    def encode(self, ops: Any, batch: Any) -> Tensor:
+        """A part's patches, the batch's activations [T, values], -> hidden states [T, D]."""
+
+    def merged(self, hidden: FloatArray) -> FloatArray:
+        """Hidden states [T, D] of a part -> what the projector reads [R, width]."""
+
+    def project(self, ops: Any, batch: Any) -> Tensor:
+        """The batch's activations [R, width] -> rows of embeddings [R, d_text]."""
+
+    def check(self, image: ImageInput) -> None:
+        """Raises RequestError on an image that was made for another encoder."""
+
+    def parts(self, image: ImageInput) -> Iterator[FloatArray]:
+        """What the encoder sees at once, as a tile: patches that attend to each other and to no others.
+
+        Each is float32 [T, values]; they come in the order of the image's rows of embeddings.
+        """
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """The encoder of a kind of models of images and text, as the object next to its class states it.
+
+    `read_hf` makes the configuration of config.json's keys, the whole file's and those of its
+    `vision_config`, given the width of the text. `names` are Hugging Face's for the beginnings of the
+    tensors' names here, each with the spellings that checkpoints have.
+    """
+
+    name: str
+    model: Callable[[VisionConfig, WeightSource], VisionModel]
+    hf_types: tuple[str, ...]  # config.json's model_type
+    read_hf: Callable[[Keys, Keys, int], VisionConfig]
+    names: Mapping[str, tuple[str, ...]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json's keys
+    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of those in `vision_config`
+
+
+def load_vision(source: WeightSource, family: VisionFamily, config: VisionConfig) -> VisionModel:
+    """The encoder with the weights of `source`. Raises what the source does."""
+    taken = TakenWeights(source)
+    model = family.model(config, taken)
+    source.done()
+    model.parameters = tuple(taken.parameters.values())
+    return model

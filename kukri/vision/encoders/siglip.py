@@ -1,0 +1,97 @@
+"""SigLIP (Zhai et al. 2023): a vision transformer of learned positions, LayerNorm and GELU.
+
+Families that see through it differ in what becomes of its hidden states: they are subclasses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.errors import RequestError
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.op_set import Tensor
+from kukri.models.layers import MLP, Attention, Embedding, LayerNorm, Linear
+from kukri.models.llama import Block
+from kukri.models.weights import Parameter, WeightSource
+from kukri.vision.config import VisionConfig
+from kukri.vision.image import ImageInput
+
+
+class SiglipAttention(Attention):
+    """Attention of patches to all of their tile. All layers share the first one's place in the cache."""
+
+    out_name = "out_proj"
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        self.spec = replace(self.spec, layer=0)
+
+
+class SiglipBlock(Block):
+    """One layer, in Llama's order."""
+
+    norm_type, attention_type, mlp_type = LayerNorm, SiglipAttention, MLP
+    attention_norm_name, mlp_norm_name = "layer_norm1", "layer_norm2"
+
+
+class Siglip:
+    """The encoder, without what makes rows of embeddings: see `VisionModel`."""
+
+    parameters: Sequence[Parameter] = ()
+
+    def __init__(self, config: VisionConfig, source: WeightSource) -> None:
+        self.config, encoder = config, config.encoder
+        d_model = encoder.d_model
+        self.patches = Linear(source, ["model.embed_patches"], (d_model,), config.patch_values)
+        learned = Embedding(source, "model.embed_positions", encoder.n_positions, d_model).weight
+        self.positions = replace(learned, stored=learned.stored[self.places()])
+        self.blocks = [SiglipBlock(source, encoder, layer) for layer in range(encoder.n_layers)]
+        self.norm = LayerNorm(source, "model.norm", d_model, encoder.norm_eps)
+        self.cache_layer = self.blocks[0].attention.cache_layer
+
+    def encode(self, ops: Any, batch: Any) -> Tensor:
+        """See VisionModel.encode."""
+        patches = self.patches(ops, ops.activations(batch, self.config.patch_values))
+        x = ops.tap("hook_embed", None, ops.embed(self.positions, batch, "positions", patches))
+        for block in self.blocks:
+            x = block(ops, x, batch)
+        return ops.tap("ln_final.hook_normalized", None, self.norm(ops, x))
+
+    def places(self) -> IntArray:
+        """The row of the learned positions for each patch of a tile [T]."""
+        return np.arange(self.config.side**2, dtype=np.int32)
+
+    def check(self, image: ImageInput) -> None:
+        """See VisionModel.check."""
+        size = self.config.image_size
+        n_tokens = len(image.pixels) * self.config.tile_tokens
+        if image.pixels.shape[1:] != (3, size, size) or image.n_tokens != n_tokens:
+            raise RequestError(
+                f"the model sees tiles of [3, {size}, {size}] with {self.config.tile_tokens} tokens each, "
+                f"not an image {list(image.pixels.shape)} with {image.n_tokens}",
+                param="images",
+            )
+
+    def parts(self, image: ImageInput) -> Iterator[FloatArray]:
+        """Each tile, its patches row by row."""
+        for tile in image.pixels:
+            yield patches_of(tile, self.config.patch_size)
+
+
+def patches_of(tile: FloatArray, size: int) -> FloatArray:
+    """The patches of a tile [3, H, W], row by row: [patches, 3 * size * size], a colour after the other."""
+    n_rows, n_columns = tile.shape[1] // size, tile.shape[2] // size
+    cut = tile.reshape(3, n_rows, size, n_columns, size).transpose(1, 3, 0, 2, 4)
+    return np.ascontiguousarray(cut).reshape(n_rows * n_columns, 3 * size * size)
+
+
+def squares_of(hidden: FloatArray, side: int, merge: int) -> FloatArray:
+    """Hidden states [side * side, D] by squares of merge x merge patches: [squares, merge * merge, D]."""
+    n = side // merge
+    cut = hidden.reshape(n, merge, n, merge, -1).transpose(0, 2, 1, 3, 4)
+    return np.ascontiguousarray(cut).reshape(n * n, merge * merge, -1)

@@ -1,0 +1,114 @@
+"""Models of images and text against transformers: embeddings of images, logits and greedy tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kukri import LLM
+from kukri.errors import FormatError, UnusedTensorError
+from kukri.vision.encoders.idefics3 import nearest_places
+from tests.vision.tiny_vision import (
+    MODELS,
+    image,
+    our_logits,
+    our_tokens,
+    prompt,
+    relative,
+    save,
+    their_inputs,
+)
+
+BOUNDS = {"reference": 1e-4, "cpu": 3e-3}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
+    """A model's name, transformers' model, and its directory."""
+    directory = tmp_path_factory.mktemp(request.param)
+    return request.param, save(directory, request.param), directory
+
+
+@pytest.fixture(scope="module", params=BOUNDS)
+def run(request: Any, pair: tuple[str, Any, Any]) -> Iterator[tuple[str, Any, LLM, float]]:
+    """A model's name, transformers' model and ours on a backend, and the largest error there."""
+    name, theirs, directory = pair
+    with LLM(directory, backend=request.param, max_requests=4) as llm:
+        yield name, theirs, llm, BOUNDS[request.param]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("What is ", 1, "?"),
+        (2, " first"),
+        ("last: ", 1),
+        ("two: ", 1, " and ", 2, "?"),
+        ("tiles: ", 3, " and ", 1, 1),
+        ("none at all",),
+    ],
+    ids=str,
+)
+def test_logits_and_tokens_are_transformers_own(run: tuple[str, Any, LLM, float], parts: tuple[Any]) -> None:
+    """Catches rows in a wrong order or place, tiles mixed up, positions that skip images, a lost scale."""
+    name, theirs, llm, bound = run
+    images = (image(name, part, seed) if isinstance(part, int) else part for seed, part in enumerate(parts))
+    asked = prompt(name, *images)
+    with torch.no_grad():
+        want = theirs(**their_inputs(asked)).logits[0].numpy()
+        answer = theirs.generate(
+            **their_inputs(asked), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    assert relative(our_logits(llm.engine, asked), want) < bound
+    assert our_tokens(llm.engine, asked, 12) == answer[0, len(asked) :].tolist()
+
+
+def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float]) -> None:
+    """Catches an encoder's error that the text's layers hide."""
+    name, theirs, llm, bound = run
+    seen = image(name, 2, 7)
+    inputs = their_inputs(prompt(name, seen))
+    with torch.no_grad():
+        found = theirs.model.get_image_features(inputs["pixel_values"])
+    want = torch.cat([*found.pooler_output]).numpy()
+    encodings = llm.engine.encodings
+    assert encodings is not None
+    rows = None
+    while rows is None:
+        rows = encodings.advance(seen, is_brief=False)
+    assert rows.shape == want.shape
+    assert relative(rows, want) < bound
+
+
+@pytest.mark.parametrize("side", [4, 14, 16, 24, 26, 27, 28, 30, 32, 37, 64])
+def test_places_of_patches_round_as_in_training(side: int) -> None:
+    """Catches learned positions one off where a fraction in float32 falls short of its bound.
+
+    The sides are those that encoders have: of some others torch's own bounds depend on the processor.
+    """
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    fractions = torch.clamp(
+        torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1 - 1e-6
+    )
+    places = torch.bucketize(fractions, bounds, right=True)
+    np.testing.assert_array_equal(nearest_places(side).reshape(side, side)[0], places.numpy())
+
+
+def test_a_damaged_encoder_is_refused(tmp_path: Any) -> None:
+    """Catches a vision tower that is dropped in silence, whose model then invents what it sees."""
+    from safetensors.numpy import load_file, save_file
+
+    save(tmp_path, "idefics3")
+    whole = load_file(tmp_path / "model.safetensors")
+    lost = "model.vision_model.encoder.layers.1.mlp.fc1.weight"
+    save_file({k: v for k, v in whole.items() if k != lost}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=r"layers\.1\.mlp\.fc1.*is missing|is missing.*layers\.1\.mlp\.fc1"):
+        LLM(tmp_path, backend="reference")
+    more = {**whole, "model.vision_model.head.weight": np.zeros((4, 4), np.float32)}
+    save_file(more, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnusedTensorError, match=r"takes: 'model\.vision_model\.head"):
+        LLM(tmp_path, backend="reference")

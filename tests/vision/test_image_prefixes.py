@@ -1,0 +1,229 @@
+"""Images in the engine: page keys, kept encodings, preemption, drafts, streams that go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kukri import LLM, SamplingParams
+from kukri.engine import Engine, Request
+from kukri.errors import RequestError
+from kukri.vision.image import ImagePrompt
+from tests.vision.tiny_vision import MODELS, image, our_logits, our_tokens, prompt, save
+
+NAME = "idefics3"
+TEXT = "a prompt that fills some pages before the picture comes: "
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sees")
+    save(path, NAME)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(directory, max_requests=4, max_prompt_tokens=32) as opened:
+        yield opened
+
+
+@pytest.fixture
+def engine(llm: LLM) -> Engine:
+    """The engine, which has forgotten all prefixes and images."""
+    llm.engine.residence.forget()
+    encodings = llm.engine.encodings
+    assert encodings is not None
+    encodings._kept.clear()
+    encodings._n_bytes = encodings.n_encoded = encodings.n_found = 0
+    return llm.engine
+
+
+def ask(engine: Engine, asked: Any, n: int = 6, **more: Any) -> Request:
+    """A queued request for a greedy answer."""
+    params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **more)
+    request = engine.make_request(asked, params)
+    engine.add_request(request)
+    return request
+
+
+def finish(engine: Engine, *requests: Request) -> None:
+    while not all(request.has_ended for request in requests):
+        engine.step()
+        engine.check_integrity()
+    assert [request.error for request in requests] == [None] * len(requests)
+
+
+def test_two_images_of_one_size_share_no_page_and_one_shares_all(engine: Engine) -> None:
+    """Catches keys of tokens alone: the second image would be answered as the first."""
+    first, second = (prompt(NAME, TEXT, image(NAME, 2, seed), " what is in it, and why?") for seed in (1, 2))
+    answers = [ask(engine, first)]
+    finish(engine, *answers)
+    for asked, n_hit in ((second, 48), (first, 80)):
+        answers.append(ask(engine, asked))
+        finish(engine, answers[-1])
+        assert answers[-1].n_prefix_hit == n_hit
+    assert answers[0].output_ids == answers[2].output_ids != answers[1].output_ids
+    assert engine.encodings is not None
+    assert engine.encodings.n_encoded == 2
+
+
+def test_the_places_of_rows_are_part_of_the_key(engine: Engine) -> None:
+    """Catches the first tile's pages found for the second of the same image, and for tokens that are text."""
+    whole = prompt(NAME, TEXT, image(NAME, 2, 1), " and so on and on")
+    as_text = list(whole.token_ids)
+    finish(engine, ask(engine, whole))
+    request = ask(engine, as_text)
+    finish(engine, request)
+    assert request.n_prefix_hit == 48
+    keys = [engine.make_request(asked, SamplingParams()) for asked in (whole, as_text)]
+    found = [list(engine.residence._keys(request, 0, 5)) for request in keys]
+    assert [a == b for a, b in zip(*found)] == [True] * 3 + [False] * 2
+
+
+def test_a_known_image_is_not_encoded_again(engine: Engine) -> None:
+    """Catches an image that is encoded at each turn, or again in another text."""
+    seen = image(NAME, 3, 4)
+    turn = prompt(NAME, TEXT, seen, " first question")
+    request = ask(engine, turn)
+    finish(engine, request)
+    ids = [*turn.token_ids, *request.output_ids, *b" and a second question"]
+    again = ask(engine, ImagePrompt(ids, turn.images, turn.spans))
+    finish(engine, again)
+    assert again.n_prefix_hit >= len(turn) - 16
+    elsewhere = ask(engine, prompt(NAME, "Another text around ", seen, seen))
+    finish(engine, elsewhere)
+    assert engine.encodings is not None
+    assert (engine.encodings.n_encoded, engine.encodings.n_found) == (1, 2)
+
+
+def test_encodings_are_bounded_and_change_nothing(engine: Engine) -> None:
+    """Catches a cache without a budget, and a request that loses its rows when others' push them out."""
+    encodings = engine.encodings
+    assert encodings is not None
+    asked = [prompt(NAME, f"{seed} ", image(NAME, 2, seed), image(NAME, 1, seed + 9)) for seed in range(4)]
+    alone = [our_tokens(engine, one, 6) for one in asked]
+    engine.residence.forget()
+    before, encodings._max_bytes = encodings._max_bytes, 3000
+    try:
+        encodings._kept.clear()
+        encodings._n_bytes = 0
+        requests = [ask(engine, one) for one in asked]
+        finish(engine, *requests)
+        assert 0 < encodings._n_bytes <= 3000
+    finally:
+        encodings._max_bytes = before
+    assert [request.output_ids for request in requests] == alone
+    assert all(not request.images.rows for request in requests if request.images is not None)
+
+
+@pytest.mark.parametrize("step_tokens", [3, 16, 512])
+def test_bits_do_not_depend_on_chunks_or_company(directory: Path, llm: LLM, step_tokens: int) -> None:
+    """Catches rows written at wrong places of a chunk, and sums that depend on who shares a step."""
+    asked = prompt(NAME, "x", image(NAME, 3, 1), "middle", image(NAME, 1, 2), image(NAME, 1, 1))
+    want = our_logits(llm.engine, asked)
+    with LLM(directory, max_step_tokens=step_tokens, max_requests=4, n_threads=1) as other:
+        company = [
+            ask(other.engine, one, 9) for one in ([256, *TEXT.encode()], prompt(NAME, image(NAME, 1, 5)))
+        ]
+        np.testing.assert_array_equal(our_logits(other.engine, asked), want)
+        finish(other.engine, *company)
+
+
+def test_slices_change_no_bit_and_streams_go_on(engine: Engine) -> None:
+    """Catches an image that stops others' tokens, and a cut that loses something between two slices."""
+    asked = prompt(NAME, image(NAME, 3, 1), "?")
+    want = our_tokens(engine, asked, 6)
+    engine.residence.forget()
+    encodings = engine.encodings
+    assert encodings is not None
+    encodings._kept.clear()
+    encodings._n_bytes = 0
+    stream = ask(engine, [256, *TEXT.encode()], 60, speculation="off")
+    while not stream.n_generated:
+        engine.step()
+    before, encodings._clock = encodings._clock, iter(range(10**6)).__next__  # each slice takes a second
+    try:
+        request = ask(engine, asked)
+        n_before = stream.n_generated
+        while not request.n_generated:
+            engine.step()
+        n_slices = 3 * 2 * MODELS[NAME].parts["vision_config"]["num_hidden_layers"]
+        assert stream.n_generated - n_before >= n_slices
+    finally:
+        encodings._clock = before
+    finish(engine, request, stream)
+    assert request.output_ids == want
+
+
+def test_preempted_requests_see_their_images_again(directory: Path, llm: LLM) -> None:
+    """Catches rows that are gone when a prompt is computed a second time."""
+    asked = [prompt(NAME, f"{seed}", image(NAME, 3, seed), "?") for seed in range(3)]
+    want = [our_tokens(llm.engine, one, 40) for one in asked]
+    # room for two whole requests
+    page_bytes = 4 * 2 * 2 * 16 * 16 * 2
+    with LLM(directory, max_requests=3, kv_bytes=9 * page_bytes, max_context=128) as small:
+        requests = [ask(small.engine, one, 40) for one in asked]
+        finish(small.engine, *requests)
+        assert small.engine.scheduler.n_preemptions > 0
+        assert [request.output_ids for request in requests] == want
+
+
+def test_drafts_are_right_around_images(engine: Engine) -> None:
+    """Catches a draft that takes a placeholder's token for text that was there."""
+    asked = prompt(NAME, "abcabcabc", image(NAME, 1, 3), "abcabcabc", image(NAME, 1, 3), "abc")
+    plain = our_tokens(engine, asked, 30, speculation="off")
+    drafted = ask(engine, asked, 30, speculation="ngram", prediction=tuple(plain))
+    finish(engine, drafted)
+    assert drafted.output_ids == plain
+    assert drafted.n_accepted > 0
+
+
+def test_saved_pages_know_their_images(directory: Path, tmp_path: Path) -> None:
+    """Catches another image's pages read from disk, and a saved image that is encoded all the same."""
+    first, second = (prompt(NAME, TEXT, image(NAME, 2, seed), " what is in it, and why?") for seed in (1, 2))
+    answers = []
+    for asked, n_encoded in ((first, 1), (second, 1), (first, 0)):
+        with LLM(directory, prefix_dir=str(tmp_path / "saved")) as opened:
+            answers.append(our_tokens(opened.engine, asked, 6))
+            assert opened.engine.encodings is not None
+            assert opened.engine.encodings.n_encoded == n_encoded
+    assert answers[0] == answers[2] != answers[1]
+
+
+def test_several_answers_share_an_image(engine: Engine) -> None:
+    """Catches answers after the first, which begin at the prompt's last token: a row of an image."""
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, n=3)
+    requests = engine.make_requests(prompt(NAME, "last: ", image(NAME, 1, 3)), params)
+    for request in requests:
+        engine.add_request(request)
+    finish(engine, *requests)
+    assert len({tuple(request.output_ids) for request in requests}) == 1
+    assert engine.encodings is not None
+    assert engine.encodings.n_encoded == 1
+
+
+def test_images_of_another_form_are_refused(llm: LLM) -> None:
+    """Catches tiles of another model's size, which would be cut into patches of nonsense."""
+    with pytest.raises(RequestError, match=r"sees tiles of \[3, 32, 32\] with 4 tokens each"):
+        llm.generate(prompt("smolvlm", image("smolvlm")))
+    with pytest.raises(RequestError, match="sees tiles"):
+        seen = replace(image(NAME), n_tokens=3)
+        llm.generate(ImagePrompt([1, 2, 3], (seen,), ((0, 3, 0),)))
+
+
+def test_generate_takes_a_prompt_with_images(llm: LLM) -> None:
+    """Catches a face that takes a prompt with images for a list of prompts, or forgets its images."""
+    asked = [prompt(NAME, image(NAME, 1, seed), " is") for seed in (1, 2)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    one, many = llm.generate(asked[0], params), llm.generate(asked, params)
+    assert one.token_ids == many[0].token_ids == our_tokens(llm.engine, asked[0], 6)
+    assert many[0].token_ids != many[1].token_ids
+    *_, last = llm.stream(asked[1], params)
+    assert last.result is not None
+    assert last.result.token_ids == many[1].token_ids

@@ -1,0 +1,143 @@
+"""Tiny random models of images and text as transformers saves them, and prompts with images for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tr
+
+from kukri.engine import Engine
+from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
+from tests.test_llm_safetensors import TINY, byte_tokenizer
+
+IMAGE_TOKEN = 271
+TEXT = {**TINY, "model_type": "llama", "max_position_embeddings": 512}
+SIGLIP = {
+    **{"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_hidden_layers": 3},
+    **{"image_size": 32, "patch_size": 8},
+}
+
+
+@dataclass(frozen=True)
+class TinyVision:
+    """transformers' classes of a model, its configuration, and the rows of embeddings of a tile."""
+
+    config: Any
+    model: Any
+    parts: dict[str, Any]
+    tile_tokens: int
+    size: int = 32  # pixels of a tile's side
+
+
+MODELS = {
+    "idefics3": TinyVision(
+        tr.Idefics3Config,
+        tr.Idefics3ForConditionalGeneration,
+        {
+            "text_config": TEXT,
+            "vision_config": SIGLIP,
+            "scale_factor": 2,
+            "image_token_id": IMAGE_TOKEN,
+        },
+        tile_tokens=4,
+    ),
+    "smolvlm": TinyVision(
+        tr.SmolVLMConfig,
+        tr.SmolVLMForConditionalGeneration,
+        {
+            "text_config": TEXT,
+            # 27 patches a side, of which float32 takes neighbours for one place
+            "vision_config": {**SIGLIP, "image_size": 27 * 4, "patch_size": 4},
+            "scale_factor": 3,
+            "image_token_id": IMAGE_TOKEN,
+        },
+        tile_tokens=81,
+        size=108,
+    ),
+}
+
+
+def save(directory: Path, name: str) -> Any:
+    """transformers' model in float32, saved with a tokenizer; norms and biases are not ones and zeros."""
+    tiny = MODELS[name]
+    torch.manual_seed(5)
+    model = tiny.model(tiny.config(**tiny.parts)).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif "vision" in key or "connector" in key or "projector" in key:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return model
+
+
+def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
+    """Tiles of random numbers, and the digest of them."""
+    tiny = MODELS[name]
+    pixels = np.random.default_rng(seed).uniform(-1, 1, (n_tiles, 3, tiny.size, tiny.size)).astype(np.float32)
+    grid = (0, 0) if n_tiles == 1 else (1, n_tiles - 1)
+    return ImageInput(pixels, grid, n_tiles * tiny.tile_tokens, sha256(pixels.tobytes()).digest())
+
+
+def prompt(name: str, *parts: str | ImageInput) -> ImagePrompt:
+    """Texts, a token a byte, and images in order; a tile's run of tokens stands between two of text."""
+    ids: list[int] = [256]
+    images: list[ImageInput] = []
+    spans: list[ImageSpan] = []
+    n = MODELS[name].tile_tokens
+    for part in parts:
+        if isinstance(part, str):
+            ids += part.encode()
+            continue
+        for _ in range(part.n_tokens // n):
+            ids.append(200)
+            spans.append(ImageSpan(len(ids), n, len(images)))
+            ids += [IMAGE_TOKEN] * n
+        images.append(part)
+    return ImagePrompt(ids, tuple(images), tuple(spans))
+
+
+def their_inputs(asked: ImagePrompt) -> dict[str, torch.Tensor]:
+    """A prompt as transformers' model takes it."""
+    inputs = {"input_ids": torch.tensor([list(asked.token_ids)])}
+    if asked.images:
+        pixels = np.concatenate([one.pixels for one in asked.images])
+        inputs["pixel_values"] = torch.from_numpy(pixels)[None]
+    return inputs
+
+
+def our_logits(engine: Engine, asked: Any) -> np.ndarray:
+    """Logits [T, V] of each token, by the engine's steps."""
+    request = engine.make_output_request(asked, "logits")
+    engine.add_request(request)
+    while not request.has_ended:
+        engine.step()
+    assert request.error is None
+    return request.rows
+
+
+def our_tokens(engine: Engine, asked: Any, n: int, **more: Any) -> list[int]:
+    """The greedy answer's tokens."""
+    from kukri import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **more)
+    request = engine.make_request(asked, params)
+    engine.add_request(request)
+    while not request.has_ended:
+        engine.step()
+    assert request.error is None
+    return request.output_ids
+
+
+def relative(ours: np.ndarray, theirs: Sequence[Any]) -> float:
+    """The largest error as a share of the largest number."""
+    want = np.asarray(theirs)
+    return float(np.abs(ours - want).max() / np.abs(want).max())
