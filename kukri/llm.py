@@ -120,8 +120,8 @@ class LLM:
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
     ) -> Result | list[Result]:
-        """Continues a prompt, text, token ids or an `ImagePrompt`: a Result. A list of prompts is one batch: a list
-        of Results.
+        """Continues a prompt, text, token ids or an `ImagePrompt`: a Result. A list of prompts is one
+        batch: a list of Results.
 
         `overrides` are fields of SamplingParams, set on top of `params` or, without these, of the model's
         `default_params`; `adapter` is the name of a loaded adapter, None for the model alone. A text gets the

@@ -13,7 +13,7 @@ import pytest
 from kukri import LLM, SamplingParams
 from kukri.engine import Engine, Request
 from kukri.errors import RequestError
-from kukri.vision.image import ImagePrompt
+from kukri.vision.image import ImagePrompt, ImageSpan
 from tests.vision.tiny_vision import MODELS, image, our_logits, our_tokens, prompt, save
 
 NAME = "idefics3"
@@ -212,9 +212,9 @@ def test_images_of_another_form_are_refused(llm: LLM) -> None:
     """Catches tiles of another model's size, which would be cut into patches of nonsense."""
     with pytest.raises(RequestError, match=r"sees tiles of \[3, 32, 32\] with 4 tokens each"):
         llm.generate(prompt("smolvlm", image("smolvlm")))
+    short = ImagePrompt([1, 2, 3], (replace(image(NAME), n_tokens=3),), (ImageSpan(0, 3, 0),))
     with pytest.raises(RequestError, match="sees tiles"):
-        seen = replace(image(NAME), n_tokens=3)
-        llm.generate(ImagePrompt([1, 2, 3], (seen,), ((0, 3, 0),)))
+        llm.generate(short)
 
 
 def test_generate_takes_a_prompt_with_images(llm: LLM) -> None:

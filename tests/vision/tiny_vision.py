@@ -52,13 +52,12 @@ MODELS = {
         tr.SmolVLMForConditionalGeneration,
         {
             "text_config": TEXT,
-            # 27 patches a side, of which float32 takes neighbours for one place
-            "vision_config": {**SIGLIP, "image_size": 27 * 4, "patch_size": 4},
+            "vision_config": {**SIGLIP, "image_size": 36, "patch_size": 4},
             "scale_factor": 3,
             "image_token_id": IMAGE_TOKEN,
         },
-        tile_tokens=81,
-        size=108,
+        tile_tokens=9,
+        size=36,
     ),
 }
 
