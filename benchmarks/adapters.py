@@ -20,7 +20,8 @@ from kukri.engine.request import Request
 from kukri.kernels.constants import LowRank, Weight
 from kukri.kernels.quantize import quantize
 from kukri.llm import LLM
-from kukri.models import Adapter, Model, Trace
+from kukri.models import Adapter, Model
+from kukri.models.trace import Trace
 from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams
 

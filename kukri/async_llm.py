@@ -14,8 +14,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from kukri.calls import MAX_ROUNDS
 from kukri.calls.engine_calls import Call, Message, Prompt, is_many
-from kukri.calls.functions import MAX_ROUNDS
 from kukri.calls.results import Chunk, Result
 from kukri.errors import KukriError
 from kukri.llm import LLM

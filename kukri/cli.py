@@ -4,10 +4,11 @@ The commands' work is in `kukri.terminal`, imported when a command runs, so that
 else. Annotations are not postponed: typer would evaluate their text at each start.
 """
 
+import atexit
 import gc
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -36,7 +37,6 @@ from kukri.terminal.options import (
     RunningServer,
     SamplingOptions,
     ServedModels,
-    ServeOptions,
     SteeringOptions,
     StoreOptions,
     System,
@@ -47,6 +47,9 @@ from kukri.terminal.options import (
     cluster_options,
     one_model,
 )
+
+if TYPE_CHECKING:
+    import kukri.terminal.serve_options
 
 _GC_THRESHOLD = (
     50_000  # objects between collections: with Python's 700, a start spends 25 ms on finding nothing
@@ -70,6 +73,7 @@ app.add_typer(cluster_app, name="cluster")
 def main() -> None:
     """Runs the command line of this process and exits: 0, 2 after an error, 130 after Ctrl-C."""
     check_streams()
+    atexit.register(gc.freeze)  # or Python looks for garbage among all objects as it ends: 40 ms
     _keep_only(sys.argv[1:2])
     app()
 
@@ -189,7 +193,11 @@ def chat(
 
 @command(app)
 def serve(
-    *, named: ServedModels, serving: ServeOptions, loading: ManyOptions, readers: ReaderOptions
+    *,
+    named: ServedModels,
+    serving: "kukri.terminal.serve_options.ServeOptions",
+    loading: ManyOptions,
+    readers: ReaderOptions,
 ) -> None:
     """Serve the OpenAI, Anthropic and Ollama APIs and a chat page.
 
@@ -210,7 +218,11 @@ def ps(*, server: RunningServer, json: Json = False) -> None:
 
 @command(cluster_app, "serve")
 def cluster_serve(
-    *, named: ModelName, replicas: ClusterOptions, serving: ServeOptions, loading: ManyOptions
+    *,
+    named: ModelName,
+    replicas: ClusterOptions,
+    serving: "kukri.terminal.serve_options.ServeOptions",
+    loading: ManyOptions,
 ) -> None:
     """Serve one model with replicas on Ray and the `kukri serve` API.
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
+from kukri.calls import MAX_ROUNDS
 from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_many
-from kukri.calls.functions import MAX_ROUNDS
 from kukri.calls.results import Chunk, Result
 from kukri.config import Pooling
 from kukri.embedding import Ranked, check_pooling, ranked
@@ -26,7 +26,7 @@ from kukri.kernels.cache import KVType
 from kukri.kernels.taps import Hook
 from kukri.loading import Progress, open_model
 from kukri.model_options import ModelKeywords, ModelOptions
-from kukri.models import Forward, Trace
+from kukri.models import Forward
 from kukri.sampling import SamplingOptions, SamplingParams
 from kukri.tokenizer import ChatTemplate
 
@@ -536,6 +536,8 @@ class LLM:
     @cached_property
     def hook_names(self) -> tuple[str, ...]:
         """All names that `hooks` takes, in the order of a step."""
+        from kukri.models.trace import Trace
+
         return tuple(Trace(self.model).taps)
 
     @property

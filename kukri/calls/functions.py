@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from kukri.errors import RequestError
 
-MAX_ROUNDS = 8  # of calls, before an answer has to come
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _LISTS: tuple[Any, ...] = (list, tuple, set, frozenset, Sequence)
 _MAPS: tuple[Any, ...] = (dict, Mapping)

@@ -14,7 +14,7 @@ from kukri.formats.imatrix import ImportanceMatrix
 from kukri.kernels.arrays import DoubleArray, FloatArray
 from kukri.kernels.taps import Hook
 from kukri.llm import LLM
-from kukri.models import Trace
+from kukri.models.trace import Trace
 
 
 def importance_matrix(

@@ -25,7 +25,7 @@ from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import LowRank, Weight
-from kukri.models import ARCHITECTURES, Adapter, Model, Trace
+from kukri.models import ARCHITECTURES, Adapter, Model
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
@@ -93,7 +93,7 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
         way_out = ": kukri does not read pickles; save it as safetensors" if pickled else ""
         raise FormatError(f"holds no {WEIGHTS_NAME}{way_out}", path=directory)
     file = SafetensorsFile(weights)
-    matrices = Trace(model).multiplied
+    matrices = _matrices(model)
     parts: dict[str, dict[str, _Part]] = {}
     modules: dict[str, str] = {}  # as PEFT names them
     for name, tensor in file.tensors.items():
@@ -196,13 +196,20 @@ def _is_copy(name: str, shape: tuple[int, ...], model: Model) -> bool:
     return matrix is not None and copied[matrix] == shape
 
 
+def _matrices(model: Model) -> Mapping[str, tuple[int, int]]:
+    """The matrices that an adapter may change, and their shapes."""
+    from kukri.models.trace import Trace
+
+    return Trace(model).multiplied
+
+
 # --- GGUF
 
 
 def _read_gguf(path: Path, model: Model) -> Adapter:
     with GGUFFile(path) as file:
         alpha = _check_keys(file, model)
-        matrices = Trace(model).multiplied
+        matrices = _matrices(model)
         parts: dict[str, dict[str, _Part]] = {}
         for name, tensor in file.tensors.items():
             match = _GGUF.fullmatch(name)

@@ -20,7 +20,6 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.adapter import Adapter
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
-from kukri.models.trace import Trace
 from kukri.models.weights import NoWeights, Parameter, TakenWeights, WeightSource
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "KVCache",
     "Model",
     "Parameter",
-    "Trace",
     "cache_layout",
     "load_model",
 ]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, KukriError, UnsupportedError
-from kukri.terminal.options import ClusterOptions, ServeOptions
+from kukri.terminal.options import ClusterOptions
+from kukri.terminal.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from kukri.model_options import ModelOptions

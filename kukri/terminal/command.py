@@ -6,6 +6,8 @@ a dataclass into the options of its fields. Annotations must not be postponed: t
 
 from collections.abc import Callable
 from dataclasses import Field, field, fields, is_dataclass
+from functools import cached_property
+from importlib import import_module
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
 
@@ -26,25 +28,53 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
 
 
 def expanded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with each parameter that is a dataclass replaced by keyword parameters for its fields."""
-    groups: dict[str, Any] = {}
-    parameters: list[Parameter] = []
-    for parameter in signature(function).parameters.values():
-        if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            parameters += map(_as_parameter, fields(parameter.annotation))
-        else:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+    """The function with each parameter that is a dataclass replaced by keyword parameters for its fields.
 
-    def call(**values: Any) -> Any:
-        for name, group in groups.items():
+    A start needs the options of one command. So a command's are made when typer asks for them, and a class
+    whose declaration takes long may be named in quotes, with its module: it is imported then.
+    """
+    return _Expanded(function)
+
+
+class _Expanded:
+    """See `expanded`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+
+    def __call__(self, **values: Any) -> Any:
+        for name, group in self._groups.items():
             values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
-        return function(**values)
+        return self._function(**values)
 
-    call.__name__, call.__doc__ = function.__name__, function.__doc__
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return call
+    @cached_property
+    def _groups(self) -> dict[str, Any]:
+        """The dataclasses among the parameters, by name."""
+        declared = {name: _declared(one) for name, one in signature(self._function).parameters.items()}
+        return {name: hint for name, hint in declared.items() if is_dataclass(hint)}
+
+    @cached_property
+    def __signature__(self) -> Signature:
+        parameters: list[Parameter] = []
+        for name, parameter in signature(self._function).parameters.items():
+            if name in self._groups:
+                parameters += map(_as_parameter, fields(self._groups[name]))
+            else:
+                parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+        return Signature(parameters)
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: one.annotation for name, one in self.__signature__.parameters.items()}
+
+
+def _declared(parameter: Parameter) -> Any:
+    """The annotation of a parameter, imported if it is a name."""
+    if not isinstance(parameter.annotation, str):
+        return parameter.annotation
+    module, _, name = parameter.annotation.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 def _as_parameter(one: Field[Any]) -> Parameter:

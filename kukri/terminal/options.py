@@ -20,18 +20,17 @@ from kukri.model_options import Group, option_fields
 from kukri.option_fields import choices, flag_of, option_facts, read_option
 from kukri.sampling.fields import facts_of
 from kukri.sampling.params import SamplingParams
-from kukri.server.settings import setting_fields
-from kukri.terminal.command import argument, given, option
+from kukri.terminal.command import argument, option
 
 _Class = TypeVar("_Class")
 
 
 def model_flags(*groups: Group) -> Callable[[type[_Class]], type[_Class]]:
     """Makes a class a dataclass whose fields are the flags of these groups of `kukri.ModelOptions`."""
-    return _flags(one for one in option_fields().values() if option_facts(one).group in groups)
+    return flags(one for one in option_fields().values() if option_facts(one).group in groups)
 
 
-def _flags(declared: Iterable[Field[Any]]) -> Callable[[type[_Class]], type[_Class]]:
+def flags(declared: Iterable[Field[Any]]) -> Callable[[type[_Class]], type[_Class]]:
     """Makes a class a dataclass that has flags for these fields after its own."""
 
     def add(made: type[_Class]) -> type[_Class]:
@@ -322,45 +321,6 @@ class ToolOptions:
     )
     yes: bool = option("Call them without asking.", "--yes", "-y", default=False)
     max_rounds: int = option("Most rounds of calls before the answer.", default=8, min=1, metavar="N")
-
-
-def _use_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Takes the options of a configuration file for those that the command line leaves out."""
-    if file is not None and not context.resilient_parsing:
-        from kukri.terminal.config_file import option_defaults
-
-        context.default_map = option_defaults(file, context.command.params)
-    return file
-
-
-@_flags(setting_fields().values())
-class ServeOptions:
-    """Options of the HTTP server: where it listens, and the settings that have flags."""
-
-    host: str = option("Address to listen on; 0.0.0.0 for all.", default="127.0.0.1", metavar="ADDRESS")
-    port: int = option(
-        "Port to listen on; 0 picks a free one.", "--port", "-p", default=8000, min=0, max=65535, metavar="N"
-    )
-    unix_socket: Path | None = option("Listen on this Unix socket, not on a port.", metavar="PATH")
-    config: Path | None = option(
-        "TOML file with these options and with models.",
-        metavar="FILE",
-        is_eager=True,
-        callback=_use_config,
-    )
-    preset: list[str] | None = option(
-        "Serve a model with a system message, parameters and more, from TOML or a Modelfile; repeatable.",
-        metavar="[NAME=]FILE",
-    )
-    alias: list[str] | None = option("Another name for the first model; repeatable.", metavar="NAME")
-    pin: list[str] | None = option("Load this model at startup and keep it; repeatable.", metavar="NAME")
-    chat_template_file: Path | None = option("Jinja chat template, instead of the model's.", metavar="FILE")
-    log_json: bool = option("Log as JSON, one object per line.", "--log-json", default=False)
-    log_level: str = option("debug, info, warning or error.", default="info", metavar="LEVEL")
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that are given. Raises ConfigError."""
-        return {name: value for name, value in given(self).items() if name in setting_fields()}
 
 
 @dataclass(repr=False)

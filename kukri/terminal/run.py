@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kukri.calls.functions import MAX_ROUNDS
+from kukri.calls import MAX_ROUNDS
 from kukri.calls.results import Chunk, Result
 from kukri.errors import RequestError
 from kukri.formats import hub

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.terminal.files import read_text
-from kukri.terminal.options import ServeOptions
 from kukri.terminal.progress import loading_bar
+from kukri.terminal.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from kukri.server.settings import ModelSpec, ServerSettings

@@ -13,8 +13,8 @@ from kukri.option_fields import duration_s, flag_of, option_facts, read_option
 from kukri.server.settings import ModelSpec, default_name
 from kukri.terminal.config_file import MAX_BYTES, read_config
 from kukri.terminal.files import read_text
-from kukri.terminal.options import ServeOptions
 from kukri.terminal.preset_files import PresetFile, preset_file
+from kukri.terminal.serve_options import ServeOptions
 
 _OWN_KEYS = ("model", "aliases", "pinned", "keep-alive", "chat-template-file")
 

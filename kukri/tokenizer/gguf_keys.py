@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class TokenizerKeys:
 
     def merges(self) -> list[tuple[str, str]]:
         """Pairs of tokens to merge, best first; empty if the key is missing."""
-        merges = [tuple(merge.split(" ")) for merge in self.texts("merges")]
+        merges = list(map(tuple, map(str.split, self.texts("merges"), repeat(" "))))
         if not set(map(len, merges)) <= {2}:
             wrong = next(i for i, merge in enumerate(merges) if len(merge) != 2)
             raise self.error(f"entry {wrong} of tokenizer.ggml.merges is not two tokens")

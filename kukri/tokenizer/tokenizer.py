@@ -353,8 +353,11 @@ def _bpe(
     ids = vocabulary.text_ids()
     if unk_token:
         ids[unk_token] = vocabulary.id_of[unk_token]
-    # the library panics at a result that is not a token, without an Exception
-    if not all(map(ids.__contains__, map("".join, merges))):
+    made, texts = list(map("".join, merges)), list(ids)
+    start = texts.index(made[0]) if made and made[0] in ids else 0
+    # the library panics at a result that is not a token, without an Exception; to look them up takes longer
+    # than to see that they stand in the order of the merges, as most files have them
+    if made != texts[start : start + len(made)] and not all(map(ids.__contains__, made)):
         known = vocabulary.id_of
         if wrong := next((pair for pair in merges if "".join(pair) not in known), None):
             raise keys.error(f"tokenizer.ggml.merges do not fit the tokens: {brief(wrong)} make none")

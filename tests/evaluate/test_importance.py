@@ -22,7 +22,7 @@ from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.gguf.writer import write_gguf
 from kukri.formats.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from kukri.kernels.quantize import quantize, requantize
-from kukri.models import Trace
+from kukri.models.trace import Trace
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.test_llm_safetensors import make

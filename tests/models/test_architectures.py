@@ -16,7 +16,8 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
-from kukri.models import ARCHITECTURES, Model, Trace, cache_layout, load_model
+from kukri.models import ARCHITECTURES, Model, cache_layout, load_model
+from kukri.models.trace import Trace
 from tests.models.test_llama import TOLERANCE, residual_recorder
 from tests.models.tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
 from tests.models.tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write

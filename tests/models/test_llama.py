@@ -18,8 +18,9 @@ from kukri.formats.gguf.weights import GGUFWeights
 from kukri.kernels.backend import Backend
 from kukri.kernels.quantize import quantize
 from kukri.kernels.rope_rows import RopeRows
-from kukri.models import Trace, load_model
+from kukri.models import load_model
 from kukri.models.rope import rope_frequencies
+from kukri.models.trace import Trace
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.models.tiny_llama import Driver, TorchSource, hf_forward, make_pair, random_ids

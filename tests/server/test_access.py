@@ -23,8 +23,8 @@ from kukri.loading import ModelOptions
 from kukri.server.keys import KeyRing, Meter
 from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ModelSpec
-from kukri.terminal.options import ServeOptions
 from kukri.terminal.serve import bound_unix_socket, server_settings
+from kukri.terminal.serve_options import ServeOptions
 from tests.server.live_server import ASK, CHAT, MODEL, TEXT, serving
 from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 

@@ -15,8 +15,8 @@ from kukri.server.asgi_client import post
 from kukri.server.chat.request import ChatRequest
 from kukri.server.models.preset import Preset
 from kukri.server.settings import ServerSettings
-from kukri.terminal.options import ServeOptions
 from kukri.terminal.preset_files import preset_file
+from kukri.terminal.serve_options import ServeOptions
 from kukri.terminal.served_models import served_models
 from tests.server.live_server import serving
 

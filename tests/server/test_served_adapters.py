@@ -16,7 +16,7 @@ from kukri import LLM
 from kukri.errors import ConfigError
 from kukri.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
-from kukri.terminal.options import ServeOptions
+from kukri.terminal.serve_options import ServeOptions
 from kukri.terminal.served_models import served_models
 from tests.models.lora_files import Updates, write_gguf_adapter, write_peft
 from tests.server.live_server import Served, serving

@@ -20,7 +20,8 @@ from kukri import LLM
 from kukri.config import LayerConfig
 from kukri.errors import ConfigError, StageError, UnsupportedError
 from kukri.kernels.constants import LowRank, Weight
-from kukri.models import Adapter, Trace
+from kukri.models import Adapter
+from kukri.models.trace import Trace
 from kukri.quant.types import QUANT_TYPES
 from kukri.stages.backend import StagedBackend
 from tests.tiny_gguf import tiny_config, write_tiny

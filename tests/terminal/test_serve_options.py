@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.terminal.command import command, given
-from kukri.terminal.options import ManyOptions, ReaderOptions, ServeOptions, SteeringOptions
+from kukri.terminal.options import ManyOptions, ReaderOptions, SteeringOptions
 from kukri.terminal.serve import server_settings
+from kukri.terminal.serve_options import ServeOptions
 from kukri.terminal.served_models import configured_models, served_models
 
 CONFIG = """
