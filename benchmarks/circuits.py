@@ -10,6 +10,7 @@ import json
 import resource
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class CircuitReport:
 def measure(path: Path, n_threads: int | None, max_features: int) -> CircuitReport:
     """Makes transcoders in a temporary directory, and the graph."""
     with LLM(path, n_threads=n_threads) as llm, tempfile.TemporaryDirectory() as folder:
-        transcoders = _random(Path(folder), llm.config.n_layers, llm.config.d_model)
+        layers = range(llm.config.n_layers)
+        transcoders = random_transcoders(Path(folder), layers, llm.config.d_model, _N_FEATURES, _N_ACTIVE)
         ids = llm.tokenizer.encode(_TEXT * 8)[:_N_TOKENS]
         started_s = time.perf_counter()
         graph = attribute(llm, ids, transcoders, max_features=max_features)
@@ -61,20 +63,23 @@ def measure(path: Path, n_threads: int | None, max_features: int) -> CircuitRepo
     )
 
 
-def _random(folder: Path, n_layers: int, width: int) -> Transcoders:
+def random_transcoders(
+    folder: Path, layers: Iterable[int], width: int, n_features: int, n_active: int
+) -> Transcoders:
+    """TopK transcoders of these layers, in SAELens' form in the folder."""
     rng = np.random.default_rng(0)
-    for layer in range(n_layers):
+    for layer in layers:
         own = folder / f"layer_{layer}"
         own.mkdir()
-        encoder = (rng.standard_normal((width, _N_FEATURES), np.float32) / width**0.5).astype(np.float16)
+        encoder = (rng.standard_normal((width, n_features), np.float32) / width**0.5).astype(np.float16)
         arrays = {
             "W_enc": encoder,
             "W_dec": np.ascontiguousarray(encoder.T) / np.float16(4),
-            "b_enc": np.zeros(_N_FEATURES, np.float16),
+            "b_enc": np.zeros(n_features, np.float16),
             "b_dec": np.zeros(width, np.float16),
         }
         (own / "sae_weights.safetensors").write_bytes(safetensors_bytes(arrays, {}))
-        facts = {"architecture": "transcoder", "activation_fn_kwargs": {"k": _N_ACTIVE}}
+        facts = {"architecture": "transcoder", "activation_fn_kwargs": {"k": n_active}}
         (own / "cfg.json").write_text(json.dumps(facts))
     return Transcoders.load(folder)
 

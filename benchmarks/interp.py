@@ -5,6 +5,8 @@
   TransformerLens is no dependency: `pip install ".[interp-test]"`.
 - `crowd`: streams of which some are captured and some steered, beside as many that nobody listens to; the
   others' tokens are compared with those that they have alone.
+- `features`: streams of which some are read by a random transcoder, on threads of their own as in the
+  server, beside as many that nobody reads; the others' tokens are compared as well.
 - `quiet`: an engine whose hooks are gone, beside one that never had any.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.adapters import decode_tokens_per_s, prefill_tokens_per_s
+from benchmarks.circuits import random_transcoders
 from benchmarks.fidelity import judge_model
 from benchmarks.harness import Comparison, Experiment, Say, Table, model_path, run
 from kukri import LLM
@@ -33,10 +37,11 @@ from kukri.sampling import SamplingParams
 
 CLEAN = "When Mary and John went to the new store, John gave a drink to"
 CORRUPT = "When Mary and John went to the new store, Mary gave a drink to"
-PARTS = ("sweep", "crowd", "quiet")
+PARTS = ("sweep", "crowd", "features", "quiet")
 _PREFILL, _BATCH = 128, 8  # tokens of a text that is captured, and texts
 _STREAMS, _CAPTURED, _STEERED = 16, 4, 2  # of a crowd
-_PROMPT, _NEW = 32, 48  # tokens of a stream
+_READ, _FEATURES, _ACTIVE = 4, 16_384, 32  # streams that are read, by so many features, active for a token
+_PROMPT, _NEW, _LONG = 32, 48, 192  # tokens of a stream
 _CONTEXT = 1024
 
 
@@ -72,6 +77,21 @@ class CrowdReport:
 
 
 @dataclass(frozen=True)
+class FeaturesReport:
+    """Generated tokens of all streams per second, and per second of processor time. `wall` and `processor`
+    are of the largest of all features, `named` of a few that are named.
+    """
+
+    n_streams: int
+    n_read: int
+    n_features: int
+    wall: Comparison
+    processor: Comparison
+    named: Comparison
+    others_as_alone: bool
+
+
+@dataclass(frozen=True)
 class QuietReport:
     """Tokens/s of one stream and of a prompt, and processor seconds of each."""
 
@@ -89,6 +109,7 @@ class InterpReport:
     n_threads: int
     sweep: SweepReport | None
     crowd: CrowdReport | None
+    features: FeaturesReport | None
     quiet: QuietReport | None
 
 
@@ -223,20 +244,67 @@ def measure_crowd(path: Path, n_threads: int, rounds: int, say: Say) -> CrowdRep
     return CrowdReport(_STREAMS, _CAPTURED, _STEERED, len(layers), wall, processor, all(are_equal))
 
 
+def measure_features(path: Path, n_threads: int, rounds: int, say: Say) -> FeaturesReport:
+    """Measures streams of which some are read, and as many without, by turns."""
+    rng = np.random.default_rng(1)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LLM(path, n_threads=n_threads, max_context=_CONTEXT, max_requests=_STREAMS) as llm,
+    ):
+        config = llm.config
+        layer = config.n_layers // 2
+        for name, n_active in (("random", _ACTIVE), ("relu", 0)):
+            (own := Path(folder) / name).mkdir()
+            llm.interp.catalog.transcoders[name] = random_transcoders(
+                own, [layer], config.d_model, _FEATURES, n_active
+            )
+        prompts = rng.integers(0, config.n_vocab, (_STREAMS, _PROMPT)).tolist()
+        read = {"op": "read", "transcoder": "random", "layer": layer, "positions": "generated"}
+        say("tokens alone")
+        alone = [_generate(llm, [prompt], n_tokens=_LONG)[0].output_ids for prompt in prompts]
+        are_equal: list[bool] = []
+
+        def speeds(interventions: Sequence[Sequence[Any]]) -> tuple[float, float]:
+            wall, cpu, requests = _timed(partial(_generate, llm, prompts, interventions, _LONG))
+            are_equal.append([request.output_ids for request in requests] == alone)
+            n_tokens = sum(request.n_generated for request in requests)
+            return n_tokens / wall, n_tokens / cpu
+
+        speeds([[read]] * _READ)  # the encoder is read
+        few = read | {"features": [*range(8)], "transcoder": "relu"}
+        given: list[list[list[Any]]] = [[[read]] * _READ, [[few]] * _READ, []]
+        found = in_turns([partial(speeds, one) for one in given], rounds, say)
+    sides = ("with", "without")
+    wall, processor, named = (
+        Comparison.of(sides, [[each[which][i], each[2][i]] for each in found])
+        for which, i in ((0, 0), (0, 1), (1, 0))
+    )
+    return FeaturesReport(_STREAMS, _READ, _FEATURES, wall, processor, named, all(are_equal))
+
+
 def _generate(
-    llm: LLM, prompts: Sequence[Sequence[int]], interventions: Sequence[Sequence[Any]] = ()
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    interventions: Sequence[Sequence[Any]] = (),
+    n_tokens: int = _NEW,
 ) -> list[Request]:
     """The requests of prompts that generate side by side, the first of them with these interventions."""
-    params = SamplingParams(temperature=0, max_tokens=_NEW, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
     engine = llm.engine
     engine.pool.forget()
     requests = [engine.make_request(np.array(prompt, np.int32), params) for prompt in prompts]
     taps = [llm.interp.intervene([request], one) for request, one in zip(requests, interventions)]
     for request in requests:
         engine.add_request(request)
-    while engine.has_work:
-        engine.step()
+    with ThreadPoolExecutor(max(len(taps), 1)) as threads:  # which read while the engine works
+        reading: list[Future[Any] | None] = [None] * len(taps)
+        while engine.has_work:
+            engine.step()
+            for i, (request, (tap,)) in enumerate(zip(requests, taps)):
+                if tap.has_unread and ((now := reading[i]) is None or now.done()):
+                    reading[i] = threads.submit(tap.readouts, request)
     for request, (tap,) in zip(requests, taps):
+        tap.readouts(request, is_done=True)
         if tap.captures and not any(x.size for x in tap.activations(request).values()):
             raise KukriError("nothing was captured")
     return requests
@@ -304,7 +372,7 @@ def main() -> None:
     experiment.count("-r", "--rounds", 3, "rounds")
     given = experiment.parse()
     path, parts, say = model_path(given.model, _CONTEXT), given.parts, experiment.say
-    sweep, crowd, quiet = None, None, None
+    sweep, crowd, features, quiet = None, None, None, None
     tables: list[Table | str] = []
     if "crowd" in parts:
         crowd = measure_crowd(path, given.threads, given.rounds, say)
@@ -313,6 +381,12 @@ def main() -> None:
         )
         tables += [crowd.wall.table(f"{title}, tokens/s"), crowd.processor.table("the same per processor s")]
         tables.append(f"the others' tokens are those alone: {'yes' if crowd.others_as_alone else 'NO'}")
+    if "features" in parts:
+        features = measure_features(path, given.threads, given.rounds, say)
+        title = f"{_STREAMS} streams, {_READ} read by {_FEATURES} features"
+        tables += [features.wall.table(f"{title}, tokens/s"), features.processor.table("per processor s")]
+        tables.append(features.named.table("8 features that are named, tokens/s"))
+        tables.append(f"all tokens are those alone: {'yes' if features.others_as_alone else 'NO'}")
     if "quiet" in parts:
         quiet = measure_quiet(path, given.threads, given.rounds, say)
         tables.append(quiet.decode.table("decode of one stream, tokens/s"))
@@ -322,7 +396,7 @@ def main() -> None:
     if "sweep" in parts:
         sweep = measure_sweep(path, given.threads, given.layers, given.rounds, say)
         tables.append(_sweep_table(sweep))
-    experiment.show(InterpReport(path.name, given.threads, sweep, crowd, quiet), *tables)
+    experiment.show(InterpReport(path.name, given.threads, sweep, crowd, features, quiet), *tables)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from kukri.interp.readers import Choose, FeatureReader, Probe
 from kukri.kernels.arrays import FloatArray
 
 Op = Literal["capture", "add", "scale", "replace", "ablate", "clamp", "read"]
-_ROWS = 32  # that features are read of at a time
+_ROWS = 64  # that features are read of at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,12 +229,17 @@ class Reading:
         if isinstance(self.reader, Probe):
             scores = self.reader.scores(x)
             return [dict(zip(self.reader.labels, row)) for row in scores.tolist()]
+        if self.features is not None:
+            return [dict(zip(map(str, self.features), row)) for row in self._chosen(x).tolist()]
         found: list[dict[str, float]] = []
         for start in range(0, len(x), _ROWS):  # an autoencoder has many features
             for row in self.reader.features(x[start : start + _ROWS]):
-                chosen = self.features
-                if chosen is None:
-                    largest = np.argsort(-row, kind="stable")[: self.top_k].tolist()
-                    chosen = tuple(i for i in largest if row[i] > 0)
-                found.append({str(i): float(row[i]) for i in chosen})
+                active = np.flatnonzero(row > 0)  # few: all features take longer to sort than to compute
+                largest = np.argsort(-row[active], kind="stable")[: self.top_k]
+                found.append({str(i): float(row[i]) for i in active[largest].tolist()})
         return found
+
+    @cached_property
+    def _chosen(self) -> Choose:
+        assert not isinstance(self.reader, Probe)
+        return self.reader.chooser(self.features or ())

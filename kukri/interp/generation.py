@@ -15,6 +15,7 @@ from kukri.interp.edits import AnyEdit, Source, When
 from kukri.interp.interventions import Resolved
 from kukri.interp.listening import Listening, StepListener
 from kukri.interp.names import POS_AXIS, Point
+from kukri.interp.pace import Pace
 from kukri.interp.values import Model, Rows
 from kukri.kernels.arrays import FloatArray
 
@@ -114,10 +115,13 @@ class InterventionTaps:
     """The interventions of one request: see `kukri.kernels.taps.SequenceTaps`.
 
     Edits of a tap come first, so that captures and readouts see what they left. `max_bytes` as in
-    RequestTaps.
+    RequestTaps. Readings that take long are computed at the `pace`.
     """
 
-    def __init__(self, model: Model, resolved: Resolved, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, model: Model, resolved: Resolved, max_bytes: int | None = None, pace: Pace | None = None
+    ) -> None:
+        self._pace = pace or Pace()
         self._model, self._readings, self._max_bytes = model, resolved.readings, max_bytes
         self._positions = {point.name: spans for point, spans in resolved.captures}
         self._captured = RequestTaps(model, [point for point, _ in resolved.captures], max_bytes=max_bytes)
@@ -187,8 +191,12 @@ class InterventionTaps:
     def readouts(self, request: Request, *, is_done: bool = False) -> list[Readout]:
         """Removes and returns what can be read by now, in the order of positions. Any thread may call it.
 
-        Tokens of a step that is under way come once it is over; `is_done` says that no step follows.
+        Tokens of a step that is under way come once it is over, and tokens that large readers read come
+        several at a time; `is_done` says that no step follows.
         """
+        if not is_done and not self._pace.allows(self):
+            return []
+        since = self._pace.now()
         limit = request.n_tokens if is_done else request.n_cached
         values: dict[int, dict[str, dict[str, float]]] = {}
         for reading, unread in zip(self._readings, self._unread):
@@ -197,6 +205,10 @@ class InterventionTaps:
                 rows = np.stack([unread.pop(p) for p in positions])
                 for p, found in zip(positions, reading.read(rows)):
                     values.setdefault(p, {})[reading.name] = found
+        if is_done:
+            self._pace.forget(self)
+        else:
+            self._pace.took(self, since)
         return [Readout(p, int(request.tokens[p]), values[p]) for p in sorted(values)]
 
     def activations(self, request: Request) -> dict[str, FloatArray]:

@@ -18,6 +18,7 @@ from kukri.interp.generation import InterventionTaps, RequestTaps
 from kukri.interp.interventions import Intervention, resolve
 from kukri.interp.listening import Listening, PointHook, StepListener
 from kukri.interp.names import LOGITS, Point, find, full_name
+from kukri.interp.pace import Pace
 from kukri.interp.places import Prompt, TokenBytes
 from kukri.interp.tape import Tape, Variable
 from kukri.interp.texts import Texts
@@ -73,6 +74,7 @@ class Session:
         self.catalog.check(self.values)
         self.added: list[Listening] = []  # by add_hook
         self._adapted: dict[Adapter, Session] = {}  # those used last
+        self._pace = Pace()
 
     def adapted(self, adapter: Adapter | None) -> Session:
         """The session about the model with an adapter; hooks that are added to one are added to both."""
@@ -241,7 +243,7 @@ class Session:
                 "captures and readouts need a single answer: leave n and best_of at 1", param="n"
             )
         values = self.values_of(first)
-        made = [InterventionTaps(values, found, max_bytes) for _ in requests]
+        made = [InterventionTaps(values, found, max_bytes, self._pace) for _ in requests]
         for request, taps in zip(requests, made):
             request.listen(taps)
         return made

@@ -236,6 +236,16 @@ def test_features_are_read_while_serving(llm):
     np.testing.assert_allclose(list(found.values()), of_last[[5, 2]], rtol=2e-2, atol=1e-3)
 
 
+def test_readouts_that_wait_come_with_the_end(llm, monkeypatch):
+    """Tokens that are lost while their readings wait for others."""
+    read = [{"op": "read", "transcoder": "single", "layer": 1, "top_k": 3}]
+    whole = llm.generate(IDS, GREEDY, interventions=read).readouts
+    monkeypatch.setattr("kukri.interp.pace.Pace.allows", lambda pace, request: False)
+    chunks = list(llm.stream(IDS, GREEDY, interventions=read))
+    assert [len(chunk.readouts) for chunk in chunks[:-1]] == [0] * (len(chunks) - 1)
+    assert [one.position for one in chunks[-1].readouts] == [one.position for one in whole]
+
+
 def test_a_condition_on_a_transcoders_feature(llm):
     """An edit that is made everywhere, or whose condition is that of another token."""
     x = llm.run_with_cache(IDS, names="blocks.0.mlp.hook_in")[1]["blocks.0.mlp.hook_in"][0]
