@@ -7,6 +7,11 @@ from time import perf_counter
 from kukri.engine import Request
 
 
+def n_read(request: Request) -> int:
+    """Tokens of a request's prompt that have been read, or were found in the cache."""
+    return request.n_prompt if request.first_token_s else min(request.n_cached, request.n_prompt)
+
+
 class PromptProgress:
     """How much of a request's prompt has been read. The first news is what the cache had of it."""
 
@@ -19,10 +24,10 @@ class PromptProgress:
         request = self._request
         if not request.started_s:
             return []
-        n_read = request.n_prompt if request.first_token_s else min(request.n_cached, request.n_prompt)
+        n = n_read(request)
         found = [request.n_prefix_hit] if self._n_told < 0 else []
-        if n_read > max([*found, self._n_told]):
-            found.append(n_read)
+        if n > max([*found, self._n_told]):
+            found.append(n)
         self._n_told = max([*found, self._n_told])
         elapsed_s = (request.first_token_s or perf_counter()) - request.started_s
         return [

@@ -25,7 +25,7 @@ from kukri.server.errors import error_body, response_of
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import vllm_logprobs
-from kukri.server.progress import PromptProgress
+from kukri.server.progress import PromptProgress, n_read
 from kukri.server.schema import GenerationBody
 from kukri.server.timings import timings_of
 
@@ -103,6 +103,13 @@ class AnswerWriter(ABC):
     def end(self) -> bytes:
         """The last events, when every answer has ended."""
         return b""
+
+    def silence(self) -> bytes:
+        """What clients skip: it keeps the connection open, and tells a reader of logs how far the prompt is."""
+        request = self._call.answers[0].request
+        if request.first_token_s or self.form.content_type != EVENTS.content_type:
+            return self.form.keep_alive
+        return f": prompt: {n_read(request)} of {request.n_prompt} tokens\n".encode() + self.form.keep_alive
 
     def fail(self, error: KukriError) -> bytes:
         """The last events of a stream that an error ended."""
@@ -361,7 +368,7 @@ class Reply(Response):
             self._was_active = False
             await asyncio.sleep(self._served.settings.keep_alive_s)
             if not self._was_active:
-                await self._send(send, self._form.keep_alive)
+                await self._send(send, self._writer.silence())
 
     async def _tell_progress(self, send: Send) -> None:
         """Sends prompt progress until the first token."""

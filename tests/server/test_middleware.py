@@ -242,7 +242,7 @@ def test_a_deadline_ends_an_answer(small):
 
 
 def test_a_silent_stream_is_kept_alive(small):
-    """Catches proxies that cut a stream while its request waits in the queue."""
+    """Catches proxies that cut a stream while its request waits, and silence about how far its prompt is."""
     with (
         serving(small, keep_alive_s=0.1) as server,
         streaming(server, LONG) as one,
@@ -250,6 +250,7 @@ def test_a_silent_stream_is_kept_alive(small):
     ):
         next(one), next(two)
         with streaming(server, ASK) as waiting:
+            assert re.fullmatch(r": prompt: 0 of \d+ tokens", next(waiting))
             assert next(waiting) == ": keep-alive"
 
 

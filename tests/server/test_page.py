@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -35,6 +36,22 @@ def test_an_answer_comes_and_a_reload_keeps_it(visit, offline):
     visit.ready()
     assert visit.answers() == [answer]
     assert visit.page.inner_text("#title") == "What is the capital of France?"
+
+
+def test_a_long_prompt_shows_how_far_it_is_read(visit):
+    """Catches seconds in which a page says nothing."""
+    visit.be_greedy()
+    watch = "new MutationObserver(() => said.push(place.textContent)).observe(place, {childList: true})"
+    visit.page.evaluate(f"() => {{ place = document.querySelector('#status'); said = []; {watch} }}")
+    visit.ask("one two three four " * 700)
+    visit.wait_done()
+    said = visit.page.evaluate("said")
+    told = [re.fullmatch(r"Reading the conversation: (\d+) of (\d+) tokens", text) for text in said]
+    counts = [(int(one[1]), int(one[2])) for one in told if one]
+    assert counts
+    assert counts == sorted(counts)
+    assert all(n < total for n, total in counts)
+    assert said.index("Answering …") < said.index("Answer complete")
 
 
 def test_settings_reach_the_model(visit, site, offline):

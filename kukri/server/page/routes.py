@@ -123,7 +123,8 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
             names={"prompt": "messages"},
         )
         chat = await served.open(asked, request.scope)
-        name = unopened.add(served, chat.call, Reply(served, chat.call, PageWriter(chat), stream=True))
+        reply = Reply(served, chat.call, PageWriter(chat), stream=True, tells_progress=True)
+        name = unopened.add(served, chat.call, reply)
         return html("answer.html", name=name)
 
     @app.get("/ui/answers/{name}", include_in_schema=False)
@@ -178,10 +179,12 @@ class UnopenedAnswers:
 
 
 class PageWriter(AnswerWriter):
-    """Writes an answer as events: `delta` while it grows, then `end` or `failed`. Their data is JSON."""
+    """Writes an answer as events: `progress` while its prompt is read, `delta` while it grows, then `end` or
+    `failed`. Their data is JSON.
+    """
 
     def __init__(self, chat: Chat) -> None:
-        super().__init__(chat.call, chat.choices, stream=True)
+        super().__init__(chat.call, chat.choices, stream=True, progress=True)
         self._answer = chat.choices[0].answer
 
     def end(self) -> bytes:
@@ -195,6 +198,9 @@ class PageWriter(AnswerWriter):
     def body(self) -> dict[str, Any]:
         """The numbers of the answer alone: its text was streamed."""
         return self._counts()
+
+    def _progressed(self, news: dict[str, int]) -> str:
+        return sse({"n_read": news["processed"], "n_prompt": news["total"]}, "progress")
 
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
         """An event with the text that came; none while a character or a stop string is not whole."""

@@ -157,6 +157,12 @@ function grow({ thoughts, content, ...numbers }) {
   frame ||= requestAnimationFrame(paint)
 }
 
+// Short prompts are read before anybody could see a number.
+function tellProgress({ n_read: n, n_prompt: total }) {
+  if (n < total) say(`Reading the conversation: ${n} of ${total} tokens`)
+  else say("Answering …")
+}
+
 function paint() {
   cancelAnimationFrame(frame)
   frame = 0
@@ -215,6 +221,7 @@ on("htmx:sseBeforeMessage", (event) => {
   if (!live) return
   const { message, finish_reason: reason, ...numbers } = JSON.parse(event.detail.data)
   if (event.detail.type === "delta") grow(numbers)
+  else if (event.detail.type === "progress") tellProgress(numbers)
   else if (event.detail.type === "end") finish(reason, numbers)
   else fail(message)
 })
