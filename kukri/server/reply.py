@@ -105,7 +105,7 @@ class AnswerWriter(ABC):
         return b""
 
     def silence(self) -> bytes:
-        """What clients skip: it keeps the connection open, and tells a reader of logs how far the prompt is."""
+        """What clients skip: it keeps the connection open, and tells who looks how far the prompt is read."""
         request = self._call.answers[0].request
         if request.first_token_s or self.form.content_type != EVENTS.content_type:
             return self.form.keep_alive

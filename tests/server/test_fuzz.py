@@ -37,7 +37,7 @@ GENERATED = (
 BODIES = (
     *("/v1/messages/count_tokens", "/v1/chat/completions/input_tokens", "/v1/responses/input_tokens"),
     *("/tokenize", "/detokenize", "/apply-template"),
-    *("/api/show", "/api/pull", "/api/delete"),
+    *("/api/show", "/api/pull", "/api/delete", "/api/create", "/api/copy"),
     *("/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/activations"),
 )
 GETS = (

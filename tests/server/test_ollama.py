@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from kukri import LLM
 from kukri.formats import hub
 from kukri.formats.model_cache import remove as remove_files
 from kukri.model_options import ModelOptions
+from kukri.server.models import catalog, created_presets
 from kukri.server.ollama import models as ollama_models
 from kukri.server.settings import ModelSpec
 from tests.server.families import FAMILIES, write_family
@@ -299,7 +301,12 @@ def test_a_model_that_is_being_deleted_is_not_loaded_again(cached, monkeypatch):
 
 def test_models_are_not_changed_unless_allowed(client, tmp_path):
     """Catches a server whose models any client deletes."""
-    for change in (client.pull, client.delete):
+    for change in (
+        client.pull,
+        client.delete,
+        partial(client.create, from_=MODEL),
+        partial(client.copy, "a"),
+    ):
         with pytest.raises(ollama.ResponseError, match="--manage-models") as caught:
             change(MODEL)
         assert caught.value.status_code == 403
@@ -310,6 +317,76 @@ def test_models_are_not_changed_unless_allowed(client, tmp_path):
     ):
         ollama.Client(served.url).delete("tiny")
     assert path.exists()
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache directory of the test's own, and a model that is not in it."""
+    monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path / "cache"))
+    return [ModelSpec(("tiny",), ModelOptions(model=str(write_tiny(tmp_path / "tiny.gguf"))))]
+
+
+def test_presets_are_created_copied_and_deleted(own_cache, monkeypatch):
+    """Catches a preset that changes nothing, is lost in a restart, or stays after its deletion."""
+    one = {"temperature": 0, "num_predict": 3}
+    with serving(None, own_cache, manages_models=True) as served:
+        client = ollama.Client(served.url)
+        assert client.create("brief", from_="tiny", system="Be brief.", parameters=one).status == "success"
+        steps = client.create("briefer", from_="brief", parameters={"num_predict": 2}, stream=True)
+        assert [step.status for step in steps][-1] == "success"
+        client.copy("briefer", "copied")
+        lengths = {name: client.generate(name, "Hi").eval_count for name in ("brief", "briefer", "copied")}
+        assert lengths == {"brief": 3, "briefer": 2, "copied": 2}
+        assert client.show("copied").modelfile.count('SYSTEM """Be brief."""') == 1
+        assert {m.model for m in client.list().models} == {f"{n}:latest" for n in ("tiny", *lengths)}
+        client.create("brief", from_="tiny", parameters={"num_predict": 4})
+        assert client.generate("brief", "Hi").eval_count == 4
+        assert client.generate("briefer", "Hi").eval_count == 2, "it was made from the one before"
+    with serving(None, own_cache, manages_models=True) as served:
+        client = ollama.Client(served.url)
+        assert client.generate("copied", "Hi").eval_count == 2
+        client.delete("copied")
+        with pytest.raises(ollama.ResponseError, match="does not exist"):
+            client.generate("copied", "Hi")
+        assert client.generate("brief", "Hi").eval_count == 4
+        monkeypatch.setattr(catalog, "MAX_PRESETS", 2)
+        with pytest.raises(ollama.ResponseError, match="2 presets already"):
+            client.copy("tiny", "more")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"model": "tiny", "from": "tiny"}, 400, "'tiny' is taken"),
+        ({"model": "a", "from": "b"}, 404, "does not exist"),
+        ({"model": "a"}, 400, "from"),
+        ({"model": "a", "from": "tiny", "template": "{{ .Prompt }}"}, 400, "template"),
+        ({"model": "a", "from": "tiny", "files": {"a.gguf": "sha256:0"}}, 400, "--model-dir"),
+        ({"model": "a", "from": "tiny", "quantize": "q4_K_M"}, 400, "kukri convert"),
+        ({"model": "a", "from": "tiny", "parameters": {"top_p": 7}}, 400, "top_p"),
+        ({"model": "a", "from": "tiny", "messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]"),
+    ],
+)
+def test_what_is_no_preset_is_refused(own_cache, body, status, message):
+    """Catches a preset that would answer otherwise than its creator thinks."""
+    with serving(None, own_cache, manages_models=True) as served, served.http() as http:
+        response = http.post("/api/create", json=body)
+        assert response.status_code == status, response.text
+        assert message in response.json()["error"]
+        assert len(http.get("/api/tags").json()["models"]) == 1
+
+
+def test_a_broken_file_of_presets_is_left_alone(own_cache, tmp_path):
+    """Catches a server that does not start, or overwrites what somebody may want to mend."""
+    path = tmp_path / "cache" / "presets.json"
+    path.parent.mkdir(mode=0o700)
+    for text in ("{", "[1]", '[{"model": 1}]', '[{"model": "tiny", "name": "a", "messages": null}]'):
+        path.write_text(text)
+        path.chmod(0o600)
+        assert created_presets.read_presets() == []
+    with serving(None, own_cache, manages_models=True) as served, served.http() as http:
+        assert len(http.get("/api/tags").json()["models"]) == 1
+    assert path.read_text() == text
 
 
 def test_keys_and_hosts_hold_here_too(tmp_path):

@@ -11,14 +11,16 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-from kukri.errors import KukriError
+from kukri.errors import KukriError, RequestError
 from kukri.formats.hub import MODELS
 from kukri.formats.model_cache import cached_models, cached_path
 from kukri.formats.repos import parse_name
 from kukri.model_options import ModelOptions
 from kukri.server.access import client_of
 from kukri.server.errors import ModelNotFoundError
+from kukri.server.models.created_presets import MAX_PRESETS, read_presets, write_presets
 from kukri.server.models.entry import ModelEntry
+from kukri.server.models.preset import Preset
 from kukri.server.settings import ModelSpec, ServerSettings
 
 _LOOK_S = 1.0  # between two looks at the directory and the cache
@@ -41,6 +43,10 @@ class Catalog:
         self._looked_s = monotonic()
         for found in self._found():
             self._add(*found)
+        self._created = read_presets() if settings.manages_models else []  # (name of the model, preset)
+        for model, preset in self._created:
+            if (entry := self.named(model)) is not None and self.named(preset.name) is None:
+                entry.change_presets([*entry.spec.presets, preset])
 
     async def find(self, name: str | None, scope: Scope, *, exactly: bool = False) -> ModelEntry:
         """The model of a name that a request's client may use. Raises ModelNotFoundError if there is none.
@@ -73,6 +79,42 @@ class Catalog:
     async def add_cached(self, name: str) -> None:
         """Serves a model of the cache by a name that `kukri pull` takes. Raises KukriError without it."""
         self._add(name, await asyncio.to_thread(cached_path, name), is_cached=True)
+
+    async def add_preset(self, entry: ModelEntry, preset: Preset) -> None:
+        """Serves a model under the name of a preset too, now and after a restart.
+
+        It replaces a preset that a client created. Raises RequestError if the name is that of anything else,
+        or there are too many, KukriError if it cannot be saved.
+        """
+        async with self._looking:
+            created = [one for one in self._created if one[1].name != preset.name]
+            is_new = len(created) == len(self._created)
+            if is_new and self.named(preset.name) is not None:
+                raise RequestError(f"the name {preset.name!r} is taken by a model", param="model")
+            if len(created) >= MAX_PRESETS:
+                raise RequestError(f"there are {MAX_PRESETS} presets already: delete some", param="model")
+            created.append((entry.spec.names[0], preset))
+            await asyncio.to_thread(write_presets, created)
+            self._forget(preset.name)
+            self._created = created
+            entry.change_presets([*entry.spec.presets, preset])
+
+    async def drop_preset(self, name: str) -> bool:
+        """Forgets a preset that a client created; False if there is none of that name."""
+        plain = name.removesuffix(":latest")
+        async with self._looking:
+            left = [one for one in self._created if one[1].name != plain]
+            if len(left) == len(self._created):
+                return False
+            await asyncio.to_thread(write_presets, left)
+            self._created = left
+            self._forget(plain)
+        return True
+
+    def _forget(self, name: str) -> None:
+        for entry in self.entries:
+            if entry.preset(name) is not None:
+                entry.change_presets([one for one in entry.spec.presets if one.name != name])
 
     async def _look_for(self, name: str) -> ModelEntry | None:
         """The model of a name that is not known yet.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Literal
 
+from kukri.server.models.preset import Preset
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec
 
@@ -49,6 +52,19 @@ class ModelEntry:
     def names(self) -> tuple[str, ...]:
         """Every name that requests may give as their model: its own, and its adapters'."""
         return (*self.spec.names, *self.adapters)
+
+    def preset(self, name: str) -> Preset | None:
+        """The preset of a name, which may end with ":latest"; None if it is not one of this model."""
+        plain = name.removesuffix(":latest")
+        return next((one for one in self.spec.presets if one.name == plain), None)
+
+    def change_presets(self, presets: Sequence[Preset]) -> None:
+        """Serves these presets in the place of others, loaded or not."""
+        old = {one.name for one in self.spec.presets}
+        names = [name for name in self.spec.names if name not in old] + [one.name for one in presets]
+        self.spec = replace(self.spec, names=tuple(names), presets=tuple(presets))
+        if self.served is not None:
+            self.served.rename(self.spec.names, presets)
 
     @property
     def is_ready(self) -> bool:

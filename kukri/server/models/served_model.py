@@ -91,8 +91,8 @@ class ServedModel:
         *,
         presets: Sequence[Preset] = (),
     ) -> None:
-        self._presets = {preset.name: preset for preset in presets}
-        self.llm, self.settings, self.names, self.tokenizer = llm, settings, names, llm.tokenizer
+        self.rename(names, presets)
+        self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
         self.prompts = ChatPrompts(llm.chat_template, llm.tokenizer, llm.engine.max_context)
         self.grammars = GrammarCheck(llm.tokenizer)
         self.metrics = ModelMetrics(metrics, names[0])
@@ -102,6 +102,11 @@ class ServedModel:
             settings.stream_interval,
         )
         self.fingerprint = f"kukri-{__version__}"
+
+    def rename(self, names: Sequence[str], presets: Sequence[Preset]) -> None:
+        """Takes other names and presets from now on."""
+        self.names = names
+        self._presets = {preset.name: preset for preset in presets}
 
     async def close(self, timeout_s: float | None) -> None:
         """Waits for the running requests and ends what belongs to the model, but not the model itself."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
@@ -27,7 +27,13 @@ from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
 from kukri.server.models.preset import Preset
 from kukri.server.models.registry import ModelRegistry
-from kukri.server.ollama.schema import OPTIONS, OllamaBody, OllamaPullBody
+from kukri.server.ollama.schema import (
+    OPTIONS,
+    OllamaBody,
+    OllamaCopyBody,
+    OllamaCreateBody,
+    OllamaPullBody,
+)
 from kukri.server.sampling_fields import FACTS
 
 _POLL_S = 0.5  # between two looks at how much of a repository is there
@@ -135,7 +141,7 @@ async def ollama_show(body: OllamaBody, registry: Registry, request: Request) ->
         capabilities.append("tools")
     if dialect_of(facts.template, ()).can_reason(facts.template):
         capabilities.append("thinking")
-    preset = next((one for one in entry.spec.presets if one.name == body.model.removesuffix(":latest")), None)
+    preset = entry.preset(body.model)
     told = {"system": preset.system or "", "messages": [*preset.messages]} if preset is not None else {}
     return JSONResponse(
         {
@@ -198,11 +204,36 @@ async def ollama_delete(body: OllamaBody, registry: Registry, request: Request) 
     """Removes a model, if clients may."""
     check_manages_models(registry.settings, request.scope)
     entry = await registry.catalog.find(body.model, request.scope, exactly=True)
+    if await registry.catalog.drop_preset(body.model):
+        return Response(status_code=200)
     if not entry.is_cached:
         raise RequestError(
             f"{entry.name} was given to the server at startup and cannot be deleted", param="model"
         )
     await registry.delete(entry, partial(remove, entry.name))
+    return Response(status_code=200)
+
+
+async def ollama_create(body: OllamaCreateBody, registry: Registry, request: Request) -> Response:
+    """Creates a preset of a model that is served, if clients may; one of that name is replaced."""
+    check_manages_models(registry.settings, request.scope)
+    entry = await registry.catalog.find(body.from_, request.scope, exactly=True)
+    base = entry.preset(body.from_)
+    preset = body.preset() if base is None else body.preset().over(base)
+    await registry.catalog.add_preset(entry, preset)
+    if not body.stream:
+        return JSONResponse({"status": "success"})
+    lines = ({"status": status} for status in ("writing manifest", "success"))
+    return Response("".join(f"{json.dumps(line)}\n" for line in lines), media_type="application/x-ndjson")
+
+
+async def ollama_copy(body: OllamaCopyBody, registry: Registry, request: Request) -> Response:
+    """Gives a model or a preset another name, if clients may."""
+    check_manages_models(registry.settings, request.scope)
+    entry = await registry.catalog.find(body.source, request.scope, exactly=True)
+    name = body.destination.removesuffix(":latest")
+    base = entry.preset(body.source)
+    await registry.catalog.add_preset(entry, Preset(name) if base is None else replace(base, name=name))
     return Response(status_code=200)
 
 

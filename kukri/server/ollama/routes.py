@@ -42,6 +42,8 @@ def add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
     app.get("/api/ps", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_ps)
     app.post("/api/show", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_show)
     app.post("/api/pull", responses=LINES | errors)(ollama_models.ollama_pull)
+    app.post("/api/create", responses=LINES | errors)(ollama_models.ollama_create)
+    app.post("/api/copy", response_class=Response, responses=errors)(ollama_models.ollama_copy)
     app.delete("/api/delete", response_class=Response, responses=errors)(ollama_models.ollama_delete)
 
     @app.get("/api/version", responses=_ERRORS)

@@ -14,10 +14,12 @@ from kukri.errors import ConfigError, RequestError
 from kukri.option_fields import duration_s
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
+from kukri.server.models.preset import Preset
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.server.schema import TEXT_ONLY, Body, Interventions, Refused, Tool
 
 _FOREVER_S = -1.0
+MAX_NAME = 200  # characters of a preset's name
 Streams = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
 
 OPTIONS = {name: facts.ollama for name, facts in FACTS.items() if facts.ollama is not None}
@@ -195,6 +197,44 @@ class OllamaPullBody(OllamaBody):
     """A request to /api/pull."""
 
     stream: Streams = True
+
+
+class OllamaCopyBody(Lenient):
+    """A request to /api/copy."""
+
+    source: Annotated[str, Field(min_length=1)]
+    destination: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
+
+class OllamaCreateBody(OllamaBody):
+    """A request to /api/create: a preset of a model that is served."""
+
+    refused: ClassVar[Refused] = {
+        "template": (("",), "the model's own is used: kukri serve --preset takes a file with another"),
+        "adapters": (({},), "kukri serve --adapter-dir and POST /v1/load_lora_adapter load adapters"),
+        "files": (({},), "start the server with --model-dir and the file in it"),
+        "quantize": (("",), "kukri convert --quantize makes the file, which --model-dir serves"),
+    }
+    model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    from_: Annotated[str, Field(min_length=1)] = Field(alias="from")
+    system: str | None = None
+    parameters: Options | None = None
+    messages: Annotated[list[OllamaMessage], Field(max_length=1000)] | None = None
+    stream: Streams = True
+
+    def preset(self) -> Preset:
+        """The preset. Raises RequestError for a message that is not a plain text."""
+        messages = []
+        for i, one in enumerate(self.messages or []):
+            if one.role not in ("system", "user", "assistant") or one.content is None or one.images:
+                raise RequestError(
+                    f"messages[{i}] must be a text of the system, the user or the assistant", param="messages"
+                )
+            messages.append({"role": one.role, "content": one.content})
+        options = self.parameters or Options()
+        sampling = {name: value for name, value in options.sampling().items() if value is not None}
+        name = self.model.removesuffix(":latest")
+        return Preset(name, self.system or None, sampling, tuple(messages), max_context=options.num_ctx)
 
 
 class OllamaErrorBody(BaseModel):
