@@ -17,6 +17,8 @@ from kukri.dialects.signatures import Signatures
 from kukri.dialects.values import (
     Malformed,
     as_json,
+    begin_object,
+    end_object,
     ignore,
     plain_text,
     read_key,
@@ -128,13 +130,13 @@ class Call:
 
 def read_object_call(feed: Feed, call: Call, depth: int = 0) -> Reading[None]:
     """{"name": …, "arguments": {…}}, its keys in any order and under the names that models give them."""
-    feed.take(1)
+    is_doubled = yield from begin_object(feed)
     has_arguments = False
     while True:
         yield from feed.space()
         begin = yield from feed.peek()
         if begin == "}":
-            feed.take(1)
+            yield from end_object(feed, is_doubled)
             break
         if begin == ",":
             feed.take(1)

@@ -114,14 +114,16 @@ def as_json(text: str) -> str:
 
 def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
     """{key: value, …}; keys may lack quotes."""
-    write(feed.take(1))
+    is_doubled = yield from begin_object(feed)
+    write("{")
     comma = ""  # not yet written: one before the end is dropped
     is_after_value = False
     while True:
         space = yield from feed.space()
         begin = yield from feed.peek()
         if begin == "}":
-            write(space + feed.take(1))
+            write(space + "}")
+            yield from end_object(feed, is_doubled)
             return
         if begin == "," and not comma:
             comma = space + feed.take(1)
@@ -139,6 +141,19 @@ def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
         feed.take(1)
         write(":" + (yield from feed.space()))
         yield from read_value(feed, write, depth + 1)
+
+
+def begin_object(feed: Feed) -> Reading[bool]:
+    """Takes { or {{; True for the latter. Qwen2.5-Coder's template shows its calls with doubled braces."""
+    feed.take(1)
+    return bool((yield from feed.takes(("{",))))
+
+
+def end_object(feed: Feed, is_doubled: bool) -> Reading[None]:
+    """Takes }, or }} if it `is_doubled`."""
+    feed.take(1)
+    if is_doubled:
+        yield from feed.takes(("}",))
 
 
 def read_key(feed: Feed) -> Reading[str]:

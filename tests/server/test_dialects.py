@@ -381,6 +381,23 @@ def test_however_a_text_is_cut_it_is_the_same(form, text, cuts, is_cut):
     assert split(form, text, is_cut=is_cut) == whole
 
 
+DOUBLED = [
+    '{{"name": "save", "arguments": {"text": "{{a}}", "deep": {"b": {}}}}}',
+    '{{"name": "save", "arguments": {{"text": "{{a}}", "deep": {{"b": {{}}}}}}}}',
+    '{"name": "save", "arguments": {{"text": "{{a}}", "deep": {"b": {}}}}}',
+]
+
+
+@pytest.mark.parametrize("text", DOUBLED)
+@pytest.mark.parametrize("form", ["<tool_call>\n%s\n</tool_call>", "```json\n%s\n```", "%s"])
+def test_doubled_braces_are_braces(form, text):
+    """Catches a call that is shown as text: Qwen2.5-Coder copies the doubled braces of its template."""
+    _, content, calls, *_ = everywhere(HERMES, form % text)
+    assert content == ""
+    ((name, found),) = calls
+    assert (name, json.loads(found)) == ("save", {"text": "{{a}}", "deep": {"b": {}}})
+
+
 def test_a_long_call_takes_linear_time():
     """Catches a parser that looks at all of a call again for each token of it."""
     times = []
