@@ -74,6 +74,9 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+SEES = ("gemma3",)  # whose encoders run
+
+
 def save(directory: Path, name: str) -> Any:
     """transformers' model, saved with a tokenizer."""
     config_class, model_class, parts, more = MODELS[name]
@@ -93,7 +96,7 @@ def test_the_text_runs_and_is_converted(name: str, tmp_path: Path, caplog: pytes
     np.testing.assert_allclose(
         exact_logits(tmp_path / "hf", IDS), want, atol=2e-4 * max(1, np.abs(want).max())
     )
-    assert "tensors of images are left out: kukri runs the text" in caplog.text
+    assert ("tensors of images are left out: kukri runs the text" in caplog.text) == (name not in SEES)
     convert_model(tmp_path / "hf", tmp_path / "m.gguf", None, dry_run=False, as_json=True)
     np.testing.assert_allclose(
         exact_logits(tmp_path / "m.gguf", IDS), want, atol=2e-4 * max(1, np.abs(want).max())

@@ -21,7 +21,7 @@ from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
-from kukri.engine.request_maker import RequestMaker
+from kukri.engine.request_maker import MOST_ROWS, RequestMaker
 from kukri.engine.residence import Residence
 from kukri.engine.runner import OwnTaps, Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
@@ -29,11 +29,12 @@ from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutpu
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
-from kukri.engine.step_taps import StepImages, StepTaps, has_images
-from kukri.errors import ConfigError, KukriError, RequestError, StageError, failure_of
+from kukri.engine.step_taps import StepImages, StepTaps, has_images, is_whole
+from kukri.errors import ConfigError, KukriError, RequestError, StageError, UnsupportedError, failure_of
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states, pool_windows, without_windows
+from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import pages_of_pools, state_bytes
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.step import StepLimits
@@ -46,7 +47,6 @@ from kukri.vision.encoder import VisionModel
 logger = logging.getLogger("kukri.engine")
 
 _ENCODINGS_BYTES = 256 << 20  # of images' rows of embeddings that are kept
-_ROWS_PER_STEP = 64  # of logits beyond one for each request: a row is large, and all are made room for
 
 
 @dataclass(eq=False)
@@ -94,6 +94,13 @@ class Engine(RequestMaker):
         if not (is_causal := model.config.is_causal):
             # what a token keeps depends on those after it
             config = replace(config, caches_prefixes=False, prefix_dir=None)
+        if vision is not None and vision.config.sees_whole:  # a step has room for an image and all tokens
+            n_whole = vision.config.tile_tokens + config.max_requests
+            if any(w is not None and w < vision.config.tile_tokens for w in pool_windows(model.cache_layout)):
+                raise UnsupportedError(
+                    f"an image has {vision.config.tile_tokens} tokens, more than a window of the text reaches"
+                )
+            config = replace(config, max_step_tokens=max(config.max_step_tokens, n_whole))
         self.model, self.config = model, config
         self.arithmetic = f"{backend.arithmetic}, {config.kv_type}"
         max_context, page_tokens = _max_context(config, model), backend.page_tokens
@@ -120,7 +127,7 @@ class Engine(RequestMaker):
         n_states = state_slots(config, layout, max(pool_sizes))
         is_large = model.config.head.kind == "language_model"
         n_tokens = config.max_step_tokens if is_causal else max(config.max_step_tokens, self.max_context)
-        n_rows = min(_ROWS_PER_STEP, n_tokens) if is_large else n_tokens
+        n_rows = min(MOST_ROWS, n_tokens) if is_large else n_tokens
         max_rows = config.max_requests + n_rows
         limits = StepLimits(n_tokens, config.max_requests, max_rows, self._max_pages)
         try:
@@ -257,11 +264,16 @@ class Engine(RequestMaker):
         for source, target in scheduled.state_copies:
             self.runner.cache.copy_state(source, target)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
-        listens = any(chunk.request.taps is not None for chunk in chunks)
-        own: list[OwnTaps] = [StepTaps(chunks)] if listens else []
-        if has_images(chunks):
-            own.append(StepImages(chunks))
-        return run(chunks, *own)
+        if not has_images(chunks):
+            return run(chunks, *_own_taps(chunks))
+        # runs of images that see all of themselves come first, in a program of their own
+        chunks.sort(key=lambda chunk: not is_whole(chunk))
+        n_whole = sum(map(is_whole, chunks))
+        parts = [part for part in (chunks[:n_whole], chunks[n_whole:]) if part]
+        logits = [run(part, *_own_taps(part), sees_all=is_whole(part[0])) for part in parts]
+        if len(logits) == 1 or not len(logits[0]):
+            return logits[-1]
+        return HostLogits(np.concatenate([each.numpy() for each in logits]))
 
     def _encode(self, encodings: Encodings) -> None:
         """Encodes, for some milliseconds, the image that a running request needs next.
@@ -530,6 +542,13 @@ class Engine(RequestMaker):
         self.residence.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
         # a hook sees each token of a sequence once, and none that is not in it
         self.scheduler.takes_drafts = not self.runner.hooks
+
+
+def _own_taps(chunks: Sequence[ScheduledChunk]) -> list[OwnTaps]:
+    """The listeners of a step's requests, and what writes its images."""
+    listens = any(chunk.request.taps is not None for chunk in chunks)
+    own: list[OwnTaps] = [StepTaps(chunks)] if listens else []
+    return [*own, StepImages(chunks)] if has_images(chunks) else own
 
 
 def _note_stages(step: InFlight) -> None:

@@ -18,10 +18,13 @@ class _Run(NamedTuple):
 
 
 class RequestImages:
-    """The images of a prompt. `rows` [n_tokens, D] of those that have been encoded, by their numbers."""
+    """The images of a prompt. `rows` [n_tokens, D] of those that have been encoded, by their numbers.
 
-    def __init__(self, prompt: ImagePrompt) -> None:
-        self.images = prompt.images
+    With `sees_whole` a run of rows is computed in one step, in a chunk of its own.
+    """
+
+    def __init__(self, prompt: ImagePrompt, *, sees_whole: bool = False) -> None:
+        self.images, self._sees_whole = prompt.images, sees_whole
         self.rows: dict[int, FloatArray] = {}
         self._runs: list[_Run] = []
         n_rows = [0] * len(prompt.images)
@@ -41,8 +44,22 @@ class RequestImages:
 
     def n_ready(self, n_cached: int, n_tokens: int) -> int:
         """Tokens up to which the request's `n_tokens` can be computed, whose next is `n_cached`."""
-        missing = (run.start for run in self._runs if run.stop > n_cached and run.image not in self.rows)
-        return max(min(next(missing, n_tokens), n_tokens), n_cached)
+        for run in self._runs:
+            if run.stop > n_cached:
+                if run.image not in self.rows:
+                    return max(run.start, n_cached)
+                if self._sees_whole:
+                    return run.stop if run.start <= n_cached else run.start
+        return n_tokens
+
+    def is_whole(self, start: int) -> bool:
+        """True if the token at `start` belongs to a run whose rows see each other, up to the run's end."""
+        return self._sees_whole and self.has_rows(start, start + 1)
+
+    def most_rows(self, first: int, stop: int) -> int:
+        """The most of tokens `first` to `stop` - 1 that are in one run which must not be cut."""
+        runs = self._runs if self._sees_whole else ()
+        return max((min(run.stop, stop) - max(run.start, first) for run in runs), default=0)
 
     def identity(self, start: int, stop: int) -> bytes:
         """What tokens `start` to `stop` - 1 depend on besides their ids: b"" without rows of images."""

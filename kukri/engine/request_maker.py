@@ -24,6 +24,7 @@ from kukri.sampling.params import SEED_MAX
 from kukri.vision.encoder import VisionModel
 from kukri.vision.image import ImageInput, ImagePrompt
 
+MOST_ROWS = 64  # of logits of a step beyond one for each request: a row is large
 _GREEDY = SamplingParams(temperature=0)  # of requests that draw nothing
 
 
@@ -105,9 +106,10 @@ class RequestMaker(ABC):
                     drafts=self._drafts(params),
                     max_drafts=params.max_draft_tokens or self.max_draft_tokens,
                     prefix_root=prefix_root,
-                    images=None if seen is None else RequestImages(seen),
+                    images=self._images(seen),
                 )
             )
+            self._check_rows(requests[-1])
             if adapter is not None:
                 self._use_adapter(adapter, requests[-1])
         return requests
@@ -146,8 +148,9 @@ class RequestMaker(ABC):
             stop_row=stop_row,
             token_types=token_types,
             prefix_root=self._prefix_root(prefix_scope),
-            images=None if seen is None else RequestImages(seen),
+            images=self._images(seen),
         )
+        self._check_rows(request)
         if adapter is not None:
             self._use_adapter(adapter, request)
         return request
@@ -182,6 +185,22 @@ class RequestMaker(ABC):
             )
         for image in images:
             self.vision.check(image)
+
+    def _images(self, seen: ImagePrompt | None) -> RequestImages | None:
+        sees_whole = self.vision is not None and self.vision.config.sees_whole
+        return None if seen is None else RequestImages(seen, sees_whole=sees_whole)
+
+    def _check_rows(self, request: Request) -> None:
+        """Raises RequestError if more rows of logits are wanted of an image than a step has room for."""
+        if request.images is None or request.program == "hidden":
+            return
+        n_rows = request.images.most_rows(request.first_row, request.stop_row)
+        if n_rows > MOST_ROWS:
+            raise RequestError(
+                f"{n_rows} rows of logits are wanted of one image, and a step has room for {MOST_ROWS}: ask "
+                "for no log-probabilities of the prompt",
+                param="prompt_logprobs",
+            )
 
     def check_fits(self, request: Request) -> None:
         """Raises CapacityError if a request could outgrow the whole pool."""

@@ -17,9 +17,18 @@ from kukri.kernels.op_set import Program
 from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook, Hooks
 from kukri.models import Model
+from kukri.models.both_ways import BothWays
 
 _N_KEPT = 4  # programs with taps that are kept besides the plain one, each with its own buffers
 _N_SPARE_TAPS = 32  # that a step may stop at beyond those it needs: each costs some 20 us
+
+
+class _Variant(NamedTuple):
+    """What programs differ in besides their taps."""
+
+    kind: ProgramKind
+    has_adapters: bool = False
+    sees_all: bool = False
 
 
 class Runner:
@@ -43,33 +52,35 @@ class Runner:
         self.model, self.backend, self.limits = model, backend, limits
         self.cache = backend.new_cache(layout, n_pages, n_states, kv_type)
         self.hooks = Hooks()
-        self.plain = self._compile("logits", frozenset())
+        self.plain = self._compile(_Variant("logits"), frozenset())
         self.adapters: AdapterSlots = ()
-        self._kept: OrderedDict[tuple[ProgramKind, frozenset[str], bool], Compiled] = OrderedDict()
+        self._kept: OrderedDict[tuple[_Variant, frozenset[str]], Compiled] = OrderedDict()
 
     def set_adapters(self, adapters: AdapterSlots) -> None:
         """Replaces the adapters, and compiles a program with them for logits."""
-        for key in [key for key in self._kept if key[2]]:
+        for key in [key for key in self._kept if key[0].has_adapters]:
             del self._kept[key]
         self.adapters = adapters
         if adapters:
             self._compiled("logits", frozenset(), True)
 
-    def run(self, chunks: Sequence[Chunk], *own: OwnTaps) -> Logits:
+    def run(self, chunks: Sequence[Chunk], *own: OwnTaps, sees_all: bool = False) -> Logits:
         """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache.
 
-        `own` see the taps of the step's requests, one after another: `StepImages` before the hooks.
+        `own` see the taps of the step's requests, one after another: `StepImages` before the hooks. With
+        `sees_all` each token sees those after it in its chunk too.
         """
         has_adapters = self._has_adapters(chunks)
         if not own and not self.hooks and not has_adapters:
             program, builder = self.plain
         else:
-            program, builder = self._compiled("logits", self._names(own), has_adapters)
+            program, builder = self._compiled("logits", self._names(own), has_adapters, sees_all)
         return program(builder.build(chunks), self._listener(own))
 
-    def run_hidden(self, chunks: Sequence[Chunk], *own: OwnTaps) -> Logits:
+    def run_hidden(self, chunks: Sequence[Chunk], *own: OwnTaps, sees_all: bool = False) -> Logits:
         """Runs one step and gives hidden states [N, D], the last norm's outputs, instead of logits."""
-        program, builder = self._compiled("hidden", self._names(own), self._has_adapters(chunks))
+        has_adapters = self._has_adapters(chunks)
+        program, builder = self._compiled("hidden", self._names(own), has_adapters, sees_all)
         return program(builder.build(chunks), self._listener(own))
 
     def forget(self) -> None:
@@ -99,24 +110,28 @@ class Runner:
 
         return listen
 
-    def _compiled(self, kind: ProgramKind, taps: frozenset[str], has_adapters: bool) -> Compiled:
-        if (kind, taps, has_adapters) not in self._kept and taps:
+    def _compiled(
+        self, kind: ProgramKind, taps: frozenset[str], has_adapters: bool, sees_all: bool = False
+    ) -> Compiled:
+        variant = _Variant(kind, has_adapters, sees_all)
+        if (variant, taps) not in self._kept and taps:
             # one with more taps only stops more often: adding and removing requests does not recompile
             most = len(taps) + _N_SPARE_TAPS
-            alike = [more for a_kind, more, adapts in self._kept if (a_kind, adapts) == (kind, has_adapters)]
+            alike = [more for a_variant, more in self._kept if a_variant == variant]
             taps = min((more for more in alike if taps < more and len(more) <= most), key=len, default=taps)
-        key = (kind, taps, has_adapters)
-        compiled = self._kept.pop(key, None) or self._compile(*key)
-        self._kept[key] = compiled  # the last used last
+        compiled = self._kept.pop((variant, taps), None) or self._compile(variant, taps)
+        self._kept[variant, taps] = compiled  # the last used last
         if len(self._kept) > _N_KEPT:
             self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, kind: ProgramKind, taps: frozenset[str], has_adapters: bool = False) -> Compiled:
+    def _compile(self, variant: _Variant, taps: frozenset[str]) -> Compiled:
         model: Program = self.model
-        limits = self.limits
-        if kind == "hidden":  # its rows are small: there is room for all tokens of a step
+        limits, has_adapters = self.limits, variant.has_adapters
+        if variant.kind == "hidden":  # its rows are small: there is room for all tokens of a step
             model, limits = self.model.hidden, replace(limits, max_logit_rows=limits.max_tokens)
+        if variant.sees_all:
+            model = BothWays(model)
         adapters = self.adapters if has_adapters else ()
         program = self.backend.compile(model, self.cache, limits, taps, adapters)
         has_types = self.model.config.n_token_types > 0

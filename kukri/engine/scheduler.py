@@ -523,11 +523,19 @@ class _Budget:
             return min(n_left, self.n_tokens), 1
         if request.images is not None:
             n_left = request.images.n_ready(request.n_cached, request.n_tokens) - request.n_cached
+            if request.images.is_whole(request.n_cached):
+                return self._take_whole(request, n_left)
         n_without = request.next_row - request.n_cached  # tokens that come before the first row
         n_timely = self._step_cost.n_within(request.n_cached, self.cost)
         n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens, n_without + 1 + self.n_rows, n_timely)
         n_after = max(request.n_cached + n_tokens - request.stop_row, 0)
         return n_tokens, max(n_tokens - n_without - n_after, 0)
+
+    def _take_whole(self, request: Request, n_left: int) -> tuple[int, int]:
+        """(tokens, logit rows) of a run of an image's rows, which is not cut: all or none."""
+        n_rows = request.n_cached + n_left - max(request.next_row, request.n_cached)
+        n_rows -= max(request.n_cached + n_left - request.stop_row, 0)
+        return (n_left, max(n_rows, 0)) if n_left <= self.n_tokens and n_rows <= self.n_rows + 1 else (0, 0)
 
     def spend(self, request: Request, n_tokens: int, n_logits: int) -> None:
         """Subtracts a request's share."""

@@ -80,3 +80,9 @@ def has_images(chunks: Sequence[ScheduledChunk]) -> bool:
         and chunk.request.images.has_rows(chunk.start, chunk.start + chunk.n_tokens)
         for chunk in chunks
     )
+
+
+def is_whole(chunk: ScheduledChunk) -> bool:
+    """True if a chunk is a run of rows that see each other both ways."""
+    images = chunk.request.images
+    return images is not None and images.is_whole(chunk.start)

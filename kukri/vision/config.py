@@ -26,6 +26,8 @@ class VisionConfig:
     merge: int
     d_text: int
     image_token_id: int  # of the places in a prompt that become rows of embeddings
+    # True: in the text the rows of a run (`ImageSpan`) attend to each other both ways, so none is cut
+    sees_whole: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless tiles consist of whole patches, and rows of whole squares of patches."""

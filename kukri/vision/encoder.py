@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,6 +59,8 @@ class VisionFamily:
     hf_types: tuple[str, ...]  # config.json's model_type
     read_hf: Callable[[Keys, Keys, int], VisionConfig]
     names: Mapping[str, tuple[str, ...]]
+    unused: str = ""  # pattern of names: tensors of images that files carry and the encoder may leave
+    transposed: Set[str] = frozenset()  # matrices that are (in, out) in the files
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json's keys
     vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of those in `vision_config`
 

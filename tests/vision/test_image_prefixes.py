@@ -9,12 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kukri import LLM, SamplingParams
 from kukri.engine import Engine, Request
 from kukri.errors import RequestError
 from kukri.vision.image import ImagePrompt, ImageSpan
-from tests.vision.tiny_vision import MODELS, image, our_logits, our_tokens, prompt, save
+from tests.vision.tiny_vision import (
+    MODELS,
+    image,
+    our_logits,
+    our_tokens,
+    prompt,
+    relative,
+    save,
+    their_inputs,
+)
 
 NAME = "idefics3"
 TEXT = "a prompt that fills some pages before the picture comes: "
@@ -227,3 +237,65 @@ def test_generate_takes_a_prompt_with_images(llm: LLM) -> None:
     *_, last = llm.stream(asked[1], params)
     assert last.result is not None
     assert last.result.token_ids == many[1].token_ids
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model whose images see all of themselves: its directory, and transformers' model."""
+    path = tmp_path_factory.mktemp("whole")
+    return path, save(path, "gemma3")
+
+
+def test_an_image_that_sees_itself_is_never_cut(whole: tuple[Path, Any]) -> None:
+    """Catches an image cut over two steps, whose first half does not see the second, a mask that is causal,
+    and an image found in part, the rest of which is computed later.
+    """
+    directory, theirs = whole
+    asked = prompt("gemma3", "some text " * 3, image("gemma3", 1, 1), "middle", image("gemma3", 1, 2))
+    with torch.no_grad():
+        want = theirs(**their_inputs("gemma3", asked)).logits[0].numpy()
+        causal = theirs(**{**their_inputs("gemma3", asked), "token_type_ids": None}).logits[0].numpy()
+    assert relative(causal, want) > 0.05
+    runs = {(start, start + n) for start, n, _ in asked.spans}
+    found = []
+    for step_tokens in (3, 20, 512):
+        with LLM(directory, max_step_tokens=step_tokens, max_requests=4, n_threads=1) as llm:
+            chunks: list[tuple[int, int]] = []
+            record_chunks(llm.engine, chunks)
+            stream = ask(llm.engine, [256, *TEXT.encode()], 30)
+            found.append(our_logits(llm.engine, asked))
+            assert runs <= set(chunks)
+            finish(llm.engine, stream)
+            # a prefix that ends within the first image: pages are of 16 tokens, and it begins at the 33rd
+            longer = ImagePrompt([*asked.token_ids, 65, 66], asked.images, asked.spans)
+            again = our_tokens(llm.engine, longer, 6)
+            llm.engine.residence.forget()
+            assert our_tokens(llm.engine, longer, 6) == again
+    assert relative(found[0], want) < 3e-3
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def record_chunks(engine: Engine, chunks: list[tuple[int, int]]) -> None:
+    """Notes the (start, stop) of each chunk that the engine's requests for rows compute."""
+    schedule = engine.scheduler.schedule
+
+    def noting() -> Any:
+        step = schedule()
+        chunks.extend(
+            (chunk.start, chunk.start + chunk.n_tokens)
+            for chunk in step.chunks
+            if chunk.request.output == "logits"
+        )
+        return step
+
+    engine.scheduler.schedule = noting  # type: ignore[method-assign]
+
+
+def test_rows_of_an_image_are_counted(whole: tuple[Path, Any]) -> None:
+    """Catches a request for more rows of logits of one image than a step has room for."""
+    with LLM(whole[0], max_requests=1) as llm:
+        request = llm.engine.make_request(prompt("gemma3", image("gemma3", 1, 1)), SamplingParams())
+        assert request.images is not None
+        assert request.images.most_rows(0, 99) == 16
+        assert request.images.most_rows(request.first_row, request.stop_row) == 1

@@ -14,7 +14,7 @@ import transformers as tr
 
 from kukri.engine import Engine
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
-from tests.test_llm_safetensors import TINY, byte_tokenizer
+from tests.test_llm_safetensors import GEMMA, TINY, byte_tokenizer
 
 IMAGE_TOKEN = 271
 TEXT = {**TINY, "model_type": "llama", "max_position_embeddings": 512}
@@ -35,7 +35,24 @@ class TinyVision:
     size: int = 32  # pixels of a tile's side
 
 
+GEMMA3_TEXT = {
+    **{**TEXT, **GEMMA, "model_type": "gemma3_text", "sliding_window": 24, "attention_bias": False},
+}
 MODELS = {
+    "gemma3": TinyVision(
+        tr.Gemma3Config,
+        tr.Gemma3ForConditionalGeneration,
+        {
+            "text_config": GEMMA3_TEXT,
+            "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "image_size": 64},
+            "mm_tokens_per_image": 16,
+            "image_token_index": IMAGE_TOKEN,
+            "boi_token_index": 270,
+            "eoi_token_index": 269,
+        },
+        tile_tokens=16,
+        size=64,
+    ),
     "idefics3": TinyVision(
         tr.Idefics3Config,
         tr.Idefics3ForConditionalGeneration,
@@ -104,12 +121,16 @@ def prompt(name: str, *parts: str | ImageInput) -> ImagePrompt:
     return ImagePrompt(ids, tuple(images), tuple(spans))
 
 
-def their_inputs(asked: ImagePrompt) -> dict[str, torch.Tensor]:
+def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
     """A prompt as transformers' model takes it."""
     inputs = {"input_ids": torch.tensor([list(asked.token_ids)])}
     if asked.images:
         pixels = np.concatenate([one.pixels for one in asked.images])
-        inputs["pixel_values"] = torch.from_numpy(pixels)[None]
+        inputs["pixel_values"] = torch.from_numpy(pixels)
+        if asked_of != "gemma3":
+            inputs["pixel_values"] = inputs["pixel_values"][None]
+    if asked_of == "gemma3":
+        inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
     return inputs
 
 

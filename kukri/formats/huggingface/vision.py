@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -68,7 +69,12 @@ class VisionWeights:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in), as stored or packed; a convolution's (out, 3, height, width) is one too."""
-        data, kind = self._take(name, shape)
+        if name in self._family.transposed:
+            data, kind = self._take(name, shape[::-1])
+            numbers = data.view(f"u{kind.block_bytes}").reshape(shape[::-1])
+            data = np.ascontiguousarray(numbers.T).view(np.uint8)
+        else:
+            data, kind = self._take(name, shape)
         weight = Weight(data.reshape(shape[0], -1), kind, shape, name)
         target = self._target and fitting_type(self._target, shape[1])
         if target is None or name in _UNPACKED:
@@ -94,7 +100,8 @@ class VisionWeights:
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors of images that no layer took."""
-        unused = [name for name in self._files if is_of_images(name) and name not in self._taken]
+        left = [name for name in self._files if is_of_images(name) and name not in self._taken]
+        unused = [name for name in left if not re.fullmatch(self._family.unused, name)]
         if unused:
             raise UnusedTensorError(
                 f"holds tensors that no layer of {self._family.name}'s encoder takes: "
@@ -104,7 +111,7 @@ class VisionWeights:
 
     def _stored_name(self, name: str) -> str:
         """The tensor's name in the files, or that which it most likely would have."""
-        prefix = next((prefix for prefix in self._family.names if name.startswith(f"{prefix}.")), None)
+        prefix = next((one for one in self._family.names if f"{name}.".startswith(f"{one}.")), None)
         stems = self._family.names[prefix] if prefix is not None else ("",)
         rest = name.removeprefix(prefix or "")
         names = [f"{front}{stem}{rest}" for stem in stems for front in ("model.", "")]

@@ -1,0 +1,93 @@
+"""Gemma 3's eyes (Gemma team 2025): a SigLIP encoder of one size, its hidden states averaged by squares.
+
+The rows of an image attend to each other both ways in the text.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Any
+
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import Vector
+from kukri.kernels.op_set import Tensor
+from kukri.models.keys import Keys
+from kukri.models.layers import Linear, RMSNorm
+from kukri.models.weights import WeightSource
+from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
+from kukri.vision.encoder import VisionFamily
+from kukri.vision.encoders.siglip import Siglip, squares_of
+
+
+class Gemma3Vision(Siglip):
+    """The encoder and its projector."""
+
+    def __init__(self, config: VisionConfig, source: WeightSource) -> None:
+        super().__init__(config, source)
+        encoder = config.encoder
+        self.pooled_norm = RMSNorm(source, "projector.norm", encoder.d_model, encoder.norm_eps)
+        self.pooled_norm.weight = Vector(self.pooled_norm.weight.data + 1, self.pooled_norm.weight.name)
+        self.projector = Linear(source, ["projector"], (config.d_text,), encoder.d_model)
+
+    def merged(self, hidden: FloatArray) -> FloatArray:
+        """The mean of a square's hidden states."""
+        mean: FloatArray = squares_of(hidden, self.config.side, self.config.merge).mean(axis=1)
+        return mean
+
+    def project(self, ops: Any, batch: Any) -> Tensor:
+        """See VisionModel.project."""
+        mean = ops.activations(batch, self.config.encoder.d_model)
+        return self.projector(ops, self.pooled_norm(ops, mean))
+
+
+def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
+    image_size, patch_size = vision.whole("image_size"), vision.whole("patch_size")
+    n_tokens = keys.whole("mm_tokens_per_image", most=1 << 16)
+    side = isqrt(n_tokens)
+    if side * side != n_tokens or not patch_size * side <= image_size or (image_size // patch_size) % side:
+        raise keys.error("mm_tokens_per_image", f"is {n_tokens}, which no squares of patches give")
+    return VisionConfig(
+        "gemma3",
+        siglip_config(vision, "gemma3"),
+        image_size,
+        patch_size,
+        merge=image_size // patch_size // side,
+        d_text=d_text,
+        image_token_id=keys.whole(
+            "image_token_id" if keys.has("image_token_id") else "image_token_index", least=0
+        ),
+        sees_whole=True,
+    )
+
+
+def _tower(name: str) -> tuple[str, ...]:
+    """A part of the encoder, as checkpoints of transformers 4 and 5 name it."""
+    return f"vision_tower.vision_model.{name}", f"vision_tower.{name}"
+
+
+GEMMA3_VISION = VisionFamily(
+    "gemma3",
+    Gemma3Vision,
+    hf_types=("gemma3",),
+    read_hf=_read_hf,
+    names={
+        "model.embed_patches": _tower("embeddings.patch_embedding"),
+        "model.embed_positions": _tower("embeddings.position_embedding"),
+        "model.layers": _tower("encoder.layers"),
+        "model.norm": _tower("post_layernorm"),
+        "projector.norm": ("multi_modal_projector.mm_soft_emb_norm",),
+        "projector.weight": ("multi_modal_projector.mm_input_projection_weight",),
+    },
+    unused=r"(?:model\.)?vision_tower\.(?:vision_model\.)?head\..+",
+    transposed={"projector.weight"},
+    defaults={"mm_tokens_per_image": 256, "image_token_index": 262144},
+    vision_defaults={
+        **SIGLIP_DEFAULTS,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 224,
+        "patch_size": 16,
+    },
+)
