@@ -68,6 +68,7 @@ class LLM:
         engine: The engine below; only this LLM may step it.
         default_params: Sampling parameters of calls without `params`: as the model's files advise
             (generation_config.json, general.sampling.* of GGUF), else kukri's own defaults.
+        image_processor: Prepares images for the model; None for one that reads text alone.
         calls: Calls in progress.
         text_encoder: Turns texts into vectors and scores, as the model's files say.
     """
@@ -85,6 +86,7 @@ class LLM:
         self.tokenizer, self.model = loaded.tokenizer, loaded.model
         self.default_params, self.text_encoder = loaded.default_params, loaded.text_encoder
         self._backend = loaded.backend
+        self.image_processor = loaded.image_processor
         self.calls = EngineCalls(loaded)
         if self.options.has_readers:
             _ = self.interp  # which checks them

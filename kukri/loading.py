@@ -20,6 +20,7 @@ from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.headers import Headers, read_headers
+from kukri.formats.huggingface.image_processor import read_image_processor
 from kukri.formats.huggingface.weights import packed_type
 from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
@@ -34,6 +35,7 @@ from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
 from kukri.tokenizer import Tokenizer, load_tokenizer
 from kukri.vision.encoder import VisionModel
+from kukri.vision.processors import ImageProcessor
 
 if TYPE_CHECKING:
     from kukri.stages.backend import StagedBackend
@@ -71,6 +73,7 @@ class LoadedModel(ReadModel):
     engine_config: EngineConfig
     backend: Backend
     engine: Engine
+    image_processor: ImageProcessor | None = None  # of a model that sees
 
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
@@ -159,7 +162,13 @@ def _on_backend(
     )
     for name, adapter in options.adapters.items():
         engine.load_adapter(name, read_adapter(Path(adapter).expanduser(), model))
-    return LoadedModel(**vars(read), engine_config=engine_config, backend=backend, engine=engine)
+    return LoadedModel(
+        **vars(read),
+        engine_config=engine_config,
+        backend=backend,
+        engine=engine,
+        image_processor=None if engine.vision is None else read_image_processor(read.path),
+    )
 
 
 def read_model(options: ModelOptions) -> ReadModel:

@@ -9,9 +9,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from kukri.calls.image_prompts import extended
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.tokenizer import Tokenizer
+from kukri.vision.image import ImagePrompt
 
 Normalization = Literal["sequence", "token", "byte"]
 YES_OR_NO = ("yes", "no")
@@ -68,21 +70,23 @@ class Question:
     apart: choices of one token each take the prompt alone.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], choices: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] | ImagePrompt, choices: Sequence[str]
+    ) -> None:
         """Raises RequestError for choices of the same tokens, or of very many."""
-        if not len(prompt_ids):
+        if not len(prompt):
             raise RequestError("the prompt is empty: give it at least one token", param="prompt")
         self._ids = [tuple(tokenizer.encode_inside(text)) for text in choices]
         if not all(self._ids) or len(set(self._ids)) < len(self._ids):
             raise RequestError("two choices are the same tokens, or one has no tokens", param="choices")
         if sum(map(len, self._ids)) > MAX_CHOICE_TOKENS:
             raise RequestError(f"the choices have more than {MAX_CHOICE_TOKENS} tokens", param="choices")
-        self.n_prompt = len(prompt_ids)
+        self.n_prompt = len(prompt)
         self.first_row = self.n_prompt - 1
         inputs = {ids[:-1] for ids in self._ids}
         begun = {ids[:i] for ids in inputs for i in range(len(ids))}
         self._inputs = sorted(inputs - begun)
-        self.texts = [[*prompt_ids, *ids] for ids in self._inputs]
+        self.texts = [extended(prompt, ids) for ids in self._inputs]
 
     def batches(self, n_vocab: int) -> list[slice]:
         """The texts in batches whose logits do not take too much memory; nearly always one."""

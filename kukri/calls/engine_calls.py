@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from kukri.calls.answer import Answer
+from kukri.calls.image_prompts import ImagePrompts
 from kukri.calls.results import Chunk, FinishReason, Output, Result
 from kukri.engine import Engine, Request, RequestState
 from kukri.engine.turns import EngineTurns
@@ -45,6 +46,7 @@ class EngineCalls:
         self.tokenizer = loaded.tokenizer
         self._path, self._head, self._default_params = loaded.path, loaded.config.head, loaded.default_params
         self._engine: Engine | None = loaded.engine  # None once closed
+        self.image_prompts = ImagePrompts(loaded.tokenizer, loaded.image_processor)
         self.turns = EngineTurns(self._step)
         self._running: dict[int, tuple[Answer, Call]] = {}  # by request id; for the holder of the turn
         self._batches: list[_OutputBatch] = []  # for the holder of the turn
@@ -101,7 +103,7 @@ class EngineCalls:
         intervene: Intervene | None,
         shown: frozenset[int],
     ) -> Call:
-        """A call for a prompt of token ids; the control tokens `shown` are part of the answer's text."""
+        """A call for a prompt, images or not; the control tokens `shown` are part of the answer's text."""
         return self._call(prompt_ids, resolve_texts(params, self.tokenizer), adapter, intervene, shown=shown)
 
     def for_stream(
@@ -219,9 +221,12 @@ class EngineCalls:
             return self._encode(prompt)
         from kukri.dialects.model_dialect import ModelDialect
 
-        return ModelDialect(self.chat_template, self.tokenizer).answer_prompt_ids(prompt)
+        dialect = ModelDialect(self.chat_template, self.tokenizer)
+        return self.image_prompts.prompt(
+            prompt, lambda told, images: dialect.answer_prompt_ids(told, images=images)
+        )
 
-    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Message]) -> Any:
         self.check_generates()  # before a template is missed that has no use
         if isinstance(messages, str):
             raise RequestError(
@@ -229,7 +234,10 @@ class EngineCalls:
                 "continues a text",
                 param="messages",
             )
-        return self.chat_template.encode(self.tokenizer, messages, add_generation_prompt=True)
+        template, tokenizer = self.chat_template, self.tokenizer
+        return self.image_prompts.prompt(
+            messages, lambda told, images: template.encode(tokenizer, told, images=images)
+        )
 
     def _call(
         self,
@@ -458,6 +466,7 @@ class Call:
             outputs=tuple(replace(output, index=i) for i, output in enumerate(outputs[:n])),
             activations=self._taps[0].activations(request) if self._taps and self._taps[0].captures else None,
             readouts=self._readouts,
+            image_tokens=[] if request.images is None else request.images.n_tokens,
         )
 
 

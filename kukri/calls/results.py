@@ -49,7 +49,7 @@ class Result:
     their seeds, or with `best_of` the most probable first. `prompt_logprobs`, if requested, has an entry for
     each token of the prompt, of which the first has no log-probability. `activations` and `readouts` are
     those that interventions capture and read. `messages` are those that a chat with tools has added: calls,
-    their results and the answer.
+    their results and the answer. `image_tokens` are the tokens of the prompt that each image took.
     """
 
     text: str
@@ -64,6 +64,7 @@ class Result:
     activations: dict[str, FloatArray] | None = None
     readouts: list[Readout] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    image_tokens: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
         return self.text

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kukri.calls.functions import FunctionTool, result_text
+from kukri.calls.image_prompts import ids_of
 from kukri.calls.results import Result
 from kukri.dialects.answer_parser import shown_marks
 from kukri.dialects.calls import CallDelta
@@ -108,7 +109,7 @@ class ToolLoop:
         ids = calls.tokenizer.vocabulary.id_of
         self._shown = frozenset(ids[m] for m in shown_marks(dialect, with_calls=True) if m in ids)
         self._messages, self._n_before = [dict(one) for one in messages], len(messages)
-        self._prompt: list[int] = []
+        self._prompt: Sequence[int] = ()
         self._n_rounds, self._max_rounds = 0, max_rounds
         self.result: Result | None = None
 
@@ -116,14 +117,17 @@ class ToolLoop:
         """The call for the model's next answer."""
         dialect, toolbox = self._dialect, self._toolbox
         shown = [{"type": "function", "function": function} for function in toolbox.functions]
-        self._prompt = dialect.prompt_ids(self._messages, {}, shown)
+        prompt = self._calls.image_prompts.prompt(
+            self._messages, lambda told, images: dialect.prompt_ids(told, {}, shown, images=images)
+        )
+        self._prompt = ids_of(prompt)
         params = self._params
         if grammar := toolbox.grammar(dialect.spelling):
             if toolbox.dialect.body != "harmony":  # whose grammar of calls has the channels before them
                 grammar = dialect.with_reasoning(grammar, self._prompt)
             params = replace(params, grammar=grammar)
         return self._calls.for_ids(
-            self._prompt, params, adapter=self._adapter, intervene=self._intervene, shown=self._shown
+            prompt, params, adapter=self._adapter, intervene=self._intervene, shown=self._shown
         )
 
     def read(self, result: Result) -> list[AskedCall]:

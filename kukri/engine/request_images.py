@@ -32,6 +32,11 @@ class RequestImages:
             self._runs.append(_Run(start, start + n_tokens, image, n_rows[image]))
             n_rows[image] += n_tokens
 
+    @property
+    def n_tokens(self) -> list[int]:
+        """Tokens of the prompt that each image takes."""
+        return [image.n_tokens for image in self.images]
+
     def wanted(self, n_cached: int) -> int | None:
         """The number of the next image to encode, of a request with so many tokens in the cache.
 

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kukri.errors import failure_of
 from kukri.server.errors import error_response
+from kukri.server.image_bytes import ImageBytes
 from kukri.server.keys import Client, KeyRing
 from kukri.server.metrics import Metrics
 from kukri.server.openai.uploads import FORM_BYTES
@@ -32,6 +33,12 @@ STATIC_FOLDERS = ("/ui/static/", "/ui/vendor/")  # files of the page
 OPEN_FOLDERS = (*STATIC_FOLDERS, "/ui/answers/")  # need no key: answers have secret names
 _QUIET_PATHS = ("/health", "/ping", "/ready", *STATIC_FOLDERS)  # that are logged as `debug`
 UPLOADS = "/v1/files"
+WITH_IMAGES = frozenset(  # paths to which images may be sent
+    {
+        *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/decide", "/tokenize", "/api/chat", "/api/generate", "/completion", "/completions"),
+    }
+)
 _LOOKS = 10  # requests that compute nothing, such as GETs, for each that may
 _LEAST_BYTES_PER_S = 1 << 15  # pace of an upload, after the time that any body has
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
@@ -61,15 +68,24 @@ def _mark_json(scope: Scope, headers: Headers) -> None:
 
 
 class _Bound(NamedTuple):
-    """The most bytes of a body, the option that sets them, and the pace that gives a body more time."""
+    """The most bytes of a body, the option that sets them, and the pace that gives a body more time.
+
+    Images in base64 have a bound of their own besides.
+    """
 
     n_bytes: int
     option: str
     bytes_per_s: int | None
+    base64_bytes: int = 0
 
     @property
     def message(self) -> str:
         return f"the body is larger than {self.n_bytes} bytes, the limit set by {self.option}"
+
+    @property
+    def base64_message(self) -> str:
+        n_bytes = self.base64_bytes
+        return f"the images in the body are larger than {n_bytes} bytes, the limit set by --max-images"
 
 
 class Middleware:
@@ -198,7 +214,7 @@ class Middleware:
             return refusal
         length = headers.get("content-length", "0")
         bound = self._bound(scope)
-        if length.isdecimal() and int(length[:20]) > bound.n_bytes:
+        if length.isdecimal() and int(length[:20]) > bound.n_bytes + bound.base64_bytes:
             return error_response(bound.message, 413, code="body_too_large")
         return None
 
@@ -239,15 +255,17 @@ class Middleware:
         settings = self._settings
         if scope["kukri.path"] == UPLOADS and scope["method"] == "POST" and settings.batch_dir is not None:
             return _Bound(settings.max_upload_bytes + FORM_BYTES, "--max-upload", _LEAST_BYTES_PER_S)
-        return _Bound(settings.max_body_bytes, "--max-body", None)
+        n_base64 = settings.max_image_bytes if scope["kukri.path"] in WITH_IMAGES else 0
+        return _Bound(settings.max_body_bytes, "--max-body", None, n_base64)
 
     def _limited(self, bound: _Bound, receive: Receive) -> Receive:
         """`receive` that ends a body which is too large or too slow."""
-        n_bytes, is_whole = 0, False
+        n_bytes, n_base64, is_whole = 0, 0, False
+        images = ImageBytes()
         deadline_s = asyncio.get_running_loop().time() + self._settings.read_s
 
         async def limited() -> Message:
-            nonlocal n_bytes, is_whole
+            nonlocal n_bytes, n_base64, is_whole
             if is_whole:
                 return await receive()
             more_s = 0.0 if bound.bytes_per_s is None else n_bytes / bound.bytes_per_s
@@ -256,10 +274,15 @@ class Middleware:
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "the body did not arrive in time") from None
-            n_bytes += len(message.get("body", b""))
+            body = message.get("body", b"")
+            n_bytes += len(body)
+            if bound.base64_bytes:
+                n_base64 += images.count(body)
             is_whole = not message.get("more_body", False)
-            if n_bytes > bound.n_bytes:
+            if n_bytes - n_base64 > bound.n_bytes:
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, bound.message)
+            if n_base64 > bound.base64_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, bound.base64_message)
             return message
 
         return limited

@@ -241,7 +241,11 @@ def usage(call: LiveCall, n_reasoning: int) -> dict[str, Any]:
         "prompt_tokens": call.n_prompt_tokens,
         "completion_tokens": call.n_generated,
         "total_tokens": call.n_prompt_tokens + call.n_generated,
-        "prompt_tokens_details": {"cached_tokens": call.n_cached_tokens, "audio_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": call.n_cached_tokens,
+            "audio_tokens": 0,
+            **image_usage(call),
+        },
         "completion_tokens_details": {
             "reasoning_tokens": n_reasoning,
             "audio_tokens": 0,
@@ -249,6 +253,12 @@ def usage(call: LiveCall, n_reasoning: int) -> dict[str, Any]:
             "rejected_prediction_tokens": call.n_drafted - call.n_accepted,
         },
     }
+
+
+def image_usage(call: LiveCall) -> dict[str, Any]:
+    """The tokens of the prompts' images, all and each; nothing if there are no images."""
+    each = call.image_tokens
+    return {"image_tokens": sum(each), "tokens_per_image": each} if each else {}
 
 
 class Reply(Response):

@@ -26,6 +26,7 @@ from kukri.server.bounds import bounded
 from kukri.server.chat.request import only_grammar
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.tokenizer import newest_turn, note
+from kukri.tokenizer.image_marks import IMAGE_TYPES
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 _TOKEN_IDS = re.compile(rf"{_TOKEN_ID.pattern}(?:,{_TOKEN_ID.pattern})*")
@@ -318,10 +319,14 @@ class RefusalPart(Piece):
 
 
 class OtherPart(Piece):
-    """A part of another type: its text, as those of responses have, or a note for what cannot be read."""
+    """A part of another type: its text, as those of responses have, an image, or what cannot be read."""
 
     type: str
     text: str | None = None
+    # of an image; a model that sees none does not look at them
+    image_url: Any = None
+    detail: Any = None
+    image_tokens: Any = None
 
 
 def part_kind(value: Any) -> str:
@@ -372,11 +377,13 @@ class ChatMessage(Piece):
         message = self.model_dump(exclude_none=True, exclude={"content", "refusal", "audio", "reasoning"})
         if self.reasoning is not None:
             message.setdefault("reasoning_content", self.reasoning)
-        content = self.refusal
+        content: Any = self.refusal
         if isinstance(self.content, list):
             is_asked = is_new and self.role != "tool"
-            texts = [_text_of(part, f"{param}.content[{i}]", is_asked) for i, part in enumerate(self.content)]
-            content = "\n".join(texts)
+            pieces = [
+                piece_of(part, f"{param}.content[{i}]", is_asked) for i, part in enumerate(self.content)
+            ]
+            content = content_of(pieces)
         elif self.content is not None:
             content = self.content
         if content is None and self.audio is not None:
@@ -388,10 +395,32 @@ class ChatMessage(Piece):
         return message
 
 
-def _text_of(part: TextPart | RefusalPart | OtherPart, param: str, is_new: bool) -> str:
+def piece_of(part: TextPart | RefusalPart | OtherPart, param: str, is_new: bool) -> str | dict[str, Any]:
+    """The text of a part, or an image for the template. Raises RequestError on what no model reads here."""
     if isinstance(part, RefusalPart):
         return part.refusal
-    return note(part.type, param, is_new=is_new) if part.text is None else part.text
+    if part.text is not None:
+        return part.text
+    if part.type in IMAGE_TYPES:
+        given = part.model_dump(exclude_none=True, exclude={"type"})
+        return client_image(part.type, param, **given)
+    return note(part.type, param, is_new=is_new)
+
+
+def client_image(kind: str, param: str, **given: Any) -> dict[str, Any]:
+    """An image that a client sent, among the parts of a message: `data` in base64, or an `image_url`.
+
+    The type `kind` is what the client called it, and `param` where.
+    """
+    return {**given, "type": "image", "kind": kind, "param": param}
+
+
+def content_of(pieces: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A content of texts on lines of their own, or of parts if images are among them."""
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    if len(texts) == len(pieces):
+        return "\n".join(texts)
+    return [{"type": "text", "text": piece} if isinstance(piece, str) else piece for piece in pieces]
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -180,6 +180,14 @@ class ServerSettings:
     batch_dir: Path | None = _path("Serve /v1/files and /v1/batches, stored here.", "DIR")
     max_waiting: int = _count("Maximum requests in the queue; more get a 503.", 256)
     max_body_bytes: int = _size("Maximum request size; larger ones get a 413.", "--max-body", 2 << 20)
+    max_image_bytes: int = _size(
+        "Maximum size of the images in a request, beside --max-body; larger ones get a 413.",
+        "--max-images",
+        32 << 20,
+    )
+    fetches_images: bool = _switch(
+        "Fetch images from the public addresses that requests name.", "--image-urls"
+    )
     max_upload_bytes: int = _size("Maximum size of a batch's file of requests.", "--max-upload", 200 << 20)
     rate_limit: int | None = _count(
         "POST requests per minute per key (or address), and ten times as many others; more get a 429."

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from kukri.errors import FormatError, RequestError
+from kukri.tokenizer.image_marks import ImageMarks
 from kukri.tokenizer.messages import ROLES, Message, checked_messages, checked_tools
 from kukri.tokenizer.system_messages import as_users, placed
 from kukri.tokenizer.template_probes import TemplateProbes
@@ -17,6 +18,7 @@ from kukri.tokenizer.template_process import TemplateFailure, TemplateProcess
 from kukri.tokenizer.tokenizer import TEXT_MARK, Tokenizer
 
 _MAX_SOURCE = 1_000_000  # characters; real templates have some thousands
+_TYPE = re.compile(r"""["']type["']|\.type\b""")  # of a part of a content, in a template
 
 
 class ChatTemplate:
@@ -69,16 +71,20 @@ class ChatTemplate:
         continue_final_message: bool = False,
         max_tokens: int | None = None,
         controls: str = "",
+        images: ImageMarks | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """The token ids of `render`; control tokens come only from the template.
 
         Their texts inside messages, tools and `kwargs` stay text, so that a user cannot end a turn or begin
-        one of the system's; only between two `controls`, which nobody else may know, they count. BOS is added
-        if the model wants it and the template does not write it. Errors as for `render`, and
-        ContextLengthError if a long prompt has certainly more than `max_tokens`.
+        one of the system's; only between two `controls`, which nobody else may know, they count. `images` are
+        those whose marks stand in the messages. BOS is added if the model wants it and the template does not
+        write it. Errors as for `render`, and ContextLengthError if a long prompt has certainly more than
+        `max_tokens`.
         """
         specials = [text for i in tokenizer.special_ids if (text := tokenizer.token_text(i))]
+        if images is not None:
+            specials += [text for text in images.tokens if text not in specials]
 
         def guard(text: str) -> str:
             if controls and controls in text:
@@ -97,9 +103,11 @@ class ChatTemplate:
         guarded_tools = _map_texts(checked_tools(tools), guard)
         variables = _map_texts(kwargs, guard)
         if continue_final_message:
-            prompt = self._render_open(guarded_messages, guarded_tools, variables)
+            prompt = self._render_open(guarded_messages, guarded_tools, variables, images)
         else:
-            prompt = self._render(guarded_messages, add_generation_prompt, guarded_tools, variables)
+            prompt = self._render(guarded_messages, add_generation_prompt, guarded_tools, variables, images)
+        if images is not None:
+            prompt = images.expanded(prompt)
         return tokenizer.encode_marked(prompt, max_tokens)
 
     def _render_open(
@@ -107,6 +115,7 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any],
+        images: ImageMarks | None = None,
     ) -> str:
         """The prompt up to the end of the last message's content."""
         last = messages[-1]
@@ -114,7 +123,7 @@ class ChatTemplate:
             raise RequestError("only a text of the assistant can be continued", param="messages")
         end = 2 * TEXT_MARK  # a template that trims the content leaves its white space before the mark
         opened = [*messages[:-1], {**last, "content": last["content"] + end}]
-        before, found, _ = self._render(opened, False, tools, kwargs).rpartition(end)
+        before, found, _ = self._render(opened, False, tools, kwargs, images).rpartition(end)
         if not found:
             raise RequestError("the model's chat template cannot continue the last message", param="messages")
         return before
@@ -125,10 +134,11 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any],
+        images: ImageMarks | None = None,
     ) -> str:
         if tools is not None and "xml_tools" in (self.source or ""):
             kwargs = {"xml_tools": tools, **kwargs}  # SmolLM3's name for them
-        return self._run(self._variables(messages, add_generation_prompt, tools, kwargs))
+        return self._run(self._variables(messages, add_generation_prompt, tools, kwargs), images)
 
     def _variables(
         self,
@@ -148,17 +158,46 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
 
-    def _run(self, variables: Mapping[str, Any]) -> str:
+    def _run(self, variables: Mapping[str, Any], images: ImageMarks | None) -> str:
+        def render(messages: list[dict[str, Any]]) -> str:
+            return self._process.render({**variables, "messages": self._in_parts(messages, images)})
+
         try:
-            return self._process.render(variables)
+            return render(variables["messages"])
         except TypeError as error:
             raise RequestError(str(error), param="messages") from None
         except TemplateFailure as failure:
             others = as_users(variables["messages"]) if failure.kind in "RE" else variables["messages"]
             if others != variables["messages"]:
                 with suppress(TemplateFailure):  # then the first reason is the better one
-                    return self._process.render({**variables, "messages": others})
+                    return render(others)
             raise _error(failure) from None
+
+    def _in_parts(self, messages: list[dict[str, Any]], images: ImageMarks | None) -> list[dict[str, Any]]:
+        """The messages with contents in parts where images are, or where the template takes nothing else.
+
+        The order of the images is noted.
+        """
+        if images is None and not self._probes.wants_parts:
+            return messages
+        order: list[int] = []
+        told = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, str):
+                pieces: list[str | int] = [content] if images is None else images.pieces(content)
+                found = [piece for piece in pieces if isinstance(piece, int)]
+                order += found
+                if images is not None and found:
+                    takes = self._probes.takes_image(message["role"], images.placeholder)
+                    content = _parts(pieces) if takes else _with_placeholders(pieces, images.written)
+                if isinstance(content, str) and self._probes.wants_parts:
+                    content = _parts([content])
+                message = {**message, "content": content}
+            told.append(message)
+        if images is not None:
+            images.order = order
+        return told
 
     def _checked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages in the form of this template, nothing of them lost. Raises RequestError."""
@@ -173,7 +212,8 @@ class ChatTemplate:
     @cached_property
     def _probes(self) -> TemplateProbes:
         return TemplateProbes(
-            lambda messages, tools: self._process.render(self._variables(messages, True, tools, {}))
+            lambda messages, tools: self._process.render(self._variables(messages, True, tools, {})),
+            reads_parts=_TYPE.search(self.source or "") is not None,
         )
 
     @cached_property
@@ -199,6 +239,16 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     text = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
+
+
+def _parts(pieces: Sequence[str | int]) -> list[dict[str, Any]]:
+    """A content in parts."""
+    return [{"type": "text", "text": one} if isinstance(one, str) else {"type": "image"} for one in pieces]
+
+
+def _with_placeholders(pieces: Sequence[str | int], written: str) -> str:
+    """A content as a text, in which placeholders stand for images."""
+    return "".join(piece if isinstance(piece, str) else written for piece in pieces)
 
 
 def _error(failure: TemplateFailure) -> RequestError | FormatError:

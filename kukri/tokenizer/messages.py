@@ -99,7 +99,7 @@ def _checked_content(content: Any, param: str, *, is_new: bool) -> str:
         if isinstance(text, str):
             texts.append(text)
         elif isinstance(kind, str) and kind not in ("text", "refusal"):
-            texts.append(note(kind, f"{param}[{i}]", is_new=is_new))
+            texts.append(note(part.get("kind") or kind, part.get("param") or f"{param}[{i}]", is_new=is_new))
         else:
             raise RequestError(
                 'a part of content must be {"type": "text", "text": ...}: the model reads only text',

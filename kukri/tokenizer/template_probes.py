@@ -21,10 +21,18 @@ _TOOL = {
 
 
 class TemplateProbes:
-    """Answers about a template, each rendered once. `render` takes messages and tools."""
+    """Answers about a template, each rendered once. `render` takes messages and tools.
 
-    def __init__(self, render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]) -> None:
-        self._render = render
+    `reads_parts` says that the template's source looks at the types of parts, or of something else.
+    """
+
+    def __init__(
+        self,
+        render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str],
+        *,
+        reads_parts: bool = True,
+    ) -> None:
+        self._render, self._reads_parts = render, reads_parts
         self._shown: dict[tuple[str, ...], bool] = {}
 
     def shows(self, roles: Sequence[str]) -> bool:
@@ -32,9 +40,39 @@ class TemplateProbes:
         key = tuple(roles)
         if key not in self._shown:
             texts = [f"probe{i}" for i in range(len(key))]
-            messages = [{"role": role, "content": text} for role, text in zip(key, texts, strict=True)]
+            contents: list[Any] = [[_text(text)] for text in texts] if self.wants_parts else texts
+            messages = [{"role": role, "content": one} for role, one in zip(key, contents, strict=True)]
             prompt = self._text(messages)
             self._shown[key] = prompt is not None and all(text in prompt for text in texts)
+        return self._shown[key]
+
+    @cached_property
+    def wants_parts(self) -> bool:
+        """True if the template shows contents in parts and none that is a text, as some of images do."""
+        if not self._reads_parts or "probe" in (self._text([{"role": "user", "content": "probe"}]) or ""):
+            return False
+        prompt = self._text([{"role": "user", "content": [_text("probe")]}]) or ""
+        return "probe" in prompt and "'text'" not in prompt
+
+    def takes_image(self, role: str, placeholder: str) -> bool:
+        """True if the template writes the placeholder for an image in a message of that role."""
+        key = (role, placeholder)
+        if key not in self._shown:
+            content = [{"type": "image"}, _text("probe")]
+            if role == "tool":
+                messages = _calling("")[:3]
+                messages[-1]["content"] = content
+            else:
+                before = [{"role": "user", "content": [_text("?")]}] if role == "assistant" else []
+                after = [{"role": "user", "content": [_text("?")]}] if role in ("system", "developer") else []
+                messages = [*before, {"role": role, "content": content}, *after]
+            prompt = self._text(messages)
+            self._shown[key] = (
+                prompt is not None
+                and prompt.count(placeholder) == 1
+                and "probe" in prompt
+                and "'text'" not in prompt
+            )
         return self._shown[key]
 
     @cached_property
@@ -57,6 +95,10 @@ class TemplateProbes:
             return self._render(messages, tools)
         except (TemplateFailure, KukriError):
             return None
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _calling(content: str | None, arguments: Any = _ARGUMENTS) -> list[dict[str, Any]]:

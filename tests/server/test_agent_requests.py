@@ -12,6 +12,7 @@ from kukri.server.errors import NotFoundError
 from kukri.server.openai.response_store import ResponseStore
 from kukri.server.openai.responses import parse_response
 from kukri.server.openai.responses_schema import ResponseBody
+from kukri.tokenizer.messages import ROLES, checked_messages
 from tests.server.bodies import check_error, check_event, check_response, events
 from tests.server.forcing import force
 from tests.server.live_server import MODEL
@@ -142,13 +143,13 @@ def test_other_items_of_a_history_are_notes():
         {"type": "function_call_output", "call_id": "f", "output": [picture]},
         {"role": "user", "content": "d"},
     ]  # fmt: skip
-    found = messages(input=items, instructions=None, tools=[])
+    found = checked_messages(messages(input=items, instructions=None, tools=[]), frozenset(ROLES))
     assert [one.get("content") for one in found] == [
         *("a\n[image]", "[web search call]", "b\nc", "[local shell call]", "[image]", "d")
     ]
     assert found[1]["reasoning_content"] == "Hm."
     with pytest.raises(RequestError, match="reads and writes only text") as caught:
-        messages(input=[{"role": "user", "content": [picture]}])
+        checked_messages(messages(input=[{"role": "user", "content": [picture]}]), frozenset(ROLES))
     assert caught.value.param == "input[0].content[0]"
 
 

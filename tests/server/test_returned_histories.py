@@ -14,6 +14,7 @@ from kukri.server.ollama.schema import OllamaChatBody
 from kukri.server.openai.chat_completions import parse_chat
 from kukri.server.schema import ChatBody
 from kukri.tokenizer import ChatTemplate
+from kukri.tokenizer.messages import ROLES, checked_messages
 from tests.server.bodies import check_error
 from tests.server.live_server import MODEL
 
@@ -23,6 +24,11 @@ BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 
 
 ON, OFF = ({"enable_thinking": value, "thinking": value} for value in (True, False))
+
+
+def told(messages: Any) -> list[dict[str, Any]]:
+    """The messages as a model of text alone gets them."""
+    return checked_messages(list(messages), frozenset(ROLES))
 
 
 def chat(*messages: Any, **more: Any) -> list[dict[str, Any]]:
@@ -44,12 +50,12 @@ def test_parts_of_a_chats_history_become_notes():
     asked = {"role": "user", "content": [{"type": "text", "text": "Look:"}, PICTURE]}
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
     heard = {"role": "assistant", "content": None, "audio": {"id": "audio_1"}}
-    found = chat(asked, refused, HI, heard, HI)
+    found = told(chat(asked, refused, HI, heard, HI))
     assert [one["content"] for one in found] == ["Look:\n[image]", "No.", "Hi", "[audio]", "Hi"]
     other = {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert chat(other)[0]["content"] == ChatTemplate("{{ messages[0].content }}").render([other]) == "a\nb"
     result = {"role": "tool", "tool_call_id": "a", "content": [PICTURE]}
-    assert chat(HI, result)[1]["content"] == "[image]"
+    assert told(chat(HI, result))[1]["content"] == "[image]"
     assert ChatTemplate("{{ messages[0].content }}").render([asked, refused, HI]) == "Look:\n[image]"
 
 
@@ -64,7 +70,7 @@ def test_a_part_of_the_newest_turn_is_named():
         (lambda *m: ChatTemplate("x").render(m), [asked], "messages[0].content[1]"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match="the model reads and writes only text") as caught:
-            parse(*messages)
+            told(parse(*messages))
         assert caught.value.param.startswith(param)
 
 
@@ -87,7 +93,7 @@ def test_blocks_of_a_messages_history_become_notes():
         {"role": "assistant", "content": None},
         {"role": "user", "content": [document]},
     ]
-    found = message(*turns)
+    found = told(message(*turns))
     assert found[0]["content"] == "[image]\n[document]\nWords."
     assert found[1]["content"] == "[server tool use]\nYes."
     assert found[1]["reasoning_content"] == "Hm."
@@ -111,7 +117,7 @@ def test_reasoning_has_two_names():
 def test_ollamas_pictures_become_notes():
     """Catches the same in Ollama's form, where pictures are beside the text and come first."""
     asked = {"role": "user", "content": "Look", "images": ["aGk=", "aGk="]}
-    found = ollama(asked, {"role": "assistant", "content": "a"}, HI)
+    found = told(ollama(asked, {"role": "assistant", "content": "a"}, HI))
     assert found[0]["content"] == "[image]\n[image]\nLook"
 
 

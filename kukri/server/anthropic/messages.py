@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.errors import ContextLengthError, RequestError
 from kukri.server.anthropic.schema import (
+    DocumentSource,
     HostedTool,
     MessagesBody,
     MessageTool,
@@ -30,8 +31,8 @@ from kukri.server.chat.choice import Part, PartEvent
 from kukri.server.chat.request import ChatRequest, ToolChoice, only_grammar
 from kukri.server.errors import message_error_body
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.reply import AnswerWriter, Reply, interp_fields, sse
-from kukri.server.schema import steering
+from kukri.server.reply import AnswerWriter, Reply, image_usage, interp_fields, sse
+from kukri.server.schema import client_image, content_of, steering
 from kukri.tokenizer import arguments_object, newest_turn, note
 
 _BILLING = "x-anthropic-billing-header:"
@@ -115,7 +116,7 @@ class _Draft:
     """A message while its pieces are gathered: bodies may have tens of thousands of them."""
 
     role: str
-    texts: list[str] = field(default_factory=list)
+    texts: list[str | dict[str, Any]] = field(default_factory=list)  # and images
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     answers_to: str | None = None  # the call whose result it is
@@ -153,7 +154,7 @@ class _Draft:
         if self.reasoning:
             message["reasoning_content"] = "\n".join(self.reasoning)
         if self.texts or not self.calls:
-            message["content"] = "\n".join(self.texts)
+            message["content"] = content_of(self.texts)
         if self.calls:
             message["tool_calls"] = self.calls
         return message if self.answers_to is None else {**message, "tool_call_id": self.answers_to}
@@ -195,22 +196,34 @@ def _turn(turn: TurnMessage, param: str, is_new: bool) -> Iterator[_Draft]:
             if not draft.is_empty:
                 yield draft
                 draft = _Draft(turn.role)
-            text = _text(block.content or "")
-            yield _Draft("tool", [f"Error: {text}" if block.is_error else text], answers_to=block.tool_use_id)
+            pieces = _pieces(block.content or "", f"{param}.content[{i}].content")
+            if block.is_error:
+                first = pieces.pop(0) if pieces and isinstance(pieces[0], str) else ""
+                pieces.insert(0, f"Error: {first}")
+            yield _Draft("tool", pieces, answers_to=block.tool_use_id)
         else:
             draft.add(block, f"{param}.content[{i}]", is_new)
     if not (draft.is_empty and has_results):
         yield draft
 
 
-def _text(content: str | list[TextBlock | OtherBlock]) -> str:
+def _pieces(content: str | list[TextBlock | OtherBlock], param: str) -> list[str | dict[str, Any]]:
+    """The texts and images of a tool's result."""
     if isinstance(content, str):
-        return content
-    return "\n".join(b.text if isinstance(b, TextBlock) else _read(b, "", is_new=False) for b in content)
+        return [content]
+    return [
+        block.text if isinstance(block, TextBlock) else _read(block, f"{param}[{i}]", is_new=False)
+        for i, block in enumerate(content)
+    ]
 
 
-def _read(block: OtherBlock, param: str, is_new: bool) -> str:
-    """The text of a document, or the note in place of a block that cannot be read. Raises RequestError."""
+def _read(block: OtherBlock, param: str, is_new: bool) -> str | dict[str, Any]:
+    """An image, the text of a document, or the note for what cannot be read. Raises RequestError."""
+    if block.type == "image":
+        source = block.source or DocumentSource()
+        given = {"detail": block.detail, "image_tokens": block.image_tokens}
+        given |= {"image_url": source.url} if source.type == "url" else {"data": source.data}
+        return client_image("image", param, **given)
     text = block.text
     return note(block.type, param, is_new=is_new) if text is None else text
 
@@ -294,6 +307,7 @@ class MessageWriter(AnswerWriter):
             "cache_read_input_tokens": call.n_cached_tokens,
             "output_tokens": call.n_generated,
             "output_tokens_details": {"thinking_tokens": self._choice.n_reasoning},
+            **image_usage(call),
         }
 
 

@@ -53,13 +53,17 @@ class DocumentSource(Piece):
 
     type: str | None = None
     data: str | None = None
+    url: str | None = None
 
 
 class OtherBlock(Piece):
-    """A block that the model cannot read, such as an image; a document of plain text is one that it can."""
+    """A block of another type: an image, a document of plain text, or what the model cannot read."""
 
     type: str
     source: DocumentSource | None = None
+    # beyond Anthropic's
+    detail: Any = None
+    image_tokens: Any = None
 
     @property
     def text(self) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kukri.calls.image_prompts import ImagePrompts, Prompt, Read
 from kukri.dialects.model_dialect import ModelDialect
 from kukri.errors import RequestError
 from kukri.sampling import Grammar, ReasoningLimit
@@ -24,12 +25,20 @@ class ChatPrompts(ModelDialect):
     `chat_template_kwargs` or `thinking_token_budget`.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, max_context: int) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        max_context: int,
+        images: ImagePrompts,
+        read_image: Read,
+    ) -> None:
+        """`read_image` finds the picture of a part that a client sent."""
         super().__init__(template, tokenizer)
-        self.max_context = max_context
+        self.max_context, self._images, self._read_image = max_context, images, read_image
 
-    async def of(self, request: ChatRequest) -> list[int]:
-        """The token ids of a request's prompt."""
+    async def of(self, request: ChatRequest) -> Prompt:
+        """A request's prompt: token ids, and images among them."""
         return await self.encode(
             request.messages,
             request.template_variables,
@@ -48,10 +57,24 @@ class ChatPrompts(ModelDialect):
         effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> list[int]:
-        """The token ids of a conversation; `options` are those of `ChatTemplate.encode`."""
+    ) -> Prompt:
+        """The prompt of a conversation; `options` are those of `ChatTemplate.encode`."""
         given = {**self._effort(effort), **self._checked(variables)}
-        return await asyncio.to_thread(self.prompt_ids, messages, given, tools, **options)
+        return await asyncio.to_thread(
+            self._images.prompt,
+            messages,
+            lambda told, images: self.prompt_ids(told, given, tools, images=images, **options),
+            self._read_image,
+        )
+
+    async def before_answer(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """The prompt after which the answer itself comes; `options` are those of `ChatTemplate.encode`."""
+        return await asyncio.to_thread(
+            self._images.prompt,
+            messages,
+            lambda told, images: self.answer_prompt_ids(told, images=images, **options),
+            self._read_image,
+        )
 
     async def render(
         self,

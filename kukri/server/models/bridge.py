@@ -84,7 +84,11 @@ class LiveCall:
         self.readouts: list[list[Readout]] = [[] for _ in answers]  # not yet written
         self.activations: list[dict[str, FloatArray] | None] = [None] * len(answers)  # for answers that ended
         self._n_each = len(answers) // n_prompts
-        self.n_prompt_tokens = sum(answer.request.n_prompt for answer in answers[:: self._n_each])
+        firsts = [answer.request for answer in answers[:: self._n_each]]  # of each prompt
+        self.n_prompt_tokens = sum(request.n_prompt for request in firsts)
+        self.image_tokens = [
+            n for request in firsts if request.images is not None for n in request.images.n_tokens
+        ]
         self.arrived_s = perf_counter()
         self.first_token_s = 0.0
         self.is_gone = False  # its client has left

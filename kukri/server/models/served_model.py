@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from kukri import __version__
 from kukri.calls.answer import Answer
+from kukri.calls.image_prompts import ImagePrompts, ids_of
 from kukri.config import EngineConfig
 from kukri.dialects.answer_parser import shown_marks
 from kukri.dialects.toolbox import Toolbox
@@ -28,6 +29,7 @@ from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_override
 from kukri.server.access import check_interp
 from kukri.server.chat.choice import Choice
 from kukri.server.chat.grammar_check import GrammarCheck
+from kukri.server.chat.images import ImageReader
 from kukri.server.chat.loosening import Functions, loosened, without_schemas
 from kukri.server.chat.prompts import ChatPrompts
 from kukri.server.chat.request import ChatRequest
@@ -37,6 +39,7 @@ from kukri.server.models.bridge import Bridge, LiveCall, LoopMaker
 from kukri.server.models.preset import Preset
 from kukri.server.settings import ServerSettings
 from kukri.tokenizer import ChatTemplate, FillInMiddle, Tokenizer
+from kukri.vision.image import ImagePrompt
 
 log = logging.getLogger("kukri.server")
 
@@ -93,7 +96,13 @@ class ServedModel:
     ) -> None:
         self.rename(names, presets)
         self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
-        self.prompts = ChatPrompts(llm.chat_template, llm.tokenizer, llm.engine.max_context)
+        self.prompts = ChatPrompts(
+            llm.chat_template,
+            llm.tokenizer,
+            llm.engine.max_context,
+            ImagePrompts(llm.tokenizer, getattr(llm, "image_processor", None)),
+            ImageReader(fetches=settings.fetches_images).read,
+        )
         self.grammars = GrammarCheck(llm.tokenizer)
         self.metrics = ModelMetrics(metrics, names[0])
         self.bridge = Bridge(
@@ -166,11 +175,12 @@ class ServedModel:
         try:
             toolbox = request.toolbox(self.prompts.dialect)
             prompt = await self.prompts.of(request)
+            ids = ids_of(prompt)
             if toolbox is not None:
-                grammar = await self._tool_grammar(toolbox, request, prompt)
+                grammar = await self._tool_grammar(toolbox, request, ids)
             else:
-                grammar = request.grammar and self.prompts.with_reasoning_of(request.grammar, prompt, request)
-            limit = self.prompts.reasoning_limit(request.thinking_budget, prompt)
+                grammar = request.grammar and self.prompts.with_reasoning_of(request.grammar, ids, request)
+            limit = self.prompts.reasoning_limit(request.thinking_budget, ids)
             sampling = self.within_context(request, len(prompt))
             params = self.params({**sampling, "grammar": grammar, "reasoning_limit": limit})
             call = await self.submit(
@@ -188,7 +198,7 @@ class ServedModel:
         except RequestError as error:
             raise request.error(error) from None
         choices = [
-            Choice(answer, self.prompts.parser(prompt, toolbox), toolbox=toolbox, on_missed=self._on_missed)
+            Choice(answer, self.prompts.parser(ids, toolbox), toolbox=toolbox, on_missed=self._on_missed)
             for answer in call.answers
         ]
         return Chat(call, choices)
@@ -280,7 +290,7 @@ class ServedModel:
 
     async def submit(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | ImagePrompt],
         params: SamplingParams,
         scope: Scope,
         *,

@@ -30,8 +30,8 @@ from kukri.server.ollama.schema import (
 from kukri.server.openai.embeddings import EmbeddingBody, vectors_of
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import AnswerWriter, Reply, StreamForm, compact, grown, interp_fields
-from kukri.server.schema import steering
-from kukri.tokenizer import arguments_object, newest_turn, note
+from kukri.server.schema import client_image, content_of, steering
+from kukri.tokenizer import arguments_object
 
 
 def _line(content: dict[str, Any]) -> str:
@@ -77,7 +77,7 @@ def parse_ollama_chat(body: OllamaChatBody) -> ChatRequest:
 def parse_ollama_prompt(body: OllamaGenerateBody) -> ChatRequest:
     """The request of a prompt as a conversation of one message. Raises RequestError."""
     system = [{"role": "system", "content": body.system}] if body.system else []
-    message = {"role": "user", "content": body.prompt or ""}
+    message = {"role": "user", "content": _with_images(body.images, body.prompt, "images")}
     return ChatRequest(messages=[*system, message], **_common(body))
 
 
@@ -95,6 +95,8 @@ def _common(body: GenerationBody) -> dict[str, Any]:
 
 async def _continue(served: ServedModel, body: OllamaGenerateBody, http: Request) -> Chat:
     """Queues the continuation of a text, in which control tokens count, or the text before `suffix`."""
+    if body.images:
+        raise RequestError("images need a model with a chat template, without raw and suffix", param="images")
     limit = served.llm.engine.max_context
     text = "\n\n".join(part for part in (body.system, body.prompt) if part)
     if body.suffix:
@@ -127,11 +129,9 @@ def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """
     messages: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # id and function of calls without a result
-    n_calls, newest = 0, newest_turn([one.role for one in given])
+    n_calls = 0
     for i, one in enumerate(given):
-        is_asked = i >= newest and one.role != "tool"
-        notes = [note("image", f"messages[{i}].images", is_new=is_asked) for _ in one.images or ()]
-        content = "\n".join([*notes, one.content or ""])
+        content = _with_images(one.images, one.content, f"messages[{i}].images")
         message: dict[str, Any] = {"role": one.role, "content": content}
         if one.thinking:
             message["reasoning_content"] = one.thinking
@@ -160,6 +160,12 @@ def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
                 message["name"] = name
         messages.append(message)
     return messages
+
+
+def _with_images(images: Sequence[Any] | None, text: str | None, param: str) -> Any:
+    """The content of a message: images stand before the text."""
+    pieces = [client_image("image", f"{param}[{i}]", data=one) for i, one in enumerate(images or ())]
+    return content_of([*pieces, text or ""])
 
 
 class OllamaWriter(AnswerWriter):

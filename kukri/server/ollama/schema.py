@@ -16,7 +16,7 @@ from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
 from kukri.server.models.preset import Preset
 from kukri.server.sampling_fields import FACTS, with_sampling
-from kukri.server.schema import TEXT_ONLY, Body, Interventions, Refused, Tool
+from kukri.server.schema import Body, Interventions, Refused, Tool
 
 _FOREVER_S = -1.0
 MAX_NAME = 200  # characters of a preset's name
@@ -169,7 +169,6 @@ class OllamaGenerateBody(GenerationBody):
     """A request to /api/generate; without a prompt it loads the model, or unloads it."""
 
     refused: ClassVar[Refused] = {
-        "images": (([],), TEXT_ONLY),
         "template": (("",), "the model's own is used"),
         "context": (([],), "send the conversation to /api/chat"),
     }
@@ -177,6 +176,7 @@ class OllamaGenerateBody(GenerationBody):
     suffix: str | None = None  # the text after the answer, for models that fill in the middle
     system: str | None = None
     raw: bool | None = None  # the prompt is not a message
+    images: list[Any] | None = None
 
 
 class OllamaEmbedBody(KeepAlive):

@@ -96,7 +96,7 @@ async def _logprobs(
         if _is_chat(prompt):
             messages = conversation(prompt)
             limit = served.prompts.max_context
-            ids = await asyncio.to_thread(served.prompts.answer_prompt_ids, messages, max_tokens=limit)
+            ids = await served.prompts.before_answer(messages, max_tokens=limit)
         else:
             ids = await served.encode(prompt) if isinstance(prompt, str) else prompt
         question = await asyncio.to_thread(Question, served.tokenizer, ids, choices)

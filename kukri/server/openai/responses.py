@@ -42,8 +42,8 @@ from kukri.server.openai.responses_schema import (
     ResponseBody,
     ResponseTool,
 )
-from kukri.server.reply import AnswerWriter, Reply, compact, interp_fields, sse
-from kukri.server.schema import OtherPart, RefusalPart, steering
+from kukri.server.reply import AnswerWriter, Reply, compact, image_usage, interp_fields, sse
+from kukri.server.schema import OtherPart, RefusalPart, content_of, piece_of, steering
 from kukri.tokenizer import newest_turn, note
 
 _NAMES = {
@@ -192,7 +192,8 @@ def _pieces(items: Sequence[Item], n_before: int) -> Iterator[dict[str, Any]]:
     for i, item in enumerate(items):
         param = f"input[{i - n_before}]"
         if isinstance(item, MessageItem):
-            yield {"role": item.role, "content": _text(item.content, f"{param}.content", is_new=i >= newest)}
+            content = _content(item.content, f"{param}.content", is_new=i >= newest)
+            yield {"role": item.role, "content": content}
         elif isinstance(item, ReasoningItem):
             reasoning = "\n".join(part.text for part in item.content or item.summary or ())
             yield {"role": "assistant", "reasoning_content": reasoning}
@@ -209,7 +210,7 @@ def _pieces(items: Sequence[Item], n_before: int) -> Iterator[dict[str, Any]]:
                     "calls too, or previous_response_id to name the response with them",
                     param="input",
                 )
-            content = _text(item.output, param, is_new=False)
+            content = _content(item.output, f"{param}.output", is_new=False)
             yield {"role": "tool", "tool_call_id": item.call_id, "content": content}
         elif isinstance(item, HostedItem):
             yield {"role": "assistant", "content": note(item.type, param, is_new=False)}
@@ -221,16 +222,15 @@ def _role(item: Item) -> str:
     return "tool" if isinstance(item, CallOutputItem) else "assistant"
 
 
-def _text(content: str | list[InputText | RefusalPart | OtherPart], param: str, *, is_new: bool) -> str:
+def _content(content: str | list[InputText | RefusalPart | OtherPart], param: str, *, is_new: bool) -> Any:
     if isinstance(content, str):
         return content
-    texts = []
-    for i, part in enumerate(content):
-        if isinstance(part, OtherPart):
-            texts.append(note(part.type, f"{param}[{i}]", is_new=is_new))
-        else:
-            texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
-    return "\n".join(texts)
+    return content_of(
+        [
+            part.text if isinstance(part, InputText) else piece_of(part, f"{param}[{i}]", is_new)
+            for i, part in enumerate(content)
+        ]
+    )
 
 
 class ResponseWriter(AnswerWriter):
@@ -419,7 +419,11 @@ class ResponseWriter(AnswerWriter):
         call = self._call
         return {
             "input_tokens": call.n_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": call.n_cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": call.n_cached_tokens,
+                "cache_write_tokens": 0,
+                **image_usage(call),
+            },
             "output_tokens": call.n_generated,
             "output_tokens_details": {"reasoning_tokens": self._choice.n_reasoning},
             "total_tokens": call.n_prompt_tokens + call.n_generated,

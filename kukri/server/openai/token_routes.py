@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from kukri.calls.image_prompts import ids_of
 from kukri.errors import RequestError
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
@@ -25,7 +26,7 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
         served = await registry.served(body.model, request.scope)
         if body.messages is not None:
             messages = conversation(body.messages)
-            ids = await served.prompts.encode(messages, **body.options())
+            ids = list(ids_of(await served.prompts.encode(messages, **body.options())))
         elif body.content is not None:
             ids = await served.encode(
                 body.content, add_special=body.add_special, parse_special=body.parse_special

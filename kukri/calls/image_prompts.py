@@ -1,0 +1,139 @@
+"""From a conversation with images to a prompt with images, for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kukri.errors import FormatError, RequestError
+from kukri.tokenizer import Tokenizer
+from kukri.tokenizer.image_marks import ImageMarks, ImagePart, has_images
+from kukri.vision.decode import Picture, data_url_bytes, decode
+from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
+from kukri.vision.processors import ImageProcessor
+from kukri.vision.processors.processor import too_few
+
+MAX_IMAGES = 64  # in a request
+_DETAILS = ("auto", "low", "high")
+Prompt = list[int] | ImagePrompt
+Encode = Callable[[Sequence[Mapping[str, Any]], ImageMarks | None], list[int]]
+Read = Callable[[ImagePart], Picture]
+
+
+class ImagePrompts:
+    """Prepares the images of conversations; without a `processor`, of a model that reads text alone.
+
+    `read` finds the picture of a part, which by default is a part of this program's own messages: a path,
+    bytes, an array or an image of Pillow under the key `image`, or a data URL under `image_url`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, processor: ImageProcessor | None) -> None:
+        self._processor = processor
+        self._token_id = -1
+        if processor is not None:
+            token_id = tokenizer.vocabulary.id_of.get(processor.token)
+            if token_id is None:
+                raise FormatError(f"the tokenizer has no token {processor.token}, which stands for images")
+            self._token_id = token_id
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], encode: Encode, read: Read | None = None
+    ) -> Prompt:
+        """The prompt of a conversation, whose texts `encode` makes token ids of.
+
+        The images of a model without a processor stay in the messages, for the template to refuse or to note.
+        Raises RequestError on images that cannot be read, and what `encode` raises.
+        """
+        if self._processor is None or not has_images(messages):
+            return encode(messages, None)
+        processor = self._processor
+        marks = ImageMarks(processor.placeholder, processor.written, (processor.placeholder, processor.token))
+        told, parts = marks.taken(messages)
+        if len(parts) > MAX_IMAGES:
+            raise RequestError(f"{len(parts)} images: at most {MAX_IMAGES} are read", param="messages")
+        images = [self._prepared(processor, part, read or picture_of) for part in parts]
+        marks.texts = [processor.text(image) for image in images]
+        ids = encode(told, marks)
+        ordered = tuple(images[i] for i in marks.order)
+        return ImagePrompt(ids, ordered, _spans(ids, self._token_id, ordered))
+
+    @staticmethod
+    def _prepared(processor: ImageProcessor, image: ImagePart, read: Read) -> ImageInput:
+        """The image of a part. Raises RequestError that names it."""
+        detail, n_tokens = wishes_of(image)
+        try:
+            made = processor.budgeted(detail, n_tokens).prepare(decode(read(image), image.param))
+            if n_tokens is not None and made.n_tokens > n_tokens:  # a thin image that has to grow
+                raise too_few(made.n_tokens, n_tokens)
+            return made
+        except RequestError as error:
+            if error.param in ("image", "image_tokens"):
+                raise RequestError(f"{image.param}: {error}", param=image.param, code=error.code) from None
+            raise
+
+
+def picture_of(image: ImagePart) -> Picture:
+    """The picture of a part of this program's own messages."""
+    part = image.part
+    if part["type"] == "image" and part.get("image") is not None:
+        return part["image"]
+    url = url_of(image)
+    if url is None:
+        raise RequestError(
+            f'{image.param}: an image is {{"type": "image", "image": path, bytes, array or Pillow\'s}}',
+            param=image.param,
+        )
+    return data_url_bytes(url, image.param)
+
+
+def url_of(image: ImagePart) -> str | None:
+    """The URL of a part, as OpenAI's APIs have it; None without."""
+    given = image.part.get("image_url")
+    given = given.get("url") if isinstance(given, Mapping) else given
+    return given if isinstance(given, str) else None
+
+
+def wishes_of(image: ImagePart) -> tuple[Any, int | None]:
+    """The detail and the most tokens that a part asks for. Raises RequestError."""
+    part, param = image.part, image.param
+    inner = part.get("image_url")
+    given = {**(inner if isinstance(inner, Mapping) else {}), **part}
+    detail, n_tokens = given.get("detail") or "auto", given.get("image_tokens")
+    detail = "high" if detail == "original" else detail
+    if detail not in _DETAILS:
+        raise RequestError(f"{param}: detail must be {', '.join(_DETAILS)}", param=f"{param}.detail")
+    if n_tokens is not None and (isinstance(n_tokens, bool) or not isinstance(n_tokens, int)):
+        raise RequestError(f"{param}: image_tokens must be a number", param=f"{param}.image_tokens")
+    return detail, n_tokens
+
+
+def ids_of(prompt: Sequence[int] | ImagePrompt) -> Sequence[int]:
+    """The token ids of a prompt."""
+    return prompt.token_ids if isinstance(prompt, ImagePrompt) else prompt
+
+
+def extended(prompt: Sequence[int] | ImagePrompt, more: Sequence[int]) -> Prompt:
+    """A prompt with more tokens after it."""
+    if isinstance(prompt, ImagePrompt):
+        return replace(prompt, token_ids=[*prompt.token_ids, *more])
+    return [*prompt, *more]
+
+
+def _spans(ids: Sequence[int], token_id: int, images: Sequence[ImageInput]) -> tuple[ImageSpan, ...]:
+    """The runs of image tokens, cut where one image ends and the next begins."""
+    spans: list[ImageSpan] = []
+    image, left = 0, images[0].n_tokens
+    for i, one in enumerate(ids):
+        if one != token_id:
+            continue
+        if left == 0 and image + 1 < len(images):
+            image += 1
+            left = images[image].n_tokens
+        last = spans[-1] if spans else None
+        if last is not None and last.image == image and last.start + last.n_tokens == i:
+            spans[-1] = last._replace(n_tokens=last.n_tokens + 1)
+        else:
+            spans.append(ImageSpan(i, 1, image))
+        left -= 1
+    return tuple(spans)

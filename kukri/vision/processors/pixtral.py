@@ -1,0 +1,79 @@
+"""Pixtral, Mistral Small 3.1, Ministral 3, LightOnOCR: a bounded longest edge, in proportion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
+
+from kukri.kernels.arrays import ByteArray
+from kukri.vision.image import ImageInput
+from kukri.vision.pixels import BICUBIC, Scale, patches, resized
+from kukri.vision.processors.processor import (
+    CLIP_MEAN,
+    CLIP_STD,
+    LOW_SIDE,
+    ImageProcessor,
+    filter_of,
+    integer,
+    size_of,
+    too_few,
+)
+
+
+@dataclass(frozen=True)
+class PixtralProcessor(ImageProcessor):
+    """No side above `longest_edge`; `merge` x `merge` patches are a token, and each row of them ends."""
+
+    placeholder: ClassVar[str] = "[IMG]"
+    token: ClassVar[str] = "[IMG]"
+    patch: int
+    merge: int
+    longest_edge: int
+    resample: int
+    scale: Scale
+
+    @classmethod
+    def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
+        """The one of a checkpoint."""
+        vision = model.get("vision_config") or {}
+        return cls(
+            patch=integer(processor, "patch_size", integer(vision, "patch_size", 16)),
+            merge=integer(processor, "spatial_merge_size", integer(model, "spatial_merge_size", 1), 64),
+            longest_edge=integer(size_of(stated, "size"), "longest_edge", 1024),
+            resample=filter_of(stated, BICUBIC),
+            scale=Scale.of(stated, CLIP_MEAN, CLIP_STD),
+        )
+
+    def prepare(self, image: ByteArray) -> ImageInput:
+        """Patches float32 [n, 3 * patch * patch], row by row; (1, rows, columns)."""
+        side = self.patch * self.merge
+        height, width = self._size(*image.shape[:2])
+        planes = self.scale.planes(resized(image, height, width, self.resample))
+        grid = (1, height // self.patch, width // self.patch)
+        return self.made(image, patches(planes, self.patch), grid, height * width // side**2)
+
+    def text(self, image: ImageInput) -> str:
+        """Rows of tokens, each with a token after it, the last with that of the end."""
+        _, rows, columns = image.grid
+        row = self.token * (columns // self.merge)
+        return "[IMG_BREAK]".join([row] * (rows // self.merge)) + "[IMG_END]"
+
+    def with_detail(self, detail: Literal["low", "high"]) -> Self:
+        """Low: no side above 512. High: as the checkpoint says."""
+        return replace(self, longest_edge=min(self.longest_edge, LOW_SIDE)) if detail == "low" else self
+
+    def with_tokens(self, n_tokens: int) -> Self:
+        """No side above that of a square of so many tokens."""
+        side = math.isqrt(n_tokens)
+        if side < 1:
+            raise too_few(1, n_tokens)
+        return replace(self, longest_edge=min(self.longest_edge, side * self.patch * self.merge))
+
+    def _size(self, height: int, width: int) -> tuple[int, int]:
+        ratio = max(height / self.longest_edge, width / self.longest_edge)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        side = self.patch * self.merge
+        return ((max(height, 1) - 1) // side + 1) * side, ((max(width, 1) - 1) // side + 1) * side

@@ -1,0 +1,213 @@
+"""Decoding of pictures: what clients and files may hold, and what is refused before it takes memory."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kukri.errors import RequestError
+from kukri.vision import decode as decoding
+from kukri.vision.decode import base64_bytes, data_url_bytes, decode
+from tests.stopwatch import stopwatch
+from tests.vision.pictures import encoded, picture
+
+PHOTO = picture(48, 64)
+
+
+def a_png(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG whose header claims a size."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "WEBP", "GIF"])
+def test_formats_without_loss_give_the_pixels(kind):
+    """Catches colours in another order, and a format that is missing."""
+    image = PHOTO if kind != "GIF" else np.array(Image.fromarray(PHOTO).quantize().convert("RGB"))
+    options = {"lossless": True} if kind == "WEBP" else {}
+    np.testing.assert_array_equal(decode(encoded(image, kind, **options)), image)
+
+
+def test_jpeg_is_decoded_as_pillow_does():
+    """Catches a faster, smaller decoding, which changes pixels."""
+    data = encoded(PHOTO, "JPEG", quality=80, progressive=True)
+    with Image.open(io.BytesIO(data)) as image:
+        np.testing.assert_array_equal(decode(data), np.asarray(image))
+
+
+def test_every_source_gives_the_same(tmp_path):
+    """Catches a source that is turned or read in another way."""
+    data = encoded(PHOTO)
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    for source in (data, bytearray(data), path, str(path), url, PHOTO, Image.fromarray(PHOTO)):
+        np.testing.assert_array_equal(decode(source), PHOTO)
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_photos_are_turned_upright(turn):
+    """Catches a phone's portrait that lies on its side."""
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    steps = {
+        1: PHOTO, 2: PHOTO[:, ::-1], 3: PHOTO[::-1, ::-1], 4: PHOTO[::-1], 5: PHOTO.transpose(1, 0, 2),
+        6: np.rot90(PHOTO, -1), 7: PHOTO[::-1, ::-1].transpose(1, 0, 2), 8: np.rot90(PHOTO),
+    }  # fmt: skip
+    np.testing.assert_array_equal(decode(encoded(PHOTO, exif=exif.tobytes())), steps[turn])
+
+
+def test_alpha_is_laid_on_white_as_transformers_does():
+    """Catches black or the hidden colours where nothing is to be seen."""
+    from transformers.image_transforms import convert_to_rgb
+
+    alpha = np.dstack([PHOTO, picture(48, 64, 1)[..., 0]])
+    palette = Image.fromarray(PHOTO).quantize(8)
+    palette.info["transparency"] = 3
+    for image in (Image.fromarray(alpha), Image.fromarray(alpha).convert("LA"), palette):
+        with Image.open(io.BytesIO(encoded(image))) as opened:
+            expected = convert_to_rgb(opened, return_numpy=True)
+        np.testing.assert_array_equal(decode(encoded(image)), expected)
+    np.testing.assert_array_equal(decode(alpha), convert_to_rgb(Image.fromarray(alpha), return_numpy=True))
+
+
+def test_other_modes_are_converted_as_transformers_does():
+    """Catches a gray, 16-bit, CMYK or 1-bit picture that fails, or differs from the reference."""
+    deep = (np.arange(48 * 64).reshape(48, 64) * 20).astype(np.uint16)
+    for image, kind in (
+        (Image.fromarray(deep), "PNG"), (Image.fromarray(PHOTO).convert("CMYK"), "JPEG"),
+        (Image.fromarray(PHOTO).convert("L"), "PNG"), (Image.fromarray(PHOTO).convert("1"), "PNG"),
+    ):  # fmt: skip
+        data = encoded(image, kind)
+        with Image.open(io.BytesIO(data)) as opened:
+            np.testing.assert_array_equal(decode(data), np.asarray(opened.convert("RGB")))
+
+
+def test_an_animation_is_its_first_frame():
+    """Catches the last frame, or an error."""
+    frames = [Image.fromarray(picture(20, 20, i)).quantize() for i in range(3)]
+    for kind in ("GIF", "PNG", "WEBP"):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+        np.testing.assert_array_equal(decode(data), np.array(frames[0].convert("RGB")))
+
+
+HOSTILE = {
+    "empty": b"",
+    "garbage": bytes(range(256)) * 40,
+    "text": b"not an image",
+    "svg": b"<svg xmlns='http://www.w3.org/2000/svg'><rect width='9' height='9'/></svg>",
+    "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
+    "psd": b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 9, 9, 8, 3) + bytes(20),
+    "tiff": encoded(PHOTO, "TIFF"),
+    "pdf": b"%PDF-1.7\n1 0 obj\n",
+    "truncated png": encoded(PHOTO)[:-900],
+    "truncated jpeg": encoded(PHOTO, "JPEG")[:400],
+    "truncated webp": encoded(PHOTO, "WEBP")[:60],
+    "a png's header": a_png(64, 48)[:33],
+    "a png without pixels": a_png(64, 48),
+    "a bomb of 60,000 x 60,000": a_png(60_000, 60_000, bytes(1000)),
+    "a line of 2^31": a_png(2**31 - 1, 1),
+    "no width": a_png(0, 10),
+    "a bitmap of 60,000 x 60,000": b"BM" + struct.pack(
+        "<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 60_000, 60_000, 1, 24, 0, 0, 0, 0, 0, 0
+    ),
+    "a gif of 65,535 x 65,535": b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";",
+    "a webp of 16,383 x 16,383": b"RIFF" + struct.pack("<I", 30) + b"WEBPVP8X" + struct.pack("<I", 10)
+    + bytes(4) + (16382).to_bytes(3, "little") * 2 + b"VP8 " + struct.pack("<I", 0),
+    "a jpeg of many scans": encoded(picture(3000, 4000), "JPEG", progressive=True, quality=5)
+    + b"\xff\xda" * 100,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_images_are_refused_in_time(name):
+    """Catches a picture that takes memory or time, or whose error is not the client's."""
+    tracemalloc.start()
+    try:
+        with stopwatch() as watch, pytest.raises(RequestError, match=r"^messages\[0\]: the image") as caught:
+            decode(HOSTILE[name], "messages[0]")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert watch.seconds < 2
+    assert peak < 32 << 20
+    assert (caught.value.param, "\n" in str(caught.value)) == ("messages[0]", False)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((4, 4, 3)), np.zeros((4, 4, 2), np.uint8), np.zeros(4, np.uint8),
+        np.zeros((0, 4, 3), np.uint8), np.broadcast_to(np.uint8(0), (60_000, 60_000, 3)), 17, None, ["a"],
+    ],
+)  # fmt: skip
+def test_what_is_no_picture_is_refused(array):
+    """Catches float pixels read as bytes, and an array that is copied before its size is looked at."""
+    with pytest.raises(RequestError):
+        decode(array)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    """Catches a traceback for a wrong path."""
+    with pytest.raises(RequestError, match=r"gone.png.*No such file"):
+        decode(tmp_path / "gone.png")
+    with pytest.raises(RequestError, match="directory"):
+        decode(tmp_path)
+
+
+def test_large_files_and_sides_have_bounds(monkeypatch, tmp_path):
+    """Catches a bound that holds for one source only."""
+    monkeypatch.setattr(decoding, "MAX_FILE_BYTES", 100)
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(PHOTO))
+    for source in (path, encoded(PHOTO)):
+        with pytest.raises(RequestError, match="larger than 0 MiB"):
+            decode(source)
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 1000)
+    with pytest.raises(RequestError, match="64 x 48"):
+        decode(Image.fromarray(PHOTO))
+
+
+def test_base64_is_read_as_clients_write_it():
+    """Catches line ends, missing padding and the alphabet of URLs taken for errors, and garbage taken."""
+    data = bytes(range(256))
+    text = base64.b64encode(data).decode()
+    for form in (
+        text,
+        text.rstrip("="),
+        "\n".join([text[:76], text[76:]]),
+        base64.urlsafe_b64encode(data).decode(),
+    ):
+        assert base64_bytes(form) == data
+    for wrong in ("", "!!!", "abcde", "data:,x", "é"):
+        with pytest.raises(RequestError):
+            base64_bytes(wrong)
+    assert data_url_bytes("DATA:image/PNG;charset=x;BASE64," + text) == data
+    for wrong in ("data:image/png," + text, "data:" + text, "http://x/a.png", "file:///etc/passwd"):
+        with pytest.raises(RequestError, match="data URL"):
+            data_url_bytes(wrong)
+
+
+def test_pillow_is_imported_when_an_image_comes():
+    """Catches a start that pays for Pillow without an image."""
+    code = (
+        "import sys, kukri.vision.decode, kukri.vision.processors, kukri.llm, kukri.cli\n"
+        "assert not any(name.split('.')[0] == 'PIL' for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,240 @@
+"""Processors of images against those of transformers: pixel values, grids, texts, budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kukri.errors import FormatError, RequestError, UnsupportedError
+from kukri.vision.processors import image_processor
+from tests.vision.pictures import SIZES, picture
+
+SMOLVLM = {
+    "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 2048},
+    "max_image_size": {"longest_edge": 512},
+}  # fmt: skip
+IDEFICS3 = {"image_processor_type": "Idefics3ImageProcessor"}  # with the sizes of the class
+GEMMA3 = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}}
+GEMMA4 = {"image_processor_type": "Gemma4ImageProcessor"}
+QWEN25 = {
+    "image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 1_003_520,
+}  # fmt: skip
+QWEN3 = {
+    "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3, "size": {"shortest_edge": 65536, "longest_edge": 1_048_576},
+}  # fmt: skip
+PIXTRAL = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1024}}
+LFM2 = {"image_processor_type": "Lfm2VlImageProcessorFast"}
+
+
+def reference(stated):
+    """transformers' image processor, of Pillow."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    options = dict(stated)
+    name = options.pop("image_processor_type").removesuffix("Fast")
+    classes = {
+        "Idefics3ImageProcessor": Idefics3ImageProcessorPil, "Gemma3ImageProcessor": Gemma3ImageProcessorPil,
+        "Gemma4ImageProcessor": Gemma4ImageProcessorPil, "Qwen2VLImageProcessor": Qwen2VLImageProcessorPil,
+        "PixtralImageProcessor": PixtralImageProcessorPil,
+    }  # fmt: skip
+    return classes[name](**options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stated", [SMOLVLM, IDEFICS3], ids=["smolvlm", "idefics3"])
+def test_tiles_are_those_of_idefics3(stated, size):
+    """Catches a wrong filter, order of tiles, size or rounding, to the bit."""
+    image = picture(*SIZES[size])
+    theirs = reference(stated)(images=[Image.fromarray(image)], return_row_col_info=True)
+    own = image_processor(stated, {"image_seq_len": 64}, {}).prepare(image)
+    assert own.grid == (theirs["rows"][0][0], theirs["cols"][0][0])
+    assert own.n_tokens == 64 * len(own.pixels)
+    np.testing.assert_array_equal(own.pixels, theirs["pixel_values"][0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_squares_are_those_of_gemma3(size):
+    """Catches a wrong filter or size, to the bit."""
+    image = picture(*SIZES[size])
+    own = image_processor(GEMMA3, {}, {}).prepare(image)
+    assert (own.grid, own.n_tokens) == ((0, 0), 256)
+    np.testing.assert_array_equal(
+        own.pixels, np.array(reference(GEMMA3)(images=[Image.fromarray(image)])["pixel_values"])
+    )
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size != "tiny"])
+def test_patches_are_those_of_gemma4(size):
+    """Catches a wrong size, order of patches or of their values, to the bit; padding is left out."""
+    image = picture(*SIZES[size])
+    theirs = reference(GEMMA4)(images=[Image.fromarray(image)], return_tensors="np")
+    own = image_processor(GEMMA4, {}, {}).prepare(image)
+    assert own.n_tokens == theirs["num_soft_tokens_per_image"][0]
+    places = theirs["image_position_ids"][0]
+    is_real = places[:, 0] >= 0
+    assert own.grid == (1, places[:, 1].max() + 1, places[:, 0].max() + 1)
+    np.testing.assert_array_equal(own.pixels, theirs["pixel_values"][0][is_real])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stated", [QWEN25, QWEN3], ids=["qwen2.5-vl", "qwen3-vl"])
+def test_patches_are_those_of_qwen(stated, size):
+    """Catches height and width swapped, and patches in another order, to the bit."""
+    image = picture(*SIZES[size])
+    theirs = reference(stated)(images=[Image.fromarray(image)], return_tensors="np")
+    own = image_processor(stated, {}, {}).prepare(image)
+    assert own.grid == tuple(theirs["image_grid_thw"][0])
+    assert own.n_tokens == theirs["image_grid_thw"][0].prod() // 4
+    np.testing.assert_array_equal(own.pixels, theirs["pixel_values"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("merge", [1, 2])
+def test_patches_are_those_of_pixtral(merge, size):
+    """Catches a size that is rounded down, or no multiple of a token's."""
+    image = picture(*SIZES[size])
+    theirs = reference(PIXTRAL)(
+        images=[Image.fromarray(image)], patch_size={"height": 16 * merge, "width": 16 * merge}
+    )
+    own = image_processor(PIXTRAL, {"patch_size": 16, "spatial_merge_size": merge}, {}).prepare(image)
+    planes = theirs["pixel_values"][0]
+    _, rows, columns = own.grid
+    assert (rows * 16, columns * 16) == planes.shape[1:]
+    assert own.n_tokens == rows * columns // merge**2
+    found = own.pixels.reshape(rows, columns, 3, 16, 16).transpose(2, 0, 3, 1, 4).reshape(planes.shape)
+    np.testing.assert_array_equal(found, planes)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_patches_are_those_of_lfm2_vl(size):
+    """Catches a wrong grid of tiles. The reference resizes by torchvision: one step of 255 apart at most."""
+    pytest.importorskip("torchvision", reason="transformers has this processor for torchvision alone")
+    from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
+
+    image = picture(*SIZES[size])
+    theirs = Lfm2VlImageProcessor()(
+        images=[Image.fromarray(image)], return_row_col_info=True, return_tensors="np"
+    )
+    own = image_processor(LFM2, {}, {}).prepare(image)
+    assert own.grid[:2] == (theirs["image_rows"][0], theirs["image_cols"][0])
+    assert own.grid[2:] == tuple(theirs["spatial_shapes"][-1])
+    real = theirs["pixel_values"][theirs["pixel_attention_mask"] == 1]
+    assert np.abs(own.pixels - real).max() <= 2 / 255 + 1e-6  # the scale makes a step of 255 twice as large
+
+
+@pytest.mark.parametrize(
+    ("size", "grid", "n_tokens"),
+    [
+        ("tiny", (1, 1, 16, 16), 64), ("photo", (1, 1, 26, 36), 234), ("large", (3, 2, 36, 26), 1770),
+        ("wide", (1, 1, 12, 82), 246), ("tall", (1, 1, 56, 18), 252),
+    ],
+)  # fmt: skip
+def test_sizes_are_those_of_lfm2_vl(size, grid, n_tokens):
+    """Catches another grid where torchvision is missing; the numbers are transformers'."""
+    own = image_processor(LFM2, {}, {}).prepare(picture(*SIZES[size]))
+    assert (own.grid, own.n_tokens) == (grid, n_tokens)
+    n_small = grid[2] * grid[3]
+    n_tiles = 1024 * grid[0] * grid[1] if grid[0] * grid[1] > 1 else 0
+    assert own.pixels.shape == (n_small + n_tiles, 16 * 16 * 3)
+
+
+@pytest.mark.parametrize(
+    ("stated", "processor", "token"),
+    [
+        (SMOLVLM, {"image_seq_len": 64}, "<image>"), (GEMMA3, {}, "<image_soft_token>"),
+        (GEMMA4, {}, "<|image|>"), (QWEN3, {}, "<|image_pad|>"), (PIXTRAL, {"patch_size": 16}, "[IMG]"),
+        (LFM2, {}, "<image>"),
+    ],
+    ids=["smolvlm", "gemma3", "gemma4", "qwen3-vl", "pixtral", "lfm2-vl"],
+)  # fmt: skip
+def test_a_text_has_a_token_for_each_row(stated, processor, token):
+    """Catches a prompt whose places do not match the rows that the encoder makes."""
+    made = image_processor(stated, processor, {})
+    for size in ("photo", "tall", "large"):
+        image = made.prepare(picture(*SIZES[size]))
+        assert made.token == token
+        assert made.text(image).count(token) == image.n_tokens
+
+
+@pytest.mark.parametrize(
+    ("stated", "processor", "least"),
+    [
+        (SMOLVLM, {"image_seq_len": 64}, 64), (GEMMA3, {}, 256), (GEMMA4, {}, 70), (QWEN25, {}, 4),
+        (QWEN3, {}, 64), (PIXTRAL, {"patch_size": 14, "spatial_merge_size": 2}, 1), (LFM2, {}, 64),
+    ],
+    ids=["smolvlm", "gemma3", "gemma4", "qwen2.5-vl", "qwen3-vl", "pixtral", "lfm2-vl"],
+)  # fmt: skip
+def test_a_budget_is_kept_and_used(stated, processor, least):
+    """Catches an image with more tokens than its request allows, and a budget that is no reduction at all."""
+    made = image_processor(stated, processor, {})
+    with pytest.raises(RequestError, match=r"image_tokens"):
+        made.budgeted(image_tokens=least - 1)
+    for n_tokens in (300, 1200):
+        for size in ("photo", "tall", "wide", "small"):
+            if n_tokens > least:
+                image = made.budgeted(image_tokens=n_tokens).prepare(picture(*SIZES[size]))
+                assert image.n_tokens <= n_tokens
+    large = picture(*SIZES["large"])
+    low, auto = (made.budgeted(detail).prepare(large).n_tokens for detail in ("low", "auto"))
+    assert low < auto or stated is GEMMA3
+    assert made.budgeted("high").prepare(large).n_tokens >= auto
+
+
+def test_a_digest_is_of_the_image_and_the_settings():
+    """Catches a prefix that is read for another image, or for the same one of another size."""
+    made = image_processor(QWEN3, {}, {})
+    image = picture(64, 64)
+    digests = {made.prepare(image).digest, made.prepare(image.copy()).digest}
+    assert len(digests) == 1
+    other = image.copy()
+    other[5, 5, 1] ^= 1
+    digests |= {
+        made.prepare(other).digest, made.prepare(image.reshape(32, 128, 3)).digest,
+        made.budgeted(image_tokens=100).prepare(image).digest,
+        dataclasses.replace(made, resample=2).prepare(image).digest,
+    }  # fmt: skip
+    assert len(digests) == 5
+
+
+def test_what_no_encoder_reads_is_refused():
+    """Catches a division by nothing for lines of pixels."""
+    with pytest.raises(RequestError, match="30000 x 2"):
+        image_processor(QWEN3, {}, {}).prepare(picture(2, 30000))
+    tokens = image_processor(SMOLVLM, {"image_seq_len": 64}, {}).prepare(picture(2, 30000)).n_tokens
+    assert tokens == 5 * 64
+    assert image_processor(GEMMA4, {}, {}).prepare(picture(2, 30000)).n_tokens == 280
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": {"longest_edge": 10**9}}, {"size": {"longest_edge": -1}}, {"size": "large"},
+        {"image_mean": [0.5]}, {"image_std": [0, 0, 0]}, {"image_mean": "x"}, {"rescale_factor": "x"},
+        {"resample": 17}, {"do_resize": False}, {"max_image_size": {"longest_edge": 0}},
+        {"rescale_factor": float("nan")},
+    ],
+)  # fmt: skip
+def test_broken_settings_are_named(change):
+    """Catches a hostile checkpoint that takes memory, or an image of NaN."""
+    with pytest.raises(FormatError):
+        image_processor(SMOLVLM | change, {}, {})
+
+
+def test_an_unknown_processor_is_refused():
+    """Catches another family's pixels for a model that is not known."""
+    with pytest.raises(UnsupportedError, match="FooImageProcessor"):
+        image_processor({"image_processor_type": "FooImageProcessor"}, {}, {})
+
+
+def test_the_file_of_the_whole_processor_wins():
+    """Catches the older file read where a checkpoint has both."""
+    made = image_processor(SMOLVLM, {"image_processor": {"do_image_splitting": False}}, {})
+    assert made.prepare(picture(*SIZES["large"])).grid == (0, 0)
