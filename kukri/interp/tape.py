@@ -6,7 +6,7 @@ the last to the first. Matrices are dequantized once and kept in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -101,11 +101,14 @@ class Tape:
         result: Variable = program(self, batch)  # type: ignore[arg-type]
         return result
 
-    def backward(self, result: Variable, grad: FloatArray) -> None:
-        """Fills in the gradients, of sum(result * grad)."""
+    def backward(self, result: Variable, grad: FloatArray, dropped: Iterable[str] = ()) -> None:
+        """Fills in the gradients, of sum(result * grad), anew. None goes through the taps `dropped`."""
+        ends = {id(self._tapped[tap]) for tap in dropped}
+        for variable, _ in self._nodes:
+            variable.grad = None
         result.add(grad.astype(np.float32))
         for variable, pull in reversed(self._nodes):
-            if variable.grad is not None:
+            if variable.grad is not None and id(variable) not in ends:
                 pull(variable.grad)
 
     def values(self, result: Variable) -> FloatArray:
