@@ -116,6 +116,7 @@ class LayerConfig:
     d_ffn: int | None = None
     attention_scale: float | None = None  # multiplies scores; the model's is d_head ** -0.5
     is_recurrent: bool = False  # True: keeps a state in place of keys and values
+    is_dense: bool = False  # True: has an MLP where the model's other layers have a mixture
     kv_from: int | None = None  # an earlier layer whose keys and values it reads; None: its own
     keys_are_values: bool = False  # True: the keys' matrix makes the values too
 
@@ -136,12 +137,18 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """A mixture of experts in place of each layer's MLP."""
+    """A mixture of experts in place of the MLP of each layer that is not dense."""
 
     n_experts: int
     n_used: int  # experts per token
     d_ffn: int  # width of an expert's MLP
-    normalized: bool  # a token's weights have the sum 1; if not, they are shares in the softmax of all
+    normalized: bool  # a token's weights are divided by their sum; if not, they are the experts' scores
+    by_sigmoid: bool = False  # scores are sigmoids of the router's logits; if not, shares in their softmax
+    has_bias: bool = False  # scores with a bias choose the experts
+    n_groups: int = 1  # of neighbouring experts
+    n_groups_used: int = 1  # that a token's experts are in
+    scale: float = 1.0  # multiplies a token's weights
+    d_shared: int = 0  # width of an MLP that each token passes too; 0: none
 
     def __post_init__(self) -> None:
         """Raises ConfigError on sizes that no mixture can have."""
@@ -149,6 +156,11 @@ class MixtureConfig:
             raise ConfigError(f"{self.n_used} experts used of {self.n_experts}")
         if self.d_ffn < 1:
             raise ConfigError(f"experts of width {self.d_ffn}")
+        if self.n_experts % self.n_groups or not 1 <= self.n_groups_used <= self.n_groups:
+            groups = f"{self.n_groups_used} used of {self.n_groups} groups"
+            raise ConfigError(f"{groups} of {self.n_experts} experts, which must be of one size")
+        if self.n_used > self.n_experts // self.n_groups * self.n_groups_used:
+            raise ConfigError(f"{self.n_used} experts used, more than {self.n_groups_used} groups have")
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,59 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
             **{"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22},
         },
     ),
+    "arcee": (tr.ArceeConfig, {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    "nemotron": (tr.NemotronConfig, {"partial_rotary_factor": 0.5}),
+    "granitemoeshared": (
+        tr.GraniteMoeSharedConfig,
+        {
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 48},
+            **{"attention_multiplier": 0.25, "residual_multiplier": 0.22},
+        },
+    ),
+    "qwen2_moe": (
+        tr.Qwen2MoeConfig,
+        {
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        tr.Qwen3_5MoeTextConfig,
+        {
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32},
+            **{"linear_value_head_dim": 32, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "initializer_range": 0.1},
+        },
+    ),
+    "lfm2_moe": (
+        tr.Lfm2MoeConfig,
+        {
+            **{"layer_types": ["conv", "full_attention"] * 2, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_dense_layers": 1, "routed_scaling_factor": 2.0},
+        },
+    ),
+    "ernie4_5_moe": (
+        tr.Ernie4_5_MoeConfig,
+        {
+            **{"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "head_dim": 16},
+            "rope_parameters": LOCAL["full_attention"],
+        },
+    ),
+    "glm4_moe": (
+        tr.Glm4MoeConfig,
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+            **{"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "attention_bias": True},
+        },
+    ),
+    "afmoe": (
+        tr.AfmoeConfig,
+        {
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32},
+            **{"sliding_window": 9, "mup_enabled": True, "route_scale": 1.5},
+        },
+    ),
+    "hunyuan_v1_moe": (tr.HunYuanMoEV1Config, {"num_experts": 8, "moe_topk": 3, "head_dim": 16}),
     "olmo2-biases-yarn": (tr.Olmo2Config, {"attention_bias": True, "rope_parameters": YARN}),
     "olmo3": (tr.Olmo3Config, {"sliding_window": 5, "rope_parameters": LOCAL}),
     "olmo3-yarn": (
@@ -317,6 +370,8 @@ def make(directory: Path, kind: str, dtype: torch.dtype = torch.float32, **save:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.mul_(0.5 + torch.rand(1))
+            elif name.endswith("bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(dtype).eval().save_pretrained(directory, **save)
     byte_tokenizer().save_pretrained(directory)
     return directory, model.float()

@@ -33,6 +33,7 @@ from kukri.formats.huggingface.weights import (
     is_convolution,
     is_decay,
     is_of_images,
+    is_one_row,
     model_prefix,
     norm_offset,
     parts_of,
@@ -207,8 +208,10 @@ def _of_safetensors(
         return Step(stored_name, shape, _F32, _F32, read_decay, name)
     if offset := norm_offset(name, config):
         return Step(stored_name, shape, _F32, _F32, read_norm, name)
+    if is_one_row(name):
+        shape = shape[1:]
     is_small = (
-        len(tensor.shape) == 1 or is_convolution(name) or stored_name.endswith(".ffn_gate_inp.weight")
+        len(shape) == 1 or is_convolution(name) or stored_name.endswith(".ffn_gate_inp.weight")
     )  # convolutions and routers, as llama.cpp has them
     if is_convolution(name) and len(shape) == 3:
         shape = (shape[0], shape[2])

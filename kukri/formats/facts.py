@@ -10,7 +10,7 @@ import numpy as np
 
 from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
 from kukri.errors import UnsupportedError, brief
-from kukri.models.architecture import Architecture
+from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.keys import Keys
 
 Format = Literal["gguf", "hf"]
@@ -211,6 +211,9 @@ def write_recurrent(
 
 
 MAX_EXPERTS = 1 << 12
+SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
+LEADING_DENSE = "leading_dense_block_count"
+_GROUPS = ("expert_group_count", "expert_group_used_count")
 
 
 def mixture_facts(architecture: Architecture) -> tuple[Fact, ...]:
@@ -218,11 +221,19 @@ def mixture_facts(architecture: Architecture) -> tuple[Fact, ...]:
     keys = architecture.experts
     if keys is None:
         return ()
-    return (
+    found = [
         Fact("n_experts", "expert_count", keys.n_experts, most=MAX_EXPERTS),
-        Fact("n_used", "expert_used_count", "num_experts_per_tok", most=MAX_EXPERTS),
+        Fact("n_used", "expert_used_count", keys.n_used, most=MAX_EXPERTS),
         Fact("d_ffn", keys.gguf_d_ffn, keys.d_ffn),
-    )
+    ]
+    if keys.groups is not None:
+        for field, gguf, hf in zip(("n_groups", "n_groups_used"), _GROUPS, keys.groups):
+            found.append(Fact(field, gguf, hf, most=MAX_EXPERTS))
+    if keys.scale:
+        found.append(Fact("scale", "expert_weights_scale", keys.scale, float))
+    if keys.d_shared:
+        found.append(Fact("d_shared", SHARED_WIDTH, keys.d_shared))
+    return tuple(found)
 
 
 def read_mixture(
@@ -232,23 +243,71 @@ def read_mixture(
 
     Raises FormatError for a number that is missing, of another type, or contradicts another.
     """
-    if architecture.experts is None:
+    own = architecture.experts
+    if own is None:
         return None
-    found = {}
+    found: dict[str, Any] = {}
     for fact in mixture_facts(architecture):
-        if fact.field == "d_ffn" and not keys.value(fact.key(form)):  # llama.cpp's saver writes 0 for none
+        stated = keys.value(fact.key(form))
+        if fact.field == "d_ffn" and not stated:  # llama.cpp's saver writes 0 for none
             found["d_ffn"] = d_ffn
-        else:
+        elif fact.field in ("n_experts", "n_used", "d_ffn") or stated:
             found[fact.field] = fact.read(keys, form)
     if found["n_used"] > found["n_experts"]:
         key = mixture_facts(architecture)[1].key(form)
         raise keys.error(key, f"is {found['n_used']}, but there are {found['n_experts']} experts")
-    return MixtureConfig(**found, normalized=normalized)
+    if own.n_shared:
+        found["d_shared"] = _shared_width(keys, form, own, found["d_ffn"])
+    if form == "gguf":
+        has_bias = any(name.endswith(".exp_probs_b.bias") for name in keys.tensors) or own.bias is True
+    else:
+        has_bias = keys.flag(own.bias) if isinstance(own.bias, str) else own.bias
+    return MixtureConfig(**found, normalized=normalized, by_sigmoid=own.by_sigmoid, has_bias=has_bias)
+
+
+def _shared_width(keys: Keys, form: Format, own: ExpertKeys, d_ffn: int) -> int:
+    """The width of the MLP of all tokens, which counts in widths of an expert."""
+    if form == "gguf" and keys.value(SHARED_WIDTH):
+        return keys.whole(SHARED_WIDTH)
+    return d_ffn * keys.whole(SHARED_COUNT if form == "gguf" else own.n_shared, 0, least=0, most=MAX_EXPERTS)
 
 
 def write_mixture(mixture: MixtureConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
-    """The keys of a mixture's numbers."""
-    return {fact.key(form): getattr(mixture, fact.field) for fact in mixture_facts(architecture)}
+    """The keys of a mixture's numbers. Raises UnsupportedError for a width that no key can say."""
+    own = architecture.experts
+    assert own is not None, "the model has a mixture"
+    made = {fact.key(form): getattr(mixture, fact.field) for fact in mixture_facts(architecture)}
+    if own.n_shared:
+        count, rest = divmod(mixture.d_shared, mixture.d_ffn)
+        if rest:
+            raise UnsupportedError(
+                f"an MLP for all tokens of width {mixture.d_shared}, which is not a multiple of the experts'"
+            )
+        made |= {SHARED_COUNT: count} if form == "gguf" else {own.n_shared: count}
+        if form == "gguf":
+            made[SHARED_WIDTH] = mixture.d_shared
+    if form == "hf" and isinstance(own.bias, str):
+        made[own.bias] = mixture.has_bias
+    return made
+
+
+def leading_dense(keys: Keys, form: Format, architecture: Architecture, n_layers: int) -> int:
+    """The number of layers with an MLP before the first with a mixture."""
+    own = architecture.experts
+    if own is None or not own.n_dense:
+        return 0
+    return keys.whole(LEADING_DENSE if form == "gguf" else own.n_dense, 0, least=0, most=n_layers)
+
+
+def write_leading_dense(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, int]:
+    """The key of that number. Raises UnsupportedError if dense layers follow one with a mixture."""
+    own, dense = architecture.experts, [layer.is_dense for layer in config.layers]
+    if own is None or not (own.n_dense or any(dense)):
+        return {}
+    n_dense = sum(dense)
+    if not all(dense[:n_dense]) or not own.n_dense:
+        raise UnsupportedError(f"files of {architecture.name} have no key for dense layers such as these")
+    return {LEADING_DENSE if form == "gguf" else own.n_dense: n_dense}
 
 
 def write_numbers(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kukri.interp.attention import seen_keys
 from kukri.interp.recurrence import DeltaRule
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
+from kukri.kernels.expert_choice import choose
 from kukri.kernels.host_step import check_routes
 from kukri.kernels.op_set import EmbedBy, GateBy, Program
 from kukri.kernels.rope_rows import RopeRows
@@ -326,19 +327,20 @@ class Tape:
         return self._new((high + 1) * low * s, pull)
 
     def route(self, logits: Variable, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
-        """The derivative is that of the softmax. Which experts are chosen has none."""
-        order = np.argsort(-logits.x, axis=1, kind="stable")[:, : routing.n_used]
+        """The derivative is that of the scores and of what divides them. Which are chosen has none."""
+        choice = choose(logits.x, routing)
         is_chosen = np.zeros(logits.x.shape, np.bool_)
-        np.put_along_axis(is_chosen, order, True, axis=1)
-        counted = np.where(is_chosen, logits.x, np.float32(-np.inf)) if routing.normalized else logits.x
-        shares = np.exp(counted - counted.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
+        np.put_along_axis(is_chosen, choice.numbers, True, axis=1)
+        scores = choice.scores
+        slope = scores * (1 - scores) if routing.by_sigmoid else scores
+        counted = is_chosen if routing.normalized else np.full_like(is_chosen, not routing.by_sigmoid)
+        shares = np.where(is_chosen, scores / choice.total, np.float32(0))
 
         def pull(g: FloatArray) -> None:
-            own = np.where(is_chosen, g, np.float32(0))
-            logits.add(shares * (own - (own * shares).sum(-1, keepdims=True)))
+            both = np.where(counted, (g * shares).sum(-1, keepdims=True), np.float32(0))
+            logits.add(slope * (np.where(is_chosen, g, np.float32(0)) - both) / choice.total)
 
-        weights = self._new(np.where(is_chosen, shares, np.float32(0)), pull)
+        weights = self._new(shares, pull)
         if routing.scales is not None:
             weights = self._scaled_columns(weights, routing.scales.data)
         if tap is not None:
@@ -417,6 +419,11 @@ class Tape:
     def tanh(self, x: Variable) -> Variable:
         """The derivative is 1 - tanh^2."""
         return self.softcap(x, 1.0)
+
+    def relu_squared(self, x: Variable) -> Variable:
+        """The derivative is 2 max(x, 0)."""
+        positive = np.maximum(x.x, np.float32(0))
+        return self._new(positive**2, lambda g: x.add(g * 2 * positive))
 
     def logit_rows(self, x: Variable, batch: TextRows) -> Variable:
         """All rows: the metric sees all."""

@@ -123,8 +123,11 @@ class Ops(Protocol):
     def tanh(self, x: Tensor) -> Tensor:
         """The hyperbolic tangent of each number."""
 
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """max(x, 0)^2 (So et al. 2021)."""
+
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:
-        """Chooses experts by the logits [T, E] of a router; of equal logits, the first -> routes.
+        """Chooses experts by the logits [T, E] of a router; of equal scores, the first -> routes.
 
         `tap` (name, layer) sees the weights [T, E], 0 for experts that are not used, and may change them: an
         expert is used unless its weight is 0. Raises HookError if that leaves more than `n_used`.

@@ -20,6 +20,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
+from kukri.kernels.expert_choice import choose
 from kukri.kernels.host_step import (
     HostLogits,
     StateStep,
@@ -427,16 +428,19 @@ class ReferenceOps:
         y: FloatArray = np.tanh(x)
         return y
 
+    def relu_squared(self, x: FloatArray) -> FloatArray:
+        """max(x, 0)^2."""
+        y: FloatArray = np.square(np.maximum(x, np.float32(0)))
+        return y
+
     def route(
         self, logits: FloatArray, routing: Routing, tap: tuple[str, int | None] | None = None
     ) -> Routes:
-        """The softmax of the largest n_used logits of each row, or their shares in that of all."""
-        order = np.argsort(-logits, axis=1, kind="stable")[:, : routing.n_used]
-        chosen = np.take_along_axis(logits, order, axis=1)
-        shares = np.exp(chosen - chosen[:, :1])
-        total = shares if routing.normalized else np.exp(logits - chosen[:, :1])
+        """The scores of the chosen experts, each divided by the token's total."""
+        choice = choose(logits, routing)
         weights = np.zeros(logits.shape, np.float32)
-        np.put_along_axis(weights, order, shares / total.sum(axis=1, keepdims=True), axis=1)
+        scores = np.take_along_axis(choice.scores, choice.numbers, axis=1)
+        np.put_along_axis(weights, choice.numbers, scores / choice.total, axis=1)
         if routing.scales is not None:
             weights *= routing.scales.data
         if tap is not None:

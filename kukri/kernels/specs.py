@@ -12,16 +12,29 @@ from kukri.kernels.constants import Vector
 
 @dataclass(frozen=True)
 class Routing:
-    """The choice of experts for a token: the `n_used` of `n_experts` that have the largest logits.
+    """The choice of experts for a token: the `n_used` of `n_experts` that have the largest scores.
 
-    An expert's weight is its share in the softmax of all logits, or, if `normalized`, of the chosen ones: the
-    weights of a token then have the sum 1. `scales` [E] multiply the weights after that.
+    A score is a logit's share in the softmax of all, or its sigmoid (`by_sigmoid`). It is the expert's
+    weight; if `normalized` a token's weights are divided by their sum. `scales` [E] multiply them after that.
+
+    `bias` [E] is added to scores for the choice alone. Of `n_groups` groups of neighbours only the experts of
+    `n_groups_used` are chosen from: those whose `n_best` largest scores, bias included, have the largest sum.
     """
 
     n_experts: int
     n_used: int
     normalized: bool
     scales: Vector | None = None
+    by_sigmoid: bool = False
+    bias: Vector | None = None
+    n_groups: int = 1
+    n_groups_used: int = 1
+    n_best: int = 2
+
+    @property
+    def chooses_by_logits(self) -> bool:
+        """True if the order of scores is that of logits, and nothing else decides."""
+        return self.bias is None and self.n_groups == 1
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,14 @@ class ExpertKeys:
     # safetensors hold one tensor of all experts (experts, in, out), or MXFP4 blocks of (experts, out, in),
     # with gate's and up's outputs in turns
     is_interleaved: bool = False
+    n_used: str = "num_experts_per_tok"
+    by_sigmoid: bool = False  # scores are sigmoids
+    bias: str | bool = False  # scores have a bias to choose by: always, never, or a key that says
+    scale: str = ""  # factor of a token's weights; "": none
+    groups: tuple[str, str] | None = None  # numbers of groups, and of those used
+    d_shared: str = ""  # width of the MLP that each token passes too; "": see `n_shared`
+    n_shared: str = ""  # the same, in widths of an expert; "": no such MLP
+    n_dense: str = ""  # leading layers with an MLP in place of a mixture; "": none
 
 
 @dataclass(frozen=True)

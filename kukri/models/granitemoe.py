@@ -1,4 +1,4 @@
-"""Granite 3's mixtures (IBM 2024): Granite with experts in place of each MLP."""
+"""Granite 3's mixtures (IBM 2024): Granite with experts in place of MLPs; some have one for all tokens too."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ScaledMixture(Mixture):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         self.scale = config.residual_scale
+        self.finish = self.scaled
 
-    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + factor * mixture(x), both [T, D]."""
-        found = ops.scale(self.experts(ops, x, None, "mlp.hook_experts_out"), self.scale)
-        return ops.add(ops.tap("hook_mlp_out", self.layer, found), residual)
+    def scaled(self, ops: Ops, x: Tensor) -> Tensor:
+        """x, multiplied [T, D]."""
+        return ops.scale(x, self.scale)
 
 
 class GraniteMoeBlock(Block):
@@ -44,20 +44,40 @@ class GraniteMoe(Granite):
     block_type: Any = GraniteMoeBlock
 
 
+_EXPERTS = {
+    "block_sparse_moe.router.layer": ("mlp.gate",),
+    "block_sparse_moe.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+    "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
+    "shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared_mlp.output_linear": ("mlp.shared_experts.down_proj",),
+}
+
+
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    """GGUF has one name for models with an MLP for all tokens and without."""
+    if config.mixture is not None and config.mixture.d_shared:
+        keys |= {"model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"]}
+    else:
+        keys.pop("shared_intermediate_size")
+
+
 GRANITEMOE = replace(
     GRANITE,
     name="granitemoe",
     model=GraniteMoe,
     hf_class="GraniteMoeForCausalLM",
     gguf="granitemoe",
-    joined={
-        "block_sparse_moe.router.layer": ("mlp.gate",),
-        "block_sparse_moe.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
-        "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
-    },
+    joined=_EXPERTS,
     reads={"attention_bias"},
     ignores={"output_router_logits", "router_aux_loss_coef"},
     defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
     biases={"self_attn": "attention_bias"},
-    experts=ExpertKeys("num_local_experts", "intermediate_size", True, gguf_normalized=True),
+    experts=ExpertKeys(
+        *("num_local_experts", "intermediate_size", True),
+        gguf_normalized=True,
+        d_shared="shared_intermediate_size",
+    ),
+    write_hf=_write_hf,
 )
+
+GRANITEMOESHARED = replace(GRANITEMOE, name="granitemoeshared", hf_class="GraniteMoeSharedForCausalLM")

@@ -17,10 +17,11 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
 from kukri.models.architecture import ExpertKeys, RecurrentKeys, set_rotating
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
+from kukri.models.granitemoe import ScaledMixture
 from kukri.models.keys import Keys
-from kukri.models.layers import GatedMLP, Linear, RMSNorm, Scaled
+from kukri.models.layers import Linear, RMSNorm, Scaled
 from kukri.models.llama import Block
-from kukri.models.mixture import Mixture
+from kukri.models.mixture import SharedMLP
 from kukri.models.recurrent import Convolution, state_layer
 from kukri.models.weights import WeightSource
 
@@ -57,28 +58,12 @@ class Mamba2:
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 
-class SharedMLP(GatedMLP):
-    """A gated MLP that each token passes in addition to its experts."""
-
-    def __call__(self, ops: Ops, x: Tensor, residual: Tensor = None) -> Tensor:
-        """mlp(x) [T, D], with nothing added."""
-        gate, up = self.gate_up.parts(ops, x)
-        hidden = ops.tap("mlp.hook_shared_post", self.layer, self.activate(ops, gate, up))
-        return ops.tap("mlp.hook_shared_out", self.layer, self.down(ops, hidden))
-
-
-class SharedMixture(Mixture):
+class SharedMixture(ScaledMixture):
     """The sum of a mixture and an MLP for all tokens, multiplied before it joins the stream."""
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         self.shared = SharedMLP(source, f"{name.removesuffix('mlp')}shared_mlp", config, layer)
-        self.scale = config.residual_scale
-
-    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + factor * (mixture(x) + mlp(x)), both [T, D]."""
-        both = ops.scale(self.experts(ops, x, self.shared(ops, x), "mlp.hook_experts_out"), self.scale)
-        return ops.add(ops.tap("hook_mlp_out", self.layer, both), residual)
 
 
 class DenseBlock(GraniteBlock):

@@ -244,7 +244,7 @@ class GatedMLP:
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
         names = [f"{name}.{part}" for part in self.in_names]
-        d_ffn = config.mlp_width(layer)
+        d_ffn = self.width(config, layer)
         self.gate_up = Linear(source, names, (d_ffn, d_ffn), config.d_model)
         self.down: Callable[..., Tensor]
         self.down = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), d_ffn)
@@ -256,6 +256,10 @@ class GatedMLP:
         up = ops.tap("mlp.hook_pre_linear", self.layer, up)
         hidden = ops.tap("mlp.hook_post", self.layer, self.activate(ops, gate, up))
         return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
+
+    def width(self, config: ModelConfig, layer: int) -> int:
+        """The width of what the activation makes."""
+        return config.mlp_width(layer)
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up; architectures with another activation say otherwise."""
@@ -278,8 +282,22 @@ class MLP:
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""
         hidden = ops.tap("mlp.hook_pre", self.layer, self.up(ops, x))
-        hidden = ops.tap("mlp.hook_post", self.layer, ops.gelu(hidden, self.is_exact))
+        hidden = ops.tap("mlp.hook_post", self.layer, self.activate(ops, hidden))
         return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
+
+    def activate(self, ops: Ops, x: Tensor) -> Tensor:
+        """gelu(x); architectures with another activation say otherwise."""
+        return ops.gelu(x, self.is_exact)
+
+
+class SquaredReluMLP(MLP):
+    """down(max(up(x), 0)^2)."""
+
+    up_name, down_name = "up_proj", "down_proj"
+
+    def activate(self, ops: Ops, x: Tensor) -> Tensor:
+        """max(x, 0)^2."""
+        return ops.relu_squared(x)
 
 
 def _vector(source: WeightSource, name: str, size: int) -> Vector:

@@ -34,6 +34,7 @@ class Block:
     norm_type: Callable[..., Any] = RMSNorm
     attention_type: Callable[..., Any] = Attention
     mlp_type: Callable[..., Any] = GatedMLP
+    dense_type: Callable[..., Any] = GatedMLP  # takes the place of a mixture in dense layers
     recurrent_type: Callable[..., Any] | None = None  # takes the place of attention in recurrent layers
     attention_norm_name, mlp_norm_name = "input_layernorm", "post_attention_layernorm"
     attention_name, recurrent_name, mlp_name = "self_attn", "", "mlp"
@@ -49,7 +50,8 @@ class Block:
         else:
             self.attention = self.attention_type(source, f"{name}.{self.attention_name}", config, layer)
         self.mlp_norm = self.norm_type(source, f"{name}.{self.mlp_norm_name}", config.d_model, eps)
-        self.mlp = self.mlp_type(source, f"{name}.{self.mlp_name}", config, layer)
+        mlp_type = self.dense_type if config.layers[layer].is_dense else self.mlp_type
+        self.mlp = mlp_type(source, f"{name}.{self.mlp_name}", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """x [T, D] -> [T, D]."""

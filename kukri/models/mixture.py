@@ -1,17 +1,22 @@
-"""Mixtures of experts: a router chooses a few of many small MLPs for each token (Shazeer et al. 2017)."""
+"""Mixtures of experts: a router chooses a few of many small MLPs for each token (Shazeer et al. 2017).
+
+Some have an MLP for all tokens besides, and of these some multiply its result by a gate: a mixture of one
+expert, whose weight is a sigmoid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.kernels.constants import Vector
+from kukri.kernels.constants import Experts, Vector, Weight
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import Routing
-from kukri.models.layers import Linear
+from kukri.models.layers import GatedMLP, Linear
 from kukri.models.weights import WeightSource
+from kukri.quant.types import QUANT_TYPES
 
 
 class ExpertLinear:
@@ -40,6 +45,49 @@ class ExpertLinear:
         return ops.expert_linear(x, routes, self.experts, self.bias)
 
 
+class SharedMLP(GatedMLP):
+    """A gated MLP that each token passes in addition to its experts."""
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor = None) -> Tensor:
+        """mlp(x) [T, D], with nothing added unless a residual is given."""
+        gate, up = self.gate_up.parts(ops, x)
+        hidden = ops.tap("mlp.hook_shared_post", self.layer, self.activate(ops, gate, up))
+        return self.down(ops, hidden, residual, ("mlp.hook_shared_out", self.layer))
+
+    def width(self, config: ModelConfig, layer: int) -> int:
+        """The mixture's, or that of the model's MLPs."""
+        assert config.mixture is not None, "it stands next to one"
+        return config.mixture.d_shared or config.mlp_width(layer)
+
+
+class GatedSharedMLP:
+    """sigmoid(gate(x)) * mlp(x), of all tokens: a mixture of one expert."""
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        assert config.mixture is not None, "it stands next to one"
+        self.layer, d_model, d_ffn = layer, config.d_model, config.mixture.d_shared
+        self.routing = Routing(1, 1, normalized=False, by_sigmoid=True)
+        gate = f"{name}.shared_expert_gate.weight"
+        row = np.ascontiguousarray(source.vector(gate, d_model)).view(np.uint8)
+        self.gate = Weight(row.reshape(1, -1), QUANT_TYPES["F32"], (1, d_model), gate)
+
+        def matrix(part: str, n_out: int, n_in: int) -> Experts:
+            stored = f"{name}.shared_experts.{part}.weight"
+            return Experts((source.matrix(stored, (n_out, n_in)),), stored)
+
+        self.gate_up = tuple(matrix(part, d_ffn, d_model) for part in ("gate_proj", "up_proj"))
+        self.down = (matrix("down_proj", d_model, d_ffn),)
+        self.widths = (d_ffn, d_ffn)
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + this of x, both [T, D]."""
+        routes = ops.route(ops.linear(x, (self.gate,)), self.routing, ("mlp.hook_shared_gate", self.layer))
+        gate, up = ops.split(ops.expert_linear(x, routes, self.gate_up), self.widths)
+        hidden = ops.tap("mlp.hook_shared_post", self.layer, ops.gated(up, gate, "silu"))
+        out = ops.expert_linear(hidden, routes, self.down)
+        return ops.combine(out, routes, residual, ("mlp.hook_shared_out", self.layer))
+
+
 class Mixture:
     """The weighted sum of the chosen experts, each down(silu(gate(x)) * up(x)).
 
@@ -48,28 +96,57 @@ class Mixture:
 
     router_name = "gate"
     has_biases = False
+    finish: Callable[[Ops, Tensor], Tensor] | None = None  # of the result [T, D], before it joins the stream
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         mixture = config.mixture
         assert mixture is not None, "the configuration's readers see to that"
         n, d_ffn = mixture.n_experts, mixture.d_ffn
         self.layer = layer
-        self.routing = Routing(n, mixture.n_used, mixture.normalized)
+        bias: Vector | None = None
+        if mixture.has_bias:
+            biases = f"{name}.gate.e_score_correction.bias"
+            bias = Vector(source.vector(biases, n), biases)
+        self.routing = Routing(
+            n,
+            mixture.n_used,
+            mixture.normalized,
+            None if mixture.scale == 1 else Vector(np.full(n, mixture.scale, np.float32)),
+            mixture.by_sigmoid,
+            bias,
+            mixture.n_groups,
+            mixture.n_groups_used,
+        )
         self.router = Linear(source, [f"{name}.{self.router_name}"], (n,), config.d_model)
         names = [f"{name}.experts.{part}" for part in ("gate_proj", "up_proj")]
         self.gate_up = ExpertLinear(source, names, (d_ffn, d_ffn), config.d_model, n, self.has_biases)
         down = [f"{name}.experts.down_proj"]
         self.down = ExpertLinear(source, down, (config.d_model,), d_ffn, n, self.has_biases)
 
-    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + mixture(x), both [T, D]."""
-        return self.experts(ops, x, residual, "hook_mlp_out")
+        self.shared: SharedMLP | GatedSharedMLP | None = None
+        if mixture.d_shared:
+            self.shared = self.shared_mlp(source, name, config, layer)
 
-    def experts(self, ops: Ops, x: Tensor, residual: Tensor, tap: str) -> Tensor:
-        """The same, the mixture's part shown to a tap of this name."""
+    def shared_mlp(
+        self, source: WeightSource, name: str, config: ModelConfig, layer: int
+    ) -> SharedMLP | GatedSharedMLP:
+        """The MLP of all tokens."""
+        return SharedMLP(source, f"{name}.shared_experts", config, layer)
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + mixture(x), both [T, D], and the MLP of all tokens."""
+        if self.shared is None and self.finish is None:
+            return self.experts(ops, x, residual, "hook_mlp_out")
+        found = self.experts(ops, x, None, "mlp.hook_experts_out")
+        found = found if self.shared is None else self.shared(ops, x, found)
+        found = found if self.finish is None else self.finish(ops, found)
+        return ops.add(ops.tap("hook_mlp_out", self.layer, found), residual)
+
+    def experts(self, ops: Ops, x: Tensor, residual: Tensor | None, tap: str) -> Tensor:
+        """residual + what the experts make of x, that part shown to a tap of this name."""
         return self.chosen(ops, x, self.router(ops, x), residual, tap)
 
-    def chosen(self, ops: Ops, x: Tensor, logits: Tensor, residual: Tensor, tap: str) -> Tensor:
+    def chosen(self, ops: Ops, x: Tensor, logits: Tensor, residual: Tensor | None, tap: str) -> Tensor:
         """The same for experts that the router's `logits` [T, E] choose."""
         logits = ops.tap("mlp.hook_router_logits", self.layer, logits)
         routes = ops.route(logits, self.routing, ("mlp.hook_expert_weights", self.layer))
@@ -82,3 +159,11 @@ class Mixture:
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """The activation of an expert, of both [T * n_used, F]."""
         return ops.gated(up, gate, "silu")
+
+
+class GatedSharedMixture(Mixture):
+    """A mixture whose MLP for all tokens has a gate."""
+
+    def shared_mlp(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> GatedSharedMLP:
+        """See Mixture.shared_mlp."""
+        return GatedSharedMLP(source, name, config, layer)

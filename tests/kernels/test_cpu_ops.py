@@ -107,6 +107,19 @@ def test_softcap(backend, n_tokens, width):
     assert_close(got[:, :-1], want[:, :-1], relative=1e-5)
 
 
+@pytest.mark.parametrize("n_tokens", [1, 9])
+@pytest.mark.parametrize("width", [16, 1040])
+def test_squared_relu(backend, n_tokens, width):
+    """Would catch squares of negative numbers, and lost columns."""
+    rng = np.random.default_rng(width)
+    x = f32_weight(rng.standard_normal((n_tokens, width)) * 10.0 ** rng.integers(-3, 2, (1, width)))
+
+    def squared(ops, batch):
+        return ops.logit_rows(ops.relu_squared(ops.embed(x, batch)), batch)
+
+    assert_close(*both(backend, squared, plain_batch(n_tokens)), relative=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["silu", "gelu"])
 @pytest.mark.parametrize("n_tokens", [1, 3, 65])
 @pytest.mark.parametrize("width", [16, 96, 1040, 50, 1043])

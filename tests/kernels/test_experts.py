@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kukri.errors import HookError, ShapeError
+from kukri.errors import HookError, MissingKernelError, ShapeError
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Experts, Vector
@@ -127,6 +127,60 @@ def weights_of(backend, logits, routing, on_tap=None):
     )
     result = compiled(plain_batch(len(logits)), listen).numpy().copy()
     return seen[0], result
+
+
+def general(n_experts, n_used, normalized, by_sigmoid, bias, groups):
+    """A routing with a bias of this size, and (n_groups, n_groups_used, n_best)."""
+    offsets = np.random.default_rng(8).standard_normal(n_experts).astype(np.float32) * bias
+    scores = {"by_sigmoid": by_sigmoid, "bias": Vector(offsets) if bias else None}
+    names = ("n_groups", "n_groups_used", "n_best")
+    return Routing(n_experts, n_used, normalized, **scores, **dict(zip(names, groups)))
+
+
+GENERAL = [
+    general(11, 3, True, True, 0.0, (1, 1, 2)),
+    general(11, 3, False, True, 0.3, (1, 1, 2)),
+    general(11, 3, True, False, 0.3, (1, 1, 2)),
+    general(64, 6, True, True, 0.3, (8, 3, 2)),
+    general(24, 5, False, False, 0.0, (4, 2, 1)),
+    general(12, 4, True, True, 2.0, (12, 5, 2)),  # groups of one expert
+    general(1, 1, False, True, 0.0, (1, 1, 2)),  # a gate
+]
+
+
+def by_hand(logits, routing):
+    """The weights [T, E], expert by expert in float64."""
+    weights = np.zeros(logits.shape)
+    for row, logit in zip(weights, logits.astype(np.float64)):
+        scores = 1 / (1 + np.exp(-logit)) if routing.by_sigmoid else np.exp(logit) / np.exp(logit).sum()
+        by = scores + (0 if routing.bias is None else routing.bias.data)
+        groups = np.array_split(np.arange(len(logit)), routing.n_groups)
+        groups.sort(key=lambda group: -sum(sorted(by[group])[::-1][: routing.n_best]))
+        allowed = np.concatenate(groups[: routing.n_groups_used])
+        used = sorted(allowed, key=lambda i: -by[i])[: routing.n_used]
+        row[used] = scores[used] / (scores[used].sum() if routing.normalized else 1)
+    return weights
+
+
+@pytest.mark.parametrize("routing", GENERAL, ids=range(len(GENERAL)))
+def test_routing_in_general(backend, routing: Routing) -> None:
+    """A bias in the weights; groups judged by all their experts, or by none; a softmax for a sigmoid."""
+    rng, x, logits = case(3, 17, 64, routing)
+    want = by_hand(np.float32(logits), routing)
+    for each in (ReferenceBackend(), backend):
+        np.testing.assert_allclose(weights_of(each, logits, routing)[0], want, rtol=1e-5, atol=1e-7)
+    program = whole_mixture(rng, "F32", routing, x, logits)
+    assert_close(*both(backend, program, plain_batch(17)), relative=1e-5)
+    pytest.importorskip("torch")
+    assert_close(*both(make_backend("torch"), program, plain_batch(17)), relative=1e-5)
+
+
+def test_more_groups_than_a_kernel_has_room_for_are_refused(backend) -> None:
+    """Sums of groups beyond the kernel's memory."""
+    routing = general(128, 2, True, True, 0.3, (128, 3, 2))
+    rng, x, logits = case(3, 5, 64, routing)
+    with pytest.raises(MissingKernelError, match="up to 64"):
+        run(backend, whole_mixture(rng, "F32", routing, x, logits), plain_batch(5))
 
 
 @pytest.mark.parametrize("normalized", [True, False])

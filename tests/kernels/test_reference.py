@@ -101,6 +101,7 @@ def test_head_norm_layer_norm_and_gelu_match_torch() -> None:
     want = torch.nn.functional.layer_norm(t(x), (48,), t(w), t(bias), 1e-3)
     np.testing.assert_allclose(ops.layer_norm(x, Vector(w), Vector(bias), 1e-3), want.numpy(), **CLOSE)
     x = x * 4
+    np.testing.assert_array_equal(ops.relu_squared(x), torch.relu(t(x)).square().numpy())
     want = torch.nn.functional.gelu(t(x), approximate="tanh")
     np.testing.assert_allclose(ops.gelu(x), want.numpy(), **CLOSE)
     assert (torch.nn.functional.gelu(t(x)) - want).abs().max() > 1e-4

@@ -203,7 +203,7 @@ def test_every_parameter_is_listed_once(name: str) -> None:
     """A bias or norm of one architecture missing from the listing."""
     hf, config, source = make(name)
     model = load_model(source, config)
-    factors = [b for key, b in hf.named_buffers() if key.endswith("layer_scalar")]
+    factors = [b for key, b in hf.named_buffers() if key.endswith(("layer_scalar", "bias"))]
     assert model.n_parameters == sum(p.numel() for p in (*hf.parameters(), *factors))
     listed = {p.name: p.shape for p in model.parameters}
     assert listed == {key: array.shape for key, array in source.arrays.items()}
@@ -245,17 +245,25 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "phi": 8,
         "qwen3_5_text": 8,
         "qwen3_5_text-grouped": 8,
+        "qwen3_5_moe_text": 8,
+        "glm4_moe": 8,
+        "nemotron": 8,
         "phi-grouped": 8,
         "stablelm": 8,
         "gemma4_text": 2 * D_HEAD,
         "gemma4_text-keys": 2 * D_HEAD,
         "gemma4_moe_text": 2 * D_HEAD,
     }
-    for name in ("exaone4-windows", "cohere2"):
+    for name in ("exaone4-windows", "cohere2", "afmoe"):
         assert {(layer.use_rope, layer.window) for layer in configs[name].layers} == {
             (True, 7),
             (False, None),
         }
+    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "afmoe"):
+        assert {layer.is_dense for layer in configs[name].layers} == {True, False}
+    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "afmoe"):
+        assert (bias := make(name)[2].arrays["model.layers.3.mlp.gate.e_score_correction.bias"]).std() > 0.1
+        assert len(bias) == 8
     kinds = {name: c.rope.scaling.kind for name, c in configs.items() if c.rope.scaling}
     assert kinds == {
         "llama": "llama3",
@@ -295,6 +303,13 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("glm4", "post_mlp_layernorm.weight", "self_attn.o_proj.bias"),
         ("cohere2", "input_layernorm.weight", "post_attention_layernorm.weight"),
         ("granitemoe", "mlp.gate.weight", "mlp.up_proj.weight"),
+        ("arcee", "mlp.up_proj.bias", "mlp.gate_proj.weight"),
+        ("nemotron", "input_layernorm.bias", "mlp.gate_proj.weight"),
+        ("granitemoeshared", "mlp.shared_experts.up_proj.weight", "mlp.up_proj.weight"),
+        ("qwen2_moe", "mlp.shared_expert_gate.weight", "mlp.up_proj.weight"),
+        ("qwen3_5_moe_text", "linear_attn.A_log.weight", "mlp.up_proj.weight"),
+        ("afmoe", "self_attn.gate_proj.weight", "self_attn.q_proj.bias"),
+        ("hunyuan_v1_moe", "mlp.shared_experts.up_proj.weight", "mlp.up_proj.weight"),
         ("olmo", "mlp.up_proj.weight", "input_layernorm.weight"),
         ("stablelm", "input_layernorm.bias", "self_attn.o_proj.bias"),
         ("phi", "input_layernorm.bias", "post_attention_layernorm.weight"),

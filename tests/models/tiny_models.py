@@ -107,6 +107,42 @@ def _qwen3_5(n_heads: int) -> Tiny:
     )  # fmt: skip
 
 
+def _qwen3_5_moe() -> Tiny:
+    """The same with a mixture."""
+    tiny = _qwen3_5(4)
+    mixture = {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    lengths = {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 48}
+    return replace(
+        tiny,
+        hf_type="Qwen3_5MoeText",
+        gguf_arch="qwen35moe",
+        hf={**tiny.hf, **mixture, "initializer_range": 0.1},  # float32 itself is 2e-4 off at 0.15
+        mixture=MixtureConfig(8, 3, 32, normalized=True, d_shared=48),
+        keys={**(tiny.keys or {}), **_EXPERT_KEYS, **lengths, "feed_forward_length": 32},
+        facts={**tiny.facts, "d_ffn": 32},
+    )
+
+
+def _granitemoe(d_shared: int) -> Tiny:
+    """Granite 3's mixture with an MLP for all tokens of this width, or without."""
+    shared = {"shared_intermediate_size": d_shared} if d_shared else {}
+    return Tiny(
+        "GraniteMoeShared" if d_shared else "GraniteMoe", "granitemoe",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.375, "residual_multiplier": 0.625,
+         "logits_scaling": 1.75, "num_local_experts": 8, "num_experts_per_tok": 3, **shared},
+        facts={"embedding_scale": 3.0, "attention_scale": 0.375, "residual_scale": 0.625,
+               "logits_divisor": 1.75},
+        mixture=MixtureConfig(8, 3, F, normalized=True, d_shared=d_shared),
+        keys={"embedding_scale": 3.0, "attention.scale": 0.375, "residual_scale": 0.625, "logit_scale": 1.75,
+              **_EXPERT_KEYS, **({"expert_shared_feed_forward_length": d_shared} if d_shared else {})},
+    )  # fmt: skip
+
+
+def _dense(layer: LayerConfig) -> LayerConfig:
+    """The same with an MLP in place of a mixture."""
+    return replace(layer, is_dense=True)
+
+
 # of a layer with a window, beside which others have heads of twice the size
 _NARROW: dict[str, Any] = {"window": 7, "rope": RopeConfig(500.0, D_HEAD), "d_head": D_HEAD}
 
@@ -309,15 +345,67 @@ TINY: dict[str, Tiny] = {
         tied=True, is_paired=True, facts={"logits_divisor": 4.0},
         keys={"attention.sliding_window": 7, "logit_scale": 0.25, "attention.layer_norm_epsilon": 1e-5},
     ),
-    "granitemoe": Tiny(
-        "GraniteMoe", "granitemoe",
-        {"embedding_multiplier": 3.0, "attention_multiplier": 0.375, "residual_multiplier": 0.625,
-         "logits_scaling": 1.75, "num_local_experts": 8, "num_experts_per_tok": 3},
-        facts={"embedding_scale": 3.0, "attention_scale": 0.375, "residual_scale": 0.625,
-               "logits_divisor": 1.75},
-        mixture=MixtureConfig(8, 3, F, normalized=True),
-        keys={"embedding_scale": 3.0, "attention.scale": 0.375, "residual_scale": 0.625, "logit_scale": 1.75,
-              **_EXPERT_KEYS},
+    "granitemoe": _granitemoe(0),
+    "granitemoeshared": _granitemoe(48),
+    "arcee": Tiny("Arcee", "arcee", {"mlp_bias": True}),
+    "nemotron": Tiny(
+        "Nemotron", "nemotron", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        rotary_dim=8, norm_offset=1.0,
+    ),
+    "qwen2_moe": Tiny(
+        "Qwen2Moe", "qwen2moe",
+        {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+        mixture=MixtureConfig(8, 3, 32, normalized=False, d_shared=48),
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 48},
+    ),
+    "qwen3_5_moe_text": _qwen3_5_moe(),
+    "lfm2_moe": Tiny(
+        "Lfm2Moe", "lfm2moe",
+        {**_EXPERTS, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 2,
+         "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
+        layers=(_dense(RECURRENT), _dense(RECURRENT), FULL, RECURRENT), tied=True,
+        recurrent=RecurrentConfig(3),
+        mixture=MixtureConfig(8, 3, 32, normalized=True, by_sigmoid=True, has_bias=True, scale=1.5),
+        keys={"attention.head_count_kv": np.array([0, 0, KV_HEADS, 0], np.int32), "shortconv.l_cache": 3,
+              **_EXPERT_KEYS, "expert_feed_forward_length": 32, "leading_dense_block_count": 2,
+              "expert_gating_func": 2, "expert_weights_scale": 1.5},
+    ),
+    "ernie4_5_moe": Tiny(
+        "Ernie4_5_Moe", "ernie4_5-moe",
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2},
+        layers=(_dense(FULL), FULL, FULL, FULL), tied=True, is_paired=True,
+        mixture=MixtureConfig(8, 3, 32, normalized=True, has_bias=True, d_shared=64),
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 2,
+              "expert_shared_feed_forward_length": 64, "leading_dense_block_count": 1,
+              "interleave_moe_layer_step": 1, "expert_gating_func": 1},
+    ),
+    "glm4_moe": Tiny(
+        "Glm4Moe", "glm4moe",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
+         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+         "rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        layers=(_dense(FULL), FULL, FULL, FULL), rotary_dim=8,
+        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
+                              scale=2.5, d_shared=64),
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 2,
+              "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
+              "expert_weights_scale": 2.5, "expert_group_count": 4, "expert_group_used_count": 2},
+    ),
+    "afmoe": Tiny(
+        "Afmoe", "afmoe",
+        {**_EXPERTS, "moe_intermediate_size": 32, "num_shared_experts": 2, "route_scale": 1.5,
+         "sliding_window": 7, "mup_enabled": True},
+        layers=(_dense(*_windows(7)), *_windows(7, 7), NOPE),
+        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, scale=1.5, d_shared=64),
+        facts={"embedding_scale": 8.0},
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 2,
+              "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
+              "expert_weights_scale": 1.5, "attention.sliding_window": 7},
+    ),
+    "hunyuan_v1_moe": Tiny(
+        "HunYuanMoEV1", "hunyuan-moe", {"num_experts": 8, "moe_topk": 3},
+        mixture=MixtureConfig(8, 3, F, normalized=True, d_shared=F),
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": F, "expert_shared_feed_forward_length": F},
     ),
     "olmo3": Tiny(
         "Olmo3", "olmo2",
@@ -373,6 +461,8 @@ def make(
         for key, buffer in hf.named_buffers():
             if key.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(1))
+            elif key.endswith("bias"):  # of routers
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     sizes = {"d_head": D_HEAD, "d_ffn": F, **tiny.facts}
     config = ModelConfig(
         architecture=name.split("-")[0],
@@ -392,14 +482,16 @@ def make(
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
     state = dict(_named(key, tensor) for key, tensor in state.items())
+    state = {_canonical(key, name.split("-")[0]): tensor for key, tensor in state.items()}
     if name.startswith("granitemoe"):
-        state = _of_granite(state, "shared_mlp" if tiny.mixture else "mlp")
+        shared = "mlp.shared_experts" if tiny.mixture and tiny.mixture.d_shared else "shared_mlp"
+        state = _of_granite(state, shared if tiny.mixture else "mlp")
     if name == "gemma4_moe_text":
         state = {key.replace(".router.proj", ".mlp.gate").replace(".experts", ".mlp.experts"): tensor
                  for key, tensor in state.items()}  # fmt: skip
     made = TorchSource(_with_experts_apart(state))
     for key in made.arrays:
-        is_norm = "norm" in key and "linear_attn" not in key
+        is_norm = key.endswith("norm.weight") and "linear_attn" not in key
         made.arrays[key] = made.arrays[key] + np.float32(tiny.norm_offset if is_norm else 0.0)
     if config.has_gates:  # rows of a head's query and gate apart
         for key in [key for key in made.arrays if "q_proj" in key]:
@@ -420,12 +512,24 @@ def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """A parameter of transformers' as kukri names it and has it."""
     if key.endswith(".A_log"):
         return f"{key}.weight", -torch.exp(tensor)
+    if key.endswith(("shared_expert_gate.weight", "e_score_correction_bias", "expert_bias")):
+        return key.replace("_bias", ".bias"), tensor.reshape(-1)
     key = (
         f"{key}.weight"
         if key.endswith((".D", ".layer_scalar", "_scale", ".scale"))
         else key.replace(".dt_bias", ".dt_proj.bias")
     )
     return key, tensor[:, 0] if is_convolution(key) else tensor
+
+
+def _canonical(key: str, architecture: str) -> str:
+    """A tensor's name as kukri has it, if it is the only one of its row in `Architecture.joined`."""
+    key = key.replace("feed_forward.experts.", "mlp.experts.")  # which are one tensor in transformers
+    key = key.replace(".gate.moe_statics.", ".moe_statics.")  # as files have it
+    for stored, modules in ARCHITECTURES[architecture].joined.items():
+        if len(modules) == 1:
+            key = re.sub(rf"(\.\d+\.){re.escape(stored)}(?=\.\w+$)", rf"\1{modules[0]}", key)
+    return key
 
 
 def _of_granite(state: Mapping[str, torch.Tensor], mlp: str) -> dict[str, torch.Tensor]:
@@ -484,7 +588,7 @@ def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 # whose converter puts rows of q and k in pairs
 _IN_PAIRS = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "ernie4_5", "glm4", "olmo")
-_IN_PAIRS += ("cohere2",)
+_IN_PAIRS += ("cohere2", "arcee", "ernie4_5-moe")
 _SHARED = re.compile(r"shared_mlp\.(?:gate|up|down)_proj")  # which gguf has under other models' name
 
 
@@ -590,7 +694,7 @@ def as_read(name: str, config: ModelConfig) -> ModelConfig:
     named = {a.gguf: a.name for a in sorted(of_kind, key=lambda a: a.name == a.gguf)}
     architecture = named[TINY[name].gguf_arch]
     rope = replace(config.rope, scaling=scaling)
-    if architecture == "qwen3_5_text" and config.recurrent is not None:
+    if architecture.startswith("qwen3_5") and config.recurrent is not None:
         are_tiled = config.recurrent.n_heads != config.recurrent.n_groups
         config = replace(config, recurrent=replace(config.recurrent, are_tiled=are_tiled))
     return replace(config, architecture=architecture, rope=rope, name="tiny")

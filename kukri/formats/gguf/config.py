@@ -12,12 +12,17 @@ import numpy as np
 from kukri.config import PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
+    LEADING_DENSE,
+    SHARED_COUNT,
+    SHARED_WIDTH,
     by_layer,
     facts,
+    leading_dense,
     mixture_facts,
     read_mixture,
     read_numbers,
     read_recurrent,
+    write_leading_dense,
     write_mixture,
     write_numbers,
     write_recurrent,
@@ -44,6 +49,7 @@ _RECURRENT = "attention.recurrent_layers"
 # and the function that makes them of logits, 1 softmax, 3 softmax of the chosen ones; 0 says nothing.
 _EXPERT_NORM, _EXPERT_FUNCTION = "expert_weights_norm", "expert_gating_func"
 _FUNCTIONS = {False: (0, 1), True: (0, 1, 3)}
+_SIGMOID = 2
 
 READ = ROPE_KEYS | {
     *("attention.value_length", _WINDOW, _PATTERN, NOPE_KEY),
@@ -266,6 +272,10 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     if architecture.recurrent is not None:
         read_here |= {*architecture.recurrent.gguf.values(), _INTERVAL, _RECURRENT}
     read_here |= architecture.gguf_reads
+    read_here |= {fact.gguf for fact in mixture_facts(architecture)}
+    if architecture.experts is not None:
+        read_here |= {LEADING_DENSE} if architecture.experts.n_dense else set()
+        read_here |= {SHARED_COUNT, SHARED_WIDTH} if architecture.experts.n_shared else set()
     neutral = {key: values for key, values in neutral.items() if key not in read_here}
     for key, values in neutral.items():
         if not keys.has(key):
@@ -281,9 +291,13 @@ def _normalized(keys: Keys, architecture: Architecture) -> bool:
     if architecture.experts is None:
         return False
     normalized = architecture.experts.gguf_normalized
+    function = keys.whole(_EXPERT_FUNCTION, 0, least=0)
+    if architecture.experts.by_sigmoid:
+        if function not in (0, _SIGMOID):
+            raise keys.unsupported(_EXPERT_FUNCTION, f"is {function}: kukri runs only a sigmoid (2) here")
+        return keys.flag(_EXPERT_NORM, normalized)
     if keys.flag(_EXPERT_NORM) and not normalized:
         raise keys.unsupported(_EXPERT_NORM, f"is true, which no {architecture.name} is")
-    function = keys.whole(_EXPERT_FUNCTION, 0, least=0)
     if function not in _FUNCTIONS[normalized]:
         raise keys.unsupported(_EXPERT_FUNCTION, f"is {function}: kukri runs only a softmax (1)")
     return normalized
@@ -293,12 +307,15 @@ def _mixture_keys(config: ModelConfig, architecture: Architecture) -> dict[str, 
     mixture = config.mixture
     if mixture is None or architecture.experts is None:
         return {}
+    keys = write_mixture(mixture, "gguf", architecture) | write_leading_dense(config, "gguf", architecture)
+    if mixture.by_sigmoid:
+        return keys | {_EXPERT_FUNCTION: _SIGMOID, _EXPERT_NORM: mixture.normalized}
     if mixture.normalized != architecture.experts.gguf_normalized:
         usual = "normalized" if architecture.experts.gguf_normalized else "not normalized"
         raise UnsupportedError(
             f"readers of GGUF take the weights of {architecture.name}'s experts to be {usual}: these are not"
         )
-    return write_mixture(mixture, "gguf", architecture)
+    return keys
 
 
 def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
@@ -391,12 +408,14 @@ def _layers(keys: Keys, architecture: Architecture, numbers: Mapping[str, Any]) 
         ]
         for field in ("n_kv_heads", "d_ffn")
     )
+    n_dense = leading_dense(keys, "gguf", architecture, n_layers)
     return tuple(
         LayerConfig(
             window=window if windowed[i] else None,
             n_kv_heads=n_kv_heads[i],
             d_ffn=d_ffn[i],
             is_recurrent=recurrent[i],
+            is_dense=i < n_dense,
         )
         for i in range(n_layers)
     )

@@ -12,10 +12,12 @@ from kukri.config import MAX_TOKEN_TYPES, PROBLEM_TYPES, HeadConfig, LayerConfig
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.facts import (
     facts,
+    leading_dense,
     mixture_facts,
     read_mixture,
     read_numbers,
     read_recurrent,
+    write_leading_dense,
     write_mixture,
     write_numbers,
     write_recurrent,
@@ -184,6 +186,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         made["original_max_position_embeddings"] = scaling.original_context if scaling else config.max_context
     if config.mixture is not None and architecture.experts is not None:
         made |= write_mixture(config.mixture, "hf", architecture)
+        made |= write_leading_dense(config, "hf", architecture)
         normalized = architecture.experts.normalized
         if isinstance(normalized, str):
             made[normalized] = config.mixture.normalized
@@ -215,6 +218,7 @@ def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: A
             for part in ("d_head", "n_kv_heads", "kv_from", "keys_are_values")
             if getattr(want, part) != getattr(got, part)
         ]
+        lost += ["dense layers"] if config.layers[i].is_dense != again.layers[i].is_dense else []
         lost += ["MLPs by layer"] if config.mlp_width(i) != again.mlp_width(i) else []
         lost += ["scale of scores"] if not math.isclose(want.scale, got.scale, rel_tol=1e-5) else []
         lost += ["recurrent layers"] if config.layers[i].is_recurrent != again.layers[i].is_recurrent else []
@@ -253,7 +257,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, 
         config = {key: value for key, value in config.items() if key not in architecture.aliases} | newer
     if architecture.experts is not None:  # transformers writes either name and reads both
         other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-        own, name = architecture.experts.n_experts, other[architecture.experts.n_experts]
+        own = architecture.experts.n_experts
+        name = other.get(own)
         if name in config and own not in config:
             config = {own if key == name else key: value for key, value in config.items()}
     return architecture, Keys(config, path, defaults=architecture.defaults)
@@ -277,8 +282,10 @@ def _known(architecture: Architecture) -> frozenset[str]:
     numbers = frozenset(fact.hf for fact in (*facts(architecture), *mixture_facts(architecture)))
     if architecture.recurrent is not None:
         numbers |= {*architecture.recurrent.hf.values(), "layer_types"}
-    if architecture.experts is not None and isinstance(architecture.experts.normalized, str):
-        numbers |= {architecture.experts.normalized}
+    if (own := architecture.experts) is not None:
+        numbers |= {
+            key for key in (own.normalized, own.bias, own.n_shared, own.n_dense) if isinstance(key, str)
+        }
     return numbers | _READ | IGNORED_KEYS | architecture.reads | architecture.ignores
 
 
@@ -393,11 +400,12 @@ def _labels(keys: Keys) -> tuple[str, ...]:
 
 
 def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[LayerConfig, ...]:
-    """Which layers see a window and which are recurrent."""
+    """Which layers see a window, which are recurrent, and which have an MLP in place of a mixture."""
     windows, recurrent = _windows(keys, architecture, n_layers), _recurrent(keys, architecture, n_layers)
+    n_dense = leading_dense(keys, "hf", architecture, n_layers)
     return tuple(
-        LayerConfig(architecture.has_rope, window, is_recurrent=is_recurrent)
-        for window, is_recurrent in zip(windows, recurrent)
+        LayerConfig(architecture.has_rope, window, is_recurrent=is_recurrent, is_dense=i < n_dense)
+        for i, (window, is_recurrent) in enumerate(zip(windows, recurrent))
     )
 
 

@@ -18,7 +18,7 @@ from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.rope import rope_row_order
-from kukri.models.weights import expert_name
+from kukri.models.weights import expert_name, of_experts
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, WRITTEN, QuantType, fitting_type
 
@@ -53,6 +53,8 @@ _EXPERTS = re.compile(
 _UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router)\.weight|.+per_layer.+")
 # parameters without a module
 _BARE = r"sinks|A_log|D|layer_scalar|router\.(?:per_expert_)?scale|(?<=\d\.)experts\.(?:gate_up|down)_proj"
+
+_ONE_ROW = re.compile(r".+\.(?:shared_expert_gate\.weight|moe_statics\.e_score_correction[._]bias)")
 
 # The model below a head, or on its own, has other names in front than a language model's.
 _PREFIXES = (
@@ -115,7 +117,8 @@ class SafetensorsWeights:
         fused, part, n_parts = joined_name(name, self._architecture)
         if fused == name:
             fused, part, n_parts = _fused(name)
-        if self._stored_name(fused) not in self._files and not self._architecture.joined:
+        is_apart = self._stored_name(fused) not in self._files and not is_stacked(name, self._architecture)
+        if is_apart:
             weights = tuple(self.matrix(expert_name(name, i), (n_out, n_in)) for i in range(n))
         else:
             data, kind = self._take(fused, (n, n_parts * n_out, n_in))
@@ -157,7 +160,7 @@ class SafetensorsWeights:
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
-        data, kind = self._take(name, (size,))
+        data, kind = self._take(joined_name(name, self._architecture)[0], (size,))
         values = dequantize(data.reshape(1, -1), kind).reshape(size) + norm_offset(name, self._config)
         values = -np.exp(values) if is_decay(name) else values
         order = self._row_order(name, size)
@@ -256,21 +259,36 @@ def joined_name(name: str, architecture: Architecture) -> tuple[str, int, int]:
 
     That is the tensor itself, the first part of one, unless `Architecture.joined` says otherwise.
     """
-    match = _IN_LAYER.fullmatch(name)
+    name_of_all, expert = of_experts(name)
+    match = _IN_LAYER.fullmatch(name_of_all)
     for stored, modules in architecture.joined.items():
         if match is not None and match["module"] in modules:
             joined = f"{match['layer']}{stored}.{match['kind']}"
+            joined = joined if name == name_of_all else expert_name(joined, expert)
             return joined, modules.index(match["module"]), len(modules)
     return name, 0, 1
 
 
+def is_stacked(name: str, architecture: Architecture) -> bool:
+    """True for experts that safetensors hold in one tensor, by `Architecture.joined`."""
+    stored = joined_name(name, architecture)[0]
+    return stored != name and ".experts." not in stored.removeprefix(_layer_of(stored))
+
+
+def _layer_of(name: str) -> str:
+    match = _IN_LAYER.fullmatch(name)
+    return "" if match is None else match["layer"]
+
+
 def parts_of(name: str, architecture: Architecture) -> list[str]:
     """The tensors that a tensor of safetensors holds: the inverse of `joined_name`."""
-    match = _IN_LAYER.fullmatch(name)
+    name_of_all, expert = of_experts(name)
+    match = _IN_LAYER.fullmatch(name_of_all)
     modules = architecture.joined.get(match["module"], ()) if match is not None else ()
-    return (
-        [f"{match['layer']}{module}.{match['kind']}" for module in modules] if match and modules else [name]
-    )
+    if match is None or not modules:
+        return [name]
+    parts = [f"{match['layer']}{module}.{match['kind']}" for module in modules]
+    return parts if name == name_of_all else [expert_name(part, expert) for part in parts]
 
 
 def first_row(name: str, architecture: Architecture) -> int:
@@ -312,14 +330,22 @@ def is_convolution(name: str) -> bool:
     return name.endswith((".conv.weight", ".conv1d.weight"))
 
 
+def is_one_row(name: str) -> bool:
+    """True for a vector that safetensors hold as a matrix of one row."""
+    return _ONE_ROW.fullmatch(name) is not None
+
+
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor in safetensors, where a convolution is (channels, 1, taps)."""
+    if is_one_row(name):
+        return (1, *shape)
     return (shape[0], 1, *shape[1:]) if is_convolution(name) else shape
 
 
 def parameter_name(name: str) -> str:
     """A tensor's name as models know it, as it is stored: parameters without a module have a short one."""
     name = re.sub(rf"\.({_BARE})\.weight$", r".\1", name)
+    name = re.sub(r"\.(e_score_correction|mlp\.expert|feed_forward\.expert)\.bias$", r".\1_bias", name)
     return re.sub(r"\.dt_proj\.bias$", ".dt_bias", name)
 
 
@@ -358,6 +384,7 @@ def canonical_name(name: str, prefix: str) -> str:
     is_head = not prefix and name.partition(".")[0] in _HEADS
     name = re.sub(rf"\.({_BARE})$", r".\1.weight", name)  # parameters without a module
     name = re.sub(r"\.dt_bias$", ".dt_proj.bias", name)
+    name = re.sub(r"\.(e_score_correction|mlp\.expert|feed_forward\.expert)_bias$", r".\1.bias", name)
     return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) and not is_head else name
 
 

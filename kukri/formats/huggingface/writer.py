@@ -15,7 +15,14 @@ from kukri.config import ModelConfig
 from kukri.errors import FormatError
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
-from kukri.formats.huggingface.weights import is_decay, joined_name, norm_offset, parameter_name, stored_shape
+from kukri.formats.huggingface.weights import (
+    is_decay,
+    is_stacked,
+    joined_name,
+    norm_offset,
+    parameter_name,
+    stored_shape,
+)
 from kukri.formats.unfinished import unfinished
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
@@ -76,6 +83,7 @@ def _joined(tensors: Tensors, architecture: Architecture) -> Tensors:
         dtype, shape, make = tensors[parts[0]]
         if len(parts) > 1:
             shape, make = (*shape[:-2], len(parts) * shape[-2], shape[-1]), maker(parts)
+        shape = stored_shape(name, shape) if len(shape) == 1 else shape
         joined[parameter_name(name)] = (dtype, shape, make)
     return joined
 
@@ -127,18 +135,18 @@ def write_directory(
         name: (dtype, stored_shape(name, weight.shape), partial(made, weight))
         for name, weight in weights.matrices.items()
     }
-    if architecture.joined:
-        for name, experts in weights.stacks.items():
-            tensors[name] = (dtype, experts.shape, partial(all_made, experts))
-        tensors = _joined(tensors, architecture)
-    elif architecture.experts is not None and architecture.experts.is_interleaved:
+    if architecture.experts is not None and architecture.experts.is_interleaved:
         tensors |= _interleaved(weights, target, on_tensor)
     else:
         for name, experts in weights.stacks.items():
+            if is_stacked(name, architecture):
+                tensors[name] = (dtype, experts.shape, partial(all_made, experts))
+                continue
             for i, weight in enumerate(experts.weights):
                 tensors[expert_name(name, i)] = (dtype, weight.shape, partial(made, weight))
     for name, values in weights.vectors.items():
-        tensors[parameter_name(name)] = ("F32", values.shape, partial(vector, name))
+        tensors[name] = ("F32", values.shape, partial(vector, name))
+    tensors = _joined(tensors, architecture)
     torch_name = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
     stated = {**hf_config(config, weights.parameters.keys()), "torch_dtype": torch_name}
     try:

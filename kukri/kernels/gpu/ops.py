@@ -249,13 +249,16 @@ class TritonOps(TorchOps):
         return super().gated(x, gate, by)
 
     def route(self, logits: Any, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
-        """See Ops.route. A tap has PyTorch do it, which reads the device."""
+        """See Ops.route. PyTorch does it for a tap, which reads the device, and for what the kernel lacks."""
         logits = self.floats(logits)
-        if tap is None or tap_name(*tap) not in self.taps:
+        is_plain = routing.chooses_by_logits and not routing.by_sigmoid
+        if is_plain and (tap is None or tap_name(*tap) not in self.taps):
             routes = route_experts.route(logits, routing)
             if routing.scales is not None:
                 routes.weights.mul_(self.constants.vector(routing.scales))
             return routes
+        if not is_plain:
+            self.constants.is_batch_invariant = False  # its sums depend on the number of rows
         routes = super().route(logits, routing, tap)
         return Routes(routes.weights.contiguous(), routes.experts.to(torch.int32))
 
@@ -303,6 +306,10 @@ class TritonOps(TorchOps):
     def tanh(self, x: Any) -> Tensor:
         """See Ops.tanh."""
         return super().tanh(self.floats(x))
+
+    def relu_squared(self, x: Any) -> Tensor:
+        """See Ops.relu_squared."""
+        return super().relu_squared(self.floats(x))
 
     def split(self, x: Any, widths: Sequence[int]) -> tuple[Tensor, ...]:
         """See Ops.split."""

@@ -341,13 +341,26 @@ class TorchOps:
         """The hyperbolic tangent."""
         return torch.tanh(x)
 
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """max(x, 0)^2."""
+        return torch.square(F.relu(x))
+
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
-        """The softmax of the largest n_used logits of each row, or their shares in that of all."""
-        order = torch.sort(logits, descending=True, stable=True).indices[:, : routing.n_used]
-        top = logits.gather(1, order[:, :1])
-        shares = torch.exp(logits.gather(1, order) - top)
-        total = shares if routing.normalized else torch.exp(logits - top)
-        weights = torch.zeros_like(logits).scatter(1, order, shares / total.sum(-1, keepdim=True))
+        """See `kukri.kernels.expert_choice`."""
+        if routing.by_sigmoid:
+            scores, whole = torch.sigmoid(logits), torch.ones_like(logits[:, :1])
+        else:
+            scores = torch.exp(logits - logits.amax(-1, keepdim=True))
+            whole = scores.sum(-1, keepdim=True)
+        by = logits if routing.chooses_by_logits else scores / whole
+        if routing.bias is not None:
+            by = by + self.constants.vector(routing.bias)
+        if routing.n_groups > 1:
+            by = _within_groups(by, routing)
+        order = torch.sort(by, descending=True, stable=True).indices[:, : routing.n_used]
+        shares = scores.gather(1, order)
+        total = shares.sum(-1, keepdim=True) if routing.normalized else whole
+        weights = torch.zeros_like(logits).scatter(1, order, shares / total)
         if routing.scales is not None:
             weights = weights * self.constants.vector(routing.scales)
         if tap is not None:
@@ -476,6 +489,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
     first, second = heads[..., :half], heads[..., half : 2 * half]
     rotated = [first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]]
     return torch.cat(rotated, -1).reshape(x.shape)
+
+
+def _within_groups(by: Tensor, routing: Routing) -> Tensor:
+    """Scores [T, E], -inf outside of the best groups."""
+    groups = by.unflatten(1, (routing.n_groups, -1))
+    of_groups = torch.sort(groups, descending=True).values[..., : routing.n_best].sum(-1)
+    best = torch.sort(of_groups, descending=True, stable=True).indices[:, : routing.n_groups_used]
+    kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, best, True)
+    return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

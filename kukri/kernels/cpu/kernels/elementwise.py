@@ -144,6 +144,12 @@ def _tanh(x, other, a, b):
 
 
 @device
+def _relu_squared(x, other, a, b):
+    positive = maximum(x, splat(0.0))
+    return positive * positive
+
+
+@device
 def _softcap(x, other, cap, b):
     return hyperbolic_tangent(x / cap) * cap
 
@@ -265,6 +271,7 @@ _ELEMENTWISE = {
     "gelu": _gelu_tanh,
     "gelu_exact": _gelu_erf,
     "tanh": _tanh,
+    "relu_squared": _relu_squared,
     "softcap": _softcap,
     "clamped_swiglu": _clamped_swiglu,
     "gated_itself": _multiplied,

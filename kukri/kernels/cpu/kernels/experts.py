@@ -42,12 +42,15 @@ from kukri.kernels.cpu.run.abi import (
     ENTRY_N_ROWS,
     ENTRY_SLOT,
     EXPERT_ENTRY_BYTES,
+    MAX_BEST,
     MAX_ENTRY_ROWS,
+    MAX_GROUPS,
     N_ENTRIES,
     N_EXPERT_ROWS,
     N_TOKENS,
 )
 
+_KEPT_BYTES, _SUMS_BYTES = 8 * MAX_BEST, 4 * MAX_GROUPS
 _FEW_ROWS = 64  # of a step that decodes: as many as 8 tokens with 8 experts have
 
 
@@ -79,8 +82,55 @@ def _can_choose(logits, n):
     return _largest(logits, n) >= 0
 
 
-def route(row, x, x_stride, n, n_used, normalized, y, y_stride):
-    """y = the softmax of the n_used largest of n logits, or their shares in that of all; 0 for the others.
+@device
+def _score(logit, top, by_sigmoid):
+    """The sigmoid of the float32 at an address, or its share."""
+    if by_sigmoid == 0:
+        return _share(logit, top)
+    return np.float32(1.0) / (np.float32(1.0) + max_lanes(exponential(splat(0.0) - splat(load_f32(logit)))))
+
+
+@device
+def _best_sum(numbers, n, n_best):
+    """The sum of the n_best largest of n numbers."""
+    kept = stack_bytes(_KEPT_BYTES)
+    total = np.float32(0.0)
+    n_found = 0
+    for _ in range(min(n_best, MAX_BEST)):
+        best = _largest(numbers, n)
+        if best >= 0:
+            number = load_f32(numbers + 4 * best)
+            total += number
+            store_i32(kept + 8 * n_found, best)
+            store_f32(kept + 8 * n_found + 4, number)
+            store_f32(numbers + 4 * best, np.float32(np.nan))
+            n_found += 1
+    for i in range(n_found):
+        store_f32(numbers + 4 * load_i32(kept + 8 * i), load_f32(kept + 8 * i + 4))
+    return total
+
+
+@device
+def _keep_groups(numbers, n, n_groups, n_kept, n_best):
+    """-inf in place of n numbers but those of the best groups."""
+    sums = stack_bytes(_SUMS_BYTES)
+    size = n // n_groups
+    for group in range(n_groups):
+        store_f32(sums + 4 * group, _best_sum(numbers + 4 * group * size, size, n_best))
+    for _ in range(n_kept):
+        best = _largest(sums, n_groups)
+        if best >= 0:
+            store_f32(sums + 4 * best, np.float32(np.nan))
+    for i in range(n):
+        total = load_f32(sums + 4 * (i // size))
+        if total == total:
+            store_f32(numbers + 4 * i, np.float32(-np.inf))
+
+
+def route(
+    row, x, x_stride, n, n_used, normalized, by_sigmoid, bias, n_groups, n_groups_used, n_best, y, y_stride
+):
+    """y = the scores of the n_used best of n logits, divided by their sum or that of all; 0 for the others.
 
     If the logits are no numbers to choose by, the weights of the first n_used experts are NaN.
     """
@@ -90,24 +140,34 @@ def route(row, x, x_stride, n, n_used, normalized, y, y_stride):
         for i in range(n):
             store_f32(weights + 4 * i, np.float32(np.nan) if i < n_used else np.float32(0.0))
         return
-    for i in range(0, 4 * n, 4):
-        store_f32(weights + i, load_f32(logits + i))
     top = splat(load_f32(logits + 4 * _largest(logits, n)))
+    whole = np.float32(1.0)
+    if by_sigmoid == 0 and (normalized == 0 or bias != 0 or n_groups > 1):
+        whole = np.float32(0.0)
+        for i in range(0, n, 16):
+            shares = exponential(mask_outside(load_f32x16(logits + 4 * i), i, 0, n - 1) - top)
+            whole += sum_lanes(shares)
+    if bias == 0 and n_groups == 1:  # the order of scores is that of logits
+        for i in range(0, 4 * n, 4):
+            store_f32(weights + i, load_f32(logits + i))
+    else:
+        for i in range(0, 4 * n, 4):
+            score = _score(logits + i, top, by_sigmoid) / whole
+            store_f32(weights + i, score + load_f32(bias + i) if bias != 0 else score)
+    if n_groups > 1:
+        _keep_groups(weights, n, n_groups, n_groups_used, n_best)
     total = np.float32(0.0)
     for _ in range(n_used):
         best = _largest(weights, n)
         if best >= 0:
             store_f32(weights + 4 * best, np.float32(np.nan))  # chosen
-            total += _share(logits + 4 * best, top)
+            total += _score(logits + 4 * best, top, by_sigmoid)
     if normalized == 0:
-        total = np.float32(0.0)
-        for i in range(0, n, 16):
-            shares = exponential(mask_outside(load_f32x16(logits + 4 * i), i, 0, n - 1) - top)
-            total += sum_lanes(shares)
+        total = whole
     for i in range(0, 4 * n, 4):
         weight = load_f32(weights + i)
         is_chosen = weight != weight
-        store_f32(weights + i, _share(logits + i, top) / total if is_chosen else np.float32(0.0))
+        store_f32(weights + i, _score(logits + i, top, by_sigmoid) / total if is_chosen else np.float32(0.0))
 
 
 def dispatch(

@@ -34,6 +34,11 @@ class Route(Op):
         return rows_of(self.logits, at) | {
             "n_used": self.routing.n_used,
             "normalized": int(self.routing.normalized),
+            "by_sigmoid": int(self.routing.by_sigmoid),
+            "bias": 0 if self.routing.bias is None else at.of_array(self.routing.bias.data),
+            "n_groups": self.routing.n_groups,
+            "n_groups_used": self.routing.n_groups_used,
+            "n_best": self.routing.n_best,
             "y": at.of(self.y),
             "y_stride": self.y.stride,
         }

@@ -32,7 +32,7 @@ from kukri.kernels.cpu.plan.adapter_ops import (
 )
 from kukri.kernels.cpu.plan.batch_memory import max_partials
 from kukri.kernels.cpu.plan.ops import Buffer, Op, RouteTable, Rows, Value
-from kukri.kernels.cpu.run.abi import MAX_TILE_ROWS, partial_bytes
+from kukri.kernels.cpu.run.abi import MAX_BEST, MAX_GROUPS, MAX_TILE_ROWS, partial_bytes
 from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.rope_rows import RopeRows
@@ -125,6 +125,10 @@ class Recorder:
     def tanh(self, x: Value) -> Value:
         """See Ops.tanh."""
         return self._elementwise("tanh", x)
+
+    def relu_squared(self, x: Value) -> Value:
+        """See Ops.relu_squared."""
+        return self._elementwise("relu_squared", x)
 
     def softcap(self, x: Value, cap: float) -> Value:
         """See Ops.softcap."""
@@ -314,6 +318,11 @@ class Recorder:
         """See Ops.route."""
         if logits.rows != "T" or logits.width != routing.n_experts:
             raise ShapeError(f"{logits.width} router logits for {routing.n_experts} experts")
+        if routing.n_groups > MAX_GROUPS or routing.n_best > MAX_BEST:
+            raise MissingKernelError(
+                f"{routing.n_groups} groups of experts, judged by {routing.n_best} each: "
+                f"the CPU backend runs up to {MAX_GROUPS}, judged by {MAX_BEST}, the reference backend any"
+            )
         weights = self._value("T", logits.width)
         self._add(expert_ops.Route(logits, weights, routing))
         if routing.scales is not None:

@@ -114,6 +114,8 @@ ENTRY_SLOT = 8
 ENTRY_N_ROWS = 16
 EXPERT_ENTRY_BYTES = 24
 MAX_ENTRY_ROWS = 128
+MAX_GROUPS = 64  # of experts
+MAX_BEST = 2  # experts of a group that speak for it
 
 
 # Runs of rows that one adapter updates (int64 each): filled by the kernel `adapter_runs`

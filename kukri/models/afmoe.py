@@ -1,0 +1,136 @@
+"""Arcee's Trinity models (2025): gated attention, most of it in windows, four norms, experts by sigmoids.
+
+Layers that see all do not rotate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kukri.config import ModelConfig
+from kukri.errors import UnsupportedError
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.models.architecture import Architecture, ExpertKeys, drop_rotating_windows, set_rotating_windows
+from kukri.models.gemma2 import Gemma2Block
+from kukri.models.keys import Keys
+from kukri.models.layers import GatedMLP, Linear, RMSNorm
+from kukri.models.llama import Llama
+from kukri.models.mixture import Mixture
+from kukri.models.qwen3 import Qwen3Attention
+from kukri.models.weights import WeightSource
+
+
+class AfmoeAttention(Qwen3Attention):
+    """Attention whose result is multiplied by the sigmoid of gates, from a matrix of their own."""
+
+    result_tap = "attn.hook_ungated_z"
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        width = self.spec.n_heads * self.spec.d_head
+        self.gate = Linear(source, [f"{name}.gate_proj"], (width,), config.d_model)
+
+    def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
+        """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
+        z = self.attend(ops, *self.qkv.parts(ops, x), batch)
+        gate = ops.tap("attn.hook_gate", self.layer, self.gate(ops, x))
+        z = ops.tap("attn.hook_z", self.layer, ops.gated(z, gate, "sigmoid"))
+        return self.out(ops, z, residual, ("hook_attn_out", self.layer))
+
+
+class AfmoeBlock(Gemma2Block):
+    """A layer with a mixture, or one of the first with an MLP, between four norms."""
+
+    attention_type = AfmoeAttention
+    mlp_type: Callable[..., Any] = Mixture
+    dense_type = GatedMLP
+    mlp_norm_name = "pre_mlp_layernorm"
+    post_norm_names = ("post_attention_layernorm", "post_mlp_layernorm")
+
+    def norm_mlp(self, norm: RMSNorm) -> None:
+        """Has the result normed before it joins the stream."""
+        if isinstance(self.mlp, Mixture):
+            self.mlp.finish = partial(_normed, norm, self.layer)
+        else:
+            super().norm_mlp(norm)
+
+
+def _normed(norm: RMSNorm, layer: int, ops: Ops, x: Tensor) -> Tensor:
+    return ops.tap("ln2_post.hook_normalized", layer, norm(ops, x))
+
+
+class Afmoe(Llama):
+    """The whole model."""
+
+    block_type = AfmoeBlock
+
+    def embed(self, ops: Ops, batch: Any) -> Tensor:
+        """The embeddings, multiplied [T, D]."""
+        x, factor = self.embedding(ops, batch), self.config.embedding_scale
+        return x if factor == 1 else ops.scale(x, factor)
+
+
+_MUP = "mup_enabled"
+
+
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+    set_rotating_windows(facts)
+    if keys.flag(_MUP):
+        facts["embedding_scale"] = facts["d_model"] ** 0.5
+
+
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys[_MUP] = config.embedding_scale != 1
+
+
+def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
+    set_rotating_windows(facts)
+    facts["embedding_scale"] = facts["d_model"] ** 0.5  # as llama.cpp does, without a key
+
+
+def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    if config.embedding_scale == 1:
+        raise UnsupportedError("readers of GGUF multiply afmoe's embeddings: these are not, by mup_enabled")
+    drop_rotating_windows(config, keys)
+
+
+AFMOE = Architecture(
+    "afmoe",
+    Afmoe,
+    "AfmoeForCausalLM",
+    full_interval=4,
+    tensor_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "self_attn.gate_proj": "attn_gate",
+    },
+    joined={"mlp.router.gate": ("mlp.gate",), "mlp.expert": ("mlp.gate.e_score_correction",)},
+    reads={"sliding_window", "layer_types", "attention_bias", _MUP},
+    ignores={"output_router_logits", "global_attn_every_n_layers", "load_balance_coeff", "use_grouped_mm"},
+    fixed={
+        **{"n_group": 1, "topk_group": 1, "num_expert_groups": 1, "num_limited_groups": 1},
+        **{"score_func": "sigmoid", "route_norm": True},
+    },
+    defaults={
+        **{"num_key_value_heads": None, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024},
+        **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+        **{"num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 1.0},
+    },
+    biases={"self_attn.gate_proj": False, "self_attn": "attention_bias"},
+    read_hf=_read_hf,
+    write_hf=_write_hf,
+    read_gguf=_read_gguf,
+    write_gguf=_write_gguf,
+    experts=ExpertKeys(
+        *("num_experts", "moe_intermediate_size", True),
+        gguf_normalized=True,
+        by_sigmoid=True,
+        bias=True,
+        scale="route_scale",
+        n_shared="num_shared_experts",
+        n_dense="num_dense_layers",
+    ),
+)

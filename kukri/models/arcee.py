@@ -1,0 +1,31 @@
+"""Arcee's AFM models (2025): Llama whose MLP has no gate, and squares what is above 0."""
+
+from __future__ import annotations
+
+from kukri.models.architecture import Architecture
+from kukri.models.layers import SquaredReluMLP
+from kukri.models.llama import Block, Llama
+
+
+class ArceeBlock(Block):
+    """A layer with this MLP."""
+
+    mlp_type = SquaredReluMLP
+
+
+class Arcee(Llama):
+    """The whole model."""
+
+    block_type = ArceeBlock
+
+
+ARCEE = Architecture(
+    "arcee",
+    Arcee,
+    "ArceeForCausalLM",
+    interleaved_rope=True,
+    activation="relu2",
+    reads={"attention_bias", "mlp_bias"},
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5},
+    biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
+)

@@ -1,0 +1,74 @@
+"""ERNIE 4.5 as mixtures (Baidu 2025), such as 21B-A3B: a bias chooses experts and does not weigh them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kukri.config import ModelConfig
+from kukri.models.architecture import ExpertKeys
+from kukri.models.ernie4_5 import ERNIE4_5
+from kukri.models.keys import Keys
+from kukri.models.llama import Block, Llama
+from kukri.models.mixture import Mixture
+
+_LAST, _STEP = "moe_layer_end_index", "interleave_moe_layer_step"
+
+
+class Ernie45MoeBlock(Block):
+    """A layer with a mixture, or one of the first with an MLP."""
+
+    mlp_type = Mixture
+
+
+class Ernie45Moe(Llama):
+    """The whole model."""
+
+    block_type = Ernie45MoeBlock
+
+
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+    last = keys.whole(_LAST, least=-1)
+    if last not in (-1, 0) and last < facts["n_layers"] - 1:
+        raise keys.unsupported(_LAST, f"is {last}: kukri runs no layers without experts after such with them")
+
+
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys[_LAST] = config.n_layers - 1
+
+
+def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys[_STEP] = 1  # which other readers want
+
+
+ERNIE4_5_MOE = replace(
+    ERNIE4_5,
+    name="ernie4_5_moe",
+    model=Ernie45Moe,
+    hf_class="Ernie4_5_MoeForCausalLM",
+    gguf="ernie4_5-moe",
+    joined={"mlp.moe_statics.e_score_correction": ("mlp.gate.e_score_correction",)},
+    reads={"use_bias", _LAST},
+    ignores={
+        *("output_router_logits", "router_aux_loss_coef", "moe_norm_min", "moe_capacity", "moe_gate"),
+        *("moe_use_aux_free", "num_nextn_predict_layers"),
+    },
+    unused=r"model\.mtp_.+",
+    fixed={"moe_layer_interval": 1},
+    defaults={
+        **{"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
+        **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
+        **{"moe_layer_start_index": 1, _LAST: -1},
+    },
+    read_hf=_read_hf,
+    write_hf=_write_hf,
+    write_gguf=_write_gguf,
+    experts=ExpertKeys(
+        *("moe_num_experts", "moe_intermediate_size", True),
+        gguf_normalized=True,
+        n_used="moe_k",
+        bias=True,
+        n_shared="moe_num_shared_experts",
+        n_dense="moe_layer_start_index",
+    ),
+)

@@ -1,0 +1,65 @@
+"""Hunyuan's mixtures (Tencent 2025): Hunyuan with experts and an MLP for all tokens of the same width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kukri.errors import UnsupportedError, brief
+from kukri.models.architecture import ExpertKeys
+from kukri.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE, Hunyuan, HunyuanBlock
+from kukri.models.mixture import Mixture
+
+
+class HunyuanMoeBlock(HunyuanBlock):
+    """A layer with a mixture."""
+
+    mlp_type = Mixture
+
+
+class HunyuanMoe(Hunyuan):
+    """The whole model."""
+
+    block_type = HunyuanMoeBlock
+
+
+def _respelled(config: dict[str, Any]) -> dict[str, Any]:
+    """Numbers in place of lists of one number for each layer."""
+    made = dict(config)
+    for key in ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"):
+        value = config.get(key)
+        if isinstance(value, list) and value:
+            if any(each != value[0] for each in value):
+                raise UnsupportedError(f"key {key!r} is {brief(value)}: kukri runs one number for all layers")
+            made[key] = value[0]
+    return {"num_shared_expert": 1, **made}
+
+
+HUNYUAN_V1_MOE = replace(
+    HUNYUAN_V1_DENSE,
+    name="hunyuan_v1_moe",
+    model=HunyuanMoe,
+    hf_class="HunYuanMoEV1ForCausalLM",
+    gguf="hunyuan-moe",
+    joined={
+        "mlp.gate.wg": ("mlp.gate",),
+        **{
+            f"mlp.shared_mlp.{part}": (f"mlp.shared_experts.{part}",)
+            for part in ("gate_proj", "up_proj", "down_proj")
+        },
+    },
+    respelled=_respelled,
+    ignores=HUNYUAN_V1_DENSE.ignores
+    | {"output_router_logits", "moe_drop_tokens", "moe_random_routing_dropped_token", "capacity_factor"},
+    fixed={
+        **{**HUNYUAN_V1_DENSE.fixed, "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0},
+        **{"norm_topk_prob": True, "group_limited_greedy": False, "routed_scaling_factor": 1.0},
+    },
+    defaults={**HUNYUAN_V1_DENSE.defaults, "num_experts": 1, "moe_topk": 1, "num_shared_expert": 1},
+    experts=ExpertKeys(
+        *("num_experts", "moe_intermediate_size", True),
+        gguf_normalized=True,
+        n_used="moe_topk",
+        n_shared="num_shared_expert",
+    ),
+)

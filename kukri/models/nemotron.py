@@ -1,0 +1,34 @@
+"""Nemotron (Nvidia 2024) and Minitron: Llama with LayerNorms, squared ReLU, and RoPE in half of each head."""
+
+from __future__ import annotations
+
+from kukri.models.architecture import Architecture
+from kukri.models.layers import LayerNorm, SquaredReluMLP
+from kukri.models.llama import Block, Llama
+
+
+class NemotronBlock(Block):
+    """A layer with these norms and this MLP."""
+
+    norm_type, mlp_type = LayerNorm, SquaredReluMLP
+
+
+class Nemotron(Llama):
+    """The whole model."""
+
+    block_type, norm_type = NemotronBlock, LayerNorm
+
+
+NEMOTRON = Architecture(
+    "nemotron",
+    Nemotron,
+    "NemotronForCausalLM",
+    gguf_epsilon="attention.layer_norm_epsilon",
+    hf_epsilon="norm_eps",
+    hf_norm_offset=1.0,
+    partial_rotary=True,
+    activation="relu2",
+    reads={"attention_bias", "mlp_bias"},
+    defaults={"num_key_value_heads": None, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
+)

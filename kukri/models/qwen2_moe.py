@@ -1,0 +1,50 @@
+"""Qwen2 and Qwen1.5 as mixtures (Yang et al. 2024): Qwen2 with experts and a gated MLP for all tokens."""
+
+from __future__ import annotations
+
+from kukri.models.architecture import Architecture, ExpertKeys
+from kukri.models.llama import Block, Llama
+from kukri.models.mixture import GatedSharedMixture
+
+# the names of the MLP for all tokens in safetensors
+GATED_SHARED = {
+    f"mlp.shared_expert.{part}": (f"mlp.shared_experts.{part}",)
+    for part in ("gate_proj", "up_proj", "down_proj")
+}
+
+
+class Qwen2MoeBlock(Block):
+    """A layer with a mixture."""
+
+    mlp_type = GatedSharedMixture
+
+
+class Qwen2Moe(Llama):
+    """The whole model."""
+
+    block_type = Qwen2MoeBlock
+
+
+QWEN2_MOE = Architecture(
+    "qwen2_moe",
+    Qwen2Moe,
+    "Qwen2MoeForCausalLM",
+    gguf="qwen2moe",
+    joined=GATED_SHARED,
+    reads={"qkv_bias"},
+    ignores={
+        *("output_router_logits", "router_aux_loss_coef", "max_window_layers", "layer_types"),
+        "sliding_window",
+    },
+    fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+    defaults={
+        **{"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "qkv_bias": True},
+        **{"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False},
+    },
+    biases={f"self_attn.{part}_proj": "qkv_bias" for part in "qkv"},
+    experts=ExpertKeys(
+        *("num_experts", "moe_intermediate_size", "norm_topk_prob"),
+        gguf_normalized=False,
+        d_shared="shared_expert_intermediate_size",
+    ),
+)
