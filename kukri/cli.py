@@ -407,7 +407,10 @@ def pull(
 @command(app, "list")
 def list_(
     known: Annotated[
-        bool, typer.Option("--known", help="Also list the names that `kukri pull` knows.")
+        bool,
+        typer.Option(
+            "--all", "--known", help="Also list the names that `kukri pull` knows, and the memory they need."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:

@@ -325,6 +325,8 @@ class EmbeddingConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name: put before a text
     default_prompt: str | None = None  # the name of the one that is used unless another is chosen
     score: str = "sigmoid"  # what makes a score of a cross-encoder's output: sigmoid or identity
+    # of language models that rank: a prompt with {query} and {document}, which they answer with yes or no
+    pair_template: str = ""
 
 
 KVType = Literal["f16", "q8_0", "q4", "fp8", "f32"]

@@ -7,19 +7,21 @@ and the length of vectors are those of sentence-transformers.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
 
-from kukri.config import EmbeddingConfig, Pooling
+from kukri.config import EmbeddingConfig, HeadConfig, Pooling
 from kukri.engine import Request, RequestMaker
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.formats.sentence_transformers import DenseLayer
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.models import Model
 from kukri.tokenizer import Tokenizer
+from kukri.tokenizer.tokenizer import as_text
 
 logger = logging.getLogger("kukri.embedding")
 
@@ -39,6 +41,41 @@ class Encoded:
 
     ids: list[list[int]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)
+
+
+class PairJudge:
+    """A prompt of a query and a document, and what a language model's answer to it says: yes or no."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, head: HeadConfig) -> None:
+        """Raises UnsupportedError for a vocabulary without one token for either answer."""
+        self.tokenizer, self.template = tokenizer, template
+        self.after = tokenizer.encode_marked(template.partition("{document}")[2])
+        self.after = self.after[int(self.after[:1] == [tokenizer.bos_id] and tokenizer.add_bos) :]
+        names = {label.lower(): i for i, label in enumerate(head.labels)}
+        self.columns: list[int] = [names[word] for word in ("yes", "no") if word in names]
+        if head.kind == "language_model":
+            ids = [tokenizer.encode_inside(word) for word in ("yes", "no")]
+            if any(len(each) != 1 for each in ids):
+                raise UnsupportedError('ranking needs a vocabulary with the tokens "yes" and "no"')
+            self.columns = [each[0] for each in ids]
+
+    def encode(self, query: str, document: str) -> list[int]:
+        """The ids of the prompt; control tokens written in either text stay text."""
+        specials = self.tokenizer.special_texts
+        texts = {"{query}": as_text(query, specials), "{document}": as_text(document, specials)}
+        parts = re.split(r"(\{query\}|\{document\})", self.template)
+        return self.tokenizer.encode_marked("".join(texts.get(part, part) for part in parts))
+
+    def cut(self, ids: list[int], n_tokens: int) -> list[int]:
+        """The prompt with tokens taken from the document's end, so that `n_tokens` are left."""
+        if len(ids) <= n_tokens:
+            return ids
+        return ids[: max(n_tokens - len(self.after), 0)] + self.after[-n_tokens:]
+
+    def score(self, logits: FloatArray) -> float:
+        """The probability of yes against no, by the logits [V] or [labels] of the prompt's last token."""
+        yes, no = (logits[self.columns] if len(self.columns) == 2 else (logits[0], 0.0))
+        return float(1 / (1 + np.exp(np.float64(no) - np.float64(yes))))
 
 
 class TextEncoder:
@@ -62,11 +99,15 @@ class TextEncoder:
                 raise UnsupportedError(f"a dense layer takes {layer.weight.shape[1]} numbers, not {width}")
             width = len(layer.weight)
         self.width = width  # numbers per vector
+        self.judge: PairJudge | None = None
+        if config.pair_template and self.model.config.is_causal:
+            self.judge = PairJudge(tokenizer, config.pair_template, self.model.config.head)
 
     @property
     def is_cross_encoder(self) -> bool:
         """True if the model scores a query and a document together."""
-        return not self.model.config.is_causal and self.model.config.head.kind == "sequence_classification"
+        is_classifier = self.model.config.head.kind == "sequence_classification"
+        return self.judge is not None or (is_classifier and not self.model.config.is_causal)
 
     def encode(
         self,
@@ -101,9 +142,12 @@ class TextEncoder:
         """The token ids of the query and each document: BOS, query, EOS, document, EOS, with one EOS more
         before the document for models that want it.
 
-        With `truncate` the longer of the two is cut until both fit; else as `encode`.
+        Of a language model it is a prompt with both. With `truncate` the longer of the two is cut until both
+        fit, of a prompt the document; else as `encode`.
         """
         found = Encoded()
+        if self.judge is not None:
+            return self._encode_prompts(self.judge, query, documents, truncate)
         first = self.tokenizer.encode(query, add_special=True)
         for i, document in enumerate(documents):
             second = self._second(document)
@@ -114,6 +158,20 @@ class TextEncoder:
                 found.truncated.append(i)
             n_first, n_second = _fit(len(first), len(second), self.max_tokens)
             found.ids.append(self._cut(first, n_first) + self._cut(second, n_second))
+        self._report(found)
+        return found
+
+    def _encode_prompts(
+        self, judge: PairJudge, query: str, documents: Sequence[str], truncate: bool
+    ) -> Encoded:
+        found = Encoded()
+        for i, document in enumerate(documents):
+            ids = judge.encode(query, document)
+            if len(ids) > self.max_tokens:
+                if not truncate:
+                    raise ContextLengthError(len(ids), self.max_tokens)
+                found.truncated.append(i)
+            found.ids.append(judge.cut(ids, self.max_tokens))
         self._report(found)
         return found
 
@@ -168,13 +226,14 @@ class TextEncoder:
         client: str = "",
         adapter: str | None = None,
     ) -> list[Request]:
-        """The requests whose `rows` are the head's outputs [1, labels] for pairs of texts; not queued."""
+        """The requests whose `rows` are the outputs [1, labels or V] for pairs of texts; not queued."""
         self._check(pairs)
         return [
             engine.make_output_request(
                 ids,
                 "logits",
-                stop_row=1,
+                first_row=0 if self.judge is None else len(ids) - 1,
+                stop_row=1 if self.judge is None else None,
                 token_types=self.token_types(ids),
                 priority=priority,
                 client=client,
@@ -223,6 +282,8 @@ class TextEncoder:
     def check_ranks(self) -> None:
         """Raises UnsupportedError for a model that cannot rank documents."""
         head = self.model.config.head
+        if self.judge is not None:
+            return
         if head.kind not in ("none", "language_model") and not (
             self.is_cross_encoder and len(head.labels) == 1
         ):
@@ -233,7 +294,12 @@ class TextEncoder:
             )
 
     def scores(self, rows: Sequence[FloatArray]) -> list[float]:
-        """The scores of a cross-encoder's outputs: a sigmoid of them, unless the files say otherwise."""
+        """The scores of a cross-encoder's outputs: a sigmoid of them, unless the files say otherwise.
+
+        Of a language model it is the probability of yes against no.
+        """
+        if self.judge is not None:
+            return [self.judge.score(row[0]) for row in rows]
         raw = np.array([row[0, 0] for row in rows], np.float64)
         scores: list[float] = (1 / (1 + np.exp(-raw)) if self.config.score == "sigmoid" else raw).tolist()
         return scores

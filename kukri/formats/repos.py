@@ -14,30 +14,9 @@ from pathlib import Path
 
 from kukri.errors import DownloadError, UnsupportedError, brief_list
 from kukri.formats.gguf.split import part_name, part_of
+from kukri.formats.known_models import KNOWN_MODELS
 
-# Well-known models under short names, each the repository of its authors.
-SHORT_NAMES: dict[str, str] = {
-    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
-    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
-    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
-    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
-    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
-    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
-    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
-    "phi-2": "microsoft/phi-2",
-    "phi-3.5-mini": "microsoft/Phi-3.5-mini-instruct",
-    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
-    "gemma-2-2b": "google/gemma-2-2b-it",
-    "gemma-3-270m": "google/gemma-3-270m-it",
-    "gemma-3-1b": "google/gemma-3-1b-it",
-    "granite-3.3-2b": "ibm-granite/granite-3.3-2b-instruct",
-    "olmo-2-1b": "allenai/OLMo-2-0425-1B-Instruct",
-    "olmo-3-7b": "allenai/Olmo-3-7B-Instruct",
-    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
-}
+SHORT_NAMES = {model.name: model.repo for model in KNOWN_MODELS}
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
 _NAME = re.compile(

@@ -36,6 +36,18 @@ DENSE_TENSORS = ("dense_2.weight", "dense_3.weight")  # GGUF's names, in their o
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
 
 
+# Where GGUF files have the prompt for a query and a document, as llama.cpp's converter writes it, and the
+# prompt that Qwen3-Reranker was trained on.
+PAIR_KEY = "tokenizer.chat_template.rerank"
+PAIR_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+    "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+_JUDGES, _README = "qwen3-reranker", 1 << 16
+
+
 @dataclass(frozen=True, eq=False)
 class DenseLayer:
     """A layer on top of a pooled vector: activation(weight @ x + bias)."""
@@ -85,14 +97,19 @@ def _directory_embedding(
                     f"{directory / 'modules.json'}: module {brief(kind)} is not supported: kukri runs "
                     "Transformer, Pooling, Dense and Normalize"
                 )
-    config = EmbeddingConfig(
-        pooling, normalizes, max_tokens, prompts, default, score=_score(directory, stated)
-    )
+    template = PAIR_TEMPLATE if _judges_pairs(directory, stated) else ""
+    score = _score(directory, stated)
+    config = EmbeddingConfig(pooling, normalizes, max_tokens, prompts, default, score, template)
     return config, tuple(layers)
 
 
 def gguf_embedding(metadata: Mapping[str, Any], architecture: str) -> EmbeddingConfig:
-    """Reads a GGUF file's embedding settings: `{architecture}.pooling_type`."""
+    """Reads a GGUF file's embedding settings: `{architecture}.pooling_type`, and the prompt of pairs."""
+    template, name = metadata.get(PAIR_KEY), str(metadata.get("general.name")).replace(" ", "-")
+    if isinstance(template, str) and all(part in template for part in ("{query}", "{document}")):
+        return EmbeddingConfig(pair_template=template)
+    if _JUDGES in name.lower():
+        return EmbeddingConfig(pair_template=PAIR_TEMPLATE)
     pooling = metadata.get(f"{architecture}.pooling_type")
     if isinstance(pooling, int | np.integer) and int(pooling) in _GGUF_POOLINGS:
         return EmbeddingConfig(_GGUF_POOLINGS[int(pooling)])
@@ -127,9 +144,9 @@ def dense_tensors(model: ModelConfig, layers: Sequence[DenseLayer]) -> dict[str,
 def gguf_keys(
     model: ModelConfig, embedding: EmbeddingConfig, layers: Sequence[DenseLayer] = ()
 ) -> dict[str, Any]:
-    """GGUF's keys of an encoder's pooling, token types and dense layers; none of other models."""
+    """GGUF's keys of an encoder's pooling, token types and dense layers; of others those of ranking."""
     if model.is_causal:
-        return {}
+        return {PAIR_KEY: embedding.pair_template} if embedding.pair_template else {}
     number = next(number for number, pooling in _GGUF_POOLINGS.items() if pooling == embedding.pooling)
     if model.head.kind == "sequence_classification":
         number = _RANK
@@ -140,6 +157,14 @@ def gguf_keys(
     if model.n_token_types:
         keys["tokenizer.ggml.token_type_count"] = np.uint32(model.n_token_types)
     return keys
+
+
+def _judges_pairs(directory: Path, stated: Mapping[str, Any]) -> bool:
+    """True for Qwen3-Reranker and its kin, which no file but the readme tells from Qwen3."""
+    readme = directory / "README.md"
+    heading = readme.read_text("utf-8", "replace")[:_README] if readme.is_file() else ""
+    hints = (*directory.resolve().parts[-3:], str(stated.get("_name_or_path")))  # a hub's cache has snapshots
+    return f"# {_JUDGES}" in heading.lower() or any(_JUDGES in hint.lower() for hint in hints)
 
 
 def _modules(directory: Path) -> list[tuple[str, Path]]:

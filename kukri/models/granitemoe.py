@@ -1,4 +1,4 @@
-"""Granite 3's mixtures (IBM 2024): Granite with experts in place of MLPs; some have one for all tokens too."""
+"""Granite 3's mixtures (IBM 2024): Granite with experts in place of MLPs, some with one for all tokens."""
 
 from __future__ import annotations
 

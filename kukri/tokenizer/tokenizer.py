@@ -190,6 +190,11 @@ class Tokenizer:
         self._add_bos(ids)
         return ids
 
+    @cached_property
+    def special_texts(self) -> list[str]:
+        """The control tokens as the file spells them, those without a text left out."""
+        return [text for i in self.special_ids if (text := self.token_text(i))]
+
     def decode(
         self, ids: Iterable[SupportsIndex], skip_special: bool = False, continues: bool = False
     ) -> str:
@@ -252,6 +257,18 @@ class Tokenizer:
             ids.append(special_id)
             start = end
         return ids + _ids(self._later_text if start else first, text[start:].replace(mark, ""))
+
+
+def as_text(text: str, specials: Iterable[str]) -> str:
+    """A text with marks in these control tokens, by which `encode_marked` takes them for text."""
+    text = text.replace(TEXT_MARK, "")
+    for special in specials:
+        marked = special[0] + TEXT_MARK + special[1:]
+        if len(special) == 1:
+            text = text.replace(special, marked)
+        while len(special) > 1 and special in text:  # again: halves of "\n\n\n\n" make another
+            text = text.replace(special, marked)
+    return text
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -83,6 +83,7 @@ def test_the_commands(caches: Path) -> None:
 
     assert "org/tiny:tiny-F16.gguf" in call("list")
     assert "qwen3-0.6b" in call("list", "--known")
+    assert "lfm1.0" in call("list", "--all")
     assert len(json.loads(call("list", "--json"))["models"]) == 3
     assert json.loads(call("show", "org/tiny:F16", "--json"))["n_parameters"] > 0
     assert "modules" not in call("show", "-m", "org/tiny:F16")
