@@ -74,7 +74,7 @@ class PairJudge:
 
     def score(self, logits: FloatArray) -> float:
         """The probability of yes against no, by the logits [V] or [labels] of the prompt's last token."""
-        yes, no = (logits[self.columns] if len(self.columns) == 2 else (logits[0], 0.0))
+        yes, no = logits[self.columns] if len(self.columns) == 2 else (logits[0], 0.0)
         return float(1 / (1 + np.exp(np.float64(no) - np.float64(yes))))
 
 

@@ -34,7 +34,8 @@ class AfmoeAttention(Qwen3Attention):
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
-        z = self.attend(ops, *self.qkv.parts(ops, x), batch)
+        q, k, v = self.qkv.parts(ops, x)
+        z = self.attend(ops, q, k, v, batch)
         gate = ops.tap("attn.hook_gate", self.layer, self.gate(ops, x))
         z = ops.tap("attn.hook_z", self.layer, ops.gated(z, gate, "sigmoid"))
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))

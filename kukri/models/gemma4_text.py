@@ -28,7 +28,7 @@ from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block, GemmaMLP
 from kukri.models.keys import Keys
 from kukri.models.layers import Embedding, HeadNorm, Linear, NoNorm, RMSNorm
-from kukri.models.mixture import Mixture
+from kukri.models.mixture import Mixture, SharedMLP
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.weights import WeightSource
 
@@ -106,14 +106,8 @@ class LayerEmbeddings:
         return ops.split(ops.scale(ops.add(own, projected), 0.5**0.5), [self.width] * self.n_layers)
 
 
-class SharedMLP(GemmaMLP):
+class GemmaSharedMLP(GemmaMLP, SharedMLP):
     """An MLP that each token passes in addition to its experts."""
-
-    def __call__(self, ops: Ops, x: Tensor, residual: Tensor = None) -> Tensor:
-        """mlp(x) [T, D], with nothing added."""
-        gate, up = self.gate_up.parts(ops, x)
-        hidden = ops.tap("mlp.hook_shared_post", self.layer, self.activate(ops, gate, up))
-        return ops.tap("mlp.hook_shared_out", self.layer, self.down(ops, hidden))
 
 
 class Gemma4Mixture(Mixture):
@@ -125,7 +119,7 @@ class Gemma4Mixture(Mixture):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         block, d_model, eps = name.removesuffix(".mlp"), config.d_model, config.norm_eps
-        self.shared = SharedMLP(source, name, config, layer)
+        self.dense = GemmaSharedMLP(source, name, config, layer)
         self.norms = [
             RMSNorm(source, f"{block}.{norm}", d_model, eps)
             for norm in (
@@ -143,7 +137,7 @@ class Gemma4Mixture(Mixture):
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + norm(norm(mlp(x)) + norm(mixture(residual))), all [T, D]."""
         after_shared, before, after = self.norms
-        shared = after_shared(ops, self.shared(ops, x))
+        shared = after_shared(ops, self.dense(ops, x))
         logits = self.router(ops, ops.rms_norm(residual, self.router_scale, self.eps))
         found = after(ops, self.chosen(ops, before(ops, residual), logits, None, "mlp.hook_experts_out"))
         both = self.post_norm(ops, ops.add(found, shared))

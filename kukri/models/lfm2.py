@@ -5,6 +5,7 @@ A convolution looks at three inputs; two gates, linear in the stream, multiply i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,8 @@ class Lfm2MLP(GatedMLP):
 class Lfm2Block(Block):
     """A layer: a convolution or attention, and an MLP, each after its norm."""
 
-    attention_type, recurrent_type, mlp_type = Lfm2Attention, ShortConv, Lfm2MLP
+    attention_type, recurrent_type = Lfm2Attention, ShortConv
+    mlp_type: Callable[..., Any] = Lfm2MLP
     attention_norm_name, mlp_norm_name = "operator_norm", "ffn_norm"
     recurrent_name, mlp_name = "conv", "feed_forward"
 

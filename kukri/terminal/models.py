@@ -8,8 +8,8 @@ from datetime import datetime
 
 from kukri.errors import ConfigError, printable
 from kukri.formats import hub
-from kukri.formats.model_cache import cached_models, cached_path, remove
 from kukri.formats.known_models import COLUMNS, table
+from kukri.formats.model_cache import cached_models, cached_path, remove
 from kukri.formats.repos import SHORT_NAMES
 from kukri.terminal.inspect import show_model
 from kukri.terminal.output import n_bytes_text

@@ -493,11 +493,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
 
 def _within_groups(by: Tensor, routing: Routing) -> Tensor:
     """Scores [T, E], -inf outside of the best groups."""
-    groups = by.unflatten(1, (routing.n_groups, -1))
+    groups = by.reshape(len(by), routing.n_groups, -1)
     of_groups = torch.sort(groups, descending=True).values[..., : routing.n_best].sum(-1)
     best = torch.sort(of_groups, descending=True, stable=True).indices[:, : routing.n_groups_used]
     kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, best, True)
-    return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    within: Tensor = groups.masked_fill(~kept[..., None], float("-inf")).reshape(by.shape)
+    return within
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
