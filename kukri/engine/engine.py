@@ -263,6 +263,8 @@ class Engine(RequestMaker):
             self.runner.cache.copy_page(source, target, pool)
         for source, target in scheduled.state_copies:
             self.runner.cache.copy_state(source, target)
+        for slot, contents in scheduled.state_writes:
+            self.runner.cache.set_state_data(slot, contents)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
         if not has_images(chunks):
             return run(chunks, *_own_taps(chunks))
@@ -568,13 +570,9 @@ def _was_accepted(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]
 
 
 def _saved_prefixes(config: EngineConfig, cache: Cache) -> SavedPrefixes | None:
-    """The saved pages of a cache. Raises ConfigError if it does not consist only of pages."""
+    """The saved pages and states of a cache. Raises ConfigError if their directory cannot be used."""
     if config.prefix_dir is None:
         return None
-    if has_states(cache.layout):
-        raise ConfigError(
-            "the prefixes of a model with recurrent layers cannot be saved: leave out prefix_dir"
-        )
     return SavedPrefixes(cache, Path(config.prefix_dir).expanduser(), config.prefix_bytes)
 
 

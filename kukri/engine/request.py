@@ -14,6 +14,7 @@ from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
 from kukri.engine.pages import ROOT, PageKey
 from kukri.engine.request_images import RequestImages
+from kukri.engine.saved_prefixes import SavedState
 from kukri.errors import KukriError, RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.taps import SequenceTaps
@@ -74,9 +75,10 @@ class Request:
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_found", "n_generated_at_loss", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
         "next_row", "output",
-        "page_keys", "page_rows", "params", "passed", "prefix_root", "priority", "prompt_logprobs", "rows",
+        "page_keys", "page_rows", "params", "passed", "prefix_root", "priority", "prompt_logprobs",
+        "rows",
         "sampled",
-        "sampler",
+        "sampler", "saved_state",
         "snapshot", "snapshots", "stage_s", "started_s", "state", "state_slot", "stop_ids", "stop_reason",
         "stop_row", "taps", "token_types", "tokens", "trace",
     )  # fmt: skip
@@ -133,6 +135,7 @@ class Request:
         self.page_keys: list[PageKey] = []  # keys of its full pages, as far as they were computed
         self.prefix_root = prefix_root  # the key before its first page: prefixes of others are never found
         self.may_restore = False  # True while its next pages may be saved on disk
+        self.saved_state: SavedState | None = None  # that was read for it from disk
         self.state_slot = -1  # slot of its recurrent state, while it runs
         self.snapshots: list[tuple[int, int]] = []  # (tokens, slot) of states to keep once pages are cached
         self.snapshot: PageKey | None = None  # key of the last page whose state is kept

@@ -32,7 +32,8 @@ class Residence:
 
     There is a pool of pages for the layers that see all, and one for those of each window
     (`cache.pool_windows`): pages that a window has passed are freed. With `caches_prefixes` full pages
-    outlive their requests; `saved` keeps them on disk too, of a cache of one pool without a window. `states`
+    outlive their requests; `saved` keeps them and states on disk too, of a cache of one pool without a
+    window. `states`
     has the slots of a model with recurrent layers, None for any other.
     """
 
@@ -119,6 +120,7 @@ class Residence:
         request.n_cached_pages = 0  # counted when its next token shows that all is well
         self._count_found(request, n_found)
         request.may_restore = self.saved is not None and not is_shared and request.taps is None
+        request.saved_state = None
 
     def restore(self, request: Request, n_most: int) -> int:
         """Reads up to `n_most` of the request's next pages that are saved on disk; returns how many.
@@ -126,10 +128,15 @@ class Residence:
         Clears `may_restore` unless a later step may read more.
         """
         size, depth, pool = self.page_tokens, request.n_pages, self.pools[0]
-        n_wanted = (request.next_row - request.n_cached) // size
-        n_room = min(n_wanted, pool.n_free)
-        if self.saved is None or not self._uses_cache(request) or not n_room:
+        if self.saved is None or not self._uses_cache(request):
             request.may_restore = False
+            return 0
+        n_wanted = (request.next_row - request.n_cached) // size
+        if self.states is not None:
+            n_wanted = self._find_state(request, n_wanted, self.saved) - depth
+        n_room = min(n_wanted, pool.n_free)
+        if not n_room:
+            self._end_restoring(request, n_wanted)
             return 0
         keys = list(self._keys(request, depth, depth + min(n_room, n_most)))
         for key, contents in zip(keys, self.saved.read(keys, depth)):
@@ -140,8 +147,29 @@ class Residence:
         n_found = request.n_pages - depth
         self._count_found(request, n_found * size)
         self.n_restored += n_found * size
-        request.may_restore = n_found == len(keys) and n_found < n_wanted
+        if n_found < len(keys) or n_found == n_wanted:
+            self._end_restoring(request, n_wanted - n_found)
         return n_found
+
+    def _find_state(self, request: Request, n_wanted: int, saved: SavedPrefixes) -> int:
+        """The pages up to the last saved state among the request's next `n_wanted`; without, those it has.
+
+        The state is read first, and set when all of its pages are there and the request's first step begins.
+        """
+        if request.saved_state is None:
+            first = request.n_pages
+            keys = list(self._keys(request, first, first + min(n_wanted, self.pools[0].n_free)))
+            request.saved_state = saved.last_state(keys, first)
+        return request.saved_state.n_pages
+
+    def _end_restoring(self, request: Request, n_missing: int) -> None:
+        """No more is read. A state whose pages are not all there is of no use, nor are the pages."""
+        request.may_restore = False
+        if request.saved_state is not None and n_missing:
+            self.n_restored -= request.n_cached - request.saved_state.n_known * self.page_tokens
+            request.saved_state = None
+            self._count_found(request, -request.n_cached)
+            self.trim(request)
 
     def make_writable(
         self, request: Request, start: int, stop: int, copies: list[tuple[int, int, int]]
@@ -373,7 +401,10 @@ class Residence:
     def _keep_snapshots(self, request: Request, states: StatePool) -> None:
         """Keeps the states after the request's cached pages for others; of its answer only the newest."""
         for place, slot in request.snapshots:
-            key = request.page_keys[place // self.page_tokens - 1]
+            n_pages = place // self.page_tokens
+            key = request.page_keys[n_pages - 1]
+            if self.saved is not None and place <= request.n_prompt:  # an answer has one for each page
+                self.saved.save_state(slot, key, n_pages - 1)
             states.keep(key, slot)
             if place > request.n_prompt:
                 if request.snapshot is not None:

@@ -1,7 +1,8 @@
 """KV pages on disk: full pages that requests computed, read back after a restart or by another process.
 
 A page is a file, named by its key (`pages.py`): the hash of its tokens, of all those before it, and of what
-else its numbers depend on. The file begins with a SHA-256 of key and contents, so a damaged or exchanged file
+else its numbers depend on. So is a recurrent state, by the key of the page that it is the state after. A file
+begins with a SHA-256 of key and contents, so a damaged or exchanged file
 is found out, removed, and computed again. Files are written by a thread of their own, first under another
 name, and renamed when they are safe on the disk: a crash leaves whole files only. Several processes may share
 a directory.
@@ -14,19 +15,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
-from itertools import count
+from itertools import count, repeat, takewhile
 from pathlib import Path
 from tempfile import mkstemp
+from typing import NamedTuple
 
 from kukri.engine.pages import PageKey
 from kukri.errors import ConfigError
 from kukri.host.os_calls import sync_directory
 from kukri.host.private_files import make_private, open_private
 from kukri.kernels.cache import Cache
+from kukri.kernels.paged_kv import state_bytes
 
 logger = logging.getLogger("kukri.prefixes")
 
@@ -43,8 +46,17 @@ _KEPT_SHARE = 15 / 16  # share of the budget that is kept once it is used up
 _N_READERS = 2
 
 
+class SavedState(NamedTuple):
+    """The contents of a state after `n_pages` pages of a sequence, which had `n_known` before; or None."""
+
+    n_pages: int
+    contents: memoryview | None
+    n_known: int
+
+
 class SavedPrefixes:
-    """The saved pages of one cache in a directory: `max_bytes`, the least recently used removed first.
+    """The saved pages and states of one cache in a directory: `max_bytes`, those not used for longest removed
+    first.
 
     The engine's thread calls everything here; `_write_all` and what it calls run on the writing thread.
     `depth` is a page's place in its sequence, or that of the first of several.
@@ -55,10 +67,11 @@ class SavedPrefixes:
         trusted.
         """
         self._cache, self.directory, self.max_bytes = cache, directory, max_bytes
-        self._page_bytes = len(cache.page_data([0]))
-        if max_bytes < self._page_bytes + _HEADER_BYTES:
+        self._page_bytes, self._state_bytes = len(cache.page_data([0])), state_bytes(cache.layout)
+        least = max(self._page_bytes, self._state_bytes)
+        if max_bytes < least + _HEADER_BYTES:
             raise ConfigError(
-                f"{max_bytes} bytes of saved prefixes are less than a page of {self._page_bytes}: allow more "
+                f"{max_bytes} bytes of saved prefixes are less than a page or state of {least}: allow more "
                 "(--prefix-size, prefix_bytes)"
             )
         self.pages_per_step = max(_STEP_BYTES // self._page_bytes, 1)
@@ -67,6 +80,7 @@ class SavedPrefixes:
         self._files: dict[str, tuple[int, float]] = {}  # name -> bytes, when it was used (since the epoch)
         self._queue: deque[tuple[str, bytes, float]] = deque()  # name, contents, when it was used
         self._queued: set[str] = set()
+        self._queued_bytes = 0
         self._thread: threading.Thread | None = None
         self._paused_until_s = 0.0
         self._n_written_bytes = 0  # since the directory was read, to see what other processes wrote
@@ -82,16 +96,24 @@ class SavedPrefixes:
 
         It is not saved this time if too much waits to be written, or if the disk has just failed.
         """
-        name, used_s = key.hex(), time.time() - _AGE_S * depth
+        self._save(key.hex(), self._page_bytes, lambda: self._cache.page_data([page]), depth)
+
+    def save_state(self, slot: int, key: PageKey, depth: int) -> None:
+        """Copies the state after a page, as `save` does the page."""
+        self._save(_state_name(key), self._state_bytes, lambda: self._cache.state_data(slot), depth)
+
+    def _save(self, name: str, n_bytes: int, contents: Callable[[], bytes], depth: int) -> None:
+        used_s = time.time() - _AGE_S * depth
         with self._lock:
             if name in self._files:
                 self._files[name] = self._files[name][0], used_s
                 return
-            is_full = (len(self._queue) + 1) * self._page_bytes > _MAX_QUEUED_BYTES
+            is_full = self._queued_bytes + n_bytes > _MAX_QUEUED_BYTES
             if name in self._queued or is_full or time.monotonic() < self._paused_until_s:
                 return
-            self._queue.append((name, self._cache.page_data([page]), used_s))
+            self._queue.append((name, contents(), used_s))
             self._queued.add(name)
+            self._queued_bytes += n_bytes
             if self._thread is None:
                 # no daemon: a program that ends waits for what it has saved
                 self._thread = threading.Thread(target=self._write_all, name="kukri-save-prefixes")
@@ -99,17 +121,29 @@ class SavedPrefixes:
 
     def read(self, keys: Sequence[PageKey], depth: int) -> Iterator[memoryview]:
         """The contents of pages that follow each other, verified, up to the first that is not there."""
-        names: list[str] = []
-        for key in keys:
-            name = key.hex()
-            if name not in self._files and not self._path(name).exists():
-                break
-            names.append(name)
-        pages = self._readers.map(self._read, names, count(depth)) if names else ()
+        names = [key.hex() for key in keys[: self.n_saved(keys)]]
+        pages = self._readers.map(self._read, names, count(depth), repeat(self._page_bytes)) if names else ()
         for contents in pages:
             if contents is None:
                 return
             yield contents
+
+    def n_saved(self, keys: Sequence[PageKey]) -> int:
+        """How many of the first of these pages are there."""
+        return sum(1 for _ in takewhile(lambda key: self._is_there(key.hex()), keys))
+
+    def last_state(self, keys: Sequence[PageKey], depth: int) -> SavedState:
+        """The state after the most of these pages that are there, verified."""
+        for n in range(self.n_saved(keys), 0, -1):
+            name = _state_name(keys[n - 1])
+            if self._is_there(name):
+                contents = self._read(name, depth + n - 1, self._state_bytes)
+                if contents is not None:
+                    return SavedState(depth + n, contents, depth)
+        return SavedState(depth, None, depth)
+
+    def _is_there(self, name: str) -> bool:
+        return name in self._files or self._path(name).exists()
 
     def write(self, page: int, contents: memoryview) -> None:
         """Fills a page of the cache with what `read` gave."""
@@ -126,14 +160,14 @@ class SavedPrefixes:
     def _path(self, name: str) -> Path:
         return self.directory / f"{name}{_SUFFIX}"
 
-    def _read(self, name: str, depth: int) -> memoryview | None:
-        """A page's contents; None if its file is gone, or cannot be used and is removed."""
+    def _read(self, name: str, depth: int, n_bytes: int) -> memoryview | None:
+        """The contents of a page or state; None if its file is gone, or cannot be used and is removed."""
         path, used_s = self._path(name), time.time() - _AGE_S * depth
         try:
             with open_private(path) as file:
-                data = file.read(_HEADER_BYTES + self._page_bytes + 1)
+                data = file.read(_HEADER_BYTES + n_bytes + 1)
             contents = memoryview(data)[_HEADER_BYTES:]
-            if len(contents) != self._page_bytes or data[:_HEADER_BYTES] != _header(name, contents):
+            if len(contents) != n_bytes or data[:_HEADER_BYTES] != _header(name, contents):
                 raise ConfigError(f"{path} is damaged")
         except FileNotFoundError:
             pass
@@ -156,6 +190,7 @@ class SavedPrefixes:
         while True:
             with self._lock:
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH))]
+                self._queued_bytes -= sum(len(contents) for _, contents, _ in batch)
                 if not batch:
                     self._thread = None
                     return
@@ -170,6 +205,7 @@ class SavedPrefixes:
                     self._paused_until_s = time.monotonic() + _PAUSE_S
                     batch += self._queue
                     self._queue.clear()
+                    self._queued_bytes = 0
             finally:
                 with self._lock:
                     self._queued.difference_update(name for name, _, _ in batch)
@@ -231,6 +267,10 @@ class SavedPrefixes:
                 _, known_s = self._files.get(name, (0, 0.0))
                 found[name] = size, max(used_s, known_s)
             self._files, self._n_written_bytes = found, 0
+
+
+def _state_name(key: PageKey) -> str:
+    return f"{key.hex()}-state"
 
 
 def _header(name: str, contents: bytes | memoryview) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kukri.engine.batch_builder import Chunk
@@ -33,8 +33,8 @@ class ScheduledChunk(Chunk):
 
 @dataclass(eq=False, slots=True)
 class ScheduledStep:
-    """The chunks of a step, and what to copy before it runs, in this order: pages (from, to, pool) and states
-    (from, to).
+    """The chunks of a step, and what to copy before it runs, in this order: pages (from, to, pool), states
+    (from, to), and states that were read from disk (to, contents).
 
     If every running request gets exactly one token, the next step can reuse this object (`can_repeat`): its
     chunks are advanced by one token in place (`is_repeat`). Most steps are of this kind, and making new
@@ -48,6 +48,7 @@ class ScheduledStep:
     prompt_cost: float = 0.0  # cost of its prompts' tokens, in the units of StepCost
     can_repeat: bool = False
     is_repeat: bool = False
+    state_writes: list[tuple[int, memoryview]] = field(default_factory=list)
 
 
 class StepOutput(NamedTuple):

@@ -409,6 +409,10 @@ class Scheduler:
         n_to_come = self.max_requests - len(self.running)  # requests, each of which wants a state
         saves = self.residence.snapshots(request, start, start + n_tokens, n_to_come)
         step.chunks.append(ScheduledChunk(request, start, n_tokens, n_logits, n_after=n_after, saves=saves))
+        if request.saved_state is not None:
+            if request.saved_state.contents is not None:
+                step.state_writes.append((request.state_slot, request.saved_state.contents))
+            request.saved_state = None
         if not _generates(request):
             step.prompt_cost += self.cost.of(start, n_tokens)
         budget.spend(request, n_tokens, n_logits)

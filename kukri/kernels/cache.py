@@ -92,3 +92,11 @@ class Cache(Protocol):
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies the recurrent state of a sequence from one slot to another."""
+
+    def state_data(self, slot: int) -> bytes:
+        """A copy of a slot's state, of all layers, for `set_state_data` of a cache of the same layout and
+        backend.
+        """
+
+    def set_state_data(self, slot: int, data: bytes | memoryview) -> None:
+        """Fills a slot with the state of another."""

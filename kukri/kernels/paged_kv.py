@@ -112,6 +112,18 @@ class PagedKV:
             for array in arrays.values():
                 array[target] = array[source]
 
+    def state_data(self, slot: int) -> bytes:
+        """A copy of a slot's state, of all layers."""
+        return b"".join(array[slot].tobytes() for arrays in self.states.values() for array in arrays.values())
+
+    def set_state_data(self, slot: int, data: bytes | memoryview) -> None:
+        """Fills a slot with the state of another."""
+        found, start = np.frombuffer(data, np.float32), 0
+        for arrays in self.states.values():
+            for array in arrays.values():
+                array[slot] = found[start : start + array[slot].size].reshape(array.shape[1:])
+                start += array[slot].size
+
 
 def pages_of_pools(n_pages: int | Sequence[int], n_pools: int) -> tuple[int, ...]:
     """Numbers of pages of each pool: one number is that of each."""

@@ -211,6 +211,14 @@ class StagedCache:
         """See Cache.copy_state."""
         self._change(Kind.COPY_STATE, source, target)
 
+    def state_data(self, slot: int) -> bytes:
+        """Raises UnsupportedError: its layers are in several processes."""
+        raise UnsupportedError(f"saving a state {_ALONE}")
+
+    def set_state_data(self, slot: int, data: bytes | memoryview) -> None:
+        """Raises UnsupportedError."""
+        raise UnsupportedError(f"reading a state {_ALONE}")
+
     def page_data(self, pages: Sequence[int]) -> bytes:
         """Raises UnsupportedError: its layers are in several processes."""
         raise UnsupportedError(f"saving a page {_ALONE}")

@@ -67,6 +67,56 @@ def test_another_process_finds_a_prefix(tmp_path: Path, pages_per_step: int) -> 
     engine.close()
 
 
+STATEFUL = {"has_states": True, "snapshot_bytes": 1 << 20}
+
+
+@pytest.mark.parametrize("pages_per_step", [1, 2, 100])
+def test_another_process_finds_a_prefix_and_its_state(tmp_path: Path, pages_per_step: int) -> None:
+    """A hybrid that reads its whole prompt again, or continues from pages without the state after them.
+
+    The fake model asserts that each state is that of its text.
+    """
+    prompt = prompt_of(150)
+    first, _ = open_engine(tmp_path, **STATEFUL)
+    answer(first, prompt, 30)
+    first.close()
+    engine, _ = open_engine(tmp_path, **STATEFUL)
+    assert engine.saved_prefixes is not None
+    engine.saved_prefixes.pages_per_step = pages_per_step
+    others = [prompt_of(20, seed) for seed in range(3)]
+    requests = [engine.make_requests(one, greedy(5))[0] for one in (others[0], prompt, *others[1:])]
+    for request in requests:
+        engine.add_request(request)
+    finish(engine)
+    for request, one in zip(requests, (others[0], prompt, *others[1:]), strict=True):
+        assert request.output_ids == expected_output(one, 5)
+    assert requests[1].n_prefix_hit == 144, "of which the first 16 are the other's too"
+    assert engine.residence.n_restored >= 128
+    part = prompt[:100] + prompt_of(30, 9)  # that has a state 64 tokens before the end of the first
+    shared = answer(open_engine(tmp_path, **STATEFUL)[0], part)
+    assert shared.output_ids == expected_output(part, 5)
+    assert shared.n_prefix_hit == 80
+    engine.close()
+
+
+def test_a_state_is_of_no_use_without_all_its_pages(tmp_path: Path) -> None:
+    """A page lost or damaged in the middle, after which a state would be that of tokens nobody has."""
+    prompt = prompt_of(150)
+    first, _ = open_engine(tmp_path, **STATEFUL)
+    seventh = answer(first, prompt).page_keys[6]
+    first.close()
+    for spoil in (lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * PAGE_FILE_BYTES)):
+        engine, _ = open_engine(tmp_path, **STATEFUL)
+        assert engine.saved_prefixes is not None
+        engine.saved_prefixes.pages_per_step = 2
+        (path,) = (one for one in saved_files(tmp_path) if one.name.startswith(seventh.hex() + "."))
+        spoil(path)
+        request = answer(engine, prompt)
+        assert request.output_ids == expected_output(prompt, 5)
+        assert request.n_prefix_hit == engine.residence.n_restored <= 80
+        engine.close()
+
+
 def test_requests_beside_each_other_read_and_preempt(tmp_path: Path) -> None:
     """Pages read twice, lost, or read into pages that another request holds, as memory runs out."""
     prompts = [prompt_of(64) + prompt_of(30, i) for i in range(5)]

@@ -115,6 +115,19 @@ class TensorCache:
             for array in arrays.values():
                 array[target] = array[source]
 
+    def state_data(self, slot: int) -> bytes:
+        """A copy of a slot's state, of all layers."""
+        arrays = [array[slot] for arrays in self.states.values() for array in arrays.values()]
+        return b"".join(array.cpu().numpy().tobytes() for array in arrays)
+
+    def set_state_data(self, slot: int, data: bytes | memoryview) -> None:
+        """Fills a slot with the state of another."""
+        found, start = torch.from_numpy(np.array(np.frombuffer(data, np.float32))), 0
+        for arrays in self.states.values():
+            for array in arrays.values():
+                array[slot] = found[start : start + array[slot].numel()].view(array.shape[1:])
+                start += array[slot].numel()
+
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
     """uint8 zeros; on the CPU the system gives memory as it is written."""
