@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers as tr
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from kukri import LLM
 from kukri.errors import ContextLengthError, UnsupportedError
@@ -133,3 +135,36 @@ def test_another_qwen_embeds(tmp_path: Path) -> None:
     save(tmp_path / "Qwen3-tiny")
     with LLM(tmp_path / "Qwen3-tiny", backend="reference") as llm:
         assert llm.text_encoder.judge is None
+
+
+def test_embeddings_of_qwen3(tmp_path: Path) -> None:
+    """Qwen3-Embedding without EOS at a text's end, another token than the last, or a mean in GGUF."""
+    directory = tmp_path / "Qwen3-Embedding-tiny"
+    model = save(directory)
+    text = tokenizer(("yes", "no"))
+    end = text.convert_tokens_to_ids("<|endoftext|>")
+    inner = text.backend_tokenizer
+    inner.post_processor = TemplateProcessing("$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)])
+    tr.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(directory)
+    modules = [("0", "Transformer", ""), ("1", "Pooling", "1_Pooling"), ("2", "Normalize", "2_Normalize")]
+    stated = [
+        {"idx": int(i), "name": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, kind, path in modules
+    ]
+    (directory / "modules.json").write_text(json.dumps(stated))
+    (directory / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True}
+    pooling |= {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    prompts = {"prompts": {"query": "Instruct: rank\nQuery:"}}
+    (directory / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    ids = text.encode(prompts["prompts"]["query"] + QUERY)
+    assert ids[-1] == end
+    with torch.no_grad():
+        state = model.model(torch.tensor([ids])).last_hidden_state[0, -1].numpy()
+    want = state / np.linalg.norm(state)
+    convert_model(directory, tmp_path / "m.gguf", "F32", dry_run=False, as_json=True)
+    ways = {directory: {"prompt_name": "query"}, tmp_path / "m.gguf": {"prompt": "Instruct: rank\nQuery:"}}
+    for path, named in ways.items():
+        with LLM(path, backend="reference", kv_type="f32") as llm:
+            np.testing.assert_allclose(llm.embed(QUERY, **named), want, atol=1e-5)

@@ -145,12 +145,15 @@ def gguf_keys(
     model: ModelConfig, embedding: EmbeddingConfig, layers: Sequence[DenseLayer] = ()
 ) -> dict[str, Any]:
     """GGUF's keys of an encoder's pooling, token types and dense layers; of others those of ranking."""
-    if model.is_causal:
-        return {PAIR_KEY: embedding.pair_template} if embedding.pair_template else {}
     number = next(number for number, pooling in _GGUF_POOLINGS.items() if pooling == embedding.pooling)
+    pooling_key = f"{ARCHITECTURES[model.architecture].gguf}.pooling_type"
+    if model.is_causal:
+        of_pairs = {PAIR_KEY: embedding.pair_template} if embedding.pair_template else {}
+        is_usual = embedding.pooling == EmbeddingConfig().pooling
+        return of_pairs | ({} if is_usual else {pooling_key: np.uint32(number)})
     if model.head.kind == "sequence_classification":
         number = _RANK
-    keys = {f"{ARCHITECTURES[model.architecture].gguf}.pooling_type": np.uint32(number)}
+    keys: dict[str, Any] = {pooling_key: np.uint32(number)}
     for name, weight in dense_tensors(model, layers).items():
         key = f"{ARCHITECTURES[model.architecture].gguf}.{name.removesuffix('.weight')}_feat"
         keys |= {f"{key}_out": np.uint32(weight.shape[0]), f"{key}_in": np.uint32(weight.shape[1])}

@@ -168,6 +168,40 @@ def test_wrong_files(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "keys", "message"),
+    [
+        ("glm4_moe", lambda t: t.update(
+            {f"{LAYER}.gate.e_score_correction_bias": np.zeros(7, np.float32)}), {},
+         r"gate.e_score_correction_bias'.*has shape \(7,\) where the configuration asks for \(8,\)"),
+        ("glm4_moe", lambda t: t.pop(f"{LAYER}.gate.e_score_correction_bias"), {},
+         "gate.e_score_correction_bias'.*is missing"),
+        ("ernie4_5_moe", lambda t: t.update(
+            {f"{LAYER}.moe_statics.e_score_correction_bias": np.zeros((1, 9), np.float32)}), {},
+         r"has shape \(1, 9\) where the configuration asks for \(1, 8\)"),
+        ("qwen2_moe", lambda t: t.update(
+            {f"{LAYER}.shared_expert_gate.weight": np.zeros((1, 63), np.float32)}), {},
+         r"shared_expert_gate.weight'.*has shape \(1, 63\) where the configuration asks for \(1, 64\)"),
+        ("glm4_moe", lambda t: None, {"n_group": 3}, "1 used of 3 groups of 8 experts"),
+        ("glm4_moe", lambda t: None, {"topk_group": 3}, "3 used of 2 groups"),
+        ("glm4_moe", lambda t: None, {"n_group": 8, "topk_group": 1}, "2 experts used, more than 1 group"),
+        ("glm4_moe", lambda t: None, {"first_k_dense_replace": 5}, "dense_replace' is 5, not between"),
+        ("lfm2_moe", lambda t: None, {"layer_types": ["conv", "spiral", "conv", "conv"]}, "names 'spiral'"),
+        ("afmoe", lambda t: None, {"layer_types": ["full_attention", "spiral"] * 2}, "names 'spiral'"),
+        ("ernie4_5_moe", lambda t: None, {"moe_layer_interval": 2}, "moe_layer_interval"),
+        ("ernie4_5_moe", lambda t: None, {"moe_layer_end_index": 2}, "moe_layer_end_index"),
+    ],
+)  # fmt: skip
+def test_wrong_routing(
+    kind: str, change: Any, keys: Any, message: str, tmp_path: Path, edited_copy: Callable[..., Path]
+) -> None:
+    """A bias of another length that is read beyond its end; groups of several sizes; skipped layers."""
+    directory, _ = make(tmp_path / "saved", kind)
+    with pytest.raises(KukriError, match=message) as caught:
+        LLM(edited_copy(directory, change, keys), backend="reference")
+    assert "\n" not in str(caught.value)
+
+
 def packed_in_blocks(tensors: dict[str, Any], packed: dict[str, Any]) -> None:
     """Random MXFP4 in place of the experts of `tensors`: as floats there, as blocks in `packed`."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
