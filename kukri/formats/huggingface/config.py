@@ -194,7 +194,8 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
             raise UnsupportedError(f"config.json of {architecture.name} has no key for its experts' weights")
     for part, key in architecture.biases.items():
         if isinstance(key, str):
-            of_part = (name for name in names if f".{part}." in name and name.endswith(".bias"))
+            biases = (name for name in names if name.endswith(".bias") and ".e_score_correction." not in name)
+            of_part = (name for name in biases if f".{part}." in name)
             made[key] = made.get(key, False) or any(of_part)
     architecture.write_hf(config, made)
     _check_written(config, made, architecture)
