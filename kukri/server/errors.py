@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kukri.errors import ActivationLimitError, CapacityError, KukriError, RequestError
+from kukri.errors import ActivationLimitError, CapacityError, ContextLengthError, KukriError, RequestError
 
 RETRY_AFTER_S = 1
 LATE = "deadline_exceeded"  # the code of a DeadlineError
@@ -59,6 +59,13 @@ class _ErrorResponse(Response):
         super().__init__(json.dumps(content).encode(), status, headers, "application/json")
         self._message = message
 
+    def add(self, **facts: int) -> None:
+        """Adds fields to OpenAI's form of it."""
+        said = json.loads(bytes(self.body))
+        said["error"] |= facts
+        self.body = json.dumps(said).encode()
+        self.headers["content-length"] = str(len(self.body))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it."""
         content: dict[str, Any] | None = None
@@ -80,7 +87,7 @@ def error_response(
     param: str | None = None,
     code: str | None = None,
     retry_after_s: int | None = None,
-) -> Response:
+) -> _ErrorResponse:
     """An error as a response; `retry_after_s` says when trying again may help."""
     content = error_body(message, status, param=param, code=code)
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
@@ -94,7 +101,10 @@ def response_of(error: KukriError) -> Response:
     if isinstance(error, RequestError):
         kinds = ((NotFoundError, 404), (ForbiddenError, 403), (ActivationLimitError, 413))
         status = next((status for kind, status in kinds if isinstance(error, kind)), 400)
-        return error_response(str(error), status, param=error.param, code=error.code)
+        response = error_response(str(error), status, param=error.param, code=error.code)
+        if isinstance(error, ContextLengthError):  # as llama.cpp's server has it, beyond OpenAI's fields
+            response.add(n_prompt_tokens=error.n_tokens, n_ctx=error.max_context)
+        return response
     if isinstance(error, CapacityError):
         is_late = isinstance(error, DeadlineError)
         code, wait_s = (LATE, None) if is_late else ("overloaded", RETRY_AFTER_S)

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from kukri.errors import KukriError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.generation import Readout
+from kukri.server.answer_facts import answer_facts
 from kukri.server.chat.choice import Choice, Kind, PartEvent, PlacedToken
 from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
@@ -27,7 +28,7 @@ from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import vllm_logprobs
 from kukri.server.progress import PromptProgress, n_read
 from kukri.server.schema import GenerationBody
-from kukri.server.timings import timings_of
+from kukri.server.timings import timings_of, timings_of_progress
 
 DONE = b"data: [DONE]\n\n"
 _MANY_TOKENS = 4096  # of a whole answer that is written besides the event loop
@@ -179,6 +180,7 @@ class ChunkWriter(AnswerWriter):
         self._with_usage = bool(options and options.include_usage)
         self._counts_each = bool(self._with_usage and options and options.continuous_usage_stats)
         self._has_timings = bool(body.timings_per_token)
+        self.prompt_text: str | None = None  # of a body that is to be answered with `__verbose`
 
     def end(self) -> bytes:
         """The usage, if requested, and the end mark."""
@@ -197,11 +199,30 @@ class ChunkWriter(AnswerWriter):
         return f'{self._prefix},"choices":[{choice}]{more}}}\n\n'
 
     def _progressed(self, news: dict[str, int]) -> str:
-        return f'{self._prefix},"choices":[],"prompt_progress":{json.dumps(news)}}}\n\n'
+        facts: dict[str, Any] = {"prompt_progress": news}
+        if self._has_timings:
+            facts["timings"] = timings_of_progress(news)
+        return f'{self._prefix},"choices":[],{json.dumps(facts)[1:-1]}}}\n\n'
 
     def _timings(self) -> dict[str, Any]:
         """The first answer's `timings`, if they are requested."""
         return {"timings": timings_of(self._call.answers[0].request)} if self._has_timings else {}
+
+    def _verbose(self, i: int) -> dict[str, Any]:
+        """What llama.cpp's server tells of an answer that has ended, if it is requested."""
+        if self.prompt_text is None:
+            return {}
+        answer = self._call.answers[i]
+        facts = answer_facts(
+            i,
+            answer,
+            self._choices[i].text(),
+            prompt=self.prompt_text,
+            model=str(self._head["model"]),
+            params=answer.request.params,
+            eos_ids=self._served.llm.engine.eos_ids,
+        )
+        return {"__verbose": facts}
 
     def _prompt_scores(self, i: int, n_top: int) -> list[dict[str, dict[str, Any]] | None]:
         """The `prompt_logprobs` of an answer's prompt; nothing comes before the first token."""

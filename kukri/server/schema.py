@@ -285,6 +285,7 @@ class GenerationBody(Sampling):
     return_token_ids: bool | None = None  # of prompt and answer
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens `token_id:17`
     timings_per_token: bool | None = None  # as llama.cpp has it: `timings` in each chunk and in the whole
+    verbose: bool | None = None  # as llama.cpp has it: `__verbose` tells the prompt and all settings
     return_progress: bool | None = None  # as llama.cpp has it: chunks of `prompt_progress` before the answer
     interventions: Interventions | None = None
 

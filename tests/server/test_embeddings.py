@@ -98,14 +98,42 @@ def test_who_leaves_ends_the_work(served):
     served.wait_until(lambda: loop.status().n_waiting == 0, 5)
 
 
+def test_llama_cpps_forms_of_input_give_the_same_vectors(served, offline):
+    """Catches texts among ids, or objects, that are refused or encoded as something else."""
+    first, second = offline.tokenizer.encode("a cat"), offline.tokenizer.encode(" sits")
+    wanted = offline.embed(["a cat sits"])[0]
+    parts = {"content": [{"type": "text", "text": "a cat"}, {"type": "text", "text": " sits"}]}
+    forms = [[*first, " sits"], ["a cat", *second], {"prompt_string": "a cat sits"}, parts]
+    with served.http() as http:
+        for form in (*forms, [*forms, "a cat sits"]):
+            rows = http.post("/v1/embeddings", json={"model": MODEL, "input": form}).json()["data"]
+            assert len(rows) == (len(forms) + 1 if form not in forms else 1)
+            for row in rows:
+                np.testing.assert_array_equal(np.array(row["embedding"], np.float32), wanted)
+        for path, field in (
+            ("/embedding", "input"),
+            ("/embeddings", "content"),
+            ("/v1/embeddings", "content"),
+        ):
+            (row,) = http.post(path, json={field: "a cat sits"}).json()
+            np.testing.assert_array_equal(np.array(row["embedding"][0], np.float32), wanted)
+            assert row["index"] == 0
+        raw = http.post("/embedding", json={"content": "a cat sits", "embd_normalize": -1}).json()
+    plain = offline.embed(["a cat sits"], normalize=False)[0]
+    np.testing.assert_array_equal(np.array(raw[0]["embedding"][0], np.float32), plain)
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
         ({"dimensions": 64}, "dimensions", "can only be 576"),
-        ({"input": ""}, "input", "at least 1 character"),
+        ({"input": ""}, "input", "a text is empty"),
         ({"input": []}, "input", ""),
         ({"input": [[]]}, "input[0]", "at least 1 item"),
-        ({"input": ["a", 5]}, "input[1]", "valid string"),
+        ({"input": ["a", 1.5]}, "input[1]", "valid string"),
+        ({"input": None}, "input", "is missing"),
+        ({"content": "b"}, "content", "give one"),
+        ({"input": {"content": [{"type": "image_url"}]}}, "input.content[0].type", ""),
         ({"input": ["a"] * 2049}, "input", ""),
         ({"input": [49152]}, "input", "outside the vocabulary"),
         ({"input": [[1], [-1]]}, "input", "outside the vocabulary"),

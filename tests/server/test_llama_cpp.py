@@ -259,3 +259,61 @@ def test_tokens_are_counted(served, offline):
         assert post(served, path, messages=chat)["input_tokens"] == n
     assert post(served, "/v1/responses/input_tokens", input="Hi")["input_tokens"] == n
     assert httpx.get(f"{served.url}/models").json() == httpx.get(f"{served.url}/v1/models").json()
+
+
+def test_verbose_tells_the_prompt_and_the_settings(served):
+    """Catches a field that is taken and not heard, and settings that are not those of the request."""
+    chat = {"messages": [{"role": "user", "content": "Hi there"}], "max_tokens": 3, "verbose": True}
+    chat |= {"logit_bias": {"7": -2}, "dry_multiplier": 0.5}
+    told = post(served, CHAT, **chat)["__verbose"]
+    assert "Hi there" in told["prompt"]
+    assert "<|im_start|>" in told["prompt"]
+    assert told["tokens_predicted"] == len(told["tokens"]) == 3
+    assert told["generation_settings"]["max_tokens"] == 3
+    assert told["generation_settings"]["logit_bias"] == [{"bias": -2.0, "token": 7}]
+    assert (
+        post(served, TEXT, prompt="Hi there", max_tokens=3, verbose=True)["__verbose"]["prompt"] == "Hi there"
+    )
+    assert "__verbose" not in post(served, CHAT, **{**chat, "verbose": False})
+    with served.http() as http:
+        last = list(events(http.post(CHAT, json={**chat, "stream": True})))
+    assert [event["__verbose"]["prompt"] for event in last if "__verbose" in event] == [told["prompt"]]
+
+
+def test_biases_of_ends_that_are_ignored_are_told(served, offline):
+    """Catches settings without the tokens that cannot come."""
+    for ignored in (True, False):
+        answer = post(served, "/completion", prompt=PROMPT, n_predict=2, ignore_eos=ignored)
+        biases = answer["generation_settings"]["logit_bias"]
+        assert {one["token"] for one in biases} == (set(offline.engine.eos_ids) if ignored else set())
+        assert all(one["bias"] is None for one in biases)
+
+
+def test_the_first_token_costs_no_step(served):
+    """Catches a rate of n tokens in the time of n - 1."""
+    one = post(served, "/completion", prompt=PROMPT, n_predict=1)["timings"]
+    assert (one["predicted_n"], one["predicted_per_second"]) == (1, 0.0)
+    many = post(served, "/completion", prompt=PROMPT, n_predict=5)["timings"]
+    assert many["predicted_per_second"] == pytest.approx(4000 / many["predicted_ms"])
+
+
+def test_progress_and_times_of_a_response(served):
+    """Catches events of the newer form without what llama.cpp adds to them."""
+    body = {"input": "Tell me of a day. " * 60, "max_output_tokens": 3, "stream": True, "ignore_eos": True}
+    body |= {"timings_per_token": True, "return_progress": True}
+    with served.http() as http:
+        found = list(events(http.post("/v1/responses", json=body)))
+    progress = [event for event in found if "prompt_progress" in event]
+    assert {event["type"] for event in progress} == {"response.in_progress"}
+    first = progress[0]["timings"]
+    assert (first["prompt_n"], first["prompt_ms"], first["predicted_n"]) == (0, 0.0, 0)
+    assert progress[-1]["prompt_progress"]["processed"] == progress[-1]["prompt_progress"]["total"]
+    deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+    assert deltas[-1]["timings"]["predicted_n"] == found[-1]["timings"]["predicted_n"] == 3
+
+
+def test_a_context_error_tells_both_counts(served, offline):
+    """Catches an error that a client cannot shorten its prompt by."""
+    with served.http() as http:
+        error = http.post("/completion", json={"prompt": [5] * 1100}).json()["error"]
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (1100, offline.engine.max_context)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kukri.calls.answer import Answer
 from kukri.dialects.answer_parser import PlainParser
 from kukri.errors import RequestError
 from kukri.sampling import SamplingParams
+from kukri.server.answer_facts import answer_facts
 from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
 from kukri.server.llama_cpp.indent import IndentLimit
 from kukri.server.llama_cpp.schema import (
@@ -21,16 +20,15 @@ from kukri.server.llama_cpp.schema import (
     LlamaBody,
     LlamaCompletionBody,
     LlamaInfillBody,
-    MarkedText,
     Prompt,
 )
+from kukri.server.mixed_prompt import MarkedText, encode_mixed
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.completions import submit
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import EVENTS, AnswerWriter, Reply, StreamForm, grown, sse
-from kukri.server.sampling_fields import FACTS
-from kukri.server.timings import timings_of
+from kukri.server.timings import timings_of, timings_of_progress
 from kukri.tokenizer import Tokenizer
 
 LLAMA_EVENTS = StreamForm(EVENTS.content_type, EVENTS.keep_alive, lambda error: sse(error).encode())
@@ -59,18 +57,9 @@ async def infill(served: ServedModel, body: LlamaInfillBody, http: Request) -> R
 
 
 def _encoded(tokenizer: Tokenizer, prompt: Prompt, limit: int, parse_special: bool) -> list[int]:
-    """The token ids of a prompt; a text at its beginning gets BOS."""
-    parts = [prompt] if isinstance(prompt, str) else prompt
-    if isinstance(parts, MarkedText):
-        parts = [parts.prompt_string]
-    ids: list[int] = []
-    for i, part in enumerate(parts):
-        if isinstance(part, int):
-            ids.append(part)
-        else:
-            encode = tokenizer.encode_inside if i else partial(tokenizer.encode, add_special=True)
-            ids += encode(part, parse_special=parse_special, max_tokens=limit)
-    return ids
+    parts = [prompt.prompt_string] if isinstance(prompt, MarkedText) else prompt
+    parts = [parts] if isinstance(parts, str) else parts
+    return encode_mixed(tokenizer, parts, parse_special=parse_special, max_tokens=limit)
 
 
 async def _reply(
@@ -137,7 +126,8 @@ class LlamaWriter(AnswerWriter):
 
     def _progressed(self, news: dict[str, int]) -> str:
         head = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": -1}
-        return sse({**head, "prompt_progress": news})
+        timings = {"timings": timings_of_progress(news)} if self._body.timings_per_token else {}
+        return sse({**head, "prompt_progress": news, **timings})
 
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
         """The event with the text that came, and the last one if the answer has ended."""
@@ -164,32 +154,25 @@ class LlamaWriter(AnswerWriter):
         return scores
 
     def _whole(self, i: int) -> dict[str, Any]:
-        choice, answer, request = self._choices[i], self._call.answers[i], self._call.answers[i].request
-        limit = self._params.max_tokens
-        is_cut = answer.finish_reason == "length" and (limit is None or answer.n_tokens < limit)
-        is_cut = is_cut and not self._indents[i].is_over
-        text, n_tokens = choice.text(), 0 if self._hides_answer else answer.n_tokens
-        ids = request.tokens[request.n_prompt : request.n_prompt + n_tokens].tolist()
-        tokens = [] if self._is_stream else choice.tokens  # a stream has sent them
-        return {
-            "index": i,
-            "content": text,
-            "tokens": ids if self._body.return_tokens else [],
-            **({"completion_probabilities": self._scores(tokens)} if self._body.n_probs else {}),
-            "id_slot": -1,
-            "stop": True,
-            "model": self._model,
-            "tokens_predicted": n_tokens,
-            "tokens_evaluated": request.n_prompt,
-            "generation_settings": settings_of(self._params),
-            "prompt": self._prompts[i * len(self._prompts) // len(self._choices)],
-            "has_new_line": "\n" in text,
-            "truncated": is_cut,
-            "stop_type": _stop_type(answer),
-            "stopping_word": answer.stop_string or "",
-            "tokens_cached": request.n_prefix_hit,
-            "timings": timings_of(request),
-        }
+        answer, choice = self._call.answers[i], self._choices[i]
+        facts = answer_facts(
+            i,
+            answer,
+            choice.text(),
+            prompt=self._prompts[i * len(self._prompts) // len(self._choices)],
+            model=self._model,
+            params=self._params,
+            eos_ids=self._served.llm.engine.eos_ids,
+        )
+        if self._hides_answer:
+            facts |= {"tokens_predicted": 0, "tokens": []}
+        if not self._body.return_tokens:
+            facts["tokens"] = []
+        if self._indents[i].is_over:
+            facts["truncated"] = False
+        if self._body.n_probs:
+            facts["completion_probabilities"] = [] if self._is_stream else self._scores(choice.tokens)
+        return facts  # a stream has sent the scores
 
     def _picked(self, answer: dict[str, Any]) -> dict[str, Any]:
         """The fields that the body asks for, under their paths."""
@@ -204,25 +187,3 @@ class LlamaWriter(AnswerWriter):
             if value is not None:
                 picked[path] = value
         return picked
-
-
-def settings_of(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters by llama.cpp's names; a seed of -1 is another one each time."""
-    settings = {
-        facts.llama_cpp: getattr(params, name) for name, facts in FACTS.items() if facts.llama_cpp is not None
-    }
-    limit = -1 if params.max_tokens is None else params.max_tokens
-    return settings | {
-        "n_predict": limit,
-        "max_tokens": limit,
-        "seed": -1 if params.seed is None else params.seed,
-        "stop": list(params.stop_strings),
-        "n_probs": params.logprobs or 0,
-        "samplers": ["typ_p" if name == "typical_p" else name for name in params.samplers],
-    }
-
-
-def _stop_type(answer: Answer) -> str:
-    if answer.stop_string is not None:
-        return "word"
-    return "limit" if answer.finish_reason == "length" else "eos"

@@ -9,11 +9,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from kukri import __version__
+from kukri.server.answer_facts import settings_of
 from kukri.server.llama_cpp import answers as llama_cpp
 from kukri.server.llama_cpp.schema import LlamaCompletionBody, LlamaInfillBody
 from kukri.server.models.loading_reply import answered
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
+from kukri.server.openai.embeddings import EmbeddingBody, embed
 from kukri.server.openapi import EVENTS
 
 
@@ -30,6 +32,13 @@ def add_llama_cpp_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def infill(body: LlamaInfillBody, request: Request) -> Response:
         """Fills in the text between two others, in llama.cpp's form."""
         return await answered(registry, body, request, llama_cpp.infill, llama_cpp.LLAMA_EVENTS)
+
+    @app.post("/embedding", response_class=JSONResponse)
+    @app.post("/embeddings", response_class=JSONResponse, include_in_schema=False)
+    async def embedding(body: EmbeddingBody, request: Request) -> Response:
+        """A vector for each text, in llama.cpp's form."""
+        served = await registry.served(body.model, request.scope)
+        return await embed(served, body, request, as_llama_cpp=True)
 
     @app.get("/props", response_class=JSONResponse)
     async def props(request: Request, model: str | None = None) -> JSONResponse:
@@ -50,7 +59,7 @@ def _props(served: ServedModel) -> dict[str, Any]:
     llm, tokenizer = served.llm, served.tokenizer
     settings = {
         "n_ctx": llm.engine.max_context,
-        "params": llama_cpp.settings_of(replace(llm.default_params, max_tokens=None)),
+        "params": settings_of(replace(llm.default_params, max_tokens=None)),
     }
     return {
         "default_generation_settings": settings,

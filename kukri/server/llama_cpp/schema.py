@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from kukri.errors import RequestError
 from kukri.sampling.fields import MAX_BIAS, MAX_COUNT, MAX_PHRASES
+from kukri.server.mixed_prompt import MarkedText, Mixed
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.server.schema import (
     ELSEWHERE,
     HINTS,
-    MAX_IDS,
     MAX_PROMPTS,
     SAME_FORM,
     TEXT_ONLY,
@@ -31,16 +31,6 @@ _SAMPLERS = {"typ_p": "typical_p"}
 _NO_SAMPLERS = frozenset({"infill"})  # editors name it; it only makes middles end earlier
 
 
-class MarkedText(Body):
-    """A prompt as an object."""
-
-    refused: ClassVar[Refused] = {"multimodal_data": (([],), TEXT_ONLY)}
-    prompt_string: str
-
-
-Mixed = Annotated[
-    list[int | str], Field(min_length=1, max_length=MAX_IDS)
-]  # token ids, and texts between them
 Prompt = str | Mixed | MarkedText
 
 

@@ -278,7 +278,7 @@ async def _vectors(
     empty = next((i for i, one in enumerate(ids) if not one), None)
     if empty is not None:
         raise RequestError(f"input[{empty}] is empty, and the model adds no token of its own", param="input")
-    given = EmbeddingBody(model=model, input=ids, dimensions=dimensions)
+    given = EmbeddingBody(model=model, input="", dimensions=dimensions)  # the texts are `ids`
     vectors = await vectors_of(served, given, ids, http)
     return [] if vectors is None else vectors.tolist()
 

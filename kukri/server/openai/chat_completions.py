@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quote
@@ -25,6 +26,10 @@ async def complete_chat(served: ServedModel, body: ChatBody, http: Request) -> R
     model = served.check_model(body.model)
     chat = await served.open(parse_chat(body), http.scope)
     writer = ChatWriter(served, chat, body, model)
+    if body.verbose:
+        prompt = chat.call.answers[0].request
+        ids = prompt.tokens[: prompt.n_prompt].tolist()
+        writer.prompt_text = await asyncio.to_thread(served.tokenizer.decode, ids)
     return Reply(
         served,
         chat.call,
@@ -78,7 +83,7 @@ class ChatWriter(ChunkWriter):
     def body(self) -> dict[str, Any]:
         """The completion."""
         choices = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
-        facts = {"usage": self._usage(), **self._timings(), **self._prompt_fields()}
+        facts = {"usage": self._usage(), **self._timings(), **self._prompt_fields(), **self._verbose(0)}
         body = {**self._head, "choices": choices, **facts}
         return body if self._body.metadata is None else {**body, "metadata": self._body.metadata}
 
@@ -140,7 +145,9 @@ class ChatWriter(ChunkWriter):
         if finish_reason is not None or found:
             more = f",{json.dumps(found)[1:-1]}" if found else ""
             reason = "null" if finish_reason is None else f'"{finish_reason}"'
-            chunks += self._chunk(i, "{}", finish_reason=reason, more=more)
+            verbose = self._verbose(i) if finish_reason is not None else {}
+            facts = f",{json.dumps(verbose)[1:-1]}" if verbose else ""
+            chunks += self._chunk(i, "{}", finish_reason=reason, more=more, facts=facts)
         return chunks
 
     def _first_chunk(self, i: int) -> str:
@@ -155,11 +162,16 @@ class ChatWriter(ChunkWriter):
         return self._event(f'{{"index":{i},"delta":{delta},"logprobs":null,"finish_reason":null}}', more)
 
     def _chunk(
-        self, i: int, delta: str, logprobs: str = "null", finish_reason: str = "null", more: str = ""
+        self,
+        i: int,
+        delta: str,
+        logprobs: str = "null",
+        finish_reason: str = "null",
+        more: str = "",
+        facts: str = "",
     ) -> str:
-        return self._event(
-            f'{{"index":{i},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish_reason}{more}}}'
-        )
+        choice = f'"index":{i},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish_reason}{more}'
+        return self._event(f"{{{choice}}}", facts)
 
     def _delta(self, event: PartEvent) -> str:
         """The delta of an event; "" for one without."""

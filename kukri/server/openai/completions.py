@@ -41,6 +41,8 @@ async def complete(served: ServedModel, body: CompletionBody, http: Request) -> 
     shows_control = body.skip_special_tokens is False
     call = await submit(served, body, prompts, params, http, shows_control=shows_control)
     writer = CompletionWriter(served, call, body, model, prompts, echoes, hides_answer=max_tokens == 0)
+    if body.verbose:
+        writer.prompt_text = await asyncio.to_thread(served.tokenizer.decode, prompts[0])
     return Reply(served, call, writer, stream=bool(body.stream), tells_progress=bool(body.return_progress))
 
 
@@ -135,7 +137,8 @@ class CompletionWriter(ChunkWriter):
             for i in ranked[:n]:
                 answer = self._choices[i]
                 choices.append(self._choice(i, len(choices), answer.text(), answer.tokens, is_first=True))
-        return {**self._head, "choices": choices, "usage": self._usage(), **self._timings()}
+        facts = {"usage": self._usage(), **self._timings(), **self._verbose(0)}
+        return {**self._head, "choices": choices, **facts}
 
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
         text, tokens = grown(events)

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -20,25 +20,54 @@ from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.server.access import client_of
 from kukri.server.errors import DeadlineError
+from kukri.server.mixed_prompt import MarkedText, Mixed, encode_mixed
 from kukri.server.models.served_model import ServedModel
 from kukri.server.reply import disconnected
-from kukri.server.schema import Body, TokenIds
+from kukri.server.schema import Body, TextOr, TextPart
 
 _MAX_TEXTS = 2048  # as in OpenAI's API
 _OWN_FIELDS = ("prompt_name", "adapter")  # that errors may be about
 T = TypeVar("T")
-_Text = Annotated[str, Field(min_length=1)]
+
+
+class Content(Body):
+    """A text in parts."""
+
+    content: TextOr[Annotated[list[TextPart], Field(min_length=1)]]
+
+
+def _kind_of(value: Any) -> str:
+    """A list with an id in it is one text, others are many. Errors leave this out."""
+    if isinstance(value, list):
+        return "list[int]" if int in set(map(type, value)) else "list[str]"
+    return "str" if not isinstance(value, dict) else "list" if "content" in value else "union"
+
+
+_One = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[Mixed, Tag("list[int]")]
+    | Annotated[MarkedText, Tag("union")]
+    | Annotated[Content, Tag("list")],
+    Discriminator(lambda value: "list[int]" if isinstance(value, list) else _kind_of(value)),
+]
+_Input = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[Mixed, Tag("list[int]")]
+    | Annotated[MarkedText, Tag("union")]
+    | Annotated[Content, Tag("list")]
+    | Annotated[list[_One], Field(min_length=1, max_length=_MAX_TEXTS), Tag("list[str]")],
+    Discriminator(_kind_of),
+]
 
 
 class EmbeddingBody(Body):
-    """A request to /v1/embeddings."""
+    """A request to /v1/embeddings, and to llama.cpp's /embedding."""
 
     model: str | None = None
-    input: (
-        _Text
-        | TokenIds
-        | Annotated[list[_Text], Field(min_length=1, max_length=_MAX_TEXTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_TEXTS)]
+    input: _Input | None = None
+    content: _Input | None = None  # as llama.cpp has it, whose form the answer has then
+    embd_normalize: Annotated[int, Field(ge=-1, le=2)] | None = (
+        None  # llama.cpp's: -1 for none, 2 for length 1
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -50,8 +79,22 @@ class EmbeddingBody(Body):
     truncate: bool | None = None
     adapter: str | None = None
 
+    @model_validator(mode="after")
+    def _has_one_input(self) -> EmbeddingBody:
+        if self.input is None and self.content is None:
+            raise RequestError("input is missing", param="input", code="missing_required_parameter")
+        if self.input is not None and self.content is not None:
+            raise RequestError("input and content both hold the texts: give one", param="content")
+        if self.embd_normalize in (0, 1):
+            raise RequestError(
+                "embd_normalize must be -1 or 2: other norms are not there", param="embd_normalize"
+            )
+        return self
 
-async def embed(served: ServedModel, body: EmbeddingBody, http: Request) -> Response:
+
+async def embed(
+    served: ServedModel, body: EmbeddingBody, http: Request, *, as_llama_cpp: bool = False
+) -> Response:
     """The response to an embedding request. A client that leaves ends the work."""
     try:
         texts = await _encoded(served, body)
@@ -67,7 +110,10 @@ async def embed(served: ServedModel, body: EmbeddingBody, http: Request) -> Resp
     head["usage"] = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     if texts.truncated:
         head["truncated"] = texts.truncated
-    content = await asyncio.to_thread(_body, head, vectors, body.encoding_format == "base64")
+    if as_llama_cpp or body.content is not None:
+        content = await asyncio.to_thread(_llama_cpp_body, vectors)
+    else:
+        content = await asyncio.to_thread(_body, head, vectors, body.encoding_format == "base64")
     return Response(content, media_type="application/json")
 
 
@@ -124,17 +170,35 @@ async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope:
 
 async def _encoded(served: ServedModel, body: EmbeddingBody) -> Encoded:
     """The token ids of each text."""
-    given: Any = body.input
-    if isinstance(given, str) or isinstance(given[0], int):
-        given = [given]
-    if isinstance(given[0], str):
-        return await asyncio.to_thread(
-            served.llm.text_encoder.encode,
-            given,
-            prompt_name=body.prompt_name,
-            truncate=bool(body.truncate),
-        )
-    return Encoded(given)
+    given: Any = body.content if body.input is None else body.input
+    many = given if isinstance(given, list) and _kind_of(given) == "list[str]" else [given]
+    return await asyncio.to_thread(_ids, served, body, [_plain(one) for one in many])
+
+
+def _plain(one: Any) -> str | list[int | str]:
+    """A text, or ids with texts between them."""
+    if isinstance(one, MarkedText):
+        return one.prompt_string
+    if isinstance(one, Content):
+        return one.content if isinstance(one.content, str) else "".join(part.text for part in one.content)
+    found: str | list[int | str] = one
+    return found
+
+
+def _ids(served: ServedModel, body: EmbeddingBody, many: list[str | list[int | str]]) -> Encoded:
+    encoder = served.llm.text_encoder
+    texts = [one for one in many if isinstance(one, str)]
+    found = encoder.encode(texts, prompt_name=body.prompt_name, truncate=bool(body.truncate))
+    if len(texts) == len(many):
+        return found
+    places = [i for i, one in enumerate(many) if isinstance(one, str)]
+    encoded = dict(zip(places, found.ids, strict=True))
+    for i, one in enumerate(many):
+        if i not in encoded:
+            encoded[i] = encode_mixed(
+                served.tokenizer, one, parse_special=False, max_tokens=encoder.max_tokens
+            )
+    return Encoded([encoded[i] for i in range(len(many))], [places[i] for i in found.truncated])
 
 
 async def _vectors(
@@ -152,7 +216,8 @@ async def _vectors(
         adapter=served.adapter_of(body.model, body.adapter),
     )
     rows = await rows_of(served, requests, http.scope)
-    return llm.text_encoder.vectors(rows, body.normalize, body.dimensions)
+    normalize = body.normalize if body.embd_normalize is None else body.embd_normalize == 2
+    return llm.text_encoder.vectors(rows, normalize, body.dimensions)
 
 
 def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:
@@ -164,6 +229,12 @@ def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:
         )
         items.append(json.dumps({"object": "embedding", "index": i, "embedding": shown}))
     return f'{json.dumps(head)[:-1]}, "data": [{", ".join(items)}]}}'.encode()
+
+
+def _llama_cpp_body(vectors: FloatArray) -> bytes:
+    """The JSON of the response as llama.cpp's server has it: a list of vectors for each text, here of one."""
+    items = [json.dumps({"index": i, "embedding": [vector.tolist()]}) for i, vector in enumerate(vectors)]
+    return f"[{', '.join(items)}]".encode()
 
 
 class _Silence(Response):

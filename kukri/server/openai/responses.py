@@ -44,6 +44,7 @@ from kukri.server.openai.responses_schema import (
 )
 from kukri.server.reply import AnswerWriter, Reply, compact, image_usage, interp_fields, sse
 from kukri.server.schema import OtherPart, RefusalPart, content_of, piece_of, steering
+from kukri.server.timings import timings_of, timings_of_progress
 from kukri.tokenizer import newest_turn, note
 
 _NAMES = {
@@ -75,7 +76,8 @@ async def respond(served: ServedModel, body: ResponseBody, http: Request) -> Res
         owner, store = http.scope["kukri.client"].owner, http.app.state.responses
         keep = partial(_keep, store, owner, body.previous_response_id, own)
     writer = ResponseWriter(served, chat, body, model, tools, keep)
-    return Reply(served, chat.call, writer, stream=bool(body.stream))
+    tells_progress = bool(body.return_progress)
+    return Reply(served, chat.call, writer, stream=bool(body.stream), tells_progress=tells_progress)
 
 
 def items_of(body: ResponseBody, http: Request) -> list[Item]:
@@ -246,7 +248,7 @@ class ResponseWriter(AnswerWriter):
         keep: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         """`keep` is called with the finished response."""
-        super().__init__(chat.call, chat.choices, stream=bool(body.stream))
+        super().__init__(chat.call, chat.choices, stream=bool(body.stream), progress=body.return_progress)
         self._served, self._body, self._model, self._tools, self._keep = served, body, model, tools, keep
         self._choice = chat.choices[0]
         self._id, self._created = uuid4().hex, int(time.time())
@@ -256,7 +258,8 @@ class ResponseWriter(AnswerWriter):
     def end(self) -> bytes:
         """The finished response, with an empty message if it has nothing else."""
         events = self._news(0, self._choice.add_empty())
-        return (events + self._event(f"response.{self._status}", response=self._whole())).encode()
+        last = self._event(f"response.{self._status}", response=self._whole(), **self._timings())
+        return (events + last).encode()
 
     def fail(self, error: KukriError) -> bytes:
         """The event of a response that failed."""
@@ -270,7 +273,7 @@ class ResponseWriter(AnswerWriter):
     def body(self) -> dict[str, Any]:
         """The response."""
         self._choice.add_empty()
-        return self._whole()
+        return {**self._whole(), **self._timings()}
 
     @property
     def _status(self) -> str:
@@ -281,6 +284,15 @@ class ResponseWriter(AnswerWriter):
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def _progressed(self, news: dict[str, int]) -> str:
+        timings = {"timings": timings_of_progress(news)} if self._body.timings_per_token else {}
+        response = self._response("in_progress", [])
+        return self._event("response.in_progress", response=response, prompt_progress=news, **timings)
+
+    def _timings(self) -> dict[str, Any]:
+        """The `timings` so far, if they are requested."""
+        return {"timings": timings_of(self._choice.answer.request)} if self._body.timings_per_token else {}
 
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
         return "".join([self._rendered(event) for event in events])
@@ -324,6 +336,8 @@ class ResponseWriter(AnswerWriter):
         return done + self._event("response.output_item.done", output_index=part.index, item=self._item(part))
 
     def _delta(self, text: str, more: str = "") -> str:
+        if self._body.timings_per_token:
+            more += f",{json.dumps(self._timings())[1:-1]}"
         event = f'{self._delta_prefix}{quote(text)},"sequence_number":{self._n_events}{more}}}\n\n'
         self._n_events += 1
         return event

@@ -340,6 +340,8 @@ class ResponseBody(Sampling):
 
     chat_template_kwargs: dict[str, Any] | None = None
     interventions: Interventions | None = None
+    timings_per_token: bool | None = None  # as llama.cpp has it: `timings` in each delta and at the end
+    return_progress: bool | None = None  # as llama.cpp has it: `prompt_progress` in events before the answer
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
 
     @property

@@ -146,6 +146,7 @@ def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, A
         "object": "model",
         "created": entry.created,
         "owned_by": "kukri",
+        "root": entry.name,  # as vLLM has it: what an alias or an adapter stands for
         "max_model_len": None,
         "state": entry.state,
     }
