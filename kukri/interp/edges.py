@@ -71,22 +71,23 @@ def edge_attribution_patch(
     names = tuple(name for name, _ in sources)
     outputs = np.stack([output.reshape(-1) for _, output in sources])
     ends: list[str] = []
-    counts: list[int] = []
     found: list[FloatArray] = []
     for step in range(n_steps):
         tape = pair.gradients(metric, None if n_steps == 1 else (step + 0.5) / n_steps)
-        for row, (name, n_before, grad) in enumerate(_targets(pair.session, tape)):
-            score = outputs[:n_before] @ grad.reshape(-1) / np.float32(n_steps)
+        for row, (targets, n_before, grads) in enumerate(_targets(pair.session, tape)):
+            score = grads.reshape(len(grads), -1) @ outputs[:n_before].T / np.float32(n_steps)
             if step:
                 found[row] += score
             else:
-                ends.append(name)
-                counts.append(n_before)
+                ends += targets
                 found.append(score)
     scores = np.zeros((len(ends), len(names)), np.float32)
     exists = np.zeros(scores.shape, np.bool_)
-    for i, (score, n_before) in enumerate(zip(found, counts)):
-        scores[i, :n_before], exists[i, :n_before] = score, True
+    row = 0
+    for score in found:
+        own = slice(row, row + len(score)), slice(score.shape[1])
+        scores[own], exists[own] = score, True
+        row += len(score)
     return EdgeScores(names, tuple(ends), scores, exists)
 
 
@@ -214,8 +215,8 @@ class _Pair:
         return found
 
 
-def _targets(session: Session, tape: Any) -> Iterator[tuple[str, int, FloatArray]]:
-    """Each target, the number of sources before it, and the gradient at its input [rows, D]."""
+def _targets(session: Session, tape: Any) -> Iterator[tuple[list[str], int, FloatArray]]:
+    """Targets with the same sources: names, the number of their sources, gradients there [n, rows, D]."""
     n_before = 1
     for i in range(session.config.n_layers):
         stream = tape.value(f"blocks.{i}.hook_resid_pre")
@@ -223,13 +224,13 @@ def _targets(session: Session, tape: Any) -> Iterator[tuple[str, int, FloatArray
         for end in _ENDS:
             point = session.point((f"{end}_input", i))
             grad = tape.gradient(f"blocks.{i}.attn.hook_{end}").reshape(len(stream), -1, d_head)
-            for h, back in enumerate(_head_gradients(point, grad, stream)):
-                yield f"a{i}.h{h}<{end}>", n_before, back
+            names = [f"a{i}.h{h}<{end}>" for h in range(grad.shape[1])]
+            yield names, n_before, np.stack([*_head_gradients(point, grad, stream)])
         n_before += session.trace.heads[i].spec.n_heads
-        ends = [tape.gradient(f"blocks.{i}.hook_resid_{end}") for end in ("mid", "post")]
-        yield f"m{i}", n_before, ends[0] - ends[1]
+        after, before = (tape.gradient(f"blocks.{i}.hook_resid_{end}") for end in ("post", "mid"))
+        yield [f"m{i}"], n_before, (before - after)[None]
         n_before += 1
-    yield "logits", n_before, ends[1]
+    yield ["logits"], n_before, after[None]
 
 
 def _head_gradients(point: Point, grad: FloatArray, stream: FloatArray) -> Iterator[FloatArray]:
