@@ -38,7 +38,7 @@ class AdaptersReport:
     n_adapters: int
     rank: int
     weight_type: str
-    adapter_mib: float  # of one
+    adapter_mib: float  # size of one adapter
     streams: Comparison
     one_stream: Comparison
     prompt: Comparison

@@ -19,7 +19,7 @@ from pathlib import Path
 
 # not MXFP4, whose words are in two loops
 TYPES = ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-N_TOKENS = 4  # of the last loop in a kernel
+N_TOKENS = 4  # in a kernel's last loop
 # instruction -> features of LLVM that choose it, rows x tokens x inputs of a product
 LEVELS = {"sdot": ("+neon,+lse,+dotprod", 4 * 4), "smmla": ("+neon,+lse,+dotprod,+i8mm", 2 * 2 * 8)}
 KINDS = {

@@ -1,7 +1,7 @@
 """Requests made to be expensive, next to streams: `python -m benchmarks.bombs`.
 
-Streams run alone and next to a client that sends one bomb after another, by turns: schemas that take a minute
-to compile, a prompt of a megabyte, two megabytes of wrong items, and as many biases, stop strings and
+Streams run alone and next to a client that sends one bomb after another, alternating: schemas that take a
+minute to compile, a prompt of a megabyte, two megabytes of wrong items, and as many biases, stop strings and
 breakers as may be. The client is a process of its own, so that it delays no reader. Reported are the times
 between tokens of both phases, medians of the rounds, and the longest time until a bomb was answered; then
 those of ten bombs sent at once.
@@ -133,7 +133,7 @@ def chat_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 async def measure(url: str, n_streams: int, seconds: float, rounds: int) -> BombReport:
-    """Runs both phases by turns. Raises KukriError if a stream ends."""
+    """Runs both phases alternating. Raises KukriError if a stream ends."""
     alone: list[Gaps] = []
     bombed: list[Gaps] = []
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:

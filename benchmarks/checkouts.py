@@ -1,4 +1,4 @@
-"""This checkout beside another one, by turns: `python -m benchmarks.checkouts PATH`.
+"""This checkout and another one, alternating: `python -m benchmarks.checkouts PATH`.
 
 PATH is a checkout of another commit (`git worktree add --detach PATH COMMIT`). In each round both run
 `kukri run` of a few tokens, greedily, with model, kernels and bytecode in their caches, `kukri bench`, and
@@ -64,7 +64,7 @@ def measure(
     rounds: int,
     say: Say = silent,
 ) -> CheckoutsReport:
-    """Measures both checkouts in turns. Raises ConfigError if `there` is none, KukriError if one fails."""
+    """Measures both checkouts in turns. Raises ConfigError if `there` is not one, KukriError if one fails."""
     if not (there / "kukri" / "cli.py").is_file():
         raise ConfigError(f"{there} is no checkout of kukri: make one by git worktree add --detach")
     sizes = ["-p", str(n_prompt), "-g", str(n_generate)]

@@ -2,7 +2,7 @@
 
 An experiment in NumPy, float32: how far results in chunks are from those of one token after another, and
 whether their bits depend on how a prompt is cut into steps. "From the step" begins a chunk with each step, as
-kernels of training do; "absolute" at multiples of 16 in position, and keeps the rows of the open chunk beside
+kernels of training do; "absolute" at multiples of 16 in position, and keeps the rows of the open chunk with
 the state. All products have one shape, with zeros for rows that are not there, as on matrix units.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.harness import Experiment, Table, run
 Floats = npt.NDArray[np.float32]
 
 CHUNK = 16  # tokens: the rows of a matrix instruction
-WIDTH = 128  # of keys and of values
+WIDTH = 128  # a key's and a value's
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class Chunks:
         """Begins a chunk."""
         self.n = 0
         self.k, self.u = (np.zeros((CHUNK, WIDTH), np.float32) for _ in range(2))
-        self.sums = np.zeros(CHUNK, np.float32)  # of the logarithms of decays, from the chunk's beginning
+        self.sums = np.zeros(
+            CHUNK, np.float32
+        )  # sums of the logarithms of decays, from the chunk's beginning
 
     def step(self, start: int, stop: int) -> Floats:
         """Outputs of tokens that fit into the open chunk; a full one is added to the state."""

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 _STARTS = 3  # Ray gives its processes 30 s to start, which a busy machine may need more of
-_STORE_BYTES = 100 << 20  # of objects on a machine, through which nothing large goes
+_STORE_BYTES = 100 << 20  # for a machine's objects, through which nothing large goes
 CONTROLLER = "ServeController"
 
 

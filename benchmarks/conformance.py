@@ -1,6 +1,6 @@
 """Client packages against `kukri serve`, each used as its documentation shows: how many cases pass.
 
-    python -m benchmarks.conformance ollama openai anthropic langchain-openai      # of the extra `test`
+    python -m benchmarks.conformance ollama openai anthropic langchain-openai   # those of the extra `test`
     python -m venv clients && clients/bin/pip install litellm mcp
     python -m benchmarks.conformance --python clients/bin/python litellm
     python -m venv evals && evals/bin/pip install "lm-eval[api]" transformers

@@ -189,7 +189,7 @@ def responses(url: str) -> None:
 
 @case("openai")
 def responses_stream(url: str) -> None:
-    """Its events."""
+    """Streams the events of a response."""
     events = _openai(url).responses.create(model=MODEL, input="Hi!", max_output_tokens=8, stream=True)
     check(list(events)[-1].type in ("response.completed", "response.incomplete"))
 

@@ -1,8 +1,8 @@
-"""Sentences per second of an encoder, kukri and PyTorch by turns: `python -m benchmarks.encoders`.
+"""Sentences per second of an encoder, kukri and PyTorch alternating: `python -m benchmarks.encoders`.
 
 Short texts of 5 to 30 common words. PyTorch's side is what sentence-transformers does: transformers' model,
 texts sorted by length, batches of 32 with padding, the mean of the tokens, normalized; tokenization counts on
-both sides. The smallest cosine of two vectors of a text is reported beside the speeds.
+both sides. The smallest cosine of two vectors of a text is reported next to the speeds.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from kukri.sampling import SamplingParams
 
 _SHORT, _ANSWER = 30, 16  # tokens of the chat's prompt, and of its answer
 _LONG = 13_000
-_ARRIVES = 0.75  # of the long prompt, when the chat comes
+_ARRIVES = 0.75  # the share of the long prompt that is read when the chat comes
 _CASES: dict[str, dict[str, Any]] = {
     "same user": {"client": "a"},
     "another user": {"client": "b"},
@@ -110,7 +110,7 @@ class _User:
         self._engine, self._n_long = engine, n_long
         self._random = np.random.default_rng(0)
         self._changed = threading.Condition()
-        self._n_steps: dict[int, int] = {}  # of the engine, at the first token of each request
+        self._n_steps: dict[int, int] = {}  # the engine's steps so far, at the first token of each request
         self._loop = EngineLoop(engine, self._deliver)
         self._loop.start()
 

@@ -2,7 +2,7 @@
 
 First all checks of `kukri doctor --gpu`; no speed is shown if one fails. Then prefill and decode for 1, 16
 and 256 streams, of the default model and with --with-3b of a random one of SmolLM3-3B's shape, as shares of
-the bandwidth and of the dense products that the device is measured to have. llama.cpp is measured beside it
+the bandwidth and of the dense products that the device is measured to have. llama.cpp is measured next to it
 on the same files if llama-cpp-python was built for the GPU, and vLLM on the model that --vllm names.
 """
 
@@ -39,10 +39,10 @@ class Speed:
     engine: str
     model: str
     n_streams: int
-    prefill_tokens_per_s: float  # of one prompt at a time
-    decode_tokens_per_s: float  # of all streams together
-    bandwidth_share: float | None = None  # of weights read in decoding
-    flops_share: float | None = None  # of products in prefill
+    prefill_tokens_per_s: float  # one prompt at a time
+    decode_tokens_per_s: float  # all streams together
+    bandwidth_share: float | None = None  # as weights are read in decoding
+    flops_share: float | None = None  # by the products in prefill
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-BITS = {  # of a weight with its scales, as `pack.py` lays them out
+BITS = {  # bits of a weight with its scales, as `pack.py` lays them out
     "Q4_0": 4.5,
     "Q4_1": 5,
     "Q5_0": 5.5,
@@ -95,7 +95,7 @@ class Case:
     type_name: str = ""
     max_registers: int | None = None
     targets: tuple[str, ...] = tuple(TARGETS)
-    types: Mapping[str, str] = field(default_factory=dict)  # of arguments whose names do not tell
+    types: Mapping[str, str] = field(default_factory=dict)  # for arguments whose names do not tell
 
     @property
     def signature(self) -> dict[str, str]:
@@ -136,7 +136,7 @@ class Row:
     loop: int = 0  # instructions of the innermost loop
     rest: int = 0  # all others
     slots: float | None = None  # issue slots per weight
-    loads: dict[str, int] = field(default_factory=dict)  # of global memory in that loop, by bits
+    loads: dict[str, int] = field(default_factory=dict)  # from global memory in that loop, by bits
     matrix: dict[str, int] = field(default_factory=dict)  # matrix and dot instructions
 
 
@@ -197,7 +197,7 @@ def paged(kv: str) -> dict[str, str]:
 
 
 def _attention_targets(d_head: int, kv: str) -> tuple[str, ...]:
-    """Those that a case is compiled for."""
+    """The targets that a case is compiled for."""
     if kv == "fp8_native":
         return ("sm_90",)
     if (d_head, kv) == (512, "q8_0"):  # gfx942 spills 16 bytes

@@ -36,7 +36,7 @@ class LoadingMemory:
     file_bytes: int
     start_bytes: int  # with the libraries loaded, before the model is read
     peak_bytes: int
-    device_bytes: int  # of tensors that a device would hold
+    device_bytes: int  # the tensors that a device would hold
 
     @property
     def beside_file(self) -> float:

@@ -1,7 +1,7 @@
 """Seconds and megabytes of the README's two commands in a new environment: `python -m benchmarks.install`.
 
 `pip install` of this checkout, or of a wheel, and two runs of 16 tokens, the first with an empty cache of
-kernels. Megabytes are 10^6 bytes on disk below site-packages, beside what a new environment has (pip). The
+kernels. Megabytes are 10^6 bytes on disk below site-packages, next to what a new environment has (pip). The
 model is downloaded before, its time is not counted.
 """
 

@@ -1,13 +1,13 @@
 """Interpretability at speed: `python -m benchmarks.interp`, or some of it: `--parts crowd quiet`.
 
-- `sweep`: patches of resid_pre by layer and position, and captures of one layer, beside TransformerLens on
-  the same weights, dequantized for it in float32, with as many threads, by turns. Cells are compared, too.
+- `sweep`: patches of resid_pre by layer and position, and captures of one layer, next to TransformerLens on
+  the same weights, dequantized for it in float32, with as many threads, alternating. Cells are compared, too.
   TransformerLens is no dependency: `pip install ".[interp-test]"`.
-- `crowd`: streams of which some are captured and some steered, beside as many that nobody listens to; the
+- `crowd`: streams of which some are captured and some steered, next to as many that nobody listens to; the
   others' tokens are compared with those that they have alone.
 - `features`: streams of which some are read by a random transcoder, on threads of their own as in the
-  server, beside as many that nobody reads; the others' tokens are compared as well.
-- `quiet`: an engine whose hooks are gone, beside one that never had any.
+  server, next to as many that nobody reads; the others' tokens are compared as well.
+- `quiet`: an engine whose hooks are gone, next to one that never had any.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLEAN = "When Mary and John went to the new store, John gave a drink to"
 CORRUPT = "When Mary and John went to the new store, Mary gave a drink to"
 PARTS = ("sweep", "crowd", "features", "quiet")
 _PREFILL, _BATCH = 128, 8  # tokens of a text that is captured, and texts
-_STREAMS, _CAPTURED, _STEERED = 16, 4, 2  # of a crowd
+_STREAMS, _CAPTURED, _STEERED = 16, 4, 2  # requests in a crowd, and how many of them are captured and steered
 _READ, _FEATURES, _ACTIVE = 4, 16_384, 32  # streams that are read, by so many features, active for a token
 _PROMPT, _NEW, _LONG = 32, 48, 192  # tokens of a stream
 _CONTEXT = 1024
@@ -56,7 +56,7 @@ class SweepReport:
     transformer_lens_sweep_cpu_s: float
     sweep_ratio: float
     sweep_cpu_ratio: float
-    max_difference: float  # of cells, of a logit difference
+    max_difference: float  # between cells, as a logit difference
     capture_tokens_per_s: float
     capture_with_logits_tokens_per_s: float
     prefill_tokens_per_s: float
@@ -213,7 +213,7 @@ def measure_sweep(path: Path, n_threads: int, n_layers: int, rounds: int, say: S
 
 
 def measure_crowd(path: Path, n_threads: int, rounds: int, say: Say) -> CrowdReport:
-    """Measures a crowd that is listened to, and one that is not, by turns. Raises KukriError if a capture is
+    """Measures a crowd that is listened to, and one that is not, in turn. Raises KukriError if a capture is
     empty.
     """
     rng = np.random.default_rng(1)
@@ -311,7 +311,7 @@ def _generate(
 
 
 def measure_quiet(path: Path, n_threads: int, rounds: int, say: Say) -> QuietReport:
-    """Measures an engine whose requests had hooks, and one without, by turns."""
+    """Measures an engine whose requests had hooks, and one without, alternating."""
     options: dict[str, Any] = {"n_threads": n_threads, "max_context": _CONTEXT}
     with LLM(path, **options) as listened, LLM(path, **options) as never:
         name = f"blocks.{listened.config.n_layers // 2}.hook_resid_post"

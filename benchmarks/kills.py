@@ -6,7 +6,7 @@ each, behind `kukri cluster serve`. Each round has twelve streams, greedy and se
 
     replica      the process of the replica on the second machine
     neighbor     that of the replica on the server's own machine
-    controller   Ray Serve's controller, beside the server
+    controller   Ray Serve's controller, next to the server
     machine      all processes of the second machine; another one comes
     stopped      nothing: the replica on the second machine stands still (SIGSTOP)
 
@@ -33,8 +33,8 @@ import httpx
 from benchmarks.clusters import CONTROLLER, ClusterServer, Machines, processes, wait_for
 
 _N_STREAMS = 12
-_LEAST_EVENTS = 12  # of the streams, and
-_LEAST_LINES = 5  # of the batch before something is killed
+_LEAST_EVENTS = 12  # events of the streams, and
+_LEAST_LINES = 5  # lines of the batch, before something is killed
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Victims:
     def __init__(self, model: str | Path, folder: Path) -> None:
         self._machines = Machines(2)
         self._stopped: list[int] = []
-        self._is_short = False  # of a machine
+        self._is_short = False  # True if a machine lacks memory or disk
         try:
             options = ("--address", self._machines.address, "--batch-dir", str(folder))
             self.server = ClusterServer(model, *options)

@@ -1,7 +1,7 @@
 """The types of the KV cache side by side: `python -m benchmarks.kv_types --depth 4096`.
 
-kukri with each type, in processes of their own, by turns: prefill of a prompt of that depth, and decoding
-behind it. Ratios are to f16.
+kukri with each type, in processes of their own, alternating: prefill of a prompt of that depth, and decoding
+after it. Ratios are to f16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KVTypesReport:
 def compare(
     model: str | None, n_threads: int, rounds: int, depth: int, n_generate: int, say: Say = silent
 ) -> KVTypesReport:
-    """Measures each type beside f16."""
+    """Measures each type next to f16."""
     context = depth + n_generate + 1
     path = model_path(model, context)
     with GGUFFile(path) as file:

@@ -49,11 +49,11 @@ class Shape:
     n_experts: int = 0  # in place of each MLP
     n_experts_used: int = 0
     d_expert: int = 0
-    window: int = 0  # of the layers that the architecture gives one
-    attending: tuple[int, ...] = ()  # of a hybrid, the layers that attend; of gemma4 those that see all
-    n_taps: int = 0  # of their convolutions
+    window: int = 0  # in the layers that the architecture gives one
+    attending: tuple[int, ...] = ()  # a hybrid's layers that attend; gemma4's that see all
+    n_taps: int = 0  # in their convolutions
     state: tuple[int, int] = (0, 0)  # heads of the delta rule, and their width
-    n_shared: int = 0  # of gemma4, the last layers that read the keys of others, with MLPs of twice the width
+    n_shared: int = 0  # gemma4's last layers, which read the keys of others, with MLPs of twice the width
     d_per_layer: int = 0  # and the width of each layer's embeddings
 
 

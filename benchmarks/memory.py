@@ -1,7 +1,7 @@
 """The table of models and memory in docs/howto/choose-a-model.md: `python -m benchmarks.memory`.
 
-Weights are counted tensor by tensor as a file of the mix has them, and the rows of a tied embedding beside
-its tiles; keys and values as the cache keeps them. Python and the kernels take some 150 MB beside.
+Weights are counted tensor by tensor as a file of the mix has them, and the rows of a tied embedding next to
+its tiles; keys and values as the cache keeps them. Python and the kernels take some 150 MB next to.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelMemory:
 
     model: str
     weight_bytes: dict[str, int]  # by mix
-    kv_bytes: int  # of one request of `n_tokens`
+    kv_bytes: int  # for one request of `n_tokens`
     n_tokens: int
 
 

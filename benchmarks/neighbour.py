@@ -3,7 +3,7 @@
 Other processes do nothing but count. Speeds with and without them are measured in pairs, and their ratio is
 the share of its speed that an engine keeps.
 
-`--quota 1.5` is another experiment: kukri in a control group that grants it so many cores, beside kukri with
+`--quota 1.5` is another experiment: kukri in a control group that grants it so many cores, next to kukri with
 a thread for each whole one and no such limit. It needs the right to make control groups (root, on Linux).
 """
 
@@ -45,7 +45,7 @@ _COUNT = (
 class NeighbourReport:
     """The report of `python -m benchmarks.neighbour`: by test and engine, tokens/s when busy and alone.
 
-    Tests are tg128@1 and pp512@2: what is measured, and the number of busy processes beside it.
+    Tests are tg128@1 and pp512@2: what is measured, and the number of busy processes next to it.
     """
 
     model: str
@@ -74,7 +74,7 @@ def disturb(
     *,
     busy: Sequence[int] = (1,),
 ) -> NeighbourReport:
-    """Measures kukri, and llama-cpp-python if it is installed, beside each number of busy processes."""
+    """Measures kukri, and llama-cpp-python if it is installed, next to each number of busy processes."""
     context = max(n_prompt, n_generate) + 1
     path = model_path(model, context)
     with ExitStack() as stack:
@@ -154,7 +154,7 @@ def _control_group(cores: float) -> Iterator[Path]:
 
 
 def _pair(measure: Callable[[], float], n_busy: int) -> tuple[float, float]:
-    """Tokens per second beside busy processes, and alone."""
+    """Tokens per second next to busy processes, and alone."""
     quiet = measure()
     with _busy_processes(n_busy):
         busy = measure()

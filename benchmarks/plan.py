@@ -22,7 +22,7 @@ from kukri.terminal.errors import ErrorReportingGroup
 from kukri.terminal.options import ManyOptions
 from kukri.terminal.tables import print_facts
 
-_N_SEQUENCES = 8  # of the batch that is measured beside a single one
+_N_SEQUENCES = 8  # in the batch that is compared with a single sequence
 _N_STEPS = 24
 _N_PROMPT = 257  # tokens of the prompt that is measured
 

@@ -1,6 +1,6 @@
 """The cost of replicas, and their use: `python -m benchmarks.replicas [MODEL]`, with the extra `ray`.
 
-overhead  `kukri cluster serve` with one replica beside `kukri serve`, by turns. Both run at once with as
+overhead  `kukri cluster serve` with one replica next to `kukri serve`, alternating. Both run at once with as
           many threads, and the one that is not asked sleeps. Prints the delay of the first token and the
           ratio of throughputs, medians of the rounds, and the processor time of the server in front of
           the replica for each token.
@@ -113,7 +113,7 @@ async def _hits(held: str, urls: Sequence[str]) -> None:
 
 
 def _prompts(seed: int) -> list[str]:
-    """The questions, each behind its system prompt, some 306 tokens together, in random order."""
+    """The questions, each after its system prompt, some 306 tokens together, in random order."""
     draw = random.Random(seed)
     words = ["weather", "trains", "music", "history", "food", "travel", "sport"]
     system = [" ".join(draw.choices(words, k=300)) for _ in range(_N_SYSTEM)]

@@ -1,4 +1,4 @@
-"""The cost of sampling beside that of logits: `python -m benchmarks.sampling`.
+"""The cost of sampling next to that of logits: `python -m benchmarks.sampling`.
 
 Requests with mixed settings decode together in one engine. Each step is timed whole, and so is its
 sampling; the result is the share of the second in the first, at the median step.
@@ -57,9 +57,9 @@ class SamplingReport:
     n_steps: int
     step_ms: float
     sampling_ms: float
-    share: float  # of sampling in the step, at the median
-    masks_ms: float  # of grammars, within the sampling
-    masks_share: float  # of grammars in the step, at the median
+    share: float  # the share of the step that sampling takes, at the median
+    masks_ms: float  # what grammars take, within the sampling
+    masks_share: float  # the share of the step that grammars take, at the median
 
 
 def measure(

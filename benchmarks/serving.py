@@ -4,11 +4,11 @@
   llama.cpp decoding the same number of streams a step; in turns, each engine in a process of its own.
 - **lateness**: the times between tokens of all streams but one, while prompts of 1,000 tokens keep arriving.
 - **prefix**: the first token of a second request whose prompt begins with the same 1,000 tokens.
-- **shared**: streams of 64 tokens behind one prompt of 1,000 tokens, against as many behind prompts of their
+- **shared**: streams of 64 tokens after one prompt of 1,000 tokens, against as many after prompts of their
   own, in turns.
 - **http**: one stream of 256 tokens from `kukri serve`, client included, against `LLM.generate`, in turns.
 
-`python -m benchmarks.fairness` has a short chat beside a long prompt, and a server that is full.
+`python -m benchmarks.fairness` has a short chat next to a long prompt, and a server that is full.
 
 Prompts are random ids and sampling is greedy; times include scheduling and sampling, not text.
 """
@@ -50,13 +50,13 @@ from kukri.sampling import SamplingParams
 _PROMPT, _NEW = 128, 64  # tokens of each stream
 _LONG_PROMPT = 1000
 _STORY, _N_STREAMED = "Once upon a time", 256
-_BUDGETS = (32, 64, 128, 256)  # prefill tokens of a step beside the streams
-_N_LATE_TOKENS = 100  # of each stream whose lateness is measured
+_BUDGETS = (32, 64, 128, 256)  # prefill tokens of a step next to the streams
+_N_LATE_TOKENS = 100  # how many tokens of each stream are measured for lateness
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """Times between tokens of streams beside which long prompts arrive, in milliseconds."""
+    """Times between tokens of streams next to which long prompts arrive, in milliseconds."""
 
     n_streams: int
     max_prompt_tokens: int
@@ -77,7 +77,7 @@ class ServingReport:
     to_llama_cpp: Comparison | None  # all streams; None without llama-cpp-python
     lateness: tuple[Lateness, ...]  # with prefill budgets of _BUDGETS, the engine's own among them
     prefix: Comparison  # first token of a known prefix against a new one
-    shared: Comparison  # all streams behind one long prompt against as many behind prompts of their own
+    shared: Comparison  # all streams after one long prompt against as many after prompts of their own
     http: Comparison | None  # one stream over HTTP against offline; None without the extra `serve`
 
 

@@ -41,7 +41,7 @@ class Engine:
     costs: StepCosts
     max_requests: int = 16
     max_step_tokens: int = 512
-    max_prompt_tokens: int = 64  # of a step in which others decode
+    max_prompt_tokens: int = 64  # in a step in which others decode
     n_pages: int = 8192
     page_tokens: int = 16
 
@@ -68,7 +68,7 @@ class Report:
     """The results of a simulation. Times in seconds, as clients see them, at the median and 99th percent."""
 
     n_replicas: int
-    hit_rate: float  # of prompt tokens, found in a cache
+    hit_rate: float  # the share of prompt tokens that are found in a cache
     first_token_p50_s: float
     first_token_p99_s: float
     token_p50_s: float  # mean time of an answer's tokens after the first
@@ -86,7 +86,7 @@ class _Request:
     n_answer: int
     first_s: float = 0.0
     end_s: float = 0.0
-    left: float = 0.0  # of the prompt, then of the answer, in tokens
+    left: float = 0.0  # tokens left of the prompt, then of the answer
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class _Replica:
     decoding: list[_Request] = field(default_factory=list)
     now_s: float = 0.0
     busy_s: float = 0.0
-    version: int = 0  # of its next event; older ones are void
+    version: int = 0  # which event is its next; older ones are void
 
     @property
     def load(self) -> int:

@@ -1,11 +1,11 @@
-"""A model cut into stages beside one process, what a hop costs, and memory that only halves fit in.
+"""A model cut into stages next to one process, what a hop costs, and memory that only halves fit in.
 
 `python -m benchmarks.stages speed [MODEL]`: tokens a second of 1, 8 and 16 streams in two stages on this
-machine's cores, as shares of one process on the same cores, by turns; then two stages with half the threads
+machine's cores, as shares of one process on the same cores, in turn; then two stages with half the threads
 each and two steps under way, as on two machines. Processor time is that of all processes.
 
 `python -m benchmarks.stages hops`: microseconds of activations [T, D] from one process to another and back,
-over the connection of stages and over torch.distributed's gloo, by turns. Needs PyTorch.
+over the connection of stages and over torch.distributed's gloo, alternating. Needs PyTorch.
 
 `python -m benchmarks.stages memory FILE --limit GIB`: runs the model in one process and in two stages, each
 process limited to so much memory of its own (RLIMIT_DATA; files that are mapped do not count).

@@ -81,7 +81,7 @@ class FloorReport:
 def measure_floor(
     model: str | None, n_generate: int, rounds: int, n_threads: int, say: Say = silent
 ) -> FloorReport:
-    """Starts `kukri run` and its floor by turns. Raises KukriError if one fails."""
+    """Starts `kukri run` and its floor alternating. Raises KukriError if one fails."""
     path = str(hub.resolve(model))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
@@ -97,7 +97,7 @@ def measure_floor(
         return seconds, processor_s
 
     found = in_turns([start, bare, loaded], rounds, say)
-    # of wall and of processor time
+    # by wall and by processor time
     ratio, processor_ratio = (
         median(one[i] / (least[i] + rest[i]) for one, least, rest in found) for i in (0, 1)
     )

@@ -35,8 +35,8 @@ class StreamsReport:
     n_generate: int
     token_us: tuple[float, ...]  # processor time of the event loop's thread for a token, each round
     median_us: float
-    step_ms: float  # of a step that gives each stream a token
-    share: float  # of such a step that the server takes
+    step_ms: float  # a step that gives each stream a token
+    share: float  # what the server takes of such a step
 
 
 def measure(

@@ -9,8 +9,8 @@ import numpy as np
 
 from kukri.errors import UnsupportedError
 
-_MAX_ID = 1000  # of the random ids: below every vocabulary
-_MEMORY_SHARE = 0.5  # of the device, as kukri's own process is there too
+_MAX_ID = 1000  # the largest random id, below every vocabulary
+_MEMORY_SHARE = 0.5  # share of the device's memory, as kukri's own process is there too
 
 
 def import_vllm() -> Any:

@@ -34,7 +34,7 @@ from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, TILES
 
-TYPES = {type.name: type for type in (*FLOATS, *PACKED, *TILES)}  # of these, those that have tiles
+TYPES = {type.name: type for type in (*FLOATS, *PACKED, *TILES)}  # those that have tiles are measured
 N_IN = 2048
 MATRIX_BYTES = 128 << 20  # in every type: past any cache
 N_PROMPT = 512

@@ -27,7 +27,7 @@ with LLM() as llm:
     )
     value = lead(llm.run_with_cache(corrupt, names=())[0])[0]
     moved = patched - value  # by each patch, exactly
-    estimated = gradients.attribution_patch(llm, corrupt, clean, lead)[::3]  # of all of them at once
+    estimated = gradients.attribution_patch(llm, corrupt, clean, lead)[::3]  # all of them at once
     layer, pos = np.unravel_index(moved.argmax(), moved.shape)
     print(f"patching {words[pos]!r} before layer {3 * layer} moves the lead of Mary by {moved.max():.1f}")
     print(f"estimates and patches correlate: {np.corrcoef(moved.ravel(), estimated.ravel())[0, 1]:.2f}")

@@ -145,7 +145,7 @@ class MixtureConfig:
     normalized: bool  # a token's weights are divided by their sum; if not, they are the experts' scores
     by_sigmoid: bool = False  # scores are sigmoids of the router's logits; if not, shares in their softmax
     has_bias: bool = False  # scores with a bias choose the experts
-    n_groups: int = 1  # of neighbouring experts
+    n_groups: int = 1  # groups of neighbouring experts
     n_groups_used: int = 1  # that a token's experts are in
     scale: float = 1.0  # multiplies a token's weights
     d_shared: int = 0  # width of an MLP that each token passes too; 0: none
@@ -169,7 +169,7 @@ class RecurrentConfig:
 
     n_taps: int  # inputs that an output of the convolution depends on
     n_heads: int = 0
-    n_groups: int = 0  # of heads that share keys and queries
+    n_groups: int = 0  # groups of heads that share keys and queries
     d_state: int = 0  # width of keys and queries
     d_head: int = 0  # width of a head's values
     are_tiled: bool = False  # heads of a group lie n_groups apart, as in GGUF, not side by side
@@ -233,7 +233,7 @@ class ModelConfig:
     mixture: MixtureConfig | None = None
     recurrent: RecurrentConfig | None = None
     has_gates: bool = False  # attention's result is gated, by further rows of q's matrix
-    # of some architectures (`Architecture.numbers`)
+    # numbers that only some architectures have (`Architecture.numbers`)
     attention_scale: float | None = None  # multiplies scores; None: d_head ** -0.5
     embedding_scale: float = 1.0  # multiplies embeddings
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
@@ -325,7 +325,7 @@ class EmbeddingConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name: put before a text
     default_prompt: str | None = None  # the name of the one that is used unless another is chosen
     score: str = "sigmoid"  # what makes a score of a cross-encoder's output: sigmoid or identity
-    # of language models that rank: a prompt with {query} and {document}, which they answer with yes or no
+    # for language models that rank: a prompt with {query} and {document}, which they answer with yes or no
     pair_template: str = ""
 
 

@@ -73,12 +73,12 @@ class LoadedModel(ReadModel):
     engine_config: EngineConfig
     backend: Backend
     engine: Engine
-    image_processor: ImageProcessor | None = None  # of a model that sees
+    image_processor: ImageProcessor | None = None  # for a model that sees
 
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
 _MAX_TEXTS = 64  # most texts that an encoder reads side by side: short ones share a step
-# of models cut into stages
+# models cut into stages
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
 _STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend", "quantize")
 _ALONE = ("adapters", "prefix_dir", *READERS)

@@ -25,7 +25,7 @@ log = logging.getLogger("kukri.traces")
 
 Facts = Mapping[str, str | int | float | bool | Sequence[str]]  # attributes of a span by name
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PATH = "/v1/traces"  # of OTLP over HTTP
+_PATH = "/v1/traces"  # OTLP's path over HTTP
 _OFFSET_NS = time_ns() - perf_counter_ns()  # from the clock of requests to that of the day
 
 

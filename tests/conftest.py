@@ -32,7 +32,7 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Test processes with a PyTorch of two threads each wait for one another on two cores: twenty times slower.
-# They are busy already when kernels are missing: helpers would import Numba anew for every few kernels.
+# They are busy already when kernels are missing: helpers would import Numba again for every few kernels.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from kukri.kernels.cpu.compile import compiling
@@ -67,7 +67,7 @@ def compiled_kernels(smollm2_path: Path) -> None:
         subprocess.run([*command, "-m", str(smollm2_path)], stdin=subprocess.DEVNULL, capture_output=True)
     from kukri.kernels.cpu.compile.jit import KernelLibrary
 
-    KernelLibrary().load(["attend_masked[64]", "panel_q8"])  # of a forward with a mask
+    KernelLibrary().load(["attend_masked[64]", "panel_q8"])  # for a forward with a mask
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slow(tiny_path: Path) -> Iterator[LLM]:
-    """Its steps take a millisecond and more, so that calls meet in them."""
+    """A model whose steps take a millisecond and more, so that calls meet in them."""
     from kukri import LLM
 
     with LLM(tiny_path, backend="reference", speculation="off") as made:

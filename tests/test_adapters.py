@@ -67,7 +67,7 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3", "gemma2", "granite-plain", "lfm2"])
 def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None:
-    """A matrix under another name, a part of a fused one, an update beside a norm or factor, a lost scale."""
+    """A matrix under another name, a part of a fused one, an update next to a norm or factor, a scale."""
     directory, model = make(tmp_path / "model", kind)
     updates = random_updates(model, (*ATTENTION, *MLP, *CONVOLUTION), rank=4)
     path = write_peft(tmp_path / "adapter", updates, alpha=6.0)
@@ -191,7 +191,7 @@ def finish(llm: LLM) -> None:
 def test_a_crowd_of_adapters_changes_no_answer(
     llm: LLM, llama: tuple[Path, Any], adapters: dict[str, Path]
 ) -> None:
-    """A token that depends on the adapters beside it: each is that of the adapter alone, and of none."""
+    """A token that depends on the adapters next to it: each is that of the adapter alone, and of none."""
     rng = np.random.default_rng(1)
     shared = rng.integers(0, 250, 20).tolist()
     prompts = [shared + rng.integers(0, 250, int(n)).tolist() for n in rng.integers(1, 30, 12)]

@@ -89,7 +89,7 @@ def imported_parts(source: str, module: str) -> set[str]:
 
 
 def imported_modules(imported: set[str], modules: set[str]) -> set[str]:
-    """Those of `modules` that hold the imported names, or are named themselves."""
+    """The modules that hold the imported names, or are named themselves."""
     found = set()
     for name in imported:
         while name not in modules and "." in name:

@@ -146,7 +146,7 @@ def test_cancelled_and_closed_calls_free_their_pages(slow: LLM) -> None:
 
 
 def test_errors_reach_the_task_that_waits(slow: LLM) -> None:
-    """A task that waits for ever because a step failed, or an error lost in a thread."""
+    """A task that waits forever because a step failed, or an error lost in a thread."""
 
     async def main() -> None:
         wrapped = AsyncLLM(slow)

@@ -255,7 +255,7 @@ def test_usage_errors_exit_with_2():
 
 
 def test_ctrl_c_ends_a_run_with_130(smollm2_path):
-    """Catches a traceback, or an exit code that tells a shell script to go on."""
+    """Catches a traceback, or an exit code that tells a shell script to continue."""
     process = start("run", "Count to a million.", "-m", str(smollm2_path), "-n", "5000", "--ignore-eos")
     os.read(process.stdout.fileno(), 1)
     process.send_signal(signal.SIGINT)
@@ -445,7 +445,7 @@ def test_chat_remembers_and_leaves_on_ctrl_d(terminal, tmp_path):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal):
-    """Catches a chat that dies on Ctrl-C, or that goes on writing."""
+    """Catches a chat that dies on Ctrl-C, or that continues writing."""
     terminal.type("Write a very long story about the sea, with many chapters.\n")
     terminal.wait_for(r"sea, with many chapters\.\n(.|\n){20}")
     terminal.type("\x03")

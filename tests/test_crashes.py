@@ -1,7 +1,7 @@
 """Killed processes and full disks: nothing half-written under a final name, and the next run is right.
 
 `pytest -m slow tests/test_crashes.py` tries each 30 times. Saved prefixes and downloads have such tests
-beside their other ones (tests/engine/test_saved_prefixes.py, tests/formats/test_hub.py).
+next to their other ones (tests/engine/test_saved_prefixes.py, tests/formats/test_hub.py).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ for i in range(int(sys.argv[3])):
         raise AssertionError("it was written whole")
     assert not target.exists()
     left = {path.name for path in target.parent.iterdir()} - before
-    assert left <= {f"{target.name}.part"}, left  # of a batch, which goes on from there
+    assert left <= {f"{target.name}.part"}, left  # a batch's, which continues from there
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 work(source, target)
 """

@@ -40,7 +40,7 @@ def test_every_entry_of_the_log_is_in_its_index_once() -> None:
 
 
 def test_the_reference_is_what_the_commands_say() -> None:
-    """Catches an option that was added, removed or described anew without its page."""
+    """Catches an option that was added, removed or described again without its page."""
     written = runpy.run_path(str(ROOT / "packaging" / "cli_reference.py"))
     reference = ROOT / "docs" / "reference"
     configuration = (reference / "configuration.md").read_text("utf-8")

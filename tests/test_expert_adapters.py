@@ -103,7 +103,7 @@ def test_logits_are_those_of_the_merged_model(kind: str, backend: Any, tmp_path:
 
 
 def test_a_crowd_of_adapters_changes_no_bit(tmp_path: Path) -> None:
-    """A row whose bits depend on the adapters, and the experts, of the rows beside it."""
+    """A row whose bits depend on the adapters, and the experts, of the rows next to it."""
     directory, model = make(tmp_path / "model", "qwen3_moe")
     paths = {
         "a": write_peft(tmp_path / "a", expert_updates(model, 4, 1)),

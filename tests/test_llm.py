@@ -173,7 +173,7 @@ def test_best_of_gives_the_most_probable(llm: LLM) -> None:
 
 
 def test_prompt_logprobs_are_those_of_the_logits(llm: LLM) -> None:
-    """A list that is not there, is a token short, or stands beside the wrong tokens."""
+    """A list that is not there, is a token short, or stands next to the wrong tokens."""
     ids = [*b"Hello there"]
     result = llm.generate(ids, GREEDY, prompt_logprobs=2)
     found, logits = result.prompt_logprobs, llm.logits(ids)
@@ -376,7 +376,7 @@ def test_closing_a_stream_frees_its_pages(fresh: LLM) -> None:
 
 
 def test_streams_may_interleave(fresh: LLM) -> None:
-    """Tokens of one stream told to the other, or a stream that waits for ever behind another."""
+    """Tokens of one stream told to the other, or a stream that waits forever behind another."""
     want = [fresh.generate(prompt, GREEDY).text for prompt in ("one", "two")]
     streams = [fresh.stream(prompt, GREEDY) for prompt in ("one", "two")]
     texts = ["", ""]
@@ -553,7 +553,7 @@ def test_absurd_thread_counts_are_refused(tiny_path: Path) -> None:
 
 
 def test_a_closed_llm_says_so(tiny_path: Path) -> None:
-    """A stream that goes on after its model is gone, or an AttributeError on None."""
+    """A stream that continues after its model is gone, or an AttributeError on None."""
     llm = kukri.load(tiny_path, backend="reference")
     stream = llm.stream("Hello", GREEDY, ignore_eos=True)
     next(stream)

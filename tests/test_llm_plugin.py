@@ -83,7 +83,7 @@ def test_a_conversation_is_remembered(model, smollm2_path):
 
 
 def test_a_schema_is_kept(ask):
-    """Catches JSON that is only likely, and objects that go on with properties of their own."""
+    """Catches JSON that is only likely, and objects that continue with properties of their own."""
     schema = llm.schema_dsl("age int, sex", multi=False)
     answer = json.loads(ask("A person", schema=schema).text())
     assert isinstance(answer["age"], int)

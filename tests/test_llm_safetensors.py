@@ -493,7 +493,7 @@ def test_nan_weights_are_not_packed(llama: Path, tmp_path: Path) -> None:
 
 
 def test_quantize_says_what_cannot_be(llama: Path, smollm2_path: Path) -> None:
-    """A promise of a type that is none, or of packing a packed file, that is silently not kept."""
+    """A promise of a type that is not one, or of packing a packed file, that is silently not kept."""
     with pytest.raises(
         ConfigError, match=r"cannot be packed to 'Q4_X' while loading: use one of Q4_0, .*Q4_K"
     ):

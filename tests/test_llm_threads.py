@@ -54,7 +54,7 @@ def assert_idle(llm: LLM) -> None:
 
 @pytest.mark.parametrize("n_threads", [2, 3, 8])
 def test_threads_get_the_answers_of_one(llm: LLM, n_threads: int) -> None:
-    """Two threads that hang for ever, three that mix up a step's arrays, tokens told to the wrong call."""
+    """Two threads that hang forever, three that mix up a step's arrays, tokens told to the wrong call."""
     prompts = [f"prompt {i}" * (i % 5 + 1) for i in range(24)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9 + i) for i in range(len(prompts))]
     want = [llm.generate(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
@@ -172,7 +172,7 @@ def test_one_who_waits_takes_no_processor_time(slow: LLM) -> None:
 
 
 def test_an_error_reaches_all_of_its_step_and_no_other(slow: LLM) -> None:
-    """A thread that waits for ever because another's step failed."""
+    """A thread that waits forever because another's step failed."""
     want = slow.generate("later", GREEDY).token_ids
     with slow.hooks({"hook_embed": lambda name, x: 1 / 0}):
         futures = [in_thread(slow.generate, [i + 1] * 3, GREEDY) for i in range(4)]
@@ -278,7 +278,7 @@ def test_an_interrupt_is_kept_for_the_end_of_a_step() -> None:
 
 
 def test_the_turn_goes_round_in_order() -> None:
-    """One thread that steps for ever while others wait for the engine alone, or commands that nobody runs."""
+    """One thread that steps forever while others wait for the engine alone, or commands that nobody runs."""
     events: list[str] = []
     n_steps = 0
 

@@ -54,7 +54,7 @@ def test_held_pages_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.write_bytes(data.tobytes())
     view = map_file(path, "test")[mmap.PAGESIZE + 10 :]
     hold_pages(view)
-    hold_pages(data)  # of no file
+    hold_pages(data)  # pages that are not a file's
     path.write_bytes(b"")
     release_pages(view)
     np.testing.assert_array_equal(view, data[mmap.PAGESIZE + 10 :])

@@ -27,7 +27,7 @@ _SIZES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("sizes", _SIZES, ids=str)
 @pytest.mark.parametrize("weight_type", ["F32", "BF16"])
 def test_odd_sizes_run_on_the_cpu_backend(tmp_path: Path, sizes: dict[str, Any], weight_type: str) -> None:
-    """Catches a refusal, and a sum over columns that lie behind a row's own."""
+    """Catches a refusal, and a sum over columns that lie after a row's own."""
     path = write_tiny(tmp_path / "odd.gguf", replace(tiny_config(), **sizes), weight_type=weight_type)
     with LLM(path) as llm, LLM(path, backend="reference") as reference:
         assert llm.engine_config.backend == "cpu"

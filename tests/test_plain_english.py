@@ -1,9 +1,11 @@
-"""The English of what users read: error messages, log lines, and help texts."""
+"""The English of the package: error messages, log lines and help texts; docstrings and comments."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,11 @@ ACCENTS = {
     r"\bby turns\b": "alternating",
     r"\bat the earliest\b": "at least … later",
 }
+# a comment without its noun, and a docstring that begins with a pronoun
+FRAGMENT = re.compile(r"#:? of\b")
+PRONOUN = re.compile(r"(It|Its|They|Their|That|Those|These)\b")
+# servers stand behind others, files are left behind, and "None if there is none" is English
+ALLOWED = re.compile(r"\bbehind (one server|trusted|Serve's)|\bleft behind|\bthere (is|are|was|were) none\b")
 
 
 def spoken(source: str) -> Iterator[tuple[int, str]]:
@@ -74,5 +81,52 @@ def test_what_users_read_has_no_accent() -> None:
         f"{file.relative_to(PACKAGE)}, {one}"
         for file in sorted(PACKAGE.rglob("*.py"))
         for one in accents(file.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def written(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each comment, with its #, and of each docstring."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        has_one = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_one and (text := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), text
+
+
+def faults(source: str) -> list[str]:
+    """Comments and docstrings that a native speaker would put differently, with their lines."""
+    return [
+        f"line {line}: {text!r}"
+        for line, text in written(source)
+        if FRAGMENT.match(text)
+        or PRONOUN.match(text)
+        or any(re.search(accent, ALLOWED.sub("", text)) for accent in ACCENTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "N = 4  # of a page",
+        'def f():\n    """Those that are left."""',
+        'def f():\n    """The state behind a token."""',
+        "x = 1  # a step that goes on",
+    ],
+)
+def test_faults_are_found(source: str) -> None:
+    """Would catch a check that reads neither comments nor docstrings, or allows everything."""
+    assert faults(source)
+    assert not faults('"""None if there is none: files are left behind."""')
+
+
+def test_docstrings_and_comments_are_plain() -> None:
+    """Catches "# of a page", of which a reader must guess what, and docstrings without their noun."""
+    found = [
+        f"{file.relative_to(PACKAGE)}, {one}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for one in faults(file.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)

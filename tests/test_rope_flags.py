@@ -77,7 +77,7 @@ def test_in_a_gguf_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be(llama: Path, options: dict, message: str) -> None:
-    """A kind that does not exist, run as if it were none."""
+    """A kind that does not exist, run as if there were none."""
     with pytest.raises(ConfigError, match=message):
         LLM(llama, **options)
 

@@ -154,7 +154,7 @@ def test_answers_are_the_best_spans(loaded: Any, backend: str) -> None:
 
 
 def test_a_span_is_found_where_it_was_put(loaded: Any) -> None:
-    """Offsets that count bytes: behind an emoji and umlauts they would lie elsewhere."""
+    """Offsets that count bytes: after an emoji and umlauts they would lie elsewhere."""
     llm, _, _ = loaded("qwen2", QUESTIONS)
     ids, spans = llm.tokenizer.encode_spans(CONTEXT, before=QUESTION)
     at = CONTEXT.index("Zürich")
@@ -212,7 +212,7 @@ def test_the_last_token_is_transformers_choice(ids: list[int]) -> None:
 
 
 def test_tokens_get_their_labels(loaded: Any, backend: str) -> None:
-    """A label beside the wrong piece of text; a label for the BOS."""
+    """A label next to the wrong piece of text; a label for the BOS."""
     llm, model, tokenizer = loaded("qwen3", TOKENS)
     inputs = tokenizer(TEXT, return_tensors="pt")
     want = torch.softmax(torch.tensor(outputs(model, input_ids=inputs["input_ids"]))[0], -1).numpy()[1:]

@@ -97,7 +97,7 @@ def test_calls_are_made_and_the_answer_comes_after_them(llm: LLM, family: str) -
     assert json.loads(result.messages[1]["content"]) == {"city": "Oslo", "days": 2, "unit": "C"}
     assert result.messages[3]["content"] == "error: ValueError: it has sunk"
     assert "Atlantis" in llm.tokenizer.decode(result.prompt_token_ids)
-    # the conversation goes on with what it returned
+    # the conversation continues with what it returned
     again = llm.chat([*QUESTION, *result.messages, QUESTION[0]], max_tokens=1)
     assert "it has sunk" in llm.tokenizer.decode(again.prompt_token_ids)
 
@@ -128,7 +128,7 @@ def test_async_functions_are_awaited(llm: LLM, family: str) -> None:
 
 
 def test_rounds_are_bounded(llm: LLM, family: str) -> None:
-    """Catches a model that calls for ever."""
+    """Catches a model that calls forever."""
     texts = [said(family, ("weather", {"city": "Oslo"}))] * 3
     with pytest.raises(RequestError, match="max_rounds"):
         llm.chat(QUESTION, tools=[weather], max_rounds=2, **script(llm, texts))

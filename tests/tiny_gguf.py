@@ -96,7 +96,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _interleaved(rows: np.ndarray, d_head: int) -> np.ndarray:
-    """Rows of q or k as llama.cpp keeps them: dimension i beside i + d_head / 2."""
+    """Rows of q or k as llama.cpp keeps them: dimension i next to i + d_head / 2."""
     return rows.reshape(-1, 2, d_head // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -55,7 +55,7 @@ def attention(trial: Trial) -> Iterator[Row]:
     The matrix of scores is computed by NumPy for one query head after another: BLAS multiplies in all
     threads, and rows of the softmax, of which only what is seen is computed, are shared among as many. The
     engine's kernel goes over keys in chunks of 64 and keeps running sums; its cache is in float16. Bytes are
-    what came to be resident beside q, k, v and the result. One matrix for each head at once, as is common,
+    what came to be resident next to q, k, v and the result. One matrix for each head at once, as is common,
     would hold as many times more as there are heads.
     """
     config = trial.config

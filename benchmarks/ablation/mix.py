@@ -46,7 +46,7 @@ def paged_cache(trial: Trial) -> Iterator[Row]:
 
     Beside it stands the most that the same requests would hold in one piece each, taken when they begin. How
     large a piece must be is the question: the whole context where no limit is known, at best the prompt and
-    all of the answer. The shorter requests are beside the context, the more pages save.
+    all of the answer. The shorter requests are next to the context, the more pages save.
     """
     engine = trial.engine
     requests = mixed_requests(engine, trial.sizes)

@@ -15,7 +15,7 @@ from kukri.formats.convert import open_gguf, with_recipe, write
 from kukri.quant.recipes import Recipe, Rule
 from kukri.quant.types import QUANT_TYPES
 
-_FILE_RATIO = (4.0, 4.0)  # of 4 bits to 16
+_FILE_RATIO = (4.0, 4.0)  # 16 bits to 4
 
 
 def quantization(trial: Trial) -> Iterator[Row]:

@@ -25,12 +25,12 @@ Range = tuple[int, int]  # the least and the most, both meant
 class Sizes:
     """Sizes of the workloads, in tokens and requests; the defaults are those of a run."""
 
-    context: int = 2048  # of the engine; what a contiguous cache sets aside for a request
+    context: int = 2048  # the engine's; what a contiguous cache sets aside for a request
     generations: tuple[tuple[int, int], ...] = ((128, 128), (512, 32))  # (prompt, generated) by the KV cache
-    n_prompt: int = 512  # of a prompt whose prefill is timed
+    n_prompt: int = 512  # tokens of the prompt whose prefill is timed
     n_generate: int = 128  # generated when decode is timed
-    n_requests: int = 24  # of the mix of lengths
-    n_streams: int = 16  # of them at a time
+    n_requests: int = 24  # in the mix of lengths
+    n_streams: int = 16  # how many of them run at a time
     mix_prompt: Range = (32, 1024)
     mix_answer: Range = (16, 256)
     shared_prompt: int = 1000

@@ -1,7 +1,7 @@
 """A prototype: the gated delta rule in chunks of tokens, by matrix products, as a Triton kernel.
 
 Chunks begin at multiples of CHUNK in position, and all products have whole chunks, with zeros for rows that
-are not there: a token's row depends on none behind it. The state is that before the open chunk, beside which
+are not there: a token's row depends on none after it. The state is that before the open chunk, next to which
 the chunk's inputs are kept. So a token's bits are the same however a sequence is cut into steps, one by one
 too; they are not those of `recurrent_kernels.delta_rule`. Nothing uses this yet: see docs/gpu.md.
 """
@@ -13,8 +13,8 @@ from kukri.kernels.gpu.bits import sigmoid, tree_sum
 from kukri.kernels.gpu.recurrent_kernels import _sequence, _softplus
 
 CHUNK = tl.constexpr(16)
-MAX_REGISTERS = 255  # of a thread
-STATE_ROWS = 32  # of a state: a step of its products
+MAX_REGISTERS = 255  # a thread's
+STATE_ROWS = 32  # rows of a state: a step of its products
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 All programs stay for the five phases of the layer, take tiles of each by number, and wait for one another
 between them, so all must be resident at once: a cooperative launch, a program an SM. Phases are the launches
 of the gpu backend with their device functions: results are bit-identical. Triton's interpreter runs
-programs one after another, where a second would wait for ever: it takes a grid of one.
+programs one after another, where a second would wait forever: it takes a grid of one.
 
 Nothing uses this yet: see docs/gpu.md.
 """
@@ -15,7 +15,7 @@ from kukri.kernels.gpu.attention_kernels import decode_head
 from kukri.kernels.gpu.linear_kernels import gemv_rows
 from kukri.kernels.gpu.row_kernels import prepare_rows
 
-MAX_REGISTERS = 255  # of a thread: a program has an SM for itself
+MAX_REGISTERS = 255  # a thread's: a program has an SM for itself
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def layer(
     spec: AttentionSpec,
     n_programs: int,
 ) -> Tensor:
-    """x float32 [T, D], a new token of each of at most 8 sequences, behind a layer -> float32 [T, D].
+    """x float32 [T, D], a new token of each of at most 8 sequences, after a layer -> float32 [T, D].
 
     Of devices n_programs is at most what they run at once; under the interpreter it is 1.
     """

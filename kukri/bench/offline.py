@@ -143,7 +143,7 @@ class BenchReport:
     machine: MachineCard
     model: ModelCard
     n_threads: int
-    device: str | None  # of PyTorch
+    device: str | None  # PyTorch's name for it
     backend: str
     quantize: str | None  # what a directory's matrices were packed to
     rope_scaling: str | None  # as the user asked

@@ -51,7 +51,7 @@ class Answer:
         self._undecoded: list[SampledToken] = []  # without stop strings, text is made when it is taken
         self._pieces: list[str] = []  # text not taken yet
         self._n_decoded = 0  # characters of all tokens
-        self._n_shown = 0  # of these, characters that no stop string holds back
+        self._n_shown = 0  # how many of these characters no stop string holds back
         self._pending: list[tuple[int, SampledToken]] = []  # (start of its text, token)
         self._ends: list[int] = []  # the end of each token's text, in characters
         self._ends_at: int | None = None  # the length of a text that a stop string cut

@@ -40,7 +40,7 @@ class Place(NamedTuple):
 class BatchLine:
     """A line of the input: a request, or its error. Its body stays in the file until it is asked for."""
 
-    id: str  # of the result
+    id: str  # the result's own
     custom_id: str | None
     url: str = ""
     place: Place | None = None  # without an error

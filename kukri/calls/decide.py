@@ -18,8 +18,8 @@ from kukri.vision.image import ImagePrompt
 Normalization = Literal["sequence", "token", "byte"]
 YES_OR_NO = ("yes", "no")
 MAX_CHOICES = 256
-MAX_CHOICE_TOKENS = 4096  # of all choices together
-_MAX_ROWS_BYTES = 256 << 20  # of logits at a time
+MAX_CHOICE_TOKENS = 4096  # all choices together
+_MAX_ROWS_BYTES = 256 << 20  # logits at a time
 
 
 @dataclass(frozen=True)

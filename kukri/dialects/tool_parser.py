@@ -31,7 +31,7 @@ TAGS = ("<function=", "<function name=", "<invoke name=")  # which are part of t
 _LANGUAGES = ("json", "python", "tool_call", "tool_code", "xml")
 _BARE = ("{", "[")
 _TAG, _NAME = "a tag", "a name"
-_ANY = (*_BARE, _NAME)  # of what may come after an opener; tags may always
+_ANY = (*_BARE, _NAME)  # what may come after an opener; tags may always
 _CODE_END = Marks([CODE_END])
 
 

@@ -113,7 +113,7 @@ class LookupDrafts:
     def __init__(self, given: Sequence[int] = ()) -> None:
         self._tokens: list[int] = [*given, _END] if given else []
         self._n_read = 0  # tokens of the request
-        self._n_indexed = 0  # of `_tokens`: a long prompt is indexed in pieces
+        self._n_indexed = 0  # how many of `_tokens`: a long prompt is indexed in pieces
         self._has_caught_up = False  # from then on each token is looked up
         self._after_pair: dict[int, int] = {}  # 2-gram -> the position after its last occurrence
         self._after_four: dict[int, int] = {}

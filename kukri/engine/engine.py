@@ -46,7 +46,7 @@ from kukri.vision.encoder import VisionModel
 
 logger = logging.getLogger("kukri.engine")
 
-_ENCODINGS_BYTES = 256 << 20  # of images' rows of embeddings that are kept
+_ENCODINGS_BYTES = 256 << 20  # the rows of embeddings of images that are kept
 
 
 @dataclass(eq=False)
@@ -405,7 +405,7 @@ class Engine(RequestMaker):
         Each is chosen as if it were alone in its step, after those before it are chosen.
         """
         results: list[list[SampledToken | KukriError]] = [[] for _ in chunks]
-        rows: dict[int, list[int]] = {}  # of the chunks that give tokens, by index
+        rows: dict[int, list[int]] = {}  # rows of the chunks that give tokens, by index
         row, draft_row = 0, len(logits) - sum(chunk.n_drafts for chunk in chunks)
         for i, chunk in enumerate(chunks):
             n_own = chunk.n_logits - chunk.n_drafts

@@ -34,10 +34,10 @@ class EngineStatus:
     n_pages_cached: int  # that hold a known prefix, held or not
     n_preemptions: int
     n_prefix_hit: int  # prompt tokens found in the cache
-    n_restored: int  # of those, read from disk
+    n_restored: int  # how many of those were read from disk
     n_computed: int  # tokens computed, rejected drafts left out
     n_drafted: int  # draft tokens computed
-    n_accepted: int  # of those, accepted
+    n_accepted: int  # how many of those were accepted
     n_generated: int  # tokens generated
     n_steps: int
     busy_s: float  # wall time of all steps

@@ -45,7 +45,7 @@ class Timings:
     first_token_s: float  # from arrival to the first token: the sum of the two
     decode_s: float  # from the first token to the last
     n_drafted: int = 0  # draft tokens computed
-    n_accepted: int = 0  # of those, accepted
+    n_accepted: int = 0  # how many of those were accepted
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -121,7 +121,7 @@ class Request:
         self.first_row = self.next_row = first_row  # the next token whose row of output is wanted
         self.stop_row = self.max_length if stop_row is None else stop_row
         self.token_types = token_types  # [n_prompt]: of a pair of texts; None: all 0
-        self.images = images  # of the prompt
+        self.images = images  # the prompt's images
         self.adapter: LoadedAdapter | None = None
         self.rows: FloatArray | None = None  # see the class; "pooled" is a sum until its end
         self.tokens = np.empty(self.max_length, np.int32)  # prompt, generated, and in a step drafts
@@ -131,7 +131,7 @@ class Request:
         self.first_pages = [0]  # per pool: the first page that it holds, as windows have passed those before
         self.n_pages = 0  # one past the last that it holds, of every pool
         self.passed: list[tuple[int, int, int]] = []  # (pool, place, page) that windows passed uncached
-        self.n_cached_pages = 0  # of those, the first that may be found by their tokens
+        self.n_cached_pages = 0  # how many of those, from the first, may be found by their tokens
         self.page_keys: list[PageKey] = []  # keys of its full pages, as far as they were computed
         self.prefix_root = prefix_root  # the key before its first page: prefixes of others are never found
         self.may_restore = False  # True while its next pages may be saved on disk
@@ -149,7 +149,7 @@ class Request:
         self.n_preemptions = 0
         self.n_generated_at_loss = -1  # when a stage was lost last
         self.n_drafted = 0  # drafts computed
-        self.n_accepted = 0  # of those, accepted
+        self.n_accepted = 0  # how many of those were accepted
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[SampledToken] = []  # from the prompt's second token on, if requested
         self.sampled: list[SampledToken] = []

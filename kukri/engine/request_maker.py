@@ -24,8 +24,8 @@ from kukri.sampling.params import SEED_MAX
 from kukri.vision.encoder import VisionModel
 from kukri.vision.image import ImageInput, ImagePrompt
 
-MOST_ROWS = 64  # of logits of a step beyond one for each request: a row is large
-_GREEDY = SamplingParams(temperature=0)  # of requests that draw nothing
+MOST_ROWS = 64  # rows of logits of a step beyond one for each request: a row is large
+_GREEDY = SamplingParams(temperature=0)  # for requests that draw nothing
 
 
 class RequestMaker(ABC):

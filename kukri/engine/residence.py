@@ -49,7 +49,7 @@ class Residence:
         self.pools, self.page_tokens = list(pools), pools[0].page_tokens
         self.caches_prefixes, self.saved, self.states = caches_prefixes, saved, states
         self.n_prefix_hit = 0  # tokens that were found and not computed
-        self.n_restored = 0  # of those, read from disk
+        self.n_restored = 0  # how many of those were read from disk
 
     @property
     def n_free(self) -> int:

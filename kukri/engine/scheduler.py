@@ -318,7 +318,7 @@ class Scheduler:
     def postprocess_each(
         self, chunks: list[ScheduledChunk], tokens: list[SampledToken | KukriError], now_s: float
     ) -> list[StepOutput]:
-        """Records a finished step that went on, of requests that all run: a token of each, or its error."""
+        """Records a step that was continued, where all requests run: a token of each, or its error."""
         outputs: list[StepOutput] = []
         size = self.residence.page_tokens
         self.n_computed += len(chunks)
@@ -500,7 +500,7 @@ class _Budget:
 
     def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
         self.takes_whole, self.is_unspent = scheduler.takes_whole, True
-        self._step_cost, self.cost = scheduler.cost, inf  # of prompts
+        self._step_cost, self.cost = scheduler.cost, inf  # what prompts cost
         self.n_preemptions = scheduler.n_preemptions  # before the step
         self.n_saved_pages = scheduler.residence.saved_per_step
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens

@@ -33,7 +33,7 @@ class StepCost:
         """`even_depth` is in tokens."""
         self._even_depth, self._max_step_s = even_depth, max_step_s
         self._unit_s: float | None = None
-        self._shared_s = 0.0  # of steps to come, before which nobody else is expected
+        self._shared_s = 0.0  # the time of steps to come before which nobody else is expected
 
     def share(self) -> None:
         """Notes that a request came while others were served."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kukri.kernels.arrays import BoolArray, DoubleArray, FloatArray
 
-_ROWS = 32  # of logits in float64 at a time
+_ROWS = 32  # rows of logits in float64 at a time
 
 
 @dataclass(frozen=True)

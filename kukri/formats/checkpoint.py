@@ -41,7 +41,7 @@ class Checkpoint:
     sampling: Mapping[str, Any]  # fields of SamplingParams that the files advise, unchecked
     embedding: EmbeddingConfig
     dense: tuple[DenseLayer, ...] = ()  # on top of pooled vectors
-    vision: VisionConfig | None = None  # of an encoder of images that runs
+    vision: VisionConfig | None = None  # the encoder of images, if one runs
     load_vision: Callable[[], VisionModel | None] = lambda: None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-_BYTES_Q4 = 0.6  # of a parameter in Q4_K, with the larger types of some tensors
+_BYTES_Q4 = 0.6  # bytes of a parameter in Q4_K, with the larger types of some tensors
 _BASE_GB = 1.5  # the process, the KV cache of a few thousand tokens, and the system
 _MACHINES = (2, 4, 8, 16, 32, 64)  # gigabytes that machines have
 

@@ -28,7 +28,7 @@ _TEXT_FILES = (
     *("special_tokens_map.json", "chat_template.jinja"),
     *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
 )
-_MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # of sentence-transformers
+_MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # files of sentence-transformers
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _MAX_LISTED = 12
 

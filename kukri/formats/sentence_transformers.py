@@ -21,7 +21,7 @@ from kukri.models.keys import Keys
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 
-_MAX_BYTES = 1_000_000  # of modules.json
+_MAX_BYTES = 1_000_000  # the longest modules.json
 _MAX_FOLDER = 255  # letters of a module's path
 _MAX_WIDTH = 1 << 16  # widest dense layer
 _MODES: dict[str, Pooling] = {

@@ -46,7 +46,7 @@ def open_private(path: Path) -> BinaryIO:
     """
     descriptor = open_carefully(path)
     try:
-        found = os.fstat(descriptor)  # of what is open: the path may name another file by now
+        found = os.fstat(descriptor)  # the file that is open: the path may name another one by now
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{path} is not a regular file: remove it")
         _check(found, path)

@@ -89,7 +89,7 @@ class _Layer:
         seen = np.isfinite(scores)
         rise = np.zeros_like(scores)
         rise[seen] = by_k[seen] - scores[seen]
-        grown = self._pattern * np.exp(np.clip(rise, -80, 80))  # of one key, the others as they are
+        grown = self._pattern * np.exp(np.clip(rise, -80, 80))  # for one key, the others as they are
         self._left, self._grown = 1 - self._pattern + grown, grown
         self._changes = {
             name: clean.value(self._block + name) - corrupted.value(self._block + name)
@@ -106,7 +106,9 @@ class _Layer:
                 self._tape.value(self._block + "attn.hook_v"),
             )
         )
-        slope = z @ np.repeat(v, spec.group, axis=1).swapaxes(-1, -2)  # of the metric, by the pattern
+        slope = z @ np.repeat(v, spec.group, axis=1).swapaxes(
+            -1, -2
+        )  # the gradient of the metric by the pattern
         by_q = (self._by_q * slope).sum(axis=(0, 3)).T  # [T, H]
         whole = (self._pattern * slope).sum(axis=3, keepdims=True)
         by_key = (whole - self._pattern * slope + self._grown * slope) / self._left - whole

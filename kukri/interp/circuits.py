@@ -242,7 +242,7 @@ class _Run:
         n_tokens = len(ids)
         self.errors = np.stack([self.tape.value(tap) for tap in self.writes])  # [L, T, D]
         self.written: list[FloatArray] = []  # activations times decoders, [n, layers, D]
-        self.slices: list[list[slice]] = []  # of each layer's features, by position
+        self.slices: list[list[slice]] = []  # where each layer's features are, by position
         rows, values, self.encoders, biases = [], [], [], []
         for i, layer in transcoders.layers.items():
             x = self.tape.value(self.reads[i])
@@ -293,7 +293,7 @@ class _Run:
         n_sources = n + self.errors.shape[0] * len(self.ids) + len(self.ids)
         n_rows = n_logits + min(max_features, n)
         edges = np.zeros((n_rows, n_sources + n_logits), np.float32)
-        node_of = np.full(n_rows, -1, np.int64)  # of each row
+        node_of = np.full(n_rows, -1, np.int64)  # each row's node
         node_of[:n_logits] = n_sources + np.arange(n_logits)
         directions = self.session.weights.unembedding_rows(tokens)
         directions = directions - self.session.weights.W_U.mean(axis=1)

@@ -95,7 +95,7 @@ def patch_edge(
     llm: Any, corrupted_tokens: Any, clean_tokens: Any, source: str, target: str, metric: Metric
 ) -> float:
     """The change of the metric by one edge, exactly: the target reads the corrupted run's stream with what
-    the source writes in the clean run, and all after it is computed anew. Raises RequestError.
+    the source writes in the clean run, and all after it is computed again. Raises RequestError.
     """
     return next(patch_edges(llm, corrupted_tokens, clean_tokens, [(source, target)], metric))
 

@@ -25,7 +25,7 @@ class When:
 
     point: Point
     reader: Probe | FeatureReader
-    index: int  # of the score or feature
+    index: int  # which score or feature
     above: float
     below: float
 
@@ -71,7 +71,7 @@ class Edit:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What it needs of other hooks: nothing."""
+        """The hooks that the edit reads: none."""
         return ()
 
     def __call__(
@@ -113,7 +113,7 @@ class Edit:
         elif self.op == "replace":
             parts[...] = vector
         else:  # a product of whole rows, whose bits do not depend on how many rows there are
-            parts -= (parts * vector).sum(-1, keepdims=True) * vector  # of length 1
+            parts -= (parts * vector).sum(-1, keepdims=True) * vector  # the vector has length 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ class FeatureEdit:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What it needs of other hooks."""
+        """The hooks that the edit reads."""
         return () if self.source is None else (self.source,)
 
     def __call__(
@@ -187,7 +187,7 @@ class Replacement:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What it needs of other hooks."""
+        """The hooks that the edit reads."""
         return tuple(source for source, _ in self.parts)
 
     def __call__(

@@ -52,7 +52,7 @@ class RequestTaps:
         self.names = StepListener(model, Rows(np.ones(1, np.int32)), _NO_IDS, hooks, self._keep).taps
         self.edits = bool(hooks)
         self._max_bytes, self._n_bytes = max_bytes, 0
-        self._listener: StepListener | None = None  # of the chunk that starts at
+        self._listener: StepListener | None = None  # for the chunk that starts at
         self._start = -1
         self._kept: dict[str, dict[int, tuple[int, FloatArray]]] = {
             tap: {} for tap in self._keep

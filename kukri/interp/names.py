@@ -26,7 +26,7 @@ Form = Literal[
     "scale",  # [.., 1]: what a norm divides by
     "normalized",  # [.., width]: divided, before the norm's weight
     "norm_out",  # [.., width]: with the weight and the bias
-    "head_in", "head_scale", "head_normalized", "head_out",  # of a norm of heads: [batch, head, pos, ..]
+    "head_in", "head_scale", "head_normalized", "head_out",  # a norm of heads: [batch, head, pos, ..]
     "scores", "pattern",  # [batch, head, query, key]
     "result",  # [.., head, d_model]: each head's part of the attention's output
     "cos", "sin",  # [1, pos, rotary_dim]
@@ -135,7 +135,7 @@ class Point:
     edit_tap: str = ""
     norm: Norm | None = None  # for the forms that need one
     matrix: Matrix | None = None  # that the tap is multiplied by first, for a product that no tap shows
-    kv_layer: int | None = None  # of scores and patterns: the layer whose keys and values it reads
+    kv_layer: int | None = None  # for scores and patterns: the layer whose keys and values it reads
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -184,7 +184,7 @@ def _embedding_points(trace: Trace) -> Iterator[Point]:
 
 
 def _final_points(trace: Trace) -> Iterator[Point]:
-    """Those of the last norm and of the logits."""
+    """The points of the last norm and of the logits."""
     norm = trace.norms.get(FINAL)
     if norm is not None and norm.source is not None:
         yield Point("ln_final.hook_in", norm.source, "plain")
@@ -197,7 +197,7 @@ def _final_points(trace: Trace) -> Iterator[Point]:
 
 
 def _block_points(trace: Trace, layer: int) -> Iterator[Point]:
-    """Those that the tables list."""
+    """The points of a layer that the tables list."""
     prefix = f"blocks.{layer}."
     block = _post_norm_block if f"{prefix}ln2.hook_in" in trace.taps else _block
     for name, tap, form, is_editable, norm in block(trace, layer):

@@ -22,7 +22,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 
 Axes = Literal["layer pos", "layer head", "layer pos head"]
 Metric = Callable[[FloatArray], Any]
-_STEP_TOKENS, _STEP_CELLS = 512, 64  # of cells that run at a time
+_STEP_TOKENS, _STEP_CELLS = 512, 64  # cells that run at a time
 
 
 class HasInterp(Protocol):
@@ -30,7 +30,7 @@ class HasInterp(Protocol):
 
     @property
     def interp(self) -> Session:
-        """Its session."""
+        """The session of the model."""
 
 
 def sweep(
@@ -178,7 +178,7 @@ class _Sweep:
         edits = [session.point((name, i)).edit_tap for i in range(session.config.n_layers)]
         self.taps = frozenset([*starts, *edits])
         self.starts, self.edits = starts, edits
-        self.streams: dict[str, FloatArray] = {}  # of the run as it is, [B, T, D]
+        self.streams: dict[str, FloatArray] = {}  # in the run as it is, [B, T, D]
         self.logits: FloatArray = np.empty((0, 0, 0), np.float32)
 
     def prepare(self) -> None:

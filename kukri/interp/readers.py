@@ -53,8 +53,8 @@ class FeatureReader(Protocol):
         ...
 
     def reconstruct(self, x: FloatArray) -> FloatArray:
-        """What it gives in place of the hooks that it writes, [writes, rows, width]: of hooks after the
-        first only this reader's part.
+        """What the reader gives in place of the hooks that it writes, [writes, rows, width]: for hooks after
+        the first only this reader's part.
         """
         ...
 

@@ -36,7 +36,7 @@ class DeltaRule:
         self._states = np.zeros(
             (n + 1, spec.n_heads, spec.d_state, spec.d_head), np.float32
         )  # after t tokens
-        self._errors = np.empty_like(values)  # of what k finds, by which the state changes
+        self._errors = np.empty_like(values)  # the difference from what k finds, by which the state changes
         self.result = np.empty_like(v)
         for t in range(n):
             decayed = self._kept[t][:, None, None] * self._states[t]

@@ -37,7 +37,7 @@ class StoreReport:
     names: list[str]
     n_tokens: int
     n_shards: int
-    n_written: int  # of these, shards that were not there before
+    n_written: int  # how many of these shards were not there before
     n_bytes: int
 
 

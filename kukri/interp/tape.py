@@ -103,7 +103,7 @@ class Tape:
         return result
 
     def backward(self, result: Variable, grad: FloatArray, dropped: Iterable[str] = ()) -> None:
-        """Fills in the gradients, of sum(result * grad), anew. None goes through the taps `dropped`."""
+        """Fills in the gradients, of sum(result * grad), from zero. None goes through the taps `dropped`."""
         ends = {id(self._tapped[tap]) for tap in dropped}
         for variable, _ in self._nodes:
             variable.grad = None
@@ -249,7 +249,7 @@ class Tape:
                 queries, own = (_by_head(each, spec.n_kv_heads, spec.group) for each in (q.x[rows], g[rows]))
                 to_shares = own @ values.swapaxes(-1, -2)
                 to_scores = shares * (to_shares - (to_shares * shares).sum(-1, keepdims=True))
-                if spec.softcap is not None:  # of keys that are not seen shares are 0
+                if spec.softcap is not None:  # the shares of keys that are not seen are 0
                     capped = np.where(np.isfinite(scores), scores / np.float32(spec.softcap), 0)
                     to_scores *= 1 - capped * capped
                 to_scores *= np.float32(spec.scale)
@@ -267,7 +267,7 @@ class Tape:
         n_before = spec.n_taps - 1
         y = np.zeros_like(x.x) if spec.bias is None else np.tile(spec.bias.data, (len(x.x), 1))
         for rows in batch.texts:
-            for i, weights in enumerate(taps):  # of the input n_before - i tokens earlier
+            for i, weights in enumerate(taps):  # the weights of the input n_before - i tokens earlier
                 n_late = n_before - i
                 y[rows][n_late:] += weights * x.x[rows][: rows.stop - rows.start - n_late]
 

@@ -28,7 +28,7 @@ from kukri.kernels.arrays import FloatArray
 _READS, _WRITES = "mlp.hook_in", "hook_mlp_out"
 _LAYER = re.compile(r"layers?[_.-]?(\d{1,4})(?:\D|$)")
 _BLOCK = re.compile(r"blocks\.(\d{1,4})\.")
-_WEIGHTS = ("sae_weights.safetensors", "params.safetensors")  # of SAELens, and of Gemma Scope 2
+_WEIGHTS = ("sae_weights.safetensors", "params.safetensors")  # SAELens' name, and Gemma Scope 2's
 # names of one part in the files of circuit-tracer, SAELens and Gemma Scope 2
 _PARTS = {
     "encoder": ("W_enc", "w_enc"),
@@ -348,7 +348,7 @@ def _single_layer(path: Path, facts: Mapping[str, Any], layer: int) -> Layer:
     k = options.get("k", facts.get("k", 0)) if isinstance(options, Mapping) else 0
     is_transposed = path.name in _WEIGHTS
     has_transposed_skip = "affine_skip_connection" in file.tensors
-    is_across = "decoder" in parts and len(parts["decoder"].shape) == 3  # of all layers
+    is_across = "decoder" in parts and len(parts["decoder"].shape) == 3  # one decoder for all layers
     n_before = layer if is_across else 0
     return Layer(parts, path, k if type(k) is int else 0, is_transposed, has_transposed_skip, n_before)
 

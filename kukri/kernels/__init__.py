@@ -15,7 +15,7 @@ from kukri.errors import ConfigError, UnsupportedError
 from kukri.kernels.backend import Backend
 
 BACKENDS = ("cpu", "reference", "torch", "gpu")
-_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and both under WSL
 
 
 def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | None]:

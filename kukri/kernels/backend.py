@@ -28,7 +28,7 @@ class Logits(Protocol):
         """(N, V)."""
 
     def take(self, rows: Sequence[int]) -> Logits:
-        """These rows, in this order."""
+        """Takes rows, in the order given."""
 
     def copy(self) -> Logits:
         """The same, valid for as long as it is held."""

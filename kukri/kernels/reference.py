@@ -145,7 +145,7 @@ class ReferenceOps:
     ) -> None:
         self.cache, self.taps, self.adapters = cache, taps, adapters
         self.row_adapters: IntArray | None = None  # the slot of each row; None: no row has one
-        self.on_tap: Hook | None = None  # of the step
+        self.on_tap: Hook | None = None  # the step's
         self.stop: str | None = None  # the tap that ends the step
         self._matrices = {} if matrices is None else matrices
         self._rope_rows = {} if rope_rows is None else rope_rows
@@ -399,7 +399,7 @@ class ReferenceOps:
             return x * gate
         if by == "gelu":
             return self.gelu(gate) * x
-        inverse = 1 + np.exp(-gate)  # of the sigmoid
+        inverse = 1 + np.exp(-gate)  # the sigmoid's inverse
         y: FloatArray = gate / inverse * x if by == "silu" else x / inverse
         return y
 

@@ -273,7 +273,7 @@ def xtc(candidates: Candidates, record: Record) -> None:
     choices = np.flatnonzero(weights >= max(record.xtc_threshold * float(weights.sum()), 1.0))
     if len(choices) < 2:
         return
-    least = choices[::-1][np.argmin(candidates.logits[choices][::-1])]  # of equals the highest id
+    least = choices[::-1][np.argmin(candidates.logits[choices][::-1])]  # the highest id of equals
     candidates.logits[choices[choices != least]] = -np.inf
     if not candidates.is_whole:
         candidates.keep(candidates.logits > -np.inf)

@@ -75,8 +75,8 @@ RECORD = np.dtype([
         "repetition_penalty", "presence_penalty", "frequency_penalty",
         "surprise_power",  # 2^mu of mirostat
         # results
-        "probability",  # of the chosen token among those left
-        "peak", "sum_exp",  # of the row as given: its largest logit, and the sum of exp(logit - peak)
+        "probability",  # that of the chosen token among those left
+        "peak", "sum_exp",  # from the row as given: its largest logit, and the sum of exp(logit - peak)
     )),
     ("stages", np.int64, MAX_STAGES),  # codes, ended by END
 ])  # fmt: skip

@@ -94,7 +94,7 @@ class ScanSpec:
 
     layer: int
     n_heads: int  # H
-    n_groups: int  # of heads that share b and c
+    n_groups: int  # groups of heads that share b and c
     d_state: int  # N
     d_head: int  # P
     a: Vector  # [H]

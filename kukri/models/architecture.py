@@ -66,7 +66,7 @@ class Architecture:
     is_causal: bool = True  # False: an encoder, whose tokens see the whole text; windows have two sides
     has_rope: bool = True  # False: positions are embedded
     layers: str = "model.layers"  # the list of layers
-    embedding: str = "model.embed_tokens"  # of the tokens
+    embedding: str = "model.embed_tokens"  # the token embedding
     unused: str = ""  # pattern of names: tensors that files carry and the model may leave
 
     numbers: Set[str] = frozenset()  # fields of ModelConfig that only some have: `facts.OPTIONAL_FACTS`
@@ -80,7 +80,7 @@ class Architecture:
         False  # rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together
     )
     has_dense: bool = False  # files may hold dense layers on top of pooled vectors
-    gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, without their prefix
+    gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # for absent keys, without their prefix
     gguf_reads: Set[str] = frozenset()  # keys that `read_gguf` reads, or that change nothing here
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # if they differ from Llama's
 
@@ -103,14 +103,14 @@ class Architecture:
     activation: str = "silu"
     reads: Set[str] = frozenset()  # keys beyond the common ones
     ignores: Set[str] = frozenset()  # keys that files carry and the class does not read
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys; None: it follows from others
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for absent keys; None: it follows from others
     fixed: Mapping[str, Any] = field(default_factory=dict)  # keys that must hold this, or be absent
     biases: Mapping[str, str | bool] = field(
         default_factory=dict
     )  # by module or part: always, or a key that says
     partial_rotary: bool = False  # RoPE without scaling reads partial_rotary_factor
-    experts: ExpertKeys | None = None  # of a mixture
-    recurrent: RecurrentKeys | None = None  # of layers that keep a state
+    experts: ExpertKeys | None = None  # for mixtures
+    recurrent: RecurrentKeys | None = None  # for layers that keep a state
     aliases: Mapping[str, str] = field(default_factory=dict)  # older keys of config.json, which win
     respelled: Callable[[dict[str, Any]], dict[str, Any]] = dict  # config.json in one of several spellings
     hf_layers: Set[str] = frozenset()  # fields of LayerConfig that `write_hf` writes

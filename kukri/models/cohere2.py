@@ -33,7 +33,7 @@ class Cohere2(Llama):
         return ops.scale(logits, 1 / self.config.logits_divisor)
 
 
-_SCALE = "logit_scale"  # of both formats, which multiplies
+_SCALE = "logit_scale"  # the key in both formats, a factor
 
 
 def _read(keys: Keys, facts: dict[str, Any]) -> None:

@@ -167,7 +167,7 @@ class Attention:
     in_names = ("q_proj", "k_proj", "v_proj")
     fused_name = "qkv_proj"
     out_name = "o_proj"
-    result_tap = "attn.hook_z"  # of what the heads find
+    result_tap = "attn.hook_z"  # the tap of what the heads find
     q_parts = 1  # rows of q's matrix for each of a head's dimensions
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
@@ -201,7 +201,7 @@ class Attention:
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
         q, *kv = self.qkv.parts(ops, x)
-        k, v = kv or (None, None)  # of a layer that reads another's
+        k, v = kv or (None, None)  # those of another layer, which this one reads
         z = self.attend(ops, q, k, v, batch)
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 

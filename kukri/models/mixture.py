@@ -96,7 +96,9 @@ class Mixture:
 
     router_name = "gate"
     has_biases = False
-    finish: Callable[[Ops, Tensor], Tensor] | None = None  # of the result [T, D], before it joins the stream
+    finish: Callable[[Ops, Tensor], Tensor] | None = (
+        None  # changes the result [T, D], before it joins the stream
+    )
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         mixture = config.mixture

@@ -105,7 +105,7 @@ QWEN3_5_TEXT = Architecture(
     Qwen35,
     "Qwen3_5ForCausalLM",
     gguf="qwen35",
-    gguf_reads={_SECTIONS},  # of text, whose positions are the same in each
+    gguf_reads={_SECTIONS},  # a text's positions are the same in each
     read_gguf=_with_gates,
     read_hf=_with_gates,
     write_gguf=_with_sections,

@@ -12,7 +12,7 @@ from kukri.models.architecture import Architecture, set_rotating
 from kukri.models.keys import Keys
 from kukri.models.llama import Llama
 
-_INTERVAL = 4  # of layers without RoPE, unless a file lists them
+_INTERVAL = 4  # from one layer without RoPE to the next, unless a file lists them
 _NOPE = "attention.nope_layers"  # kukri's key
 
 

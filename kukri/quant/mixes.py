@@ -32,7 +32,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|attn_output)(?:_exps)?\.weight")
 
 
-# of embeddings that each layer has: at 4 bits they cost more than the bits are worth
+# embeddings that each layer has: at 4 bits they cost more than the bits are worth
 _PER_LAYER = re.compile(r"per_layer_(?:token_embd|model_proj)\.weight|blk\.\d+\.(?:inp_gate|proj)\.weight")
 
 # heads for tasks, and the embeddings of positions and types: a few rows, which llama.cpp reads as floats

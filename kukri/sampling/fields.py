@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from kukri.errors import RequestError
 
-MAX_COUNT = 2**31 - 1  # of tokens; the largest token id
+MAX_COUNT = 2**31 - 1  # the most tokens; the largest token id
 MAX_FACTOR = 1e6
 MAX_TEXT = 1000  # characters of a stop string, a bad word, a breaker, a text with a bias
-MAX_PHRASES = 1000  # of bad_words; of stop ids
+MAX_PHRASES = 1000  # the most bad_words, and stop ids
 MAX_PHRASE_TOKENS = 64
 MAX_STOPS = 64  # stop strings; texts of dry_sequence_breakers, and sequences of several tokens
 MAX_BIASES = 2**15  # entries of logit_bias

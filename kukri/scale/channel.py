@@ -78,7 +78,7 @@ class Channel:
         return message if isinstance(message, dict) else None
 
     async def _read(self, n_bytes: int) -> bytes:
-        """That many bytes. Raises OSError if the channel ends before, or is silent for long."""
+        """Reads `n_bytes` bytes. Raises OSError if the channel ends before, or is silent for long."""
         try:
             async with asyncio.timeout(SILENCE_S):
                 return await self._reader.readexactly(n_bytes)

@@ -48,7 +48,7 @@ log = logging.getLogger("kukri.scale")
 # has replicas connect to (host, port, secret); called every second. `n_waiting` requests wait for one
 Invite = Callable[[str, int, str, int], Awaitable[None]]
 _ABSENT_S = 120.0  # without any replica, after which new requests are refused
-_MAX_DEATHS = 2  # of replicas, without a token in between, until a request counts as their cause
+_MAX_DEATHS = 2  # deaths of replicas, without a token in between, until a request counts as their cause
 _MAX_RUNS = 20  # times that a request is tried
 _SPARE = 1.25  # requests sent to a replica for each that it runs, so that the next are there at once
 
@@ -192,7 +192,7 @@ class ReplicaLoop:
         self._replicas: dict[str, _Replica] = {}  # by name
         self._n_tickets = self.n_generated = self.n_retries = 0
         self._seen_s = {"": monotonic()}  # when replicas were there last, by their numerics
-        self._changed = threading.Condition()  # of `_live` becoming empty
+        self._changed = threading.Condition()  # tells that `_live` is empty
         self._is_draining = False
         self._server: asyncio.Server | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None

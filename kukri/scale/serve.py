@@ -195,7 +195,7 @@ def inviting(handle: Any) -> Invite:
 
     async def invite(host: str, port: int, secret: str, n_waiting: int) -> None:
         response = handle.broadcast("connect", host, port, secret)
-        with suppress(Exception):  # of replicas that have just gone; the others were told
+        with suppress(Exception):  # from replicas that have just gone; the others were told
             await response.results_async(timeout_s=_CALL_S)
         if n_waiting and not waking:
             task = asyncio.get_running_loop().create_task(wake())

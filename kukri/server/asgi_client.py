@@ -20,7 +20,7 @@ class AppResponse(NamedTuple):
 
     status: int
     request_id: str
-    body: Any  # of JSON
+    body: Any  # parsed JSON
 
 
 async def post(app: FastAPI, path: str, body: Mapping[str, Any], client: Client | None = None) -> AppResponse:

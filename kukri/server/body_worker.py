@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from kukri.errors import RequestError
 
 _NICENESS = 10  # streams come first
-_MAX_BYTES = 4 << 30  # of address space
+_MAX_BYTES = 4 << 30  # bytes of address space
 
 
 def outcome(name: str, data: bytes) -> tuple[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_CHARACTERS = rb"[A-Za-z0-9+/=_\\-]*"  # of base64; some writers of JSON put a \ before a /
+_CHARACTERS = rb"[A-Za-z0-9+/=_\\-]*"  # base64's letters; some writers of JSON put a \ before a /
 # how PNG, JPEG, GIF, WebP and BMP begin in base64
 _BEGINNING = re.compile(rb"(?:iVBORw0K|\\?/9j\\?/|R0lGOD|UklGR|Qk[0-9])" + _CHARACTERS)
 _REST = re.compile(_CHARACTERS)
@@ -15,7 +15,7 @@ class ImageBytes:
     """The images in base64 of one body, given piece by piece."""
 
     def __init__(self) -> None:
-        self._tail = b""  # of the last piece, in which an image may begin
+        self._tail = b""  # the end of the last piece, in which an image may begin
         self._is_inside = False  # the last piece ended within an image
 
     def count(self, piece: bytes) -> int:

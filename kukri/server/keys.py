@@ -59,7 +59,7 @@ class Client:
     bucket: str  # for rates, and for the queue's fairness: one for each key, or for each network
     prefix_scope: str = ""
     first_priority: int | None = None
-    usual_priority: int | None = None  # of requests that name none, if it is not the first
+    usual_priority: int | None = None  # for requests that name none, if it is not the first
     scopes: frozenset[str] = SCOPES  # all without keys
     models: frozenset[str] | None = None
     daily_tokens: int | None = None

@@ -174,7 +174,9 @@ class Middleware:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The response to a refused request, else None; stores the client in the scope."""
-        known: Client | None = scope.get("kukri.known_client")  # of a request that this process made itself
+        known: Client | None = scope.get(
+            "kukri.known_client"
+        )  # set in a request that this process made itself
         if known is not None:
             scope["kukri.client"] = known
             return _over_budget(known)

@@ -31,7 +31,7 @@ from kukri.server.schema import GenerationBody
 from kukri.server.timings import timings_of, timings_of_progress
 
 DONE = b"data: [DONE]\n\n"
-_MANY_TOKENS = 4096  # of a whole answer that is written besides the event loop
+_MANY_TOKENS = 4096  # a whole answer this long is written outside the event loop
 _PROGRESS_S = 0.1  # from one look at a prompt's progress to the next
 
 

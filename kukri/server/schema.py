@@ -282,7 +282,7 @@ class GenerationBody(Sampling):
     json_schema: dict[str, Any] | None = None  # as it spells structured_outputs.json
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # for each token of the prompt
-    return_token_ids: bool | None = None  # of prompt and answer
+    return_token_ids: bool | None = None  # those of prompt and answer
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens `token_id:17`
     timings_per_token: bool | None = None  # as llama.cpp has it: `timings` in each chunk and in the whole
     verbose: bool | None = None  # as llama.cpp has it: `__verbose` tells the prompt and all settings
@@ -324,7 +324,7 @@ class OtherPart(Piece):
 
     type: str
     text: str | None = None
-    # of an image; a model that sees none does not look at them
+    # an image's fields; a model that sees none does not look at them
     image_url: Any = None
     detail: Any = None
     image_tokens: Any = None

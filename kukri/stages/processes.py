@@ -57,7 +57,7 @@ class StageProcess:
 
     @property
     def address(self) -> Address:
-        """Its address, which it prints once it listens."""
+        """The address of the stage, which it prints once it listens."""
         if self._address is None:
             assert self._process.stdout is not None, "it is a pipe"
             line = self._process.stdout.readline()

@@ -103,7 +103,7 @@ def replicas_on_ray(
     from kukri.kernels.cpu.compile.features import usable_cores
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # of our own Ray: 15 lets all else go first
+    os.environ.setdefault("RAY_worker_niceness", "0")  # for our own Ray: 15 lets all else go first
     import logging
 
     import ray

@@ -39,7 +39,7 @@ class MarkdownStream:
     def _begin(self) -> None:
         self._held = ""
         self._before = "\n"  # the last character that was shown
-        self._at_start = True  # of a line
+        self._at_start = True  # at the start of a line
         self._fence = ""  # the marks that opened a block of code
         self._line = ""  # the style of the line
         self._inline: list[str] = []  # open marks, in order: `, ** or *

@@ -49,7 +49,7 @@ _ORDER = (
         "classifier",
     ),
 )
-_MAX_DEPTH = 32  # of any sane model's modules
+_MAX_DEPTH = 32  # deeper than any sane model's modules
 # Modules of which transformers' class name is the architecture's and this
 _CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", "mlp": "MLP"} | {
     "feed_forward": "MLP",

@@ -18,7 +18,7 @@ from kukri.errors import ConfigError, KukriError, RequestError, printable
 
 _TIMEOUT_S = 600.0  # between two pieces of an answer
 _LIST_TIMEOUT_S = 10.0
-_MOST_BYTES = 1 << 24  # of a list of models
+_MOST_BYTES = 1 << 24  # the longest list of models that is read
 _MOST_LINE = 1 << 20  # bytes of an event
 _MOST_ERROR = 1 << 16
 
@@ -26,7 +26,7 @@ _MOST_ERROR = 1 << 16
 class RemoteModel:
     """Asks the chat endpoint at `url`. It has the parts of an `LLM` that `Chat` uses.
 
-    `sampling` are the fields that the user set. Raises ConfigError for a URL that is none, KukriError if the
+    `sampling` are the fields that the user set. Raises ConfigError for what is not a URL, KukriError if the
     server does not answer.
     """
 

@@ -18,7 +18,7 @@ from kukri.tokenizer.template_process import TemplateFailure, TemplateProcess
 from kukri.tokenizer.tokenizer import TEXT_MARK, Tokenizer, as_text
 
 _MAX_SOURCE = 1_000_000  # characters; real templates have some thousands
-_TYPE = re.compile(r"""["']type["']|\.type\b""")  # of a part of a content, in a template
+_TYPE = re.compile(r"""["']type["']|\.type\b""")  # how a template reads a part of a content
 
 
 class ChatTemplate:

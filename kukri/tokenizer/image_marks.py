@@ -10,7 +10,7 @@ from typing import Any
 
 from kukri.errors import RequestError
 
-IMAGE_TYPES = ("image", "image_url", "input_image")  # of the parts of a content
+IMAGE_TYPES = ("image", "image_url", "input_image")  # the types of a content's parts
 _END = "\ufdd2"  # not a character
 
 

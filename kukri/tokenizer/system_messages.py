@@ -74,7 +74,7 @@ def _roles(messages: Sequence[dict[str, Any]]) -> list[str]:
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, those that were moved together with their neighbours of one role; calls stay apart."""
     joined: list[dict[str, Any]] = []
-    texts: list[list[str]] = []  # of each, put together once
+    texts: list[list[str]] = []  # the texts of each, put together once
     is_open = False  # the last message may take the next one
     for message in messages:
         message = dict(message)

@@ -25,7 +25,7 @@ class VisionConfig:
     patch_size: int  # side of a patch
     merge: int
     d_text: int
-    image_token_id: int  # of the places in a prompt that become rows of embeddings
+    image_token_id: int  # marks the places in a prompt that become rows of embeddings
     # True: in the text the rows of a run (`ImageSpan`) attend to each other both ways, so none is cut
     sees_whole: bool = False
 

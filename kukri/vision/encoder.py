@@ -61,8 +61,8 @@ class VisionFamily:
     names: Mapping[str, tuple[str, ...]]
     unused: str = ""  # pattern of names: tensors of images that files carry and the encoder may leave
     transposed: Set[str] = frozenset()  # matrices that are (in, out) in the files
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json's keys
-    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of those in `vision_config`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of config.json's keys
+    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # those in `vision_config`
 
 
 def load_vision(source: WeightSource, family: VisionFamily, config: VisionConfig) -> VisionModel:

@@ -21,7 +21,7 @@ def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_report(smollm2_path: Path, capsys: Any) -> None:
-    """Would catch output beside the JSON object, or a figure that does not follow from its samples."""
+    """Would catch output next to the JSON object, or a figure that does not follow from its samples."""
     run_bench(str(smollm2_path), n_threads=1, n_prompt=5, n_generate=3, repetitions=2, as_json=True)
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 1
@@ -42,7 +42,7 @@ def test_the_ceiling_is_measured_beside_decoding(
     smollm2_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch a share of what the machine could read a minute ago."""
-    speeds = iter([10.0, 30.0, 40.0, 50.0])  # for the card, beside the warm-up, beside the two samples
+    speeds = iter([10.0, 30.0, 40.0, 50.0])  # for the card, next to the warm-up, next to the two samples
     monkeypatch.setattr(card, "read_bandwidth_of_a_fresh_process", lambda n_threads: next(speeds))
     run_bench(str(smollm2_path), n_threads=1, n_prompt=2, n_generate=2, repetitions=2, as_json=True)
     report = json.loads(capsys.readouterr().out)

@@ -248,7 +248,7 @@ def test_the_page(report: ablation.AblationReport) -> None:
 
 
 def test_everything_that_is_written(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch output beside the JSON line, a chart that is none, and a page whose chart is missing."""
+    """Would catch output next to the JSON, a chart that is not one, and a page whose chart is missing."""
     page, plot = tmp_path / "page.md", tmp_path / "gains.png"
     for as_json in (True, False):
         show_ablation(

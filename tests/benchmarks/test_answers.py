@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import answers
 
 
-def test_repetition_is_seen(smollm2_path: Path) -> None:
+@pytest.mark.parametrize("n_open", [6, pytest.param(len(answers._OPEN), marks=pytest.mark.slow)])
+def test_repetition_is_seen(n_open: int, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch shares that are the same whatever the answers say."""
+    monkeypatch.setattr(answers, "_OPEN", answers._OPEN[-n_open:])
+    monkeypatch.setattr(answers, "POEMS", answers.POEMS[:1])
     plain = answers.measure(str(smollm2_path), {}, 1, None)
     greedy = {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0}
     loops = answers.measure(str(smollm2_path), greedy, 1, None)

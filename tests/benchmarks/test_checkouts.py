@@ -1,4 +1,4 @@
-"""Two checkouts by turns: which package each side runs, and which way ratios go."""
+"""Two checkouts alternating: which package each side runs, and which way ratios go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks import checkouts
 from kukri.bench import turns
 from kukri.errors import ConfigError, KukriError
 
-# A package that takes its command's place: its bench reports 10 times the number in the file beside it.
+# A package that takes its command's place: its bench reports 10 times the number in the file next to it.
 _FAKE = """
 import json, pathlib, sys
 n = float(pathlib.Path(__file__).with_name("n").read_text())

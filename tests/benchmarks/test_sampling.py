@@ -1,4 +1,4 @@
-"""The cost of sampling beside the model."""
+"""The cost of sampling next to the model."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.engine.fake_model import EOS, N_VOCAB, POISON
 
 Event = tuple[Any, ...]
 
-# of small engines, where requests meet every bound, for `given`
+# sizes of small engines, where requests meet every bound, for `given`
 SIZES: dict[str, st.SearchStrategy[Any]] = {
     "max_requests": st.integers(1, 4),
     "max_step_tokens": st.sampled_from([1, 2, 5, 16, 33, 100]),
@@ -84,7 +84,7 @@ def rows_of(
     output: Literal["logits", "hidden", "pooled"] = "logits",
     **options: Any,
 ) -> np.ndarray:
-    """The rows of a request for them, beside whatever else the engine has to do."""
+    """The rows of a request for them, next to whatever else the engine has to do."""
     request = engine.make_output_request(ids, output, **options)
     engine.add_request(request)
     while request.state is not RequestState.FINISHED:

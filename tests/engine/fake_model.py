@@ -187,7 +187,7 @@ class FakeProgram:
                 assert not passed.any(), "a page is held that the window has passed"
 
     def _compute_states(self, batch: ForwardBatch) -> None:
-        """Each state from where its sequence stood, which must be where the sequence goes on."""
+        """Each state from where its sequence stood, which must be where the sequence continues."""
         states = self.cache.states[1]["hash"]
         assert batch.state_slots is not None
         used = [*batch.state_slots.tolist(), *(s for step in state_steps(batch) for _, s in step.saves)]

@@ -33,7 +33,7 @@ class WorseBackend(FakeBackend):
 
     def __init__(self, n_wrong: int) -> None:
         super().__init__()
-        self._n_wrong = n_wrong  # of 8 contexts
+        self._n_wrong = n_wrong  # contexts out of 8
 
     def compile(
         self,
@@ -94,7 +94,7 @@ def test_a_draft_model_changes_no_token(
     n_wrong: int, max_requests: int, max_step_tokens: int, n_pages: int, n_in_flight: int, events: list
 ) -> None:
     """Its cache out of step with the text, its pages lost, a rejected draft kept: under
-    arrivals, aborts, preemption, other kinds of drafts beside it."""
+    arrivals, aborts, preemption, other kinds of drafts next to it."""
     engine = make(n_wrong, 96, n_pages, max_requests=max_requests, max_step_tokens=max_step_tokens)
     live: list[tuple[Request, list[int]]] = []
 
@@ -238,7 +238,7 @@ def test_vocabularies_may_be_padded_differently(tmp_path: Path) -> None:
 
 
 def test_what_cannot_draft_is_refused(tiny: tuple[Path, Path], smollm2_path: Path) -> None:
-    """Drafts that are other tokens, or a kind of drafts that silently is none."""
+    """Drafts that are other tokens, or a kind of drafts that silently is not one."""
     with pytest.raises(ConfigError, match="other tokens"):
         LLM(tiny[0], draft_model=smollm2_path)
     with pytest.raises(ConfigError, match="draft"):

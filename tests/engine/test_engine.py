@@ -263,7 +263,7 @@ def test_a_wrong_prompt_is_refused(prompt: object, says: str) -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    """A request that waits for ever for more pages than there are."""
+    """A request that waits forever for more pages than there are."""
     engine, _ = make_engine(max_context=128, n_pages=4)
     with pytest.raises(CapacityError, match="KV pages"):
         add(engine, prompt_of(30), greedy(60))

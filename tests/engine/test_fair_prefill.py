@@ -1,4 +1,4 @@
-"""Prompts share the steps: a short one beside a long one, clients, priorities, and the time of a step."""
+"""Prompts share the steps: a short one next to a long one, clients, priorities, and the time of a step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_long_prompt_never_stands_still() -> None:
 
 
 def test_the_shortest_of_those_that_wait_goes_first() -> None:
-    """A queue in which a short prompt stands behind the long ones that came before it."""
+    """A queue in which a short prompt stands after the long ones that came before it."""
     engine = make(max_requests=3)
     arrive(engine, 900, 0)
     engine.step()

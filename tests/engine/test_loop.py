@@ -118,7 +118,7 @@ def test_a_request_ended_before_it_was_queued_never_runs() -> None:
 
 
 def test_failures_end_their_requests_and_not_the_thread() -> None:
-    """An engine that dies of one request, or a client that waits for ever."""
+    """An engine that dies of one request, or a client that waits forever."""
     with running_loop() as (loop, _, backend, inbox):
         bad = submit(loop, [*prompt_of(5), POISON], greedy(5))
         inbox.wait(bad)
@@ -232,7 +232,7 @@ def test_requests_for_rows_take_turns_with_those_that_generate() -> None:
             if i < 3:
                 np.testing.assert_array_equal(done.rows, alone[i].rows)
             np.testing.assert_allclose(done.rows, mean_state(prompt_of(20, i)), rtol=1e-5)
-        assert max(backend.batches[-50:])[0] <= 17  # tokens of a step beside one that generates
+        assert max(backend.batches[-50:])[0] <= 17  # tokens of a step next to one that generates
         assert loop.status().n_generated == 200
         assert loop.drain(20)
 

@@ -1,4 +1,4 @@
-"""Requests for rows of logits or hidden states: those that they get alone, whatever runs beside them."""
+"""Requests for rows of logits or hidden states: those that they get alone, whatever runs next to them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_any_order_of_events_gives_every_request_its_rows(
     caches_prefixes: bool,
 ) -> None:
     """Rows of another request or token, rows lost at a chunk's edge, by a prefix hit or preemption, a request
-    of one program that waits for ever for those of the other, pages kept."""
+    of one program that waits forever for those of the other, pages kept."""
     engine, _ = make_engine(
         96, max_requests, max_step_tokens, n_pages, max_prompt_tokens=9, caches_prefixes=caches_prefixes
     )
@@ -95,7 +95,7 @@ def test_any_order_of_events_gives_every_request_its_rows(
 
 
 def test_rows_use_the_prefix_before_the_first_that_is_wanted() -> None:
-    """Rows left out because their tokens were cached, or a known prefix computed anew for one row."""
+    """Rows left out because their tokens were cached, or a known prefix computed again for one row."""
     engine, backend = make_engine(max_context=128, max_step_tokens=128)
     prompt = prompt_of(70)
     assert rows_of(engine, prompt, "hidden").shape == (70, N_HIDDEN)

@@ -21,7 +21,7 @@ def add_all(engine: Engine, prompt: list[int], params: SamplingParams, **options
 
 
 def test_a_known_prefix_is_not_computed_again() -> None:
-    """A prompt read anew at every turn of a conversation, or a prefix that ends at the wrong token."""
+    """A prompt read again at every turn of a conversation, or a prefix that ends at the wrong token."""
     engine, backend = make_engine(max_context=256, max_step_tokens=100)
     system = prompt_of(70)
     first = add(engine, system + prompt_of(10, 1), greedy(20))

@@ -50,7 +50,7 @@ def test_a_batch_moved_on_is_the_batch_made_anew() -> None:
 
 
 def repeats(engine: Engine) -> bool:
-    """Runs a step; whether it went on from the one before."""
+    """Runs a step; whether it continued from the one before."""
     step = engine.launch()
     assert step is not None
     engine.collect(step)

@@ -1,4 +1,4 @@
-"""Requests that go on after tokens that another engine generated."""
+"""Requests that continue after tokens that another engine generated."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(llm: LLM, request: Request) -> list[float | None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_request_goes_on_as_if_nothing_had_happened(llm: LLM, kind: str) -> None:
-    """Catches random numbers, penalties, grammars or mirostat that begin anew."""
+    """Catches random numbers, penalties, grammars or mirostat that begin again."""
     params, prompt = params_of(llm, kind), llm.tokenizer.encode("Once upon a time, far away")
     whole = llm.engine.make_request(prompt, params)
     states = run(llm, whole)

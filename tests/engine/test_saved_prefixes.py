@@ -23,7 +23,7 @@ from kukri.kernels.paged_kv import PagedKV
 from tests.engine.driving import add, finish, greedy, prompt_of
 from tests.engine.fake_model import FakeBackend, expected_output, make_engine
 
-PAGE_FILE_BYTES = 1024 + _HEADER_BYTES  # of the fake model's pages
+PAGE_FILE_BYTES = 1024 + _HEADER_BYTES  # a page of the fake model
 
 
 def open_engine(directory: Path, **options: object) -> tuple[Engine, FakeBackend]:
@@ -218,7 +218,7 @@ def test_a_thousand_corruptions_are_found(tmp_path: Path) -> None:
 
 
 def test_the_budget_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that grows for ever, or that loses the newest prefix, or the first page of one, first."""
+    """A directory that grows forever, or that loses the newest prefix, or the first page of one, first."""
     monkeypatch.setattr(saved_prefixes, "_AGE_S", 0.001)
     engine, _ = open_engine(tmp_path, prefix_bytes=32 * PAGE_FILE_BYTES)
     prompts = [prompt_of(130, seed) for seed in range(6)]

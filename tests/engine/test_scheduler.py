@@ -127,7 +127,7 @@ def test_every_request_gets_all_its_tokens(
     arrivals: list[Arrival], n_pages: int, caches: bool, places: int
 ) -> None:
     """Catches pages lost or given twice, a step that does nothing while somebody waits, a prompt or an answer
-    that stands still, and preemptions that take turns for ever."""
+    that stands still, and preemptions that take turns forever."""
     pool = PagePool(n_pages, PAGE)
     play = Play(Scheduler(Residence([pool], caches_prefixes=caches), places, STEP, 16))
     left = sorted(arrivals, key=lambda one: one.step)

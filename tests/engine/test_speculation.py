@@ -110,7 +110,7 @@ def test_any_drafts_under_any_events_change_no_token(
     windows: list[tuple[int, int]],
 ) -> None:
     """A rejected draft kept, pages of drafts lost or kept, a token that depends on the drafts
-    beside it, drafts in what others read: under arrivals, aborts, shared prompts and too few pages."""
+    next to it, drafts in what others read: under arrivals, aborts, shared prompts and too few pages."""
     engine = make(
         max_context=96,
         max_requests=max_requests,
@@ -208,7 +208,7 @@ def test_an_end_among_drafts_ends_the_request() -> None:
 
 
 def test_several_answers_share_a_prompt_and_no_draft() -> None:
-    """A draft of one answer left in a page that another goes on from."""
+    """A draft of one answer left in a page that another continues from."""
     for n_prompt in (15, 16, 17, 31):
         params = SamplingParams(**DRAWN, seed=5, n=4, logit_bias={POISON: -100})
         engine = make(max_requests=4, max_step_tokens=64)
@@ -419,7 +419,7 @@ def test_a_full_step_takes_no_drafts_of_little_chance() -> None:
     """Drafts that cost a crowd more time than they save."""
     assert DraftBudget(1, 1).take([0.6] * 8) >= 2
     assert DraftBudget(16, 16).take([0.3] * 8) == 0
-    assert DraftBudget(200, 1).take([0.9] * 8) == 8  # beside a prompt a token more costs next to nothing
+    assert DraftBudget(200, 1).take([0.9] * 8) == 8  # next to a prompt a token more costs next to nothing
 
 
 def test_a_panel_is_filled_once() -> None:
@@ -478,7 +478,7 @@ def pair(smollm2_path: Path) -> Any:
     ids=lambda params: "-".join(params),
 )  # fmt: skip
 def test_the_real_model_says_the_same_to_the_bit(pair: Any, params: dict[str, Any]) -> None:
-    """Logits that depend on how tokens are cut into steps, or a text that goes on after its stop string."""
+    """Logits that depend on how tokens are cut into steps, or a text that continues after its stop string."""
     plain, drafting = pair
     n_before = drafting.engine.scheduler.n_accepted
     prompts = [COPY, COPY + COPY, "Once upon a time"]

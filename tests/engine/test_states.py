@@ -1,4 +1,4 @@
-"""Recurrent states: slots, snapshots, prefixes that go on from them, preemption, several answers."""
+"""Recurrent states: slots, snapshots, prefixes that continue from them, preemption, several answers."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def run(engine: Engine, prompt: list[int], n: int = 3) -> Request:
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
-    """Prompts that are read again from the start, or from a state that is not behind the pages they share."""
+    """Prompts that are read again from the start, or from a state that is not after the pages they share."""
     engine = hybrid()
     shared, ends = prompt_of(100), [prompt_of(30, seed) for seed in (1, 2, 3)]
     hits = [run(engine, shared + end).n_prefix_hit for end in ends]
-    # the first left states behind tokens 128, 64 and (back by twice as much) none; the second one behind the
+    # the first left states after tokens 128, 64 and (back by twice as much) none; the second one after the
     # 96 tokens that both share
     assert hits == [0, 64, 96]
     assert run(engine, shared + ends[0]).n_prefix_hit == 128
@@ -62,7 +62,7 @@ def test_the_next_turn_goes_on_behind_the_answer() -> None:
     first = run(engine, prompt, 60)
     said = [*prompt, *first.output_ids]
     assert engine.residence.states is not None
-    assert engine.residence.states.n_snapshots == 2  # behind 16 tokens of the prompt and 64 of all
+    assert engine.residence.states.n_snapshots == 2  # after 16 tokens of the prompt and 64 of all
     assert run(engine, said + prompt_of(9, 1)).n_prefix_hit == 64
 
 
@@ -88,7 +88,7 @@ def test_the_longest_unused_snapshot_makes_room() -> None:
 
 
 def test_several_answers_share_their_prompt() -> None:
-    """A second answer that reads the prompt again, or goes on with the first one's state."""
+    """A second answer that reads the prompt again, or continues with the first one's state."""
     engine = hybrid(max_requests=4)
     prompt = prompt_of(70)
     requests = engine.make_requests(prompt, greedy(20, n=3))
@@ -101,7 +101,7 @@ def test_several_answers_share_their_prompt() -> None:
 
 
 def test_a_preempted_request_is_recomputed() -> None:
-    """A state that is not given back, or goes on from where its request was preempted."""
+    """A state that is not given back, or continues from where its request was preempted."""
     engine = hybrid(max_context=128, max_requests=3, n_pages=9)
     prompts = [prompt_of(30, seed) for seed in range(3)]
     requests = [add(engine, prompt, greedy(60)) for prompt in prompts]
@@ -123,7 +123,7 @@ def test_what_hooks_saw_leaves_no_snapshot() -> None:
 
 
 def test_drafts_are_off() -> None:
-    """A state behind a rejected draft; a draft model that cannot go back."""
+    """A state after a rejected draft; a draft model that cannot go back."""
     engine = hybrid(speculation="ngram")
     request = add(engine, prompt_of(10) * 3, greedy(20, speculation="ngram"))
     finish(engine)

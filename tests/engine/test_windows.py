@@ -82,7 +82,7 @@ def test_passed_pages_that_are_not_cached_yet_are_cached_with_the_rest() -> None
 
 
 def test_a_request_that_outgrows_a_pool_of_windows_is_refused() -> None:
-    """A request that waits for ever."""
+    """A request that waits forever."""
     engine = engine_of(8)
     add(engine, prompt_of(60), greedy(50))
     with pytest.raises(CapacityError, match="KV pages"):

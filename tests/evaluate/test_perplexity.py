@@ -32,7 +32,7 @@ def plain_log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def scored_rows(model, n_hidden: int = 0) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Log-probabilities of the scored tokens' rows, these tokens, and the states behind each block."""
+    """Log-probabilities of the scored tokens' rows, these tokens, and the states after each block."""
     text = [*TEXT.encode()]
     letters = byte_ids(text)
     rows, targets, states, done = [], [], [], 1
@@ -153,7 +153,7 @@ def test_a_model_is_no_distance_from_itself(tmp_path: Path) -> None:
 
 
 def test_the_commands(tmp_path: Path) -> None:
-    """An option that is not handed on; a plot that is none; JSON that is not."""
+    """An option that is not handed on; a plot that is not one; JSON that is not."""
     a = write_tiny(tmp_path / "a.gguf", tiny_config())
     text = tmp_path / "text.txt"
     text.write_text(TEXT)

@@ -390,7 +390,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_targets_that_cannot_be(tmp_path: Path) -> None:
-    """A source that is overwritten while it is read; a type that is none."""
+    """A source that is overwritten while it is read; a type that is not one."""
     source = write_tiny(tmp_path / "f32.gguf", tiny_config())
     with pytest.raises(ConfigError, match="is the input"):
         convert(source, source, "Q8_0")
@@ -417,7 +417,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind",  # of windows and NoPE layers it runs its own pattern alone
+    "kind",  # it runs its own pattern of windows and NoPE layers alone
     [
         *("llama", "llama-tied-llama3", "llama-biases", "llama-yarn", "smollm3-yarn", "qwen3", "phi3", "phi"),
         *("phi3-as-phi4-mini", "olmo2", "olmo3", "olmo3-yarn", "granite", "ernie4_5"),

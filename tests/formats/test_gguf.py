@@ -238,7 +238,7 @@ def test_the_gguf_package_reads_what_we_write(tmp_path):
     assert types["array"] == ["ARRAY", "UINT16"]
     for name, value in metadata.items():
         expected = value.tolist() if isinstance(value, np.ndarray) else value
-        if name != "no strings":  # of which the package makes no list
+        if name != "no strings":  # the package makes no list of these
             assert reader.fields[name].contents() == expected, name
     tensors = {t.name: t for t in reader.tensors}
     assert list(tensors) == ["norm", "matrix", "half", "cube"]

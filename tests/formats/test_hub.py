@@ -122,7 +122,7 @@ def files_below(directory: Path) -> list[str]:
 
 
 def test_a_model_is_fetched_once(index, spec, cache_dir):
-    """Catches a second start that goes to the network, or leaves more than the one file behind."""
+    """Catches a second start that goes to the network, or leaves more than the one file."""
     path = hub.pull("tiny")
     assert path == cache_dir / "models" / "tiny.gguf"
     assert path.read_bytes() == CONTENT
@@ -229,7 +229,7 @@ def test_verify_replaces_a_damaged_file(index, spec, cache_dir):
 
 
 def test_a_file_of_another_size_is_fetched_again(index, spec, cache_dir):
-    """Catches a file cut short by a full disk being used for ever."""
+    """Catches a file cut short by a full disk being used forever."""
     spec.path.parent.mkdir(parents=True)
     spec.path.write_bytes(CONTENT[:1000])
     assert hub.pull("tiny").read_bytes() == CONTENT

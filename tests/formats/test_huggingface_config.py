@@ -78,7 +78,7 @@ def windows_of(config):
     ]
 
 
-# of PreTrainedConfig: how a class is saved, run and labelled
+# PreTrainedConfig's keys: how a class is saved, run and labelled
 GENERAL = set(tr.PretrainedConfig().to_dict())
 
 

@@ -19,7 +19,7 @@ with unfinished(Path(sys.argv[1])) as path:
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_file(tmp_path: Path) -> None:
-    """Catches files of a model's size that stay for ever because nobody writes the same name again."""
+    """Catches files of a model's size that stay forever because nobody writes the same name again."""
     subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "a.gguf")], check=False)
     assert len(list(tmp_path.iterdir())) == 1
     (tmp_path / ".b.gguf.1.part").touch()  # some other program's

@@ -121,7 +121,7 @@ def test_weights_are_those_that_transformers_loads(source_of, tmp_path):
 
 
 def test_biases_of_q_and_k_follow_their_rows(source_of):
-    """A bias left in interleaved order beside a matrix that is not."""
+    """A bias left in interleaved order next to a matrix that is not."""
     sizes = {"attn_q": HEADS * D_HEAD, "attn_k": KV_HEADS * D_HEAD, "attn_v": KV_HEADS * D_HEAD}
     layers = range(N_LAYERS)
     source = source_of(extra={f"blk.{i}.{name}.bias": (n,) for name, n in sizes.items() for i in layers})

@@ -328,7 +328,7 @@ def test_transcoders_of_another_model(pair, tmp_path):
 
 
 def test_what_is_refused(pair, tmp_path):
-    """Several prompts, tokens that are none, hooks that are of another width, recurrent layers."""
+    """Several prompts, tokens that are not tokens, hooks that are of another width, recurrent layers."""
     session, transcoders = llama_session(pair), Transcoders.load(save_single(tmp_path / "t"))
     with pytest.raises(RequestError, match="one prompt"):
         attribute(session, [IDS, IDS], transcoders)

@@ -1,4 +1,4 @@
-"""Hooks and captures of single requests, beside others in one batch."""
+"""Hooks and captures of single requests, next to others in one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients by every activation beside torch's autograd on transformers' models, and finite differences."""
+"""Gradients by every activation next to torch's autograd on transformers' models, and finite differences."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def torch_gradients(name):
     grads = {key: x.grad[0].numpy() for key, x in kept.items()}
     if name == "gemma4_text":  # there the embeddings themselves, which make those of layers too
         grads["hook_embed"] = grads.pop("blocks.0.hook_resid_pre")
-    if name == "gemma4_moe_text":  # an MLP beside experts
+    if name == "gemma4_moe_text":  # an MLP next to experts
         grads = {key.replace("mlp.hook_post", "mlp.hook_shared_post"): grad for key, grad in grads.items()}
     return float(value.detach()), grads
 

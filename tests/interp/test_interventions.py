@@ -1,4 +1,4 @@
-"""Interventions: control vectors, edits, captures and readouts that are data, beside other requests."""
+"""Interventions: control vectors, edits, captures and readouts that are data, next to other requests."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_others_keep_their_tokens_drafts_and_prefixes(llm):
 
 def test_captures_and_readouts(llm):
     """A readout of another token, of a value before the edits, or one that comes twice or never."""
-    ids = prompt(40, 5)  # of two chunks
+    ids = prompt(40, 5)  # two chunks
     steer = {"op": "add", "name": "resid_post0", "vector": DIRECTION}
     read = [
         {"op": "read", "probe": "truth"},
@@ -227,7 +227,7 @@ def test_captures_and_readouts(llm):
 
 
 def test_a_preempted_request_is_captured_once(path):
-    """Rows of the time before a request lost its pages, beside those after."""
+    """Rows of the time before a request lost its pages, next to those after."""
     with LLM(path, backend="reference", max_step_tokens=16, max_requests=4) as llm:
         ids = prompt(30, 7)
         request = llm.engine.make_request(ids, GREEDY)
@@ -290,7 +290,7 @@ def test_wrong_interventions_are_refused(llm, given, words):
 
 
 def test_wrong_uses_are_refused(llm):
-    """A capture of many answers, and lists that are none."""
+    """A capture of many answers, and lists that are not lists."""
     capture = {"op": "capture", "name": "z0"}
     for given, words in [
         ([capture] * 2, "captured twice"),
@@ -406,7 +406,7 @@ def test_wrong_files_are_refused(path, tmp_path):
 
 
 def test_control_vectors_are_llama_cpps(smollm2_path):
-    """A layer that is one off, or a vector before the norm, beside llama.cpp with the same vector."""
+    """A layer that is one off, or a vector before the norm, next to llama.cpp with the same vector."""
     llama_cpp = pytest.importorskip("llama_cpp")
     rng = np.random.default_rng(0)
     directions = rng.standard_normal((29, 576)).astype(np.float32) * 4

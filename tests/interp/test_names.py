@@ -41,7 +41,7 @@ def test_the_cpu_backend_agrees(name):
 @pytest.mark.parametrize("name", ["smollm3", "starcoder2"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_reading_changes_no_bit(name, backend):
-    """Taps, or scores computed beside the kernel, that change what they show."""
+    """Taps, or scores computed next to the kernel, that change what they show."""
     own = session(name, backend)
     plain = own.run_with_hooks(IDS)
     logits, _ = own.run_with_cache(IDS)

@@ -1,4 +1,4 @@
-"""Activations beside transformers': of float weights with float32 arithmetic, and of a real packed model.
+"""Activations next to transformers': of float weights with float32 arithmetic, and of a real packed model.
 
 `pytest -m slow tests/interp/test_packed.py` runs the latter: SmolLM2-135M in Q4_1, dequantized for
 transformers.

@@ -47,7 +47,7 @@ def test_texts_of_a_batch_are_as_alone(backend):
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi", "olmo2"])
 def test_inputs_of_single_heads(name, backend):
-    """An input that another head reads too, one behind the norm, or a bias that is lost."""
+    """An input that another head reads too, one after the norm, or a bias that is lost."""
     own = session(name, backend)
     _, other = own.run_with_cache(
         IDS[:, ::-1], ["blocks.1.hook_resid_pre", *(f"blocks.1.attn.hook_{x}" for x in "qkv")]
@@ -266,7 +266,7 @@ def test_wrong_hooks_are_refused():
 
 
 def test_an_llm_has_them(llm: LLM):
-    """A run beside the engine that disturbs it, hooks that stay, a chunked text that is captured in part."""
+    """A run next to the engine that disturbs it, hooks that stay, a chunked text that is captured in part."""
     text = ids(100, 3).tolist()
     before = llm.generate(text, max_tokens=4, temperature=0).token_ids
     logits, cache = llm.run_with_cache(text, names="resid_post1")

@@ -1,4 +1,4 @@
-"""Stores of activations: what is in them, and how they go on."""
+"""Stores of activations: what is in them, and how they continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits and methods of the cache beside TransformerLens, if installed: `pytest -m slow tests/interp`."""
+"""Edits and methods of the cache next to TransformerLens, if installed: `pytest -m slow tests/interp`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_edits(pair):
         if not point.edit_tap or point.form == "normalized" or name not in fired:
             continue
         if point.layer not in (1, None) or with_batch(name, fired[name]) is not fired[name]:
-            continue  # of routers TransformerLens flattens batch and position
+            continue  # TransformerLens flattens batch and position of routers
         expected = theirs.run_with_hooks(ids.clone(), fwd_hooks=[(name, edit)]).numpy()
         np.testing.assert_allclose(own.run_with_hooks(IDS, [(name, edit)]), expected, atol=1e-3, err_msg=name)
         n_edited += 1
@@ -57,7 +57,7 @@ def test_a_cache_of_transformer_lens(pair):
 
 
 def test_inputs_of_single_heads(pair):
-    """An input behind the norm, and an edit that changes another head."""
+    """An input after the norm, and an edit that changes another head."""
     own, theirs = pair
     if not own.trace.heads.get(1):
         pytest.skip("a layer without attention")

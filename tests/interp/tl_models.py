@@ -1,4 +1,4 @@
-"""Tiny random models in TransformerLens and here. `python -m tests.interp.tl_models` writes names.json anew.
+"""Tiny random models in TransformerLens and here. `python -m tests.interp.tl_models` writes names.json again.
 
 TransformerLens is no dependency of the tests: names.json holds what it says of names, shapes and values, and
 `pytest -m slow tests/interp` compares with the package itself where it is installed (4.3 was used).

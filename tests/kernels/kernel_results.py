@@ -52,7 +52,7 @@ def products(backend, name):
     found = {}
     for n in N_TOKENS:
         rows = rng.standard_normal((n, w.shape[1])).astype(np.float32)
-        rows[-1:] = exact_rows(rng, 1, w.shape[1])  # of -127 to 127
+        rows[-1:] = exact_rows(rng, 1, w.shape[1])  # whole numbers from -127 to 127
         x = f32_weight(rows)
 
         def middle(ops, batch, x=x):

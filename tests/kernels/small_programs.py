@@ -60,7 +60,7 @@ def exact_rows(rng, n_rows, n):
 
 
 def plain_batch(n_tokens, n_rows=None):
-    """A step of one sequence without a cache behind it."""
+    """A step of one sequence without a cache."""
     ids = np.arange(n_tokens, dtype=np.int32)
     n_pages = -(-n_tokens // PAGE_TOKENS)
     return ForwardBatch(

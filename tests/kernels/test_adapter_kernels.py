@@ -122,7 +122,7 @@ def test_the_reference_is_the_formula() -> None:
 
 
 def test_a_sequence_is_alone_in_any_crowd(backend) -> None:
-    """A result that depends on the adapters or rows beside it, to the bit."""
+    """A result that depends on the adapters or rows next to it, to the bit."""
     program, adapters = case(3, "BF16")
     whole, _ = run(backend, program, adapters, batch_of(range(6), SLOTS))
     for s in range(6):
@@ -134,7 +134,7 @@ def test_a_sequence_is_alone_in_any_crowd(backend) -> None:
 
 
 def test_rows_without_an_adapter_are_as_without_adapters(backend) -> None:
-    """A residual or bias that is added in another order beside updates; a tap that changes bits."""
+    """A residual or bias that is added in another order next to updates; a tap that changes bits."""
     program, adapters = case(4)
     batch = batch_of(range(6), SLOTS)
     whole, _ = run(backend, program, adapters, batch)

@@ -102,7 +102,7 @@ def test_no_helpers_are_started_by_another_program(kernels: Path, monkeypatch: p
 
 
 def test_a_helper_ends_with_the_process_it_helps(kernels: Path) -> None:
-    """Catches processes that go on for nobody after Ctrl-C."""
+    """Catches processes that continue for nobody after Ctrl-C."""
     program = "from kukri.kernels.cpu.compile.compiling import help_compiling; help_compiling()"
     helper = subprocess.Popen([sys.executable, "-P", "-c", program, "choose_tokens"], stdin=subprocess.PIPE)
     assert ended(lambda: (kernels / "choose_tokens.lock").exists())

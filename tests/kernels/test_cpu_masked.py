@@ -101,7 +101,7 @@ def rope_of(max_context):
 
 
 def rotating(rope):
-    """q rotated by the positions of the step, without attention behind it."""
+    """q rotated by the positions of the step, without attention."""
     rows = f32_weight(np.random.default_rng(1).standard_normal((12, 96)))
     spec = AttentionSpec(0, 4, 1, 16, 1.0)
 

@@ -139,7 +139,7 @@ def test_gated_activations(backend, kind, n_tokens, width):
 @pytest.mark.parametrize("d_head", [16, 48, 128, 8, 24])
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 def test_head_norm(backend, n_tokens, d_head, part):
-    """Would catch a mean over all heads, a head left out, and columns beside them overwritten."""
+    """Would catch a mean over all heads, a head left out, and columns next to them overwritten."""
     rng = np.random.default_rng(d_head)
     x = f32_weight(rng.standard_normal((n_tokens, 5 * d_head)) * 1e-2)
     scale = rng.standard_normal(d_head).astype(np.float32)
@@ -217,7 +217,7 @@ def test_embeddings_of_positions_and_types(backend, type_name):
         x = ops.embed(positions, batch, "positions", ops.embed(tokens, batch))
         return ops.logit_rows(ops.embed(types, batch, "token_types", x), batch)
 
-    def short(ops, batch):  # of 3 positions
+    def short(ops, batch):  # 3 positions
         return ops.logit_rows(ops.embed(types, batch, "positions", ops.embed(tokens, batch)), batch)
 
     step = plain_batch(12)

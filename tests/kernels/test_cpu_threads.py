@@ -117,7 +117,7 @@ def test_ops_without_tiles_are_passed_over(kernels):
 
 
 def test_workers_park_and_wake(kernels):
-    """Would catch workers that spin for ever (a core burnt while idle) or never come back."""
+    """Would catch workers that spin forever (a core burnt while idle) or never come back."""
     before = set(threading.enumerate())
     pool = ThreadPool(kernels, 3)
     ops, buffers, keep = copy_chain(kernels, [100] * 20)

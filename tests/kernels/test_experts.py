@@ -39,7 +39,7 @@ def one_product(rng, types, routing, x, logits, n_out=(32, 24)):
 
     def program(ops, batch):
         routes = ops.route(ops.embed(router, batch), routing)
-        # a matrix behind it brings any width to one that `combine` takes
+        # a matrix after it brings any width to one that `combine` takes
         y = ops.expert_linear(ops.embed(rows, batch), routes, parts, bias)
         wide = ops.expert_linear(y, routes, [Experts((pad,) * routing.n_experts)])
         return ops.logit_rows(ops.combine(wide, routes), batch)
@@ -216,7 +216,7 @@ def test_the_weights_of_routes(backend, normalized: bool) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_broken_logits_give_nan_and_spare_the_others(backend, bad: float) -> None:
-    """A NaN that leads outside an array, or is lost, or reaches the tokens beside it."""
+    """A NaN that leads outside an array, or is lost, or reaches the tokens next to it."""
     logits = np.random.default_rng(0).standard_normal((9, 4))
     _, want = weights_of(backend, logits, Routing(4, 2, True))
     logits[4, 1] = bad

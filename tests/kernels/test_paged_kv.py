@@ -103,7 +103,7 @@ def test_each_window_has_a_pool_of_its_own(kv_type):
 
 
 def test_states_are_copied_by_slot():
-    """A layer or an array left out, a slot beside the one meant."""
+    """A layer or an array left out, a slot next to the one meant."""
     cache = PagedKV(LAYOUT, 1, n_states=3)
     assert cache.states.keys() == {1, 4}
     arrays = [array for layer in cache.states.values() for array in layer.values()]

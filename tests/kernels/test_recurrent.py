@@ -105,7 +105,7 @@ class Runs:
 
 @pytest.mark.parametrize("case", CASES)
 def test_ops_are_the_reference(backend, case):
-    """A tap, head or group beside its own; a state that is not zero at first; a gate of another head."""
+    """A tap, head or group next to its own; a state that is not zero at first; a gate of another head."""
     got, want = (Runs(b, case).step([(3, 0, 100)]) for b in (backend, ReferenceBackend()))
     assert_close(got, want, 2e-5)
 
@@ -113,7 +113,7 @@ def test_ops_are_the_reference(backend, case):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["cpu", "reference"])
 def test_steps_and_neighbours_change_no_bit(backend, kind, case):
-    """A chunk that begins anew, a neighbour's state, sums in another order for one token than for many."""
+    """A chunk that begins again, a neighbour's state, sums in another order for one token than for many."""
     runs = Runs(backend if kind == "cpu" else ReferenceBackend(), case)
     want = runs.step([(1, 0, 100)])
     for cuts in ([1, 8, 9, 73], [64], [2, 3, 99]):
@@ -159,7 +159,7 @@ def test_gates(backend, by, n_tokens):
 
 @pytest.mark.parametrize("kind", ["cpu", "torch"])
 def test_slots_outside_the_cache_are_refused(backend, kind):
-    """A write beside the states."""
+    """A write next to the states."""
     runs = Runs(backend if kind == "cpu" else make_backend("torch"), "conv")
     for slot, save in ((N_SLOTS, -1), (-1, -1), (0, N_SLOTS), (0, -2)):
         with pytest.raises(ShapeError, match="a state outside the cache"):

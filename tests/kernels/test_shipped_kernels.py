@@ -57,7 +57,7 @@ def test_damaged_files_are_not_used(shipped: Path, place: int) -> None:
 
 
 def test_whoever_edits_a_kernel_compiles_it(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches machine code that runs in place of the sources beside it."""
+    """Catches machine code that runs in place of the sources next to it."""
     write_shipped(shipped, {"a": CODE})
     monkeypatch.setattr(shipped_kernels, "sources_hash", lambda: "of other sources")
     assert read_shipped("a") is None

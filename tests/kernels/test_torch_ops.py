@@ -214,7 +214,7 @@ def test_cache_pages_and_states():
 
 
 def test_logits():
-    """Rows in another order; a copy that is none; of equal logits not the first."""
+    """Rows in another order; a copy that is not one; of equal logits not the first."""
     tensor = torch.tensor([[0.0, 2, 2], [5, 1, 5], [float("nan"), 0, 0]])
     logits = TensorLogits(tensor)
     assert (len(logits), logits.argmax()[:2]) == (3, [1, 0])

@@ -55,8 +55,15 @@ def test_logits_and_residuals_match_transformers(
     np.testing.assert_allclose(got_logits, want_logits, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("weight_type", ["F32", "BF16"])
-@pytest.mark.parametrize("name", TINY)
+# attention alone, windows, a mixture and a hybrid are enough for the kernels of BF16
+_IN_BF16 = ("llama", "gemma3_text", "qwen3_moe", "qwen3_5_text")
+_GREEDY = [
+    *[(name, "F32") for name in TINY],
+    *[pytest.param(name, "BF16", marks=() if name in _IN_BF16 else pytest.mark.slow) for name in TINY],
+]
+
+
+@pytest.mark.parametrize(("name", "weight_type"), _GREEDY)
 def test_greedy_ids_on_the_cpu_are_transformers_own(name: str, weight_type: str, tmp_path: Path) -> None:
     """A CPU kernel or plan that fits Llama alone; a cache that loses the window or the rotation."""
     hf, model = loaded(name, "gguf", tmp_path, weight_type)
@@ -133,7 +140,7 @@ def test_packed_weights_of_other_layers_run_on_the_cpu(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", TINY)
 def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
-    """An op that works on a row differently when others are beside it."""
+    """An op that works on a row differently when others are next to it."""
     _, config, source = make(name)
     model = load_model(source, config)
     ids = random_ids(70, V)
@@ -144,7 +151,7 @@ def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_neighbour_changes_no_bit(name: str, backend: Backend) -> None:
-    """A sequence that sees another's keys, or sums in another order beside it."""
+    """A sequence that sees another's keys, or sums in another order next to it."""
     _, config, source = make(name)
     model = load_model(source, config)
     first, second = random_ids(37, V, 3), random_ids(21, V, 4)

@@ -19,7 +19,7 @@ from tests.models.tiny_models import HEADS, KV_HEADS, V, make
 ARCHITECTURES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 CONTEXT = 1024
 N_TOKENS = 1010  # chunks of 1000 leave a rest
-# docs/numerics.md: float32 in another order; and keys that another order rounds to the float16 beside
+# docs/numerics.md: float32 in another order; and keys that another order rounds to the float16 next to
 TOLERANCES = {"reference": 1e-4, "cpu": 4e-3}
 
 
@@ -198,7 +198,7 @@ def random_mask(shape: tuple[int, ...], seed: int = 2) -> np.ndarray:
 @pytest.mark.parametrize("n_heads", [1, HEADS])
 @pytest.mark.parametrize("name", ["llama", "mistral", "smollm3", "phi3"])
 def test_masks_are_used_as_given(name: str, n_heads: int, n_rows: int, backend: Any) -> None:
-    """Causality or a window kept beside the mask, a head or row that reads another's."""
+    """Causality or a window kept next to the mask, a head or row that reads another's."""
     model, ids = bound(name, backend), batch(2, 37)
     mask = random_mask((n_rows, n_heads, 37, 37))
     assert np.triu(mask[0, 0], 1).any(), "the mask shows no later token, and could be taken for causal"
@@ -283,7 +283,7 @@ def test_calls_without_a_cache_know_nothing_of_one_another(backend: Any) -> None
 
 
 def test_a_failed_call_leaves_the_cache_as_it_was(backend: Any) -> None:
-    """A hook's error after which the text goes on behind tokens that were never computed."""
+    """A hook's error after which the text continues from tokens that were never computed."""
     model, ids = bound("llama", backend), batch(1, 20)
     cache = model.new_cache(1, 20)
     want = model.forward(ids)

@@ -147,7 +147,7 @@ def test_logits_and_patterns_by_an_llm(
     logits = want.logits[0].numpy()
     with LLM(directory, backend=backend, max_context=128) as llm:
         got, cache = llm.interp.run_with_cache(IDS)
-        # of the whole: the CPU's cache is float16, and scores are not scaled down, so a single one may tip
+        # as a whole: the CPU's cache is float16, and scores are not scaled down, so a single one may tip
         assert np.linalg.norm(got[0] - logits) < tolerance * np.linalg.norm(logits)
         assert np.abs(got[0] - logits).max() < 2 * tolerance * np.abs(logits).max()
         for i, pattern in enumerate(want.attentions):
@@ -193,7 +193,7 @@ def test_an_adapter_of_shared_keys_and_layer_inputs(
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_sweeps_see_shared_keys(backend: str) -> None:
-    """Cells that begin behind the layer whose keys others read, or behind the embeddings of layers."""
+    """Cells that begin after the layer whose keys others read, or after the embeddings of layers."""
     own = session("gemma4_text", backend)
     llm = SimpleNamespace(interp=own)
     _, clean = own.run_with_cache(CLEAN)

@@ -53,7 +53,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_a_shared_prefix_changes_no_bit(llm: LLM) -> None:
-    """A state taken from a place that is not where the prompt goes on."""
+    """A state taken from a place that is not where the prompt continues."""
     residence = llm.calls.engine.residence
     ends = ["One.", "Another end, and a longer one: seven, eight, nine.", "A third"]
     shared = [llm.generate(TEXT + end, GREEDY) for end in ends]
@@ -82,7 +82,7 @@ def test_a_restart_changes_no_bit(llm: LLM, tmp_path: Path, backend: str | None)
 
 
 def test_neighbours_and_steps_change_no_bit(llm: LLM) -> None:
-    """A sequence that goes on with another's state; a chunk that begins with zeros."""
+    """A sequence that continues with another's state; a chunk that begins with zeros."""
     prompts = ["The first of them.", TEXT, "x"]
     together = llm.generate(prompts, GREEDY)
     llm.calls.engine.add_hooks({})
@@ -108,7 +108,7 @@ def test_drafts_are_left_out(llm: LLM) -> None:
 
 
 def test_logits_and_vectors_of_texts(llm: LLM) -> None:
-    """Rows that go on from a cached state, whose own rows are missing or wrong."""
+    """Rows that continue from a cached state, whose own rows are missing or wrong."""
     ids = llm.tokenizer.encode(TEXT)
     llm.generate(TEXT, GREEDY)
     cached = llm.logits(ids), llm.embed(TEXT)

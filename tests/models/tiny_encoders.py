@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.models import Model, load_model
 
-BYTES_V = 300  # of byte pairs, which need a token for each byte
+BYTES_V = 300  # for byte pairs, which need a token for each byte
 N_LAYERS, D, F, V, HEADS, CONTEXT = 4, 64, 96, 80, 4, 96
 
 

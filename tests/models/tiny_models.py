@@ -24,7 +24,7 @@ from tests.models.tiny_llama import TorchSource
 from tests.tiny_gguf import _interleaved
 
 N_LAYERS, D, F, V, HEADS, KV_HEADS, D_HEAD, CONTEXT = 4, 64, 96, 80, 4, 2, 16, 256
-N_TOKENS = 40  # of a prompt: longer than every window and every original context
+N_TOKENS = 40  # a prompt longer than every window and every original context
 ORIGINAL = 32
 FULL = LayerConfig()
 NOPE = LayerConfig(use_rope=False)
@@ -143,7 +143,7 @@ def _dense(layer: LayerConfig) -> LayerConfig:
     return replace(layer, is_dense=True)
 
 
-# of a layer with a window, beside which others have heads of twice the size
+# a layer with a window, next to others with heads of twice the size
 _NARROW: dict[str, Any] = {"window": 7, "rope": RopeConfig(500.0, D_HEAD), "d_head": D_HEAD}
 
 

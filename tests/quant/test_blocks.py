@@ -194,7 +194,7 @@ def test_error_of_a_round_trip_is_about_half_a_step(name, bound):
     weights = make_weights("normal", (64, 256))
     error = np.abs(dequantize(quantize(weights, QUANT_TYPES[name]), QUANT_TYPES[name]) - weights)
     largest = np.abs(weights).reshape(64, -1, 32).max(-1, keepdims=True)
-    rounding = 2.0**-10  # of a float16 scale and minimum, relative to the largest weight they make
+    rounding = 2.0**-10  # that of a float16 scale and minimum, relative to the largest weight they make
     assert (error.reshape(64, -1, 32) <= (bound + rounding) * largest).all()
 
 

@@ -13,7 +13,7 @@ from kukri.quant.mixes import MIXES, mix_types
 
 DEEP = Shape("llama", 256, 512, 24, 4, 1, 64, 512, 128, 10000.0)
 # llama.cpp's mixes (llama-cpp-python 0.3.36) of DEEP: the type of the embedding, then
-# of attn_q, attn_v, attn_output and ffn_down in each of 24 layers; Qn_K by its digit, x is IQ4_XS.
+# those of attn_q, attn_v, attn_output and ffn_down in each of 24 layers; Qn_K by its digit, x is IQ4_XS.
 THEIRS = {
     "Q2_K": "6 222222222222222222222222 444444444444444444444444 "
     "333333333333333333333333 333333333333333333333333",

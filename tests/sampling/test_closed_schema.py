@@ -42,7 +42,7 @@ NO = {"additionalProperties": False}
     ],
 )  # fmt: skip
 def test_objects_are_closed(schema: Any, want: Any) -> None:
-    """Catches objects that go on with properties of their own, and values that are taken for schemas."""
+    """Catches objects that continue with properties of their own, and values that are taken for schemas."""
     before = json.dumps(schema)
     assert closed(schema) == want
     assert json.dumps(schema) == before

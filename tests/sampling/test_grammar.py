@@ -75,7 +75,7 @@ def test_what_may_come_makes_texts_of_the_grammar(tokenizer, grammar, pattern):
 
 
 def test_the_end_comes_when_the_text_is_whole_and_then_alone(tokenizer):
-    """Would catch an end in the middle, a text that may go on behind its end, and control tokens within."""
+    """Would catch an end in the middle, a text that may continue after its end, and control tokens within."""
     matcher = compiled(Grammar.choice(["ab", "abc"]), tokenizer).matcher()
     for letter in "ab":
         assert not tokenizer.eos_ids & set(allowed(matcher).tolist())

@@ -287,7 +287,7 @@ def test_logits_processors_see_the_tokens_and_edit_the_row() -> None:
     assert [token.id for token in tokens] == [2, 1, 2]
     assert seen == [[1], [1, 2], [1, 2, 1]]
     assert row.tolist() == [1.0, 3.0, 2.0]
-    assert [[i for i, _ in token.top_logprobs or ()] for token in tokens] == [[1]] * 3  # of the raw row
+    assert [[i for i, _ in token.top_logprobs or ()] for token in tokens] == [[1]] * 3  # from the raw row
 
 
 @pytest.mark.parametrize(

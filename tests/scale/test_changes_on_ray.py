@@ -130,7 +130,7 @@ def driver(machines: Machines) -> Iterator[Callable[[Any], str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ray.init(address=machines.address, log_to_driver=False)
-    serve.shutdown()  # else it goes on without a proxy, as the server above started it
+    serve.shutdown()  # else it continues without a proxy, as the server above started it
     serve.start(http_options={"host": "127.0.0.1", "port": port})
 
     def deploy(application: Any) -> str:

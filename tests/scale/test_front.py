@@ -92,7 +92,7 @@ def test_replicas_answer_as_one_engine_does(options: ModelOptions, expected: lis
 
 
 def test_a_replica_that_dies_costs_its_clients_nothing(options: ModelOptions, expected: list[Any]) -> None:
-    """Catches answers that end, begin anew or go on with other tokens when their replica dies."""
+    """Catches answers that end, begin again or continue with other tokens when their replica dies."""
 
     async def check() -> None:
         async with cluster(options, 2) as made:

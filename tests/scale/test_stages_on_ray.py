@@ -97,7 +97,7 @@ def test_stages_go_on_elsewhere(path: Path, machines: Any) -> None:
 def test_stages_that_find_no_room_are_refused(
     path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a command that waits for ever, without a word."""
+    """Catches a command that waits forever, without a word."""
     from kukri.scale import pipeline
 
     monkeypatch.setattr(pipeline, "_PLACE_S", 2.0)

@@ -158,7 +158,7 @@ class Floods:
         return schema
 
 
-# of the model that is there, and short, whatever the API
+# names the model that is there, and is short, whatever the API
 _RIGHT = {
     "model": "smol", "messages": [{"role": "user", "content": "a"}], "prompt": "a", "role": "user",
     "options": {"num_predict": 1}, "max_tokens": 1, "max_output_tokens": 1, "n_predict": 1, "stream": False,

@@ -171,7 +171,7 @@ CROSS = [
     {"sec-fetch-site": "cross-site", "origin": OTHER},
     {"sec-fetch-site": "cross-site"},  # an image, a plain form: GETs have no origin
     {"sec-fetch-site": "same-site", "origin": "http://localhost:9999"},  # another port of this machine
-    {"origin": OTHER},  # of a browser that says no more
+    {"origin": OTHER},  # what a browser sends that says no more
     {"origin": "null"},  # a file, or a frame in a sandbox
 ]
 
@@ -311,7 +311,7 @@ def test_other_keys_keep_their_counts():
 
 
 def test_no_key_is_written_down(tiny, tmp_path: Path):
-    """Catches a hash of a short key beside its files, which a backup lets others guess."""
+    """Catches a hash of a short key next to its files, which a backup lets others guess."""
     with (
         serving(tiny, batch_dir=tmp_path, api_keys=("short",)) as served,
         served.http(headers=key("short")) as http,

@@ -153,7 +153,7 @@ def test_files_and_batches_belong_to_a_key(tiny: LLM, tmp_path: Path) -> None:
 
 
 def test_a_batch_ends_with_its_key(tiny: LLM, tmp_path: Path) -> None:
-    """Catches work that goes on for a key that has been taken back, now or before the next start."""
+    """Catches work that continues for a key that has been taken back, now or before the next start."""
     with serving(tiny, batch_dir=tmp_path, api_keys=("one", "two")) as server:
         mine = client(server, "one")
         running = start(mine, upload(mine, *(asked(i, 100) for i in range(240))))
@@ -352,7 +352,7 @@ def test_a_clients_uploads_are_bounded_together(tiny: LLM, tmp_path: Path) -> No
 
 
 def test_what_a_crash_left_of_uploads_is_removed(tiny: LLM, tmp_path: Path) -> None:
-    """Catches unfinished files of the largest size that stay for ever."""
+    """Catches unfinished files of the largest size that stay forever."""
     with serving(tiny, batch_dir=tmp_path) as server:
         kept = upload(client(server), asked(1))
     (tmp_path / ".new-abc").write_bytes(b"half")

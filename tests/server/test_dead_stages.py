@@ -76,7 +76,7 @@ def kill_stage(llm: LLM) -> None:
 
 
 def test_streams_go_on_when_a_stage_is_killed(path: Path, cut: tuple[LLM, Served]) -> None:
-    """Catches streams that break, begin anew, or go on with other tokens."""
+    """Catches streams that break, begin again, or continue with other tokens."""
     llm, server = cut
     with LLM(path, **OPTIONS) as whole:
         prompts = [body(i) for i in range(N_STREAMS)]

@@ -1,4 +1,4 @@
-"""/v1/embeddings by the real `openai` client: transformers' vectors, beside requests that generate."""
+"""/v1/embeddings by the real `openai` client: transformers' vectors, next to requests that generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests made to keep the server busy: each is answered or closed soon, and streams go on."""
+"""Requests made to keep the server busy: each is answered or closed soon, and streams continue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small(smollm2_path):
 
 @contextmanager
 def running_streams(server, n: int):
-    """Streams that go on meanwhile; the times of their chunks."""
+    """Streams that continue meanwhile; the times of their chunks."""
     times: list[list[float]] = [[] for _ in range(n)]
     stop = threading.Event()
 

@@ -223,7 +223,7 @@ def test_a_full_queue_says_when_to_come_back(small):
 
 
 def test_more_answers_than_the_queue_holds_are_a_mistake(served):
-    """Catches a request that is told to try again for ever."""
+    """Catches a request that is told to try again forever."""
     with served.http() as http:
         message = check_error(http.post("/v1/completions", json=ASK | {"prompt": ["a"] * 65}), 400, "prompt")
     assert "65" in message
@@ -231,7 +231,7 @@ def test_more_answers_than_the_queue_holds_are_a_mistake(served):
 
 
 def test_a_deadline_ends_an_answer(small):
-    """Catches an answer that goes on for ever, or ends without a word."""
+    """Catches an answer that continues forever, or ends without a word."""
     with serving(small, deadline_s=1.5) as server, server.http() as http:
         check_error(http.post("/v1/completions", json=LONG), 503)
         *chunks, last = events(http.post("/v1/completions", json=LONG | {"stream": True}))
@@ -333,7 +333,7 @@ def test_the_log_names_keys_and_leaves_polls_and_files_out(small, caplog):
 
 
 def test_lines_of_stderr_become_events(caplog):
-    """Catches a line that is no JSON among those that a program reads, and a warning that is none."""
+    """Catches a line that is no JSON among those that a program reads, and a warning that is not one."""
     caplog.set_level(logging.INFO, "kukri.server")
     stream = LoggedLines()
     for piece in ("kukri: compil", "ing kernels\nwarning: every", "body may ask\n\n", "error: no room\nrest"):

@@ -206,7 +206,7 @@ def test_bodies_need_no_content_type_unless_a_page_sends_them(served):
 
 
 def test_a_model_is_loaded_and_unloaded_by_keep_alive(tmp_path):
-    """Catches keep_alive that is ignored: seconds, for ever, or not at all."""
+    """Catches keep_alive that is ignored: seconds, forever, or not at all."""
     path = write_tiny(tmp_path / "tiny.gguf")
     models = [ModelSpec(("tiny",), ModelOptions(model=str(path), max_requests=2))]
     with serving(None, models) as served:

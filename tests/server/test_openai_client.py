@@ -120,7 +120,7 @@ def test_chat_logprobs_are_the_models(served, offline):
 
 
 def test_stop_strings_end_the_text_before_them(served, offline):
-    """Catches a stop string that is shown, and tokens that are billed or reported behind it."""
+    """Catches a stop string that is shown, and tokens that are billed or reported after it."""
     options = {"prompt": COUNT, "max_tokens": 40, "stop": [" 9", "nine"], "logprobs": 1, **GREEDY}
     expected = offline.generate(COUNT, temperature=0, max_tokens=40, stop=[" 9", "nine"])
     whole = served.client.completions.create(**options).choices[0]

@@ -110,7 +110,7 @@ def test_an_answer_streams_and_escape_stops_it(visit, site, forced):
 
 
 def test_leaving_in_the_middle_keeps_what_came(visit, site, forced):
-    """Catches half an answer that a reload loses, and an engine that goes on for nobody."""
+    """Catches half an answer that a reload loses, and an engine that continues for nobody."""
     forced("tick tock " * 400, pause_s=0.01)
     visit.ask("Go")
     visit.wait_for_text(20)
@@ -180,7 +180,7 @@ def test_several_conversations_are_kept_apart(visit, forced):
 
 
 def test_an_error_is_shown_and_can_be_tried_again(browser, site, forced):
-    """Catches a page that waits for ever after an error."""
+    """Catches a page that waits forever after an error."""
     with visiting(browser, site.url) as visit:
         visit.ready()
         visit.ask("word " * 5000)
@@ -331,7 +331,7 @@ def test_a_model_is_chosen_among_several(browser, tmp_path):
 
 
 def test_a_phone_shows_the_state_whole(browser, site):
-    """Catches "Answer complete" cut to a letter beside the counts."""
+    """Catches "Answer complete" cut to a letter next to the counts."""
     with visiting(browser, site.url, viewport=PHONE) as visit:
         visit.ready().be_greedy()
         visit.ask("Hi!")

@@ -174,7 +174,7 @@ PIECES = (
 
 
 def test_no_text_takes_long(visit):
-    """Catches a pattern whose time grows with the square of the text, or a list that nests for ever."""
+    """Catches a pattern whose time grows with the square of the text, or a list that nests forever."""
     for piece in PIECES:
         text = (piece * 20_000)[:20_000] + "x"
         assert visit.page.evaluate("text => probes.markdown(text)", text)[1] < 2000, piece

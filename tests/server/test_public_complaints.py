@@ -20,7 +20,7 @@ from tests.tiny_gguf import tiny_config, write_tiny
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-LONG = "The cat sat on the mat. " * 300  # of 1,024 tokens that the model takes
+LONG = "The cat sat on the mat. " * 300  # most of the 1,024 tokens that the model takes
 
 
 def asked(text: str) -> list[dict[str, str]]:

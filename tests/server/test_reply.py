@@ -144,5 +144,5 @@ def test_a_client_of_an_older_http_gets_no_chunks():
 
 
 def test_an_error_between_two_tokens_ends_its_own_response():
-    """Catches a writer's error that ends the delivery of others' tokens, or a stream that waits for ever."""
+    """Catches a writer's error that ends the delivery of others' tokens, or a stream that waits forever."""
     assert asyncio.run(written([True, True], Numbers(fails_at=2))) == b"1 failed: writing the answer failed"

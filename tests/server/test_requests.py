@@ -113,7 +113,7 @@ def test_a_history_without_content_is_taken(served, offline):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_the_assistants_last_message_is_continued(served, offline, path):
-    """Catches an answer that begins anew, a space that is lost, and a turn that is ended before it."""
+    """Catches an answer that begins again, a space that is lost, and a turn that is ended before it."""
     turn = {"role": "assistant", "content": "The capital of France is "}
     messages = [{"role": "user", "content": "What is the capital of France?"}, turn]
     start = offline.chat_template.render(messages[:1]) + turn["content"]

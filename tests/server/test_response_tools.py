@@ -1,4 +1,4 @@
-"""Tools in /v1/responses by the openai client: items, events, history, and thoughts beside them."""
+"""Tools in /v1/responses by the openai client: items, events, history, and thoughts next to them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_type_of_the_client_is_a_tool(tooled):
 
 
 def test_results_of_calls_reach_the_template(tooled):
-    """Catches a call or a result that is lost, or not beside the turn it belongs to."""
+    """Catches a call or a result that is lost, or not next to the turn it belongs to."""
     answer = tooled.client.responses.create(**REQUIRED, temperature=0)
     (call,) = answer.output
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 C"}

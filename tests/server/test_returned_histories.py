@@ -46,7 +46,7 @@ def ollama(*messages: Any) -> list[dict[str, Any]]:
 
 
 def test_parts_of_a_chats_history_become_notes():
-    """Catches a conversation that ends for ever with its first picture."""
+    """Catches a conversation that ends forever with its first picture."""
     asked = {"role": "user", "content": [{"type": "text", "text": "Look:"}, PICTURE]}
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
     heard = {"role": "assistant", "content": None, "audio": {"id": "audio_1"}}
@@ -115,7 +115,7 @@ def test_reasoning_has_two_names():
 
 
 def test_ollamas_pictures_become_notes():
-    """Catches the same in Ollama's form, where pictures are beside the text and come first."""
+    """Catches the same in Ollama's form, where pictures are next to the text and come first."""
     asked = {"role": "user", "content": "Look", "images": ["aGk=", "aGk="]}
     found = told(ollama(asked, {"role": "assistant", "content": "a"}, HI))
     assert found[0]["content"] == "[image]\n[image]\nLook"

@@ -61,7 +61,7 @@ def test_a_prediction_changes_no_token_and_is_counted(served: Served, plain: Any
 
 
 def test_streams_hold_every_token_of_a_step(served: Served, plain: Any) -> None:
-    """Text lost or said twice where several tokens come at once, or text behind a stop string."""
+    """Text lost or said twice where several tokens come at once, or text after a stop string."""
     wanted = plain.choices[0].message.content
     for stop in (None, "lazy"):
         stream = served.client.chat.completions.create(

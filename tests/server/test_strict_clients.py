@@ -142,7 +142,7 @@ def test_kept_responses(client: OpenAI) -> None:
     )
     assert more.previous_response_id == made.id
     pages = client.responses.input_items.list(more.id, limit=2, order="asc")
-    kinds = [(one.type, getattr(one, "role", "")) for one in pages]  # of all pages
+    kinds = [(one.type, getattr(one, "role", "")) for one in pages]  # on all pages
     assert kinds[:2] == [("message", "user"), ("message", "assistant")]
     assert kinds[2:] == [("function_call", ""), ("function_call_output", ""), ("message", "user")]
     newest = next(iter(client.responses.input_items.list(more.id)))

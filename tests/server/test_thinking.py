@@ -51,7 +51,7 @@ def options(server: Served) -> dict:
     [(5, "aaaaa", "aaaaaa"), (0, None, "a" * 11), (11, "a" * 11, None), (None, "a" * 12, None)],
 )
 def test_a_budget_closes_the_thoughts(thinker, budget, thoughts, answer):
-    """Catches thoughts that go on, one token too many or too few, and a close that is shown."""
+    """Catches thoughts that continue, one token too many or too few, and a close that is shown."""
     create = thinker.client.chat.completions.create
     more = {} if budget is None else {"thinking_token_budget": budget}
     given = options(thinker) | {"max_tokens": 12, "extra_body": more}

@@ -61,7 +61,7 @@ def closed_port() -> int:
 
 
 def test_a_stage_whose_neighbour_never_comes_serves_the_next_engine(port: int) -> None:
-    """Catches a stage that waits for the one before, deaf to the engine, which has given up: for ever."""
+    """Catches a stage that waits for the one before, deaf to the engine, which has given up: forever."""
     for _ in range(2):
         with engine_at(port) as engine:
             engine.send(Kind.OPEN, opening(has_previous=True))

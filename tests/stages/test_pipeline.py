@@ -142,7 +142,7 @@ def test_a_stage_that_dies_is_started_again(tiny_path: Path, expected: list[str]
 def test_a_stage_that_dies_for_good_ends_its_requests(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an engine that tries for ever, or that is of no use once the stage is back."""
+    """Catches an engine that tries forever, or that is of no use once the stage is back."""
     with LLM(tiny_path, stages=2, **OPTIONS) as llm:
         pipeline = pipeline_of(llm)
         os.kill(pipeline.source.pids[0], signal.SIGKILL)

@@ -47,7 +47,7 @@ def test_a_step_comes_as_it_was_sent() -> None:
     assert len(sent) <= step_bounds(LIMITS, 64, 1)[Kind.STEP]
     activations = np.ones((6, 64), np.float32)
     inputs = StepInputs.zeros(LIMITS)
-    inputs.adapters[:] = 1  # of the step before
+    inputs.adapters[:] = 1  # the adapters of the step before
     got = step_from_bytes(sent, LIMITS, inputs, activations)
     for name in ("token_ids", "positions", "slots", "query_start", "context_len", "logit_rows"):
         assert (getattr(got, name) == getattr(batch, name)).all(), name

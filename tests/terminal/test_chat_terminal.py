@@ -83,7 +83,7 @@ def test_tab_completes_commands():
 
 
 def test_ctrl_c_keeps_what_was_said(capsys):
-    """Catches a stopped answer that is lost to the model, and a request that goes on in the engine."""
+    """Catches a stopped answer that is lost to the model, and a request that continues in the engine."""
     chat = make_chat("one ", "two ", "three")
     pieces = chat.llm.stream
 
@@ -112,7 +112,7 @@ def test_a_second_ctrl_c_interrupts():
 
 
 def test_a_full_context_says_what_to_do(capsys):
-    """Catches a conversation that can never go on, because the message that did not fit stays in it."""
+    """Catches a conversation that can never continue, because the message that did not fit stays in it."""
     chat = make_chat(error=ContextLengthError(9000, 8192))
     assert chat.take("too much")
     shown = capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_save_replaces_only_its_own_file(tmp_path, capsys):
 
 
 def test_the_last_conversation_is_kept_and_resumed(tmp_path, monkeypatch, capsys):
-    """Catches a conversation that is lost, that others may read, or that goes on with another model."""
+    """Catches a conversation that is lost, that others may read, or that continues with another model."""
     own = tmp_path / "state" / "last.json"
     monkeypatch.setattr(chat_module, "last_chat", lambda: own)
     opened = []

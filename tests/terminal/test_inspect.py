@@ -145,7 +145,7 @@ def test_layers_that_differ_are_not_folded(tmp_path: Path) -> None:
 
 
 def test_counts_of_a_question_answering_head(tmp_path: Path) -> None:
-    """A head left out, counted as an embedding, or beside a tied head that is not there."""
+    """A head left out, counted as an embedding, or next to a tied head that is not there."""
     model = tr.LlamaForQuestionAnswering(tr.LlamaConfig(**SIZES))
     path = saved(tmp_path, model)
     report = report_on(path)

@@ -329,7 +329,7 @@ def test_memory_is_limited_by_the_system():
 
 
 def test_a_process_that_was_started_early_is_the_first_template_s():
-    """Catches a second process beside it, and one that a fork's children share."""
+    """Catches a second process next to it, and one that a fork's children share."""
     template_process.start_early()
     ((owner, process),) = template_process._waiting
     assert owner == os.getpid()

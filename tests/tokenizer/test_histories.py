@@ -83,7 +83,7 @@ def test_a_template_that_reads_null_gets_it(reading):
     ],
 )
 def test_arguments_that_were_cut_off_stay_in_the_history(arguments, shown):
-    """Catches a conversation that can never go on, after an answer that ended at its limit."""
+    """Catches a conversation that can never continue, after an answer that ended at its limit."""
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert f"<call>f{shown}</call>" in ChatTemplate(_template("{{ m.content }}")).render(messages)

@@ -133,7 +133,7 @@ def test_ids_are_those_of_transformers(pair, text):
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=any_text, second=any_text)
 def test_control_tokens_between_any_texts(pair, first, second):
-    """Catches spaces that a control token takes along, or a space put before the text behind one."""
+    """Catches spaces that a control token takes along, or a space put before the text after one."""
     theirs, ours = pair
     for text in (first, f"{first}<|im_end|>{second}<s>", f"<|im_start|>{first}  <|im_end|>\n{second}"):
         want = theirs.encode(whole(text), add_special_tokens=False)

@@ -23,7 +23,7 @@ JUNK: list[Any] = [
     *([], [7], [[]], {}, {"a": 7}, [None]),
 ]
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_MAX_ITEMS = 4  # of a list or object: vocabularies are long
+_MAX_ITEMS = 4  # items in a list or object: vocabularies are long
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Images in the engine: page keys, kept encodings, preemption, drafts, streams that go on meanwhile."""
+"""Images in the engine: page keys, kept encodings, preemption, drafts, streams that continue meanwhile."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def is_known(key: str, architecture: Architecture) -> bool:
     of_numbers = {fact.gguf for fact in (*facts(architecture), *mixture_facts(architecture))}
     if architecture.experts is not None and key.startswith(("expert", "moe", "interleave_moe")):
         others = (
-            *(_EXPERT_NORM, _EXPERT_FUNCTION, "expert_group_scale", "experts_per_group"),  # of Grove alone
+            *(_EXPERT_NORM, _EXPERT_FUNCTION, "expert_group_scale", "experts_per_group"),  # Grove's alone
             ExpertKeys.gguf_d_ffn,  # if another key is read, shapes of tensors say whether that is right
         )
         return key in of_numbers or key in NEUTRAL_OF_MIXTURES or key in others

@@ -20,7 +20,7 @@ class TokenizerFiles:
     the number of rows of the embedding, which may be more than there are tokens.
     """
 
-    path: Path  # of tokenizer.json
+    path: Path  # where tokenizer.json is
     tokenizer: dict[str, Any]
     settings: dict[str, Any]  # tokenizer_config.json over special_tokens_map.json
     chat_template: str | None

@@ -191,7 +191,7 @@ class CpuProgram:
 
         self._check = check_batch
         self._ops_address = address_of(self.plan.ops)
-        self._n_rope_rows = 0  # of every RoPE in the plan
+        self._n_rope_rows = 0  # rows made for every RoPE in the plan
         self._has_rows = result.rows == "N"  # else a part of a model ends here, with a row for each token
         n_rows = limits.max_logit_rows if self._has_rows else limits.max_tokens
         self._result = self.plan.view(result, n_rows)

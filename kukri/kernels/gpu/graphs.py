@@ -30,7 +30,7 @@ Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]]
 
 _SMALL_SIZES = (1, 2, 4)
-_SIZE_STEP = 8  # of batch sizes beyond
+_SIZE_STEP = 8  # between batch sizes beyond
 
 
 @dataclass(frozen=True, eq=False)

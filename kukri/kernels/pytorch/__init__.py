@@ -50,7 +50,7 @@ class TorchBackend:
         """
         self.device = find_device(device)
         if n_threads is not None:
-            torch.set_num_threads(n_threads)  # of this process
+            torch.set_num_threads(n_threads)  # for this process
         # checks want no rounding of keys and values; a device has no memory to spare for that
         self.exact_kv_type: KVType = "f32" if self.device.type == "cpu" else "f16"
         self._unpacked_bytes = unpacked_bytes

@@ -112,7 +112,7 @@ class TorchOps:
         self._row_adapters: IntArray | None = None  # the slot of each row; None: no row has one
         self._adapter_rows: dict[int, Tensor] = {}  # the rows of each slot
         self._low_rank: dict[LowRank, tuple[Tensor, Tensor]] = {}
-        self.on_tap: Hook | None = None  # of the step
+        self.on_tap: Hook | None = None  # the step's
         self.stop: str | None = None  # the tap that ends the step
         self.n_vocab = 0  # rows of the embedding, once it was used
 

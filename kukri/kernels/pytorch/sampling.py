@@ -45,7 +45,7 @@ from kukri.kernels.sampling_record import (
 )
 
 _EDITS, _FILTERS = (PENALTIES, DRY), (TOP_K, TOP_P, MIN_P)
-_EXP_UNITS = 2.0**42  # of a sum of exp: MAX_VOCAB of them fit into int64
+_EXP_UNITS = 2.0**42  # units of a sum of exp: MAX_VOCAB of them fit into int64
 _FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -126,7 +126,7 @@ class _Group:
             for stage in stages:
                 self._run(stage)
             results["last_peak"] = self.x.amax(1).double()
-            if is_greedy:  # of equals the lowest
+            if is_greedy:  # the lowest id of equals
                 results["token"] = self.x.argmax(1).double()
             else:
                 results["token"], results["probability"] = self._draw()

@@ -31,7 +31,7 @@ class DeviceMatrix:
     """A matrix of `shape` (out, in) on a device: rows of floats in `dtype`, or of blocks as uint8."""
 
     shape: tuple[int, int]
-    dtype: torch.dtype  # of dequantized rows
+    dtype: torch.dtype  # the type of dequantized rows
     data: Tensor  # [out, in], or [out, bytes of a row]
     packed_type: str | None  # the weight type of `data`; None: floats
 

@@ -2,18 +2,20 @@
 
 Each entry is 8 quants, of IQ3 4: whole numbers from 0, of 2 bits, of IQ3 3. Entries ascend as numbers that
 have the first quant in their lowest bits. So that 8 KiB of tables take 4 of text, differences of neighbours
-are kept: low bytes, then high bytes, compressed (zlib), in base 85.
+are kept: low bytes, then high bytes, compressed (zlib), in base 85. They are unpacked at their first use.
 """
 
 from __future__ import annotations
 
 from base64 import b85decode
+from functools import cache, partial
 from zlib import decompress
 
 import numpy as np
 import numpy.typing as npt
 
 
+@cache
 def _grid(width: int, text: str) -> npt.NDArray[np.uint8]:
     """uint8 [entries, width]."""
     low, high = np.frombuffer(decompress(b85decode(text)), np.uint8).reshape(2, -1).astype(np.int64)
@@ -22,7 +24,8 @@ def _grid(width: int, text: str) -> npt.NDArray[np.uint8]:
     return (entries >> (n_bits * np.arange(width)) & ((1 << n_bits) - 1)).astype(np.uint8)
 
 
-IQ1_S = _grid(
+IQ1_S = partial(
+    _grid,
     8,
     "c-qxf?QYvf5X^p&C-N*>NK@JpW!ZoWr*V+iQECxzfCi3h$LKTk%{zNXN^;v@O#nFt1mDNr?(FRB@)e74sWlh8h{DYRi`sWLg"
     "so8BnM}k=VP5+EX1rg-P+N;dsaoRS7hHBBT1D?e?1iYoL2FhJ)>3+y_E-_iw~zK#B8~!?bW!Zf&a3SpY;aRk*N|fI7HHyr^q"
@@ -39,14 +42,16 @@ IQ1_S = _grid(
     "B1QVV?xK+OhyG!|i(s>DzZvv&tU@7n8|9hvJ{8LDcbM(fu{BFbsm2=NUTS$<xpkdy{bB%gS7yJc{P(S@Z@Yy=%<nbyYm<Otw"
     "{e^}YV+V2|-<2StB~cy?G2--iFqi?7zVN3fR<@rOodFPk_zV0*lPf&9H1fPNUY9{LmXKcD{%H@{H@",
 )
-IQ2_XXS = _grid(
+IQ2_XXS = partial(
+    _grid,
     8,
     "c-muNVrFJyXXasIV-jcP;oxMJVd9X8XXatmb`i;7Qb?$0<`D#nu}LU0^N7R%X*FeW!3uT*7ljyBpok<;r&*27A)&WGb@B=-J"
     "gnIq5(ZpqOB8o=NU*Ay&+wWj_L`Z;z_Ffn_Qv&099FXOOv~kWF#QLLiLG)})~S#v*{~O4F$W(P(2@cLM|sv7ehWUK85|M`l9"
     "fVt7=db8cSmq49`-Ka;N)OW;Ha@ndi$TL;(PEKK@RUbC;splXv_#b?6H8Ao2h8uJ|+%x$0iYtiyuI~P*~vRS8A@Xh>7<zkBC"
     "fSY1Yx*N=m#2^B?({wtSbc*up>nFcK-lid&iyiyD|1Bap!;ir)ezthO*Bl(52ufP5x#Yz|~(WJIW9U}R=s1Dnjk003HUK5z",
 )
-IQ2_XS = _grid(
+IQ2_XS = partial(
+    _grid,
     8,
     "c-muNVrFJyXJ%q%2Qnm~G$*qRm}F&7go*%_K!kWWB$;^%AWTJO9#(Cxax_g$T#Cpl1mzo<dBmicoN6G(@UY4N4bf2G3TNgqa"
     "O5ag;K<`jL^FbiOB~q<0}-Zdps@xD3t&R5>>@HiV+{_7nC@WaVbT*Zs$xxi9T5(-0;ESF5lC>z&Q^-kh-BuG6hGi7=$;|j6U"
@@ -55,7 +60,8 @@ IQ2_XS = _grid(
     "yLO>Y<F})fkr%%S^toA${7t@*63xqB{<Gp~1jY*8FY$Jzn6cd|Ln8Je43&uraOl%b#F%3+Mn9?N~C<cs_t7E0W2u8x@Fyb^q"
     "ltNE367&Tlb}l0;k_beQiJ*%Zv6_TtHCz!BHa9VXArb%pLe@(Q",
 )
-IQ2_S = _grid(
+IQ2_S = partial(
+    _grid,
     8,
     "c-qZV&r1S96n1BLt~(4$hgR1XwI4<pffPhVbm$OBHzC$S*y<2PKkyPkbTQ~Zh;E*RZguMr_^0(|XJ?%??I8W~;EZqH``-6`@"
     "0lQ!5|a{Y;>8J13(stDasV$1y5W-vn8^v{v?-HVHi#|)u(Usbp}<{PXazMg2wFpl&5uGLai6BV6?KGcKNT{zC;C&XC=)ZS37"
@@ -65,13 +71,15 @@ IQ2_S = _grid(
     "Jg&<QQdk#@P7Ve<Y*_wIp(Es;c{OXRCH{yhoJ2kKRPLm3lNw2}NW5B`YC3Cgh1=KVdt#I1;Y{MYKgM5z!GDlpd@oC5oRrD`G"
     "Ed_tXJ(9<1LIT~>X`fmk}w8l6g1$=B15nK07}YE2m",
 )
-IQ3_XXS = _grid(
+IQ3_XXS = partial(
+    _grid,
     4,
     "c-rNSQBQ<05QMM8(gjMF3aveZcfg$_Xh@9s?3?;_@&ErDi+{sSCfS)xzBvFnNP)`-P<oj%u&Ij_GZ<89A+2DpozG1T(w%#co"
     ")E<C?Iaj=1T$WD&le3Ttuu68sO{>TjDID{$^l4d?nxEkgtW?frj;f+`l|neiI4kYu=$QK=#kstn)ajVw66Q14NLGwP}9vf%I"
     "UlFFq=ujErV<^7TU!@#^U*uwu|_)%H|-a@jO52?`eKpWCK*|*6O9t@2!N%4QM|P|NMRdlN}G4",
 )
-IQ3_S = _grid(
+IQ3_S = partial(
+    _grid,
     4,
     "c-rle*-is73`NQHHsfqF?X+}Qq#}?Iyd(bq&v43TKwc6@_PxjUT}p(M5`e@ipm+$3X#8<vA_iM!(Zom;A+e66N|Q3dK+33K$"
     "{bH6?T&)TXLQMgwsynqr}B2w99H3g2AVa6Ba4w5n!;&NC^`8+2))FzY7V3d3zE|<v%fP{JPy#pt4_a?7*e4;?iyVYlm>rPT!"

@@ -16,7 +16,7 @@ To read a type is to state it: docs/quantization.md shows how to add one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -61,18 +61,23 @@ Numbers = tuple[Bits | Trits, ...]
 
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    """Quants that lie in groups in a table: uint8 `grid` [entries, quants], chosen by the numbers `index`.
+    """Quants that lie in groups in a table, which `unpack` makes: those that the numbers `index` choose.
 
     `signs` are bits for `sign_weights` weights each; if they are codes, of 7 bits for 8 weights whose eighth
     bit makes their number even. One that is set adds `sign` to the quant.
     """
 
-    grid: npt.NDArray[np.uint8]
+    unpack: Callable[[], npt.NDArray[np.uint8]]
     index: Numbers
     signs: Numbers
     sign_weights: int
     sign: int
     has_codes: bool = False
+
+    @cached_property
+    def grid(self) -> npt.NDArray[np.uint8]:
+        """The table, uint8 [entries, quants]."""
+        return self.unpack()
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Cut:
     unit: int  # bytes
     n_units: int
     run: int
-    shifts: tuple[int, ...]  # of Trits: the digits
+    shifts: tuple[int, ...]  # for Trits: the digits
     mask: int  # 0: Trits
     left: int
     first: int

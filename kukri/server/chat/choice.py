@@ -149,7 +149,7 @@ class Choice:
         part.pieces.append(text)
         if tokens:
             part.tokens += tokens
-        if events and events[-1].what == "grown":  # of this part: another would have been opened
+        if events and events[-1].what == "grown":  # it is this part: another would have been opened
             last = events.pop()
             text, tokens = last.text + text, [*last.tokens, *tokens]
         events.append(PartEvent("grown", part, text, tokens))

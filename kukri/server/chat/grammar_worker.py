@@ -27,12 +27,12 @@ from kukri.sampling.grammar import compiled
 
 BUDGET_S = 0.6  # per grammar
 MAX_AT_ONCE = 16
-_FAIR_SHARE_S = 0.05  # of processor time: with less there is no verdict
+_FAIR_SHARE_S = 0.05  # processor time: with less there is no verdict
 _PATIENCE_S = 5.0  # for a grammar alone on a machine that gives it less
 _PAUSE_S = 0.1  # between two looks at that
 _USUAL_S = 0.1  # within which most have ended
 _MAX_CPU_S = 2  # for a child whose parent is gone
-_MAX_BYTES = 4 << 30  # of address space
+_MAX_BYTES = 4 << 30  # bytes of address space
 _MAX_NOTES = 2000  # characters
 _NICENESS, _MAX_NICENESS = 5, 12
 

@@ -12,9 +12,7 @@ from kukri.sampling.grammar import json_rule
 
 log = logging.getLogger("kukri.server")
 
-_MAX_FAULTS = (
-    8  # of one request's schemas: each may take as long as a grammar may; then all arguments are free
-)
+_MAX_FAULTS = 8  # schemas of one request: each may take as long as a grammar may; then all arguments are free
 
 Functions = Sequence[Mapping[str, Any]]
 

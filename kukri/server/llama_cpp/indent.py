@@ -14,7 +14,7 @@ class IndentLimit:
         self._n = n
         self.is_over = False
         self._held = ""  # white space that the line begins with, if it has no words yet
-        self._is_first, self._has_words = True, False  # of the line
+        self._is_first, self._has_words = True, False  # in the line so far
 
     def push(self, text: str) -> str:
         """The part of the text that can be shown now."""

@@ -90,7 +90,9 @@ class LlamaBody(GenerationBody):
         """The fields of SamplingParams that are set, but the bias, whose texts need a tokenizer."""
         return Sampling.sampling(
             self,
-            max_tokens=None if self.limit is None else max(self.limit, 1),  # of none, one is not shown
+            max_tokens=None
+            if self.limit is None
+            else max(self.limit, 1),  # for none, one is computed and not shown
             logprobs=self.n_probs or None,
             **{name: getattr(self, theirs) for name, theirs in _RENAMED.items()},
             n=self.n_cmpl or self.n,

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from kukri.server.models.served_model import ServedModel
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 _MMAP_BYTES = 1 << 20
 _TRIES_TO_FREE = 20
 

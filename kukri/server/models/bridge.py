@@ -84,7 +84,7 @@ class LiveCall:
         self.readouts: list[list[Readout]] = [[] for _ in answers]  # not yet written
         self.activations: list[dict[str, FloatArray] | None] = [None] * len(answers)  # for answers that ended
         self._n_each = len(answers) // n_prompts
-        firsts = [answer.request for answer in answers[:: self._n_each]]  # of each prompt
+        firsts = [answer.request for answer in answers[:: self._n_each]]  # those of each prompt
         self.n_prompt_tokens = sum(request.n_prompt for request in firsts)
         self.image_tokens = [
             n for request in firsts if request.images is not None for n in request.images.n_tokens

@@ -14,7 +14,7 @@ from kukri.formats.hub import models_dir
 from kukri.host.private_files import make_private, open_private, write_private
 from kukri.server.models.preset import Preset
 
-MAX_PRESETS = 1000  # of one file
+MAX_PRESETS = 1000  # presets in one file
 _MAX_BYTES = 64 << 20
 log = logging.getLogger("kukri.server")
 

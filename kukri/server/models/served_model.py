@@ -64,7 +64,7 @@ class OpenModel(Protocol):
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Its chat template."""
+        """The chat template of the model."""
 
     def close(self) -> None:
         """Ends what belongs to it."""

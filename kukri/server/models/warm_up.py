@@ -20,7 +20,7 @@ def warm_up(llm: LLM) -> None:
         tables = [table.stored for table in model.embedding.tables]
         for array in (*model.vectors, *tables):
             hold_pages(array)
-        for table in tables:  # of systems that hold none
+        for table in tables:  # none on systems that hold none
             fetch_pages(table)
     if llm.config.head.kind != "language_model":
         llm.embed("a")

@@ -36,7 +36,7 @@ log = logging.getLogger("kukri.server")
 
 PURPOSE = "batch"
 _OUTPUT_PURPOSE = "batch_output"
-_PRIORITY = 100  # of requests that name none: after those of others
+_PRIORITY = 100  # for requests that name none: after those of others
 _N_AT_ONCE = 8
 _MAX_FILES = 1000  # that a client may upload; its batches' results always find room
 _MAX_UPLOADED = 10  # times the largest file: what a client's uploads may take together

@@ -30,7 +30,7 @@ async def complete(served: ServedModel, body: CompletionBody, http: Request) -> 
     params = served.params_of(
         body.model,
         body.sampling(
-            max_tokens=max(max_tokens, 1),  # of none at all, one is computed and not shown
+            max_tokens=max(max_tokens, 1),  # for none at all, one is computed and not shown
             logprobs=body.logprobs,
             prompt_logprobs=_n_prompt_logprobs(body),
             grammar=body.form,

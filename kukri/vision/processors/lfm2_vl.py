@@ -79,7 +79,7 @@ class Lfm2VlProcessor(ImageProcessor):
         """Patches float32 [n, patch * patch * 3], row by row, colour last: tiles, then the small picture.
 
         The grid is (rows, columns, height, width): of tiles, (1, 1) if the picture is not cut, and of the
-        small picture in patches, (0, 0) if there is none beside the tiles.
+        small picture in patches, (0, 0) if there is none besides the tiles.
         """
         side, area = self.patch * self.merge, (self.patch * self.merge) ** 2
         height, width = image.shape[:2]

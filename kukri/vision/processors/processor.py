@@ -20,7 +20,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 HALVES = (0.5, 0.5, 0.5)  # SigLIP's mean and deviation
 LOW_SIDE = 512  # pixels: of which a picture of low detail has no more than the square
 MAX_SIDE = 1 << 14  # pixels, of what a configuration may ask for
-MAX_TOKENS = 1 << 14  # of an image
+MAX_TOKENS = 1 << 14  # an image's
 
 
 class ImageProcessor(ABC):

@@ -1,4 +1,4 @@
-"""Adapters' updates beside Triton kernels: plain ops, whose rows and bits are those of the torch backend."""
+"""Adapters' updates next to Triton kernels: plain ops, whose rows and bits are those of the torch backend."""
 
 from __future__ import annotations
 

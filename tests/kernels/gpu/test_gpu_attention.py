@@ -230,7 +230,7 @@ def test_decode_of_other_heads(group, n_kv_heads, d_head):
 
 
 def test_batch_does_not_matter():
-    """Catches a result that depends on the sequences beside it, or on where its pages lie."""
+    """Catches a result that depends on the sequences next to it, or on where its pages lie."""
     together = Step([300, 513, 40, 16, 1, 77, 256, 90], [1] * 8)
     alone = Step([300], [1], seed=5)
     alone.cache, alone.table = together.cache, together.table[:1, :19]

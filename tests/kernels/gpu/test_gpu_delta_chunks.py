@@ -24,7 +24,7 @@ def exact(q, k, v, decay, beta, a, dt_bias):
 
 
 def test_chunks():
-    """A decay of another row, a row that sees one behind it, a state a chunk early, rows of another slot; a
+    """A decay of another row, a row that sees one after it, a state a chunk early, rows of another slot; a
     result that depends on steps: whole, token by token, and two sequences in uneven pieces.
     """
     torch.manual_seed(0)

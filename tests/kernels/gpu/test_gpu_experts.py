@@ -33,7 +33,7 @@ def _poisoned(monkeypatch):
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize(("n_experts", "n_used"), [(11, 3), (5, 5), (32, 1)])
 def test_routes(n_experts, n_used, normalized):
-    """Of equal logits not the first, experts out of order, another sum, NaN that leads outside or beside."""
+    """Of equal logits not the first, experts out of order, another sum, NaN that leads outside or next to."""
     logits = np.random.default_rng(1).standard_normal((7, n_experts)).astype(np.float32).round(1)
     logits[1, 1:], logits[2] = -np.inf, 1.0
     logits[3, 2], logits[4, 0] = np.nan, np.inf
@@ -54,7 +54,7 @@ def test_routes(n_experts, n_used, normalized):
 
 
 def mixture(seed, type_name, n_tokens, n_used=3, n_experts=5, n_in=96, n_ffn=37):
-    """A mixture whose products have odd sizes; the last has whole blocks as inputs, of F32 rows behind it."""
+    """A mixture whose products have odd sizes; the last has whole blocks as inputs, of F32 rows after it."""
     rng = np.random.default_rng(seed)
     parts = [Experts(tuple(weight(rng, type_name, n, n_in) for _ in range(n_experts))) for n in (n_ffn, 27)]
     bias = Vector(rng.standard_normal(n_experts * 64, dtype=np.float32))
@@ -84,7 +84,7 @@ def run(backend, program, n_tokens, on_tap=None):
 @pytest.mark.parametrize("type_name", ["Q8_0", "MXFP4", "F32", "F16", "BF16"])
 def test_a_mixture(type_name):
     """An expert's rows given to another, a bias of another, a tile that mixes experts or is left out, rows
-    of rows read as rows of tokens; a result that depends on the tokens beside it: 1, 8 and 21 of them.
+    of rows read as rows of tokens; a result that depends on the tokens next to it: 1, 8 and 21 of them.
     """
     tolerance = 1e-6 if "F" in type_name[:2] else 0.01  # int8 between the products
     backend, program = GpuBackend(), mixture(2, type_name, 21)

@@ -95,7 +95,7 @@ def test_bias_and_residual(n_tokens):
 
 
 def recipe_of(kind, n_tokens, n_columns):
-    """Rows to be computed, columns of a wider tensor with NaN beside them."""
+    """Rows to be computed, columns of a wider tensor with NaN next to them."""
     wide = torch.full((n_tokens, 2 * n_columns + 7), float("nan"))
     wide[:, : 2 * n_columns] = torch.randn(n_tokens, 2 * n_columns)
     x, up = wide[:, :n_columns], wide[:, n_columns : 2 * n_columns]

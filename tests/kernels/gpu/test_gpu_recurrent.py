@@ -91,7 +91,7 @@ class Runs:
 
 @pytest.mark.parametrize("case", CASES)
 def test_recurrent_layers(case):
-    """A tap, head or group beside its own, a state that is not zero at first, saved a token early or late;
+    """A tap, head or group next to its own, a state that is not zero at first, saved a token early or late;
     a result that depends on chunks or neighbours: one sequence whole and saved on the way, another in pieces.
     """
     backend = GpuBackend()
@@ -104,6 +104,6 @@ def test_recurrent_layers(case):
     assert all(np.isnan(array).all() for array in mine.slots(3))
     again = [mine.step([(3, 0, 2)]), mine.step([(2, 1, 2), (3, 2, 3)])[1:], mine.step([(3, 3, 11)])]
     np.testing.assert_array_equal(np.concatenate(again), got[:11])
-    np.testing.assert_array_equal(mine.step([(4, 10, 11)]), got[10:11])  # behind token 9
+    np.testing.assert_array_equal(mine.step([(4, 10, 11)]), got[10:11])  # after token 9
     assert backend.is_batch_invariant
     assert mine.program._ops.is_capturable

@@ -67,7 +67,7 @@ def compile_with_helpers(names: Sequence[str]) -> Iterator[tuple[str, KernelCode
 def compile_kernels(names: Iterable[str]) -> Iterator[tuple[str, KernelCode]]:
     """Each kernel, from the cache or compiled; those that another process is compiling come last."""
     left = deque(names)
-    n_busy = 0  # of those left, looked at since the last that was not
+    n_busy = 0  # how many of those left were looked at since the last that was not
     while left:
         name = left.popleft()
         with _claim(name, wait=n_busy > len(left)) as is_ours:

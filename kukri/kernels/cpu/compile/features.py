@@ -25,7 +25,7 @@ from kukri.kernels.cpu.compile.levels import LEVELS, Level, best_level, level_na
 Lowering = Literal["avx512vnni", "avxvnni", "avx2", "dotprod", "generic"]
 
 # LLVM CPU names whose features decide the lowering; a prefix stands for the family.
-_WITHOUT_VBMI = ("cascadelake", "cooperlake")  # of those with AVX-512 VNNI
+_WITHOUT_VBMI = ("cascadelake", "cooperlake")  # among those with AVX-512 VNNI
 _BY_NAME: tuple[tuple[Lowering, tuple[str, ...]], ...] = (
     ("avx512vnni", ("cascadelake", "cooperlake", "icelake", "tigerlake", "rocketlake", "sapphirerapids",
                     "emeraldrapids", "graniterapids", "znver4", "znver5")),

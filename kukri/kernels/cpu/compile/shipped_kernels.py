@@ -30,7 +30,7 @@ class ShippedKernels:
         header, _, self._blobs = rest.partition(b"\n")
         if hashlib.sha256(header).hexdigest().encode() != digest:
             raise ValueError(f"{path} is damaged")
-        self.digest = digest.decode()[:24]  # of everything, as the header has each kernel's
+        self.digest = digest.decode()[:24]  # everything's digest, as the header has each kernel's
         self._facts: dict[str, Any] = json.loads(header)
 
     @property

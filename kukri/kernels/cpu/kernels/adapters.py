@@ -58,7 +58,7 @@ from kukri.kernels.cpu.run.abi import (
 
 _LANES_BYTES = 4 * ROWS
 _OUT_BYTES = MAX_RUN_ROWS * _LANES_BYTES
-_MOST_ROWS = MAX_RUN_ROWS if cpu_target().has_wide_registers else 2  # of a run: what registers hold
+_MOST_ROWS = MAX_RUN_ROWS if cpu_target().has_wide_registers else 2  # rows of a run: what registers hold
 _TILES_PER_CLAIM = 8
 
 

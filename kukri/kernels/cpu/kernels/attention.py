@@ -147,7 +147,7 @@ def _make_scores(cached: CachedNumbers, rows: int, d_head: int, n_pages: int) ->
     """
     load_key, key_scale = cached.key, cached.key_scale
     n_vectors, span = d_head // 16, cached.vectors_per_scale(d_head)
-    dim_bytes = cached.head_bytes(d_head) // d_head  # of a page's keys, and of its values
+    dim_bytes = cached.head_bytes(d_head) // d_head  # bytes of a page's keys, and of its values
     n_fetches = max(n_pages * dim_bytes // 64, 1)  # in turn, instead of all at every line, which branches
     addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
     zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
@@ -328,11 +328,11 @@ class _Work(NamedTuple):
     head: Any
     q: Any
     q_stride: Any
-    scale: Any  # of 16 lanes, as the cap
+    scale: Any  # 16 lanes, as the cap
     cap: Any
-    keys: Any  # of this head, as the values
+    keys: Any  # this head's, as the values
     values: Any
-    next_keys: Any  # of the head that the thread attends with next; of this one if it is the last
+    next_keys: Any  # those of the head that the thread attends with next; this one's if it is the last
     page_stride: Any
     window: Any
     n_ahead: Any
@@ -406,7 +406,7 @@ def _make_entry(cached: CachedNumbers, group: int, n_query_tokens: int, d_head: 
         merged = stack_bytes(scratch_bytes)
         first_visible = load_rows(work, rows_q, ranges)
         n_context = load_i64(ranges + 16 * (rows - 1) + 8) + 1
-        is_partial = load_i64(work.entry + WORK_PARTIAL) >= 0  # of one chunk: nothing to merge it with
+        is_partial = load_i64(work.entry + WORK_PARTIAL) >= 0  # one chunk has nothing to merge it with
         state = work.partials if is_partial else merged
         _start(state, rows, d_head)
         for chunk in range(load_i64(work.entry + WORK_CHUNK), load_i64(work.entry + WORK_CHUNK_STOP)):

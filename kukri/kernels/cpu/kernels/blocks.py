@@ -240,7 +240,7 @@ def _make_dot_runs(values: Sequence[int], shift: int, n_words: int) -> Any:
     return dot
 
 
-_dot_mxfp4 = _make_dot_runs(FP4_VALUES, 4, 2)  # of five bits
+_dot_mxfp4 = _make_dot_runs(FP4_VALUES, 4, 2)  # five bits
 
 
 @device
@@ -384,7 +384,7 @@ def _low_scales(w, j):
 
 @device
 def _high_scales(w, j):
-    """Those of groups 4 to 7."""
+    """The scales of groups 4 to 7."""
     low = word_bits(load_i32x16(w + 128), 4 * j, 0x0F0F0F0F, 0)
     return either_word(low, word_bits(load_i32x16(w + 64 * j), 6, 0x03030303, 4))
 

@@ -133,7 +133,7 @@ def _gelu_erf(x, other, a, b):
     p = fma(p, t, splat(-0.284496736))
     p = fma(p, t, splat(0.254829592)) * t
     tail = p * exponential(splat(0.0) - size * size)  # 1 - erf(size)
-    # of a negative x the half is x / 2 * tail, of a positive one x - x / 2 * tail
+    # the half of a negative x is x / 2 * tail, that of a positive one x - x / 2 * tail
     return maximum(x, splat(0.0)) - absolute(x) * splat(0.5) * tail
 
 
@@ -154,7 +154,7 @@ def _softcap(x, other, cap, b):
     return hyperbolic_tangent(x / cap) * cap
 
 
-PART_COLUMNS = 512  # of an activation's row, so that a single token is shared between threads
+PART_COLUMNS = 512  # columns of an activation's row, so that a single token is shared between threads
 
 
 @device

@@ -51,7 +51,7 @@ from kukri.kernels.cpu.run.abi import (
 )
 
 _KEPT_BYTES, _SUMS_BYTES = 8 * MAX_BEST, 4 * MAX_GROUPS
-_FEW_ROWS = 64  # of a step that decodes: as many as 8 tokens with 8 experts have
+_FEW_ROWS = 64  # rows of a step that decodes: as many as 8 tokens with 8 experts have
 
 
 @device
@@ -178,7 +178,7 @@ def dispatch(
         return 1
     n_tokens = load_i64(batch + N_TOKENS)
     for expert in range(n_experts):
-        store_i64(next_slots + 8 * expert, 0)  # of its rows so far
+        store_i64(next_slots + 8 * expert, 0)  # its rows so far
     for t in range(n_tokens):
         row = t * n_used
         stop = row + n_used

@@ -46,8 +46,8 @@ from kukri.kernels.kv_types import KV_BLOCK, KV_TYPES, Q4_BLOCK, Q4_SCALES
 from kukri.kernels.paged_kv import PAGE_TOKENS, head_bytes
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
-_Q4_BYTES = Q4_BLOCK // 2  # of a block of 32 dimensions
-# of q8_0: 32 dimensions of a page's 16 keys, then their float16 scales
+_Q4_BYTES = Q4_BLOCK // 2  # bytes of a block of 32 dimensions
+# q8_0: 32 dimensions of a page's 16 keys, then their float16 scales
 _KEY_BLOCK_BYTES = PAGE_TOKENS * (KV_BLOCK + 2)
 
 

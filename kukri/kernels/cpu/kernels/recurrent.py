@@ -30,10 +30,10 @@ from kukri.kernels.cpu.kernels.simd import (
 )
 from kukri.kernels.cpu.run.abi import CONTEXT_LEN, N_SEQUENCES, QUERY_START, STATE_SAVES, STATE_SLOTS
 
-_CONV_BYTES = 256  # of a row, in one tile
+_CONV_BYTES = 256  # bytes of a row, in one tile
 _BLOCK_TOKENS = 64  # whose gates are computed together, and that pass over a piece of a state together
 _GATE_BYTES = 4 * _BLOCK_TOKENS
-_PART_VALUES = 64  # of a head, in one tile
+_PART_VALUES = 64  # values of a head, in one tile
 
 
 @device

@@ -30,9 +30,9 @@ class CpuSampling:
         self._counter = counter.data  # a memoryview: NumPy takes longer for one number
         self._counter_address = address_of(counter)
         self._scratch = aligned_zeros(0)
-        self._memory: np.ndarray[Any, Any] = self._scratch  # of the last records
+        self._memory: np.ndarray[Any, Any] = self._scratch  # memory of the last records
         self._words: np.ndarray[Any, Any] = self._scratch
-        self._logits: Logits | None = None  # of the last call
+        self._logits: Logits | None = None  # those of the last call
         self._n_vocab = self._n_rows = 0
         self._record = pack_record(self._kernel, dict.fromkeys(self._kernel.parameters, 0))
         self._op = np.array([[self._kernel.address, ctypes.addressof(self._record), 0, 0, 0]], np.int64)

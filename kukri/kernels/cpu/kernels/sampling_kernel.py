@@ -83,7 +83,7 @@ from kukri.kernels.sampling_record import (
 
 _INFINITE = float("inf")
 _ALL_WEIGHTS = 36.0  # a depth below which all weights are 0
-_MARGIN = 1.0  # of a depth found from a weight: half a unit rounds up to 1
+_MARGIN = 1.0  # for a depth found from a weight: half a unit rounds up to 1
 _RECORD_BYTES = RECORD.itemsize
 _OFFSETS = {name: place[1] for name, place in (RECORD.fields or {}).items()}
 _AT = namedtuple("_AT", _OFFSETS)(**_OFFSETS)  # byte offsets of a record's fields

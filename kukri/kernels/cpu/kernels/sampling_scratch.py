@@ -27,7 +27,7 @@ class ContextOffsets(NamedTuple):
     n_candidates: int = 40  # negative while every token of the row is in play
     ids: int = 48
     logits: int = 56
-    # of the candidates, or of a part of the row: filled in by `weigh`
+    # for the candidates, or for a part of the row: filled in by `weigh`
     depths: int = 64
     weights: int = 72
     peak: int = 80  # float64: the largest logit in play

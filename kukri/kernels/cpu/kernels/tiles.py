@@ -173,8 +173,8 @@ def _of_rows(builder: Any, kind: Tile, v: Any, i: int) -> Any:
 
 
 _AHEAD_BYTES = 4096
-# The least tokens of a tile for which weights are prefetched; 1 unless measured otherwise. On Zen 4 products
-# of one token are faster without, by up to a half, from memory and from L2, by its own prefetchers.
+# The least tokens of a tile for which weights are prefetched; 1 unless measured otherwise. On Zen 4
+# products of one token are faster without, by up to a half, from memory and from L2, by its own prefetchers.
 _PREFETCH_FROM_TOKENS = {"znver4": 8, "x86-64 zen4": 8}
 
 

@@ -66,10 +66,10 @@ Q8_BLOCK = 32
 GROUP = 4  # from one group of 4 inputs to the next
 SCALES = 32
 SCALED_SUMS = 36
-NEGATIVE_SUMS = 40  # of the halves of a q8 block, or the first half of a q16 block
-NEGATIVE_TOTAL = LAST_NEGATIVE_SUMS = 44  # of a q8 block, or the last half of a q16 block
+NEGATIVE_SUMS = 40  # sums of the halves of a q8 block, or of the first half of a q16 block
+NEGATIVE_TOTAL = LAST_NEGATIVE_SUMS = 44  # the sum of a q8 block, or those of the last half of a q16 block
 Q8_BLOCK_BYTES = 48
-ODD_INPUTS = 48  # of a q16 block
+ODD_INPUTS = 48  # in a q16 block
 Q16_BLOCK_BYTES = 80
 F32_INPUT_BYTES = 4
 
@@ -82,7 +82,7 @@ class TileLayout:
     """The packing of one weight type. A block in the file is a run of 4-byte words and a run of float16s."""
 
     block_size: int  # inputs of a block
-    block_bytes: int  # of one row, in the file
+    block_bytes: int  # bytes of one row, in the file
     word: int = 0  # byte offset of the first word
     n_words: int = 0
     half: int = 0  # byte offset of the first float16
@@ -135,7 +135,7 @@ def _order(block: Block) -> int:
     return -1
 
 
-# of the types and forms that have tiles
+# the types and forms that have tiles
 LAYOUTS = {type.name: _layout(type) for type in (*FLOATS, *PACKED, *TILES) if type.tiles is type}
 
 

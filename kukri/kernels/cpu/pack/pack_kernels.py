@@ -179,7 +179,7 @@ def _q3_k_groups(source, words):
         _put(words, 3 * g, a | ((d & _PAIRS) << 6))
         _put(words, 3 * g + 1, b | (((d >> 2) & _BITS) << 6) | (((e >> 2) & _BITS) << 7))
         _put(words, 3 * g + 2, c | ((e & _PAIRS) << 6))
-    for half in range(2):  # of a group's two scales, the first in the lower 16 bits
+    for half in range(2):  # a group's two scales, the first in the lower 16 bits
         low = 0
         for g in range(4):
             for i in range(2):
@@ -250,7 +250,7 @@ def _arrange(order, source, n_words, words):
 
 
 # Tiles for matrix products of int8 (layouts.py) are tiles of other rows, mixed from 16: lane i takes words of
-# row i >> 1 and of row 8 + (i >> 1) by turns, of each two words the first or, if i is odd, the last.
+# row i >> 1 and of row 8 + (i >> 1) in turn, of each two words the first or, if i is odd, the last.
 
 
 @device
@@ -276,7 +276,7 @@ def _mix_rows(order, n_words, lane, own, first, last, words):
     for j in range(n_words):
         _put(words, j, _get(own, j))
     if order in (_2_BITS, _1_BIT):  # a word has inputs of several groups: its fields alternate
-        n_bits = 8 if order == _2_BITS else 4  # of the inputs of a word of a tile, side by side in the file
+        n_bits = 8 if order == _2_BITS else 4  # those of a tile's word, side by side in the file
         mask = 0x00FF00FF if order == _2_BITS else 0x0F0F0F0F
         for j in range(n_words):
             a = (_get(first, j) >> (n_bits * (lane & 1))) & mask

@@ -27,7 +27,7 @@ def _make_recode(type: QuantType) -> KernelSource:
     take_s, put_s = make_take(block, block.scales), make_put(form, form.scales)
     n_d, n, repeats = n_numbers(form.cuts(form.scale)), n_groups(form), n_groups(form) // n_groups(block)
     has_table = block.scale_values is not None
-    # of a table of scales the form has the bits as float16
+    # the form has the bits of a table of scales as float16
     halves = np.zeros(1, np.uint16)
     if block.scale_values is not None:
         halves = block.scale_values.astype(np.float16).view(np.uint16)

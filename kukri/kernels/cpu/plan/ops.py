@@ -56,7 +56,7 @@ class RouteTable(Buffer):
     routing: Routing
     max_rows: int
     max_slots: int
-    entries: int  # of EXPERT_ENTRY_BYTES
+    entries: int  # how many entries of EXPERT_ENTRY_BYTES
     next_slots: int  # int64 [E]: after an expert's last slot
     experts: int  # int32 [rows]: the row's expert, or -1
     slots: int  # int32 [rows]: its slot, or -1

@@ -74,7 +74,7 @@ class Recorder:
         self._kv_type, self._limits, self._taps = kv_type, limits, taps
         self._pack, self._pack_experts, self._rope_rows = pack, pack_experts, rope_rows
         self._pack_update, self._adapters = pack_update, adapters
-        self._runs: dict[Rows, Buffer] = {}  # of rows with one adapter, and one expert
+        self._runs: dict[Rows, Buffer] = {}  # runs of rows with one adapter, and one expert
         self._panels: dict[tuple[Value, PanelKind], Buffer] = {}
         self.ops: list[Op] = []
         self.n_types = 0

@@ -25,7 +25,7 @@ STATE_BYTES = WORDS + 64 * MAX_THREADS
 # One op of a plan (int64 each)
 OP_KERNEL = 0
 OP_RECORD = 8
-OP_N_TILES = 16  # of this step
+OP_N_TILES = 16  # in this step
 OP_WEIGHTS = 24  # address of what an op soon after it streams from memory, or 0
 OP_WEIGHT_BYTES = 32
 OP_BYTES = 40
@@ -106,7 +106,7 @@ def partial_bytes(rows: int, d_head: int) -> int:
 # are numbered token by token, n_used for each; a row's slot is its place among all rows, ordered by experts,
 # each of which begins with a whole panel.
 N_EXPERT_ROWS = 0  # T * n_used
-N_ENTRIES = 8  # of EXPERT_ENTRY_BYTES, one for each expert that is used, or more if it has many rows
+N_ENTRIES = 8  # entries of EXPERT_ENTRY_BYTES, one for each expert that is used, or more if it has many rows
 ROUTE_BYTES = 16
 # One entry (int64 each)
 ENTRY_EXPERT = 0
@@ -114,7 +114,7 @@ ENTRY_SLOT = 8
 ENTRY_N_ROWS = 16
 EXPERT_ENTRY_BYTES = 24
 MAX_ENTRY_ROWS = 128
-MAX_GROUPS = 64  # of experts
+MAX_GROUPS = 64  # groups of experts
 MAX_BEST = 2  # experts of a group that speak for it
 
 

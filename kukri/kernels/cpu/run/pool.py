@@ -180,7 +180,7 @@ class ThreadPool:
         without it they lose only its share of the work. If that share, of a plan that took `plan_ns`, is more
         than the stalls have cost, all threads stay.
         """
-        stalled_ns = self._state[STALLED_NS // 8] - self._stalled_ns  # of all waiting threads, added up
+        stalled_ns = self._state[STALLED_NS // 8] - self._stalled_ns  # all waiting threads' time, added up
         self._stalled_ns += stalled_ns
         if stalled_ns * self._n_active < plan_ns * (self._n_active - 1):
             return
