@@ -48,7 +48,9 @@ class Task:
 
 
 def _passes(directory: Path, said: str) -> bool:
-    done = subprocess.run([sys.executable, "test_add.py"], cwd=directory, capture_output=True)
+    with tempfile.TemporaryDirectory() as fresh:  # compiled code is stale if a change keeps size and second
+        command = [sys.executable, "-X", f"pycache_prefix={fresh}", "test_add.py"]
+        done = subprocess.run(command, cwd=directory, capture_output=True)
     return done.returncode == 0 and "assert" in (directory / "test_add.py").read_text()
 
 
