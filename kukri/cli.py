@@ -125,6 +125,10 @@ def run(
             "Piped text is appended.",
         ),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Image to ask about, before the prompt; repeatable."),
+    ] = None,
     system: System = DEFAULT_SYSTEM,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as is, without a chat template.")
@@ -154,6 +158,7 @@ def run(
         form,
         tools,
         system=system,
+        images=image or (),
         raw=raw,
         parse_special=parse_special,
         sampling=given(sampling),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import llm
-from llm.parts import TextPart
+from llm.parts import AttachmentPart, TextPart
 from pydantic import Field, create_model
 
 from kukri import LLM, Grammar, SamplingParams
@@ -46,6 +46,7 @@ class Kukri(llm.Model):
     model_id = "kukri"
     can_stream = True
     supports_schema = True
+    attachment_types = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"})
 
     Options = _options()
 
@@ -62,7 +63,7 @@ class Kukri(llm.Model):
         """The pieces of the answer to a conversation. A KukriError becomes llm's own line."""
         options: dict[str, Any] = prompt.options.model_dump(exclude_none=True)
         engine = self._load(options.pop("model", None))
-        messages = [{"role": message.role, "content": _text(message.parts)} for message in prompt.messages]
+        messages = [{"role": message.role, "content": _content(message.parts)} for message in prompt.messages]
         if not messages or messages[0]["role"] != "system":
             messages = [*opening(engine.chat_template), *messages]
         schema: Any = prompt.schema  # llm makes a dict of a class
@@ -81,5 +82,17 @@ class Kukri(llm.Model):
         return self._loaded[model]
 
 
-def _text(parts: list[Any]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
+def _content(parts: list[Any]) -> Any:
+    """The texts of a message, or its parts if images are attached, which llm puts after the text."""
+    images = [
+        {"type": "image", "image": _bytes_of(part.attachment), "param": "attachment"}
+        for part in parts
+        if isinstance(part, AttachmentPart) and part.attachment is not None
+    ]
+    text = "".join(part.text for part in parts if isinstance(part, TextPart))
+    return [*images, {"type": "text", "text": text}] if images else text
+
+
+def _bytes_of(attachment: Any) -> Any:
+    """The bytes of a file, or at a URL, which llm has checked and reads itself."""
+    return attachment.content_bytes()

@@ -37,6 +37,11 @@ class ImagePrompts:
                 raise FormatError(f"the tokenizer has no token {processor.token}, which stands for images")
             self._token_id = token_id
 
+    @property
+    def sees(self) -> bool:
+        """True if images are read."""
+        return self._processor is not None
+
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], encode: Encode, read: Read | None = None
     ) -> Prompt:

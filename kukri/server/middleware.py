@@ -37,6 +37,7 @@ WITH_IMAGES = frozenset(  # paths to which images may be sent
     {
         *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/decide", "/tokenize", "/api/chat", "/api/generate", "/completion", "/completions"),
+        "/ui/answers",
     }
 )
 _LOOKS = 10  # requests that compute nothing, such as GETs, for each that may

@@ -5,6 +5,8 @@ Ctrl-C stops the answer and keeps the conversation; Ctrl-D leaves. Lines that st
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 import os
 import signal
 import sys
@@ -28,6 +30,7 @@ from kukri.terminal.progress import loading_bar
 from kukri.terminal.remote_model import RemoteModel
 from kukri.terminal.saved_chat import Message, SavedChat, last_chat, read_chat, write_chat
 from kukri.tokenizer.template_process import start_early
+from kukri.vision.decode import file_bytes
 
 PROMPT, CONTINUED = "> ", ". "
 BLOCK = '"""'
@@ -150,6 +153,7 @@ class Chat:
         self.interventions = interventions
         self.messages: list[Message] = list(messages)
         self.last: Result | None = None
+        self.images: list[Message] = []  # parts of the next message
         self.own_file: Path | None = None  # saved or loaded before, so that /save may overwrite it
 
     def take(self, text: str) -> bool:
@@ -168,7 +172,9 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Prints the model's answer and keeps both in the conversation. On an error nothing is kept."""
-        self._answer([*self.messages, {"role": "user", "content": text}])
+        images, self.images = self.images, []
+        content = [*images, {"type": "text", "text": text}] if images else text
+        self._answer([*self.messages, {"role": "user", "content": content}])
 
     def _answer(self, messages: list[Message]) -> None:
         """Prints the answer to these messages, which become the conversation with it."""
@@ -283,7 +289,7 @@ class Chat:
     def reset(self, _: str) -> None:
         """Forgets everything but the system message."""
         self.messages = self.messages[:1] if self.system is not None else []
-        self.last = None
+        self.last, self.images = None, []
         print("(forgotten)")
 
     def save(self, name: str) -> None:
@@ -310,6 +316,15 @@ class Chat:
         if name:
             self.adapter = None if name == "off" else name
         print(f"adapter: {self.adapter or 'off'}")
+
+    def add_image(self, name: str) -> None:
+        """Shows an image to the model with the next message; several come in order."""
+        path = _path(name, "/image")
+        data = file_bytes(path, "/image")
+        kind = mimetypes.guess_type(path)[0] or "image/png"
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self.images.append({"type": "image_url", "image_url": {"url": url}, "param": f"/image {path}"})
+        print(f"({path.name} goes with the next message)")
 
     def show_stats(self, _: str) -> None:
         """Shows counts and speeds of the last answer."""
@@ -339,9 +354,12 @@ class Chat:
     def edit(self, text: str) -> None:
         """Answers another message in the place of the last one, typed over it if none is given."""
         i = self._last_question()
-        text = text or read_again(self.messages[i]["content"])
+        content = self.messages[i]["content"]
+        images = [part for part in content if "text" not in part] if isinstance(content, list) else []
+        text = text or read_again(content[-1]["text"] if isinstance(content, list) else content)
         if text.strip():
-            self._answer([*self.messages[:i], {"role": "user", "content": text}])
+            edited = [*images, {"type": "text", "text": text}] if images else text
+            self._answer([*self.messages[:i], {"role": "user", "content": edited}])
 
     def copy(self, _: str) -> None:
         """Copies the last answer to the clipboard."""
@@ -364,6 +382,7 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "/reset": (Chat.reset, "", "forget the conversation, except the system message"),
     "/save": (Chat.save, "FILE", "write the conversation to a JSON file"),
     "/load": (Chat.load, "FILE", "continue a saved conversation"),
+    "/image": (Chat.add_image, "FILE", "show an image with the next message"),
     "/adapter": (Chat.show_or_choose_adapter, "[NAME]", "show the LoRA adapter, or choose one; off for none"),
     "/model": (Chat.show_or_choose_model, "[NAME]", "show the model, or continue with another"),
     "/regenerate": (Chat.regenerate, "", "answer the last message again"),

@@ -48,7 +48,8 @@ def answer_or_chat(
         if not is_model(named.model):
             named.model, prompt = None, named.model
         else:
-            asks = options["as_json"] or options["raw"] or options["with_stats"] or given_options(form)
+            asks = any(options[name] for name in ("as_json", "raw", "with_stats", "images"))
+            asks = asks or bool(given_options(form))
             is_chat = is_typed() and not asks and not tools.tool
     shared: dict[str, Any] = {
         "model": named.name,
@@ -84,6 +85,7 @@ def answer_prompt(
     model: str | None,
     system: str,
     raw: bool,
+    images: Sequence[Path] = (),
     parse_special: bool = True,
     grammar: Grammar | None = None,
     functions: Sequence[Callable[..., Any]] = (),
@@ -99,12 +101,18 @@ def answer_prompt(
     `sampling` are fields of SamplingParams over the model's defaults, `loading` are options of LLM; of
     several adapters the first is used. With `raw`, control tokens in the text count unless `parse_special`
     is False. `grammar` is the form of the answer; `functions` are tools, called in `max_rounds` rounds at
-    most before an answer that is printed whole. `interventions` are those of `LLM.generate`. Errors of the
-    request are raised before the model is loaded, those of the grammar's source before a token is computed.
+    most before an answer that is printed whole. `images` are files, before the text. `interventions` are
+    those of `LLM.generate`. Errors of the request are raised before the model is loaded, those of the
+    grammar's source before a token is computed.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
     SamplingParams(**given, grammar=grammar)
     text = _full_prompt(prompt)
+    if raw and images:
+        raise RequestError("--image belongs to a chat: leave it out, or leave out --raw", param="image")
+    for image in images:
+        if not image.is_file():
+            raise RequestError(f"there is no file {str(image)!r} (--image)", param="image")
     if raw and system not in ("", DEFAULT_SYSTEM):
         raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
     if not raw:
@@ -115,6 +123,8 @@ def answer_prompt(
         if not raw and llm.chat_template.source is None:
             if system not in ("", DEFAULT_SYSTEM):
                 raise RequestError("the model has no chat template, so --system has no place: leave it out")
+            if images:
+                raise RequestError("the model has no chat template, which --image needs", param="image")
             print("the model has no chat template: it continues the text, as with --raw", file=sys.stderr)
             raw = True
         if grammar is not None:
@@ -124,7 +134,9 @@ def answer_prompt(
         params = with_overrides(llm.default_params, given)
         request: Any = text if parse_special else llm.tokenizer.encode(text, add_special=True)
         if not raw:
-            request = [*opening(llm.chat_template, system), {"role": "user", "content": text}]
+            shown = [{"type": "image", "image": image, "param": f"--image {image}"} for image in images]
+            content = [*shown, {"type": "text", "text": text}] if shown else text
+            request = [*opening(llm.chat_template, system), {"role": "user", "content": content}]
         adapter = next(iter(llm.adapters), None)
         asked: dict[str, Any] = {"adapter": adapter, "interventions": interventions}
         if functions and raw:
@@ -235,4 +247,5 @@ def _as_dict(llm: LLM, prompt: str, result: Result) -> dict[str, Any]:
         "n_generated": result.timings.n_generated,
         "timings": timings_as_dict(result.timings),
         **({"messages": result.messages} if result.messages else {}),
+        **({"image_tokens": result.image_tokens} if result.image_tokens else {}),
     }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kukri.errors import RequestError
 from kukri.host.private_files import write_private
 
 ROLES = ("system", "user", "assistant")
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,18 @@ def read_chat(path: Path) -> SavedChat:
     if not all(text is None or isinstance(text, str) for text in texts):
         raise RequestError(f"{path} is not a saved conversation")
     for i, message in enumerate(messages):
-        if message["role"] not in ROLES[0 if i == 0 else 1 :] or not isinstance(message["content"], str):
+        if message["role"] not in ROLES[0 if i == 0 else 1 :] or not _is_content(message["content"]):
             raise RequestError(f"{path} is not a saved conversation: message {i + 1} is wrong")
     return SavedChat(messages, path=texts[0], prefix_dir=texts[1])
+
+
+def _is_content(content: Any) -> bool:
+    """True for a text, or for texts and images."""
+    if isinstance(content, str):
+        return True
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return False
+    return all(isinstance(part.get("text"), str) or part.get("type") == "image_url" for part in content)
 
 
 def write_chat(path: Path, chat: SavedChat, *, replaces: bool) -> None:

@@ -50,7 +50,7 @@ def decode(picture: Picture, param: str = "image") -> ByteArray:
     if isinstance(picture, str) and picture[:5].lower() == "data:":
         picture = data_url_bytes(picture, param)
     if isinstance(picture, str | os.PathLike):
-        picture = _file_bytes(Path(picture), param)
+        picture = file_bytes(Path(picture), param)
     with _AT_ONCE, _reading(param):
         if isinstance(picture, bytes | bytearray | memoryview):
             return _rgb(_opened(bytes(picture), param), param)
@@ -81,7 +81,8 @@ def base64_bytes(text: str, param: str = "image") -> bytes:
     return data
 
 
-def _file_bytes(path: Path, param: str) -> bytes:
+def file_bytes(path: Path, param: str = "image") -> bytes:
+    """The bytes of a file, and one more if there are too many. Raises RequestError, naming `param`."""
     try:
         with path.expanduser().open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

@@ -37,6 +37,11 @@ class ChatPrompts(ModelDialect):
         super().__init__(template, tokenizer)
         self.max_context, self._images, self._read_image = max_context, images, read_image
 
+    @property
+    def sees(self) -> bool:
+        """True if the model reads images."""
+        return self._images.sees
+
     async def of(self, request: ChatRequest) -> Prompt:
         """A request's prompt: token ids, and images among them."""
         return await self.encode(

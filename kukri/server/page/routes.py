@@ -36,8 +36,9 @@ OPEN_S = 5.0  # until the stream of an answer has to be opened
 _UI = Path(__file__).parent / "ui"
 _MAX_NUMBER = 2**53 - 1  # the largest whole number of JavaScript
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
@@ -104,6 +105,7 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
             model=served.names[0] if preset is None else preset.name,
             models=list(dict.fromkeys(models)),
             max_context=served.llm.engine.max_context,
+            sees=served.prompts.sees,
             controls=_CONTROLS,
             defaults=vars(served.llm.default_params) | {"max_tokens": None, "seed": None},
         )

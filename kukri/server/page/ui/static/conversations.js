@@ -1,5 +1,6 @@
 // What this browser remembers: conversations, one entry of localStorage each, and settings.
-// A conversation is {id, title, system, changed, messages: [{role, content, thoughts?, end?, numbers?, versions?}]}.
+// A conversation is {id, title, system, changed, messages: [{role, content, images?, thoughts?, end?, numbers?,
+// versions?}]}. What images name is in images.js.
 
 const PREFIX = "kukri.chat."
 

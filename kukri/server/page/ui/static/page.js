@@ -1,6 +1,7 @@
 // The page: questions go out through htmx, answers come in through its SSE extension. conversations.js is the
 // browser's memory, markdown.js turns text into nodes.
 import * as store from "./conversations.js"
+import * as images from "./images.js"
 import { show } from "./markdown.js"
 import * as versions from "./versions.js"
 
@@ -11,6 +12,7 @@ const SETTINGS = "kukri.settings", MODEL = "kukri.model", KEY = "kukri.key"
 
 let chat = store.all()[0] ?? store.create()
 let live = null // the answer that grows
+let pending = [] // names of the images of the next message
 let frame = 0 // in which the browser will show what came
 
 // --- what is shown
@@ -23,8 +25,10 @@ function fill(template, index) {
 
 function draw(message, index) {
   const article = fill(`${message.role}-message`, index)
-  if (message.role === "user") article.querySelector(".body").textContent = message.content
-  else drawAnswer(article, message)
+  if (message.role === "user") {
+    article.querySelector(".body").textContent = message.content
+    article.querySelector(".images").replaceChildren(...(message.images ?? []).map((name) => picture(name)))
+  } else drawAnswer(article, message)
   const { at, tails } = message.versions ?? { at: 0, tails: [null] }
   const box = article.querySelector(".versions")
   box.hidden = tails.length === 1
@@ -32,6 +36,33 @@ function draw(message, index) {
   box.children[1].textContent = `${at + 1}/${tails.length}`
   box.children[2].disabled = at === tails.length - 1
   return article
+}
+
+// An image as it is shown: small, with a button that takes it away if `remove` is given.
+function picture(name, remove) {
+  const figure = fill("picture", name)
+  const shown = images.address(name)
+  if (shown) figure.querySelector("img").src = shown
+  figure.querySelector("button").hidden = !remove
+  if (remove) figure.querySelector("button").addEventListener("click", remove)
+  return figure
+}
+
+function drawPending() {
+  const remove = (name) => () => {
+    pending = pending.filter((one) => one !== name)
+    drawPending()
+  }
+  $("pending").replaceChildren(...pending.map((name) => picture(name, remove(name))))
+}
+
+async function addImages(files) {
+  const chosen = [...files].filter(({ type }) => type.startsWith("image/"))
+  if (!chosen.length) return
+  if (!("sees" in ($("sampling")?.dataset ?? {}))) return warn("This model reads text and sees no images.")
+  for (const file of chosen) pending.push(await images.add(file))
+  drawPending()
+  prompt.focus()
 }
 
 function drawAnswer(article, message) {
@@ -45,6 +76,7 @@ function drawAnswer(article, message) {
 }
 
 function drawChat() {
+  images.load(chat.messages).then((isNew) => isNew && drawChat())
   messages.replaceChildren(...chat.messages.map(draw))
   if (!chat.messages.length) messages.append(fill("welcome", -1))
   messages.scrollTop = messages.scrollHeight
@@ -100,12 +132,12 @@ function warn(text) {
 
 // --- asking
 
-function send(text, others) {
-  if (!text.trim()) return
+function send(text, others, shown = []) {
+  if (!text.trim() && !shown.length) return
   if (live) stop()
   messages.querySelector(".welcome")?.remove()
-  chat.messages.push({ role: "user", content: text, versions: others })
-  chat.title ||= text.trim().replace(/\s+/g, " ").slice(0, 60)
+  chat.messages.push({ role: "user", content: text, versions: others, ...(shown.length && { images: shown }) })
+  chat.title ||= (text.trim() || "An image").replace(/\s+/g, " ").slice(0, 60)
   messages.append(draw(chat.messages.at(-1), chat.messages.length - 1))
   ask()
 }
@@ -137,7 +169,12 @@ function question() {
   const body = { model: $("sampling").dataset.model, messages: [] }
   for (const { name, value } of inputs()) if (value !== "") body[name] = Number(value)
   if (chat.system.trim()) body.messages.push({ role: "system", content: chat.system })
-  for (const { role, content } of chat.messages) if (content) body.messages.push({ role, content })
+  for (const { role, content, images: names } of chat.messages) {
+    const shown = (names ?? []).map(images.address).filter(Boolean)
+    const parts = shown.map((url) => ({ type: "image_url", image_url: { url } }))
+    if (parts.length) body.messages.push({ role, content: [...parts, ...(content ? [{ type: "text", text: content }] : [])] })
+    else if (content) body.messages.push({ role, content })
+  }
   return body
 }
 
@@ -269,6 +306,7 @@ const actions = {
     const id = button.parentElement.dataset.index
     if (!confirm("Delete this conversation?")) return
     if (live && id === chat.id) stop()
+    images.remove(store.all().find((one) => one.id === id)?.messages ?? [])
     store.remove(id)
     if (id === chat.id) open(store.all()[0])
     else drawList()
@@ -301,9 +339,10 @@ function edit(article) {
   form.addEventListener("submit", (event) => {
     event.preventDefault()
     if (!input.value.trim()) return
+    const shown = chat.messages[index].images
     const others = versions.begin(chat.messages, index)
     drawChat()
-    send(input.value, others)
+    send(input.value, others, shown)
     prompt.focus()
   })
 }
@@ -356,7 +395,10 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault()
   const text = prompt.value
   prompt.value = ""
-  send(text)
+  const shown = pending
+  pending = []
+  drawPending()
+  send(text, undefined, shown)
 })
 const press = (id, react) => $(id).addEventListener("click", react)
 press("stop", stop)
@@ -364,6 +406,22 @@ press("retry", () => (chat.messages.at(-1)?.role === "user" ? ask() : begin()))
 press("new-chat", () => open(null))
 press("menu", () => setMenu(!document.body.classList.contains("menu-open")))
 press("export", download)
+press("add-images", () => $("files").click())
+$("files").addEventListener("change", async ({ target }) => {
+  await addImages(target.files)
+  target.value = ""
+})
+prompt.addEventListener("paste", (event) => {
+  if (![...event.clipboardData.files].some(({ type }) => type.startsWith("image/"))) return
+  event.preventDefault()
+  addImages(event.clipboardData.files)
+})
+on("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault())
+on("drop", (event) => {
+  if (!event.dataTransfer.files.length) return
+  event.preventDefault() // the browser would leave the page to show the file
+  addImages(event.dataTransfer.files)
+})
 $("search").addEventListener("input", drawList)
 document.addEventListener("maths", () => chat.messages.some(({ role }) => role === "assistant") && redraw())
 press("open-settings", () => $("settings").showModal())
@@ -384,6 +442,7 @@ $("model").addEventListener("htmx:afterSwap", () => {
   for (const input of inputs()) input.value = kept[input.name] ?? input.value
   store.write(MODEL, $("sampling").dataset.model)
   $("model-name").textContent = $("sampling").dataset.model
+  $("add-images").hidden = !("sees" in $("sampling").dataset)
   drawChat()
 })
 $("model").addEventListener("change", () => {
