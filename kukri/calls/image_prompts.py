@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kukri.errors import FormatError, RequestError
-from kukri.tokenizer import Tokenizer
+from kukri.tokenizer import Tokenizer, note
 from kukri.tokenizer.image_marks import ImageMarks, ImagePart, has_images
 from kukri.vision.decode import Picture, data_url_bytes, decode
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
@@ -29,7 +29,7 @@ class ImagePrompts:
     """
 
     def __init__(self, tokenizer: Tokenizer, processor: ImageProcessor | None) -> None:
-        self._processor = processor
+        self._tokenizer, self._processor = tokenizer, processor
         self._token_id = -1
         if processor is not None:
             token_id = tokenizer.vocabulary.id_of.get(processor.token)
@@ -61,7 +61,28 @@ class ImagePrompts:
         marks.texts = [processor.text(image) for image in images]
         ids = encode(told, marks)
         ordered = tuple(images[i] for i in marks.order)
-        return ImagePrompt(ids, ordered, _spans(ids, self._token_id, ordered))
+        places = [i for i, one in enumerate(ids) if one == self._token_id]
+        return ImagePrompt(ids, ordered, _spans(places, ordered))
+
+    def joined(self, pieces: Sequence[list[int] | ImagePart], read: Read) -> Prompt:
+        """The prompt of token ids and images in turn. Raises RequestError for a model that sees none."""
+        ids: list[int] = []
+        images: list[ImageInput] = []
+        places: list[int] = []
+        for piece in pieces:
+            if not isinstance(piece, ImagePart):
+                ids += piece
+                continue
+            processor = self._processor
+            if processor is None:
+                note("image", piece.param, is_new=True)
+                continue
+            images.append(self._prepared(processor, piece, read))
+            text = processor.written.replace(processor.placeholder, processor.text(images[-1]))
+            more = self._tokenizer.encode_inside(text, parse_special=True)
+            places += [len(ids) + i for i, one in enumerate(more) if one == self._token_id]
+            ids += more
+        return ImagePrompt(ids, tuple(images), _spans(places, images)) if images else ids
 
     @staticmethod
     def _prepared(processor: ImageProcessor, image: ImagePart, read: Read) -> ImageInput:
@@ -125,13 +146,11 @@ def extended(prompt: Sequence[int] | ImagePrompt, more: Sequence[int]) -> Prompt
     return [*prompt, *more]
 
 
-def _spans(ids: Sequence[int], token_id: int, images: Sequence[ImageInput]) -> tuple[ImageSpan, ...]:
-    """The runs of image tokens, cut where one image ends and the next begins."""
+def _spans(places: Sequence[int], images: Sequence[ImageInput]) -> tuple[ImageSpan, ...]:
+    """The runs of image tokens at these places, cut where one image ends and the next begins."""
     spans: list[ImageSpan] = []
     image, left = 0, images[0].n_tokens
-    for i, one in enumerate(ids):
-        if one != token_id:
-            continue
+    for i in places:
         if left == 0 and image + 1 < len(images):
             image += 1
             left = images[image].n_tokens

@@ -23,14 +23,21 @@ Mixed = Annotated[list[int | str], Field(min_length=1, max_length=MAX_IDS)]
 
 
 def encode_mixed(
-    tokenizer: Tokenizer, parts: Sequence[int | str], *, parse_special: bool, max_tokens: int | None = None
+    tokenizer: Tokenizer,
+    parts: Sequence[int | str],
+    *,
+    parse_special: bool,
+    max_tokens: int | None = None,
+    continues: bool = False,
 ) -> list[int]:
-    """The token ids of a prompt; a text at its beginning gets BOS. Raises what `Tokenizer.encode` raises."""
+    """The token ids of a prompt; a text at its beginning gets BOS, unless it `continues` one. Raises what `Tokenizer.encode` raises."""
     ids: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, int):
             ids.append(part)
         else:
-            encode = tokenizer.encode_inside if i else partial(tokenizer.encode, add_special=True)
+            encode = (
+                tokenizer.encode_inside if i or continues else partial(tokenizer.encode, add_special=True)
+            )
             ids += encode(part, parse_special=parse_special, max_tokens=max_tokens)
     return ids

@@ -185,6 +185,27 @@ def test_ollama_s_client_sends_images(served, llm):
     assert client.generate("m", "Well?", images=images, options=options).response == want.text
 
 
+def test_llama_cpp_s_clients_send_images(served, llm):
+    """Catches an image in another place than its mark, and marks without images."""
+    messages = [user(shown("Is it ", RED, "?"))]
+    text = llm.chat_template.render([user("Is it MARK?")])
+    want = llm.chat(messages, **LIKELIEST)
+    body = {"n_predict": N, "temperature": 0}
+    marked = {"prompt_string": text.replace("MARK", "<__media__>"), "multimodal_data": [b64(RED)]}
+    older = {"prompt": text.replace("MARK", "[img-7]"), "image_data": [{"data": b64(RED), "id": 7}]}
+    with served.http() as http:
+        for given in ({"prompt": marked}, older):
+            answer = http.post("/completion", json={**given, **body}).json()
+            assert answer["content"] == want.text
+            assert answer["tokens_evaluated"] == len(want.prompt_token_ids)
+        for given, words in (
+            ({"prompt": {**marked, "prompt_string": "x"}}, "0 marks"),
+            ({"prompt": {**marked, "multimodal_data": ["!"]}}, "not base64"),
+            ({**older, "prompt": "x"}, "[img-ID]"),
+        ):
+            assert words in check_error(http.post("/completion", json={**given, **body}), 400)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_images_are_a_400(name, served):
     """Catches an error of the server's for a client's broken file."""

@@ -12,6 +12,7 @@ from kukri.errors import RequestError
 from kukri.sampling import Grammar, ReasoningLimit
 from kukri.server.chat.request import ChatRequest
 from kukri.tokenizer import ChatTemplate, Tokenizer
+from kukri.tokenizer.image_marks import ImagePart
 
 MAX_TEMPLATE_VARIABLES = 32
 # names that the template gets from elsewhere
@@ -71,6 +72,10 @@ class ChatPrompts(ModelDialect):
             lambda told, images: self.prompt_ids(told, given, tools, images=images, **options),
             self._read_image,
         )
+
+    def joined(self, pieces: Sequence[list[int] | ImagePart]) -> Prompt:
+        """A prompt of token ids and images in turn."""
+        return self._images.joined(pieces, self._read_image)
 
     async def before_answer(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """The prompt after which the answer itself comes; `options` are those of `ChatTemplate.encode`."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.calls.image_prompts import Prompt as ImagesPrompt
+from kukri.calls.image_prompts import ids_of
 from kukri.dialects.answer_parser import PlainParser
 from kukri.errors import RequestError
 from kukri.sampling import SamplingParams
@@ -17,20 +21,25 @@ from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
 from kukri.server.llama_cpp.indent import IndentLimit
 from kukri.server.llama_cpp.schema import (
     NAMES,
+    ImageData,
+    ImagesText,
     LlamaBody,
     LlamaCompletionBody,
     LlamaInfillBody,
     Prompt,
 )
-from kukri.server.mixed_prompt import MarkedText, encode_mixed
+from kukri.server.mixed_prompt import encode_mixed
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.completions import submit
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import EVENTS, AnswerWriter, Reply, StreamForm, grown, sse
 from kukri.server.timings import timings_of, timings_of_progress
-from kukri.tokenizer import Tokenizer
+from kukri.tokenizer import note
+from kukri.tokenizer.image_marks import ImagePart
 
+MEDIA = "<__media__>"
+_NUMBERED = re.compile(r"\[img-([0-9]{1,9})\]")
 LLAMA_EVENTS = StreamForm(EVENTS.content_type, EVENTS.keep_alive, lambda error: sse(error).encode())
 
 
@@ -39,10 +48,7 @@ async def complete(served: ServedModel, body: LlamaCompletionBody, http: Request
     served.check_answers(len(body.prompts), body.n_cmpl or body.n or 1)
     limit = served.llm.engine.max_context
     prompts = await asyncio.to_thread(
-        lambda: [
-            _encoded(served.tokenizer, prompt, limit, body.parse_special is not False)
-            for prompt in body.prompts
-        ]
+        lambda: [_encoded(served, prompt, body, limit) for prompt in body.prompts]
     )
     return await _reply(served, body, prompts, http, is_many=body.is_many)
 
@@ -56,14 +62,61 @@ async def infill(served: ServedModel, body: LlamaInfillBody, http: Request) -> R
     return await _reply(served, body, [prompt], http, is_many=(body.n_cmpl or body.n or 1) > 1)
 
 
-def _encoded(tokenizer: Tokenizer, prompt: Prompt, limit: int, parse_special: bool) -> list[int]:
-    parts = [prompt.prompt_string] if isinstance(prompt, MarkedText) else prompt
-    parts = [parts] if isinstance(parts, str) else parts
-    return encode_mixed(tokenizer, parts, parse_special=parse_special, max_tokens=limit)
+def _encoded(served: ServedModel, prompt: Prompt, body: LlamaCompletionBody, limit: int) -> ImagesPrompt:
+    """A prompt with its images; a text at its beginning gets BOS. Raises RequestError."""
+    if body.image_data and not served.prompts.sees:
+        note("image", "image_data", is_new=True)  # raises
+    if isinstance(prompt, ImagesText) and prompt.multimodal_data and not served.prompts.sees:
+        note("image", "prompt.multimodal_data", is_new=True)
+    parts: list[int | str | ImagePart] = []
+    if isinstance(prompt, ImagesText):
+        data = prompt.multimodal_data or ()
+        parts += _between_images(prompt.prompt_string, MEDIA, data, "prompt.multimodal_data")
+    else:
+        for part in [prompt] if isinstance(prompt, str) else prompt:
+            is_marked = isinstance(part, str) and body.image_data
+            parts += _with_image_data(str(part), body.image_data or ()) if is_marked else [part]
+    pieces: list[list[int] | ImagePart] = []
+    parses = body.parse_special is not False
+    for is_image, run in groupby(parts, lambda part: isinstance(part, ImagePart)):
+        if is_image:
+            pieces += [part for part in run if isinstance(part, ImagePart)]
+        else:
+            texts = [part for part in run if not isinstance(part, ImagePart)]
+            options: dict[str, Any] = {"parse_special": parses, "max_tokens": limit}
+            pieces.append(encode_mixed(served.tokenizer, texts, continues=bool(pieces), **options))
+    return served.prompts.joined(pieces)
+
+
+def _between_images(text: str, mark: str, data: Sequence[str], param: str) -> list[str | ImagePart]:
+    """Texts and the images between them. Raises RequestError unless there is a mark for each image."""
+    texts = text.split(mark) if data else [text]
+    if len(texts) - 1 != len(data):
+        raise RequestError(
+            f"prompt_string has {len(texts) - 1} marks {mark} for {len(data)} images", param="prompt"
+        )
+    found: list[str | ImagePart] = [texts[0]]
+    for i, one in enumerate(data):
+        found += [ImagePart({"type": "image", "data": one}, f"{param}[{i}]"), texts[i + 1]]
+    return found
+
+
+def _with_image_data(text: str, data: Sequence[ImageData]) -> list[str | ImagePart]:
+    """Texts and the images whose numbers stand between them. Raises RequestError if one has no place."""
+    by_id = {one.id: (i, one) for i, one in enumerate(data)}
+    parts = _NUMBERED.split(text)
+    named = [int(part) for part in parts[1::2]]
+    if sorted(named) != sorted(by_id):
+        raise RequestError("the prompt must have [img-ID] once for each of image_data", param="image_data")
+    found: list[str | ImagePart] = [parts[0]]
+    for number, after in zip(named, parts[2::2], strict=True):
+        i, one = by_id[number]
+        found += [ImagePart({"type": "image", "data": one.data}, f"image_data[{i}].data"), after]
+    return found
 
 
 async def _reply(
-    served: ServedModel, body: LlamaBody, prompts: list[list[int]], http: Request, *, is_many: bool
+    served: ServedModel, body: LlamaBody, prompts: Sequence[ImagesPrompt], http: Request, *, is_many: bool
 ) -> Response:
     try:
         bias = await asyncio.to_thread(body.bias, served.tokenizer) if body.logit_bias else None
@@ -73,7 +126,7 @@ async def _reply(
     except RequestError as error:
         error.param = NAMES.get(error.param or "", error.param)
         raise
-    texts = await asyncio.to_thread(lambda: [served.tokenizer.decode(prompt) for prompt in prompts])
+    texts = await asyncio.to_thread(lambda: [served.tokenizer.decode(ids_of(prompt)) for prompt in prompts])
     writer = LlamaWriter(served, call, body, params, texts, is_many=is_many)
     return Reply(
         served,

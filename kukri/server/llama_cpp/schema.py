@@ -6,16 +6,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from kukri.calls.image_prompts import MAX_IMAGES
 from kukri.errors import RequestError
 from kukri.sampling.fields import MAX_BIAS, MAX_COUNT, MAX_PHRASES
-from kukri.server.mixed_prompt import MarkedText, Mixed
+from kukri.server.mixed_prompt import Mixed
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.server.schema import (
     ELSEWHERE,
     HINTS,
     MAX_PROMPTS,
     SAME_FORM,
-    TEXT_ONLY,
     Body,
     GenerationBody,
     Refused,
@@ -31,7 +31,14 @@ _SAMPLERS = {"typ_p": "typical_p"}
 _NO_SAMPLERS = frozenset({"infill"})  # editors name it; it only makes middles end earlier
 
 
-Prompt = str | Mixed | MarkedText
+class ImagesText(Body):
+    """A prompt as an object: a text, and the images in base64 that stand where it has `<__media__>`."""
+
+    prompt_string: str
+    multimodal_data: Annotated[list[str], Field(max_length=MAX_IMAGES)] | None = None
+
+
+Prompt = str | Mixed | ImagesText
 
 
 @with_sampling(_RENAMED, "llama_cpp")
@@ -40,7 +47,6 @@ class LlamaBody(GenerationBody):
 
     refused: ClassVar[Refused] = {
         **{name: reason for name, reason in ELSEWHERE.items() if name != "n_probs"},
-        "image_data": (([],), TEXT_ONLY),
         "lora": (([],), "use the adapter's name as the model"),
         "skip_special_tokens": ((True,), "control tokens are not shown"),
         "penalize_nl": ((True,), "penalties hold for all tokens"),
@@ -131,10 +137,18 @@ def _by_token(pairs: list[Any]) -> dict[str, float]:
     return found
 
 
+class ImageData(Body):
+    """An image in base64, which stands where the prompt has `[img-ID]`."""
+
+    data: str
+    id: int
+
+
 class LlamaCompletionBody(LlamaBody):
     """A request to /completion: `prompt` is a text, token ids with texts between them, or a list of these."""
 
     prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+    image_data: Annotated[list[ImageData], Field(max_length=MAX_IMAGES)] | None = None  # older: see prompt
 
     @model_validator(mode="after")
     def _few_texts(self) -> LlamaCompletionBody:

@@ -18,6 +18,7 @@ from kukri.server.openai.logprobs import legacy_logprobs
 from kukri.server.reply import ChunkWriter, Reply, compact, grown, interp_fields, usage
 from kukri.server.schema import CompletionBody, GenerationBody, steering
 from kukri.tokenizer import TextStream, Tokenizer
+from kukri.vision.image import ImagePrompt
 
 T = TypeVar("T")
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -49,7 +50,7 @@ async def complete(served: ServedModel, body: CompletionBody, http: Request) -> 
 async def submit(
     served: ServedModel,
     body: GenerationBody,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int] | ImagePrompt],
     params: SamplingParams,
     http: Request,
     *,
