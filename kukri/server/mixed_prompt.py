@@ -30,7 +30,10 @@ def encode_mixed(
     max_tokens: int | None = None,
     continues: bool = False,
 ) -> list[int]:
-    """The token ids of a prompt; a text at its beginning gets BOS, unless it `continues` one. Raises what `Tokenizer.encode` raises."""
+    """The token ids of a prompt; a text at its beginning gets BOS, unless it `continues` one.
+
+    Raises what `Tokenizer.encode` raises.
+    """
     ids: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, int):
