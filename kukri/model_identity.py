@@ -22,7 +22,7 @@ from kukri.kernels.cache import KVType
 
 _DIGESTS = "models.json"
 _MAX_DIGESTS = 64
-_CODE = ("config.py", "formats", "kernels", "models", "quant", "stages")
+_CODE = ("config.py", "formats", "kernels", "models", "quant", "stages", "vision")
 
 
 def model_identity(

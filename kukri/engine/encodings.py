@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, CompiledProgram
-from kukri.kernels.op_set import Program
 from kukri.kernels.step import ForwardBatch, StepLimits
-from kukri.vision.encoder import VisionModel
+from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
 
 _SLICE_S = 0.005  # a slice of layers runs at least so long while others generate
@@ -84,7 +84,7 @@ class _Job:
 
     def __init__(self, image: ImageInput, model: VisionModel) -> None:
         self.image, self._parts = image, model.parts(image)
-        self.part: FloatArray = next(self._parts)
+        self.part: ImagePart = next(self._parts)
         self.rows: list[FloatArray] = []
         self.n_cuts = 0
         self.hidden: FloatArray | None = None
@@ -99,12 +99,12 @@ class _Job:
 
 
 class _EncoderPrograms:
-    """An encoder and its projector as compiled programs, made at the first image."""
+    """An encoder and its projector, compiled at the first image, and again for a larger one."""
 
     def __init__(self, model: VisionModel, backend: Backend) -> None:
         self._model, self._backend = model, backend
-        self._encoder: CompiledProgram | None = None
-        self._projector: CompiledProgram | None = None
+        self._compiled: tuple[CompiledProgram, CompiledProgram] | None = None
+        self._n_patches = model.config.side**2  # that there is room for
         n_layers = model.config.encoder.n_layers
         taps = ("hook_resid_pre", "hook_resid_mid")
         # a part may be cut where the residual stream is all that later layers read
@@ -112,7 +112,7 @@ class _EncoderPrograms:
 
     def advance(self, job: _Job, *, is_brief: bool) -> bool:
         """Runs a slice of the job's part, or what is left of it; True once its rows are there."""
-        program = self._programs[0]
+        encoder, projector = self._programs(len(job.part.patches))
         is_brief = is_brief and self._backend.begins_at_taps
         start = self._cuts[job.n_cuts - 1] if job.n_cuts else None
         stop = self._cuts[job.n_cuts] if is_brief and job.n_cuts < len(self._cuts) else None
@@ -123,32 +123,31 @@ class _EncoderPrograms:
             elif name == stop:
                 job.hidden = x.copy()
 
-        batch = _batch(job.part, self._backend.page_tokens)
-        result = program(batch, on_tap, start=start, stop=stop)
+        batch = _batch(job.part.patches, self._backend.page_tokens)
+        result = encoder(batch, on_tap, start=start, stop=stop)
         if stop is not None:
             job.n_cuts += 1
             return False
-        merged = self._model.merged(result.numpy())
-        rows = self._programs[1](_batch(merged, self._backend.page_tokens))
+        merged = self._model.merged(result.numpy(), job.part.grid)
+        rows = projector(_batch(merged, self._backend.page_tokens))
         job.rows.append(rows.numpy().copy())
         return True
 
-    @property
-    def _programs(self) -> tuple[CompiledProgram, CompiledProgram]:
-        if self._encoder is None or self._projector is None:
-            config, page_tokens = self._model.config, self._backend.page_tokens
-            n_patches = config.encoder.max_context
-            n_pages = -(-n_patches // page_tokens)
-            kv_type = self._backend.exact_kv_type
-            cache = self._backend.new_cache([self._model.cache_layer], n_pages, 0, kv_type)
-
-            def compiled(program: Program, n_rows: int, taps: frozenset[str]) -> CompiledProgram:
-                limits = StepLimits(n_rows, 1, 1, n_pages)
-                return self._backend.compile(program, cache, limits, taps)
-
-            self._encoder = compiled(self._model.encode, n_patches, frozenset(self._cuts))
-            self._projector = compiled(self._model.project, config.tile_tokens, frozenset())
-        return self._encoder, self._projector
+    def _programs(self, n_patches: int) -> tuple[CompiledProgram, CompiledProgram]:
+        """The encoder and the projector, for parts of up to so many patches."""
+        if self._compiled is None or self._n_patches < n_patches:
+            while self._n_patches < n_patches:
+                self._n_patches *= 2
+            self._compiled, backend, model = None, self._backend, self._model
+            n_pages = -(-self._n_patches // backend.page_tokens)
+            cache = backend.new_cache([model.cache_layer], n_pages, 0, backend.exact_kv_type)
+            limits = StepLimits(self._n_patches, 1, 1, n_pages)
+            n_rows = self._n_patches // model.config.merge**2
+            self._compiled = (
+                backend.compile(model.encode, cache, limits, frozenset(self._cuts)),
+                backend.compile(model.project, cache, replace(limits, max_tokens=n_rows)),
+            )
+        return self._compiled
 
 
 def _batch(activations: FloatArray, page_tokens: int) -> ForwardBatch:

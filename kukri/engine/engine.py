@@ -233,6 +233,7 @@ class Engine(RequestMaker):
         scheduled = self.scheduler.schedule()
         chunks = scheduled.chunks
         if not chunks:
+            self._copy(scheduled)  # of requests that were admitted and wait for an image
             return None
         try:
             self._add_drafts(scheduled)
@@ -259,12 +260,7 @@ class Engine(RequestMaker):
             chunks.sort(key=lambda chunk: chunk.request.adapter_slot)  # rows of one adapter side by side
         for chunk in chunks:
             chunk.request.started_s = chunk.request.started_s or now_s
-        for source, target, pool in scheduled.copies:
-            self.runner.cache.copy_page(source, target, pool)
-        for source, target in scheduled.state_copies:
-            self.runner.cache.copy_state(source, target)
-        for slot, contents in scheduled.state_writes:
-            self.runner.cache.set_state_data(slot, contents)
+        self._copy(scheduled)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
         if not has_images(chunks):
             return run(chunks, *_own_taps(chunks))
@@ -276,6 +272,15 @@ class Engine(RequestMaker):
         if len(logits) == 1 or not len(logits[0]):
             return logits[-1]
         return HostLogits(np.concatenate([each.numpy() for each in logits]))
+
+    def _copy(self, scheduled: ScheduledStep) -> None:
+        """Writes the pages and states that requests are to begin with."""
+        for source, target, pool in scheduled.copies:
+            self.runner.cache.copy_page(source, target, pool)
+        for source, target in scheduled.state_copies:
+            self.runner.cache.copy_state(source, target)
+        for slot, contents in scheduled.state_writes:
+            self.runner.cache.set_state_data(slot, contents)
 
     def _encode(self, encodings: Encodings) -> None:
         """Encodes, for some milliseconds, the image that a running request needs next.

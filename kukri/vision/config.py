@@ -28,6 +28,7 @@ class VisionConfig:
     image_token_id: int  # marks the places in a prompt that become rows of embeddings
     # True: in the text the rows of a run (`ImageSpan`) attend to each other both ways, so none is cut
     sees_whole: bool = False
+    d_projector: int = 0  # width of the projector's MLP, if it is one
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless tiles consist of whole patches, and rows of whole squares of patches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer
@@ -13,6 +13,13 @@ from kukri.models.keys import Keys
 from kukri.models.weights import Parameter, TakenWeights, WeightSource
 from kukri.vision.config import VisionConfig
 from kukri.vision.image import ImageInput
+
+
+class ImagePart(NamedTuple):
+    """What the encoder sees at once, as a tile: its patches attend to each other and to no others."""
+
+    patches: FloatArray  # float32 [T, values], row by row
+    grid: tuple[int, int]  # (height, width) in patches
 
 
 class VisionModel(Protocol):
@@ -29,8 +36,8 @@ class VisionModel(Protocol):
     def encode(self, ops: Any, batch: Any) -> Tensor:
         """A part's patches, the batch's activations [T, values], -> hidden states [T, D]."""
 
-    def merged(self, hidden: FloatArray) -> FloatArray:
-        """Hidden states [T, D] of a part -> what the projector reads [R, width]."""
+    def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """Hidden states [T, D] of a part of this grid -> what the projector reads [R, width]."""
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """The batch's activations [R, width] -> rows of embeddings [R, d_text]."""
@@ -38,11 +45,8 @@ class VisionModel(Protocol):
     def check(self, image: ImageInput) -> None:
         """Raises RequestError on an image that was made for another encoder."""
 
-    def parts(self, image: ImageInput) -> Iterator[FloatArray]:
-        """What the encoder sees at once, as a tile: patches that attend to each other and to no others.
-
-        Each is float32 [T, values]; they come in the order of the image's rows of embeddings.
-        """
+    def parts(self, image: ImageInput) -> Iterator[ImagePart]:
+        """The parts of an image, in the order of its rows of embeddings."""
 
 
 @dataclass(frozen=True)

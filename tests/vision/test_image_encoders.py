@@ -12,6 +12,7 @@ import torch
 from kukri import LLM
 from kukri.errors import FormatError, UnusedTensorError
 from kukri.vision.encoders.idefics3 import nearest_places
+from kukri.vision.encoders.lfm2_vl import resized
 from tests.vision.tiny_vision import (
     MODELS,
     image,
@@ -72,8 +73,9 @@ def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float
     name, theirs, llm, bound = run
     seen = image(name, 2, 7)
     inputs = their_inputs(name, prompt(name, seen))
+    of_images = {k: v for k, v in inputs.items() if k.startswith(("pixel", "spatial"))}
     with torch.no_grad():
-        found = theirs.model.get_image_features(inputs["pixel_values"])
+        found = theirs.model.get_image_features(**of_images)
     want = found.pooler_output
     want = torch.cat([*want]) if isinstance(want, list) else want.reshape(-1, want.shape[-1])
     encodings = llm.engine.encodings
@@ -97,6 +99,16 @@ def test_places_of_patches_round_as_in_training(side: int) -> None:
     )
     places = torch.bucketize(fractions, bounds, right=True)
     np.testing.assert_array_equal(nearest_places(side).reshape(side, side)[0], places.numpy())
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 9), (8, 8), (16, 5), (1, 1)])
+def test_positions_are_resized_as_torch_does(shape: tuple[int, int]) -> None:
+    """Catches a resize without antialiasing, with corners aligned, or with height and width swapped."""
+    grid = np.random.default_rng(0).standard_normal((8, 8, 5)).astype(np.float32)
+    want = torch.nn.functional.interpolate(
+        torch.from_numpy(grid).permute(2, 0, 1)[None], shape, mode="bilinear", antialias=True
+    )
+    np.testing.assert_allclose(resized(grid, shape), want[0].permute(1, 2, 0).numpy(), atol=1e-6)
 
 
 def test_a_damaged_encoder_is_refused(tmp_path: Any) -> None:

@@ -14,9 +14,14 @@ import torch
 from kukri import LLM, SamplingParams
 from kukri.engine import Engine, Request
 from kukri.errors import RequestError
+from kukri.models.keys import Keys
+from kukri.models.weights import NoWeights
+from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
+from kukri.vision.encoders.lfm2_vl import Lfm2Vision
 from kukri.vision.image import ImagePrompt, ImageSpan
 from tests.vision.tiny_vision import (
     MODELS,
+    SIGLIP,
     image,
     our_logits,
     our_tokens,
@@ -299,3 +304,79 @@ def test_rows_of_an_image_are_counted(whole: tuple[Path, Any]) -> None:
         assert request.images is not None
         assert request.images.most_rows(0, 99) == 16
         assert request.images.most_rows(request.first_row, request.stop_row) == 1
+
+
+def test_hybrids_find_images_in_snapshots(tmp_path: Path) -> None:
+    """Catches a recurrent state of one image taken for another's, and an image encoded at each turn."""
+    save(tmp_path, "lfm2_vl")
+    first, second = (
+        prompt("lfm2_vl", TEXT, image("lfm2_vl", 1, seed), " and what is in it?") for seed in (1, 2)
+    )
+    with LLM(tmp_path, max_requests=2) as llm:
+        answers, hits = [], []
+        for asked in (first, second, first):
+            request = ask(llm.engine, asked)
+            finish(llm.engine, request)
+            answers.append(request.output_ids)
+            hits.append(request.n_prefix_hit)
+        assert llm.engine.encodings is not None
+        assert llm.engine.encodings.n_encoded == 2
+        # a prefix that ends within the image, whose state is there before its rows are
+        short = prompt("lfm2_vl", "What is ", image("lfm2_vl", 1, 1), "?")
+        alone, again = (our_tokens(llm.engine, short, 12) for _ in range(2))
+        assert alone == again
+    assert answers[0] == answers[2]
+    assert hits[1] < len(TEXT) < hits[2]
+
+
+def test_a_larger_image_makes_room(tmp_path: Path) -> None:
+    """Catches a program compiled for the first image's size, and bits that depend on the room."""
+    save(tmp_path, "lfm2_vl")
+    small = image("lfm2_vl", 1, 1)
+    pixels = np.concatenate([small.pixels] * 3)
+    large = replace(small, pixels=pixels, grid=(1, 1, 8, 12), n_tokens=24, digest=bytes(32))
+    with LLM(tmp_path) as llm:
+        want = our_logits(llm.engine, prompt("lfm2_vl", small, "?"))
+        our_logits(llm.engine, prompt("lfm2_vl", large, "?"))
+        llm.engine.residence.forget()
+        assert llm.engine.encodings is not None
+        llm.engine.encodings._kept.clear()
+        np.testing.assert_array_equal(our_logits(llm.engine, prompt("lfm2_vl", small, "?")), want)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"grid": (1, 1, 3, 8)},
+        {"grid": (1, 1, 8, 4), "n_tokens": 9},
+        {"grid": (1, 1, 0, 0)},
+        {"grid": (10**9, 10**9, 4, 8)},
+        {"grid": (-1, -1, 4, 8)},
+        {"grid": (1, 1)},
+        {"pixels": np.zeros((32, 47), np.float32)},
+        {"pixels": np.zeros((1, 3, 4, 4), np.float32)},
+    ],
+    ids=str,
+)
+def test_a_grid_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
+    """Catches a grid by which patches would be read from elsewhere, or for hours."""
+    config = VisionConfig(
+        "lfm2_vl",
+        siglip_config(
+            Keys(
+                {**SIGLIP, **SIGLIP_DEFAULTS, "patch_size": 4},
+                Path("config.json"),
+            ),
+            "lfm2_vl",
+        ),
+        image_size=32,
+        patch_size=4,
+        merge=2,
+        d_text=64,
+        image_token_id=271,
+        d_projector=56,
+    )
+    eyes = Lfm2Vision(config, NoWeights(10**6))
+    eyes.check(image("lfm2_vl", 1, 1))
+    with pytest.raises(RequestError, match="the model sees patches of 48 numbers"):
+        eyes.check(replace(image("lfm2_vl", 1, 1), **change))

@@ -64,6 +64,22 @@ MODELS = {
         },
         tile_tokens=4,
     ),
+    "lfm2_vl": TinyVision(
+        tr.Lfm2VlConfig,
+        tr.Lfm2VlForConditionalGeneration,
+        {
+            "text_config": {
+                **{**TEXT, "model_type": "lfm2", "full_attn_idxs": [2], "block_auto_adjust_ff_dim": False},
+            },
+            "vision_config": {
+                **{**SIGLIP, "model_type": "siglip2_vision_model", "vision_use_head": False},
+                **{"num_patches": 64, "patch_size": 4},
+            },
+            "projector_hidden_size": 56,
+            "image_token_id": IMAGE_TOKEN,
+        },
+        tile_tokens=9,
+    ),
     "smolvlm": TinyVision(
         tr.SmolVLMConfig,
         tr.SmolVLMForConditionalGeneration,
@@ -98,6 +114,11 @@ def save(directory: Path, name: str) -> Any:
 def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
     """Tiles of random numbers, and the digest of them."""
     tiny = MODELS[name]
+    if name == "lfm2_vl":  # square tiles, and a picture of 4 x 8 patches
+        n_patches = 36 * n_tiles if n_tiles > 1 else 0
+        pixels = np.random.default_rng(seed).uniform(-1, 1, (n_patches + 4 * 8, 48)).astype(np.float32)
+        grid = (1, n_tiles, 4, 8)
+        return ImageInput(pixels, grid, len(pixels) // 4, sha256(pixels.tobytes()).digest())
     pixels = np.random.default_rng(seed).uniform(-1, 1, (n_tiles, 3, tiny.size, tiny.size)).astype(np.float32)
     grid = (0, 0) if n_tiles == 1 else (1, n_tiles - 1)
     return ImageInput(pixels, grid, n_tiles * tiny.tile_tokens, sha256(pixels.tobytes()).digest())
@@ -113,10 +134,11 @@ def prompt(name: str, *parts: str | ImageInput) -> ImagePrompt:
         if isinstance(part, str):
             ids += part.encode()
             continue
-        for _ in range(part.n_tokens // n):
+        whole, rest = divmod(part.n_tokens, n)
+        for n_rows in [n] * whole + [rest] * (rest > 0):
             ids.append(200)
-            spans.append(ImageSpan(len(ids), n, len(images)))
-            ids += [IMAGE_TOKEN] * n
+            spans.append(ImageSpan(len(ids), n_rows, len(images)))
+            ids += [IMAGE_TOKEN] * n_rows
         images.append(part)
     return ImagePrompt(ids, tuple(images), tuple(spans))
 
@@ -124,7 +146,20 @@ def prompt(name: str, *parts: str | ImageInput) -> ImagePrompt:
 def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
     """A prompt as transformers' model takes it."""
     inputs = {"input_ids": torch.tensor([list(asked.token_ids)])}
-    if asked.images:
+    if asked.images and asked_of == "lfm2_vl":
+        parts, shapes = [], []
+        for one in asked.images:
+            n_tiles = one.grid[1] if one.grid[1] > 1 else 0
+            own = [(6, 6)] * n_tiles + [one.grid[2:]]
+            parts += np.split(one.pixels, np.cumsum([h * w for h, w in own])[:-1])
+            shapes += own
+        inputs["pixel_values"] = torch.zeros(len(parts), 36, 48)
+        inputs["pixel_attention_mask"] = torch.zeros(len(parts), 36, dtype=torch.long)
+        for i, part in enumerate(parts):
+            inputs["pixel_values"][i, : len(part)] = torch.from_numpy(part)
+            inputs["pixel_attention_mask"][i, : len(part)] = 1
+        inputs["spatial_shapes"] = torch.tensor(shapes)
+    elif asked.images:
         pixels = np.concatenate([one.pixels for one in asked.images])
         inputs["pixel_values"] = torch.from_numpy(pixels)
         if asked_of != "gemma3":

@@ -76,7 +76,10 @@ _NEUTRAL: dict[str, Any] = {
 
 
 # Models of images and text whose text is a model that runs
-_OF_IMAGES = ("gemma3", "gemma4", "gemma4_unified", "idefics3", "qwen3_5", "qwen3_5_moe", "smolvlm")
+_OF_IMAGES = (
+    *("gemma3", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "lfm2-vl", "qwen3_5", "qwen3_5_moe"),
+    "smolvlm",
+)
 
 # Types of such texts that go by another's name
 _TEXT_TYPES = {"gemma4_unified_text": "gemma4_text"}

@@ -16,7 +16,7 @@ from kukri.models.layers import Linear, RMSNorm
 from kukri.models.weights import WeightSource
 from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
 from kukri.vision.encoder import VisionFamily
-from kukri.vision.encoders.siglip import Siglip, squares_of
+from kukri.vision.encoders.siglip import TOWER_HEAD, Siglip, squares_of, tower_names
 
 
 class Gemma3Vision(Siglip):
@@ -29,9 +29,9 @@ class Gemma3Vision(Siglip):
         self.pooled_norm.weight = Vector(self.pooled_norm.weight.data + 1, self.pooled_norm.weight.name)
         self.projector = Linear(source, ["projector"], (config.d_text,), encoder.d_model)
 
-    def merged(self, hidden: FloatArray) -> FloatArray:
+    def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """The mean of a square's hidden states."""
-        mean: FloatArray = squares_of(hidden, self.config.side, self.config.merge).mean(axis=1)
+        mean: FloatArray = squares_of(hidden, grid, self.config.merge).mean(axis=1)
         return mean
 
     def project(self, ops: Any, batch: Any) -> Tensor:
@@ -60,25 +60,20 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     )
 
 
-def _tower(name: str) -> tuple[str, ...]:
-    """A part of the encoder, as checkpoints of transformers 4 and 5 name it."""
-    return f"vision_tower.vision_model.{name}", f"vision_tower.{name}"
-
-
 GEMMA3_VISION = VisionFamily(
     "gemma3",
     Gemma3Vision,
     hf_types=("gemma3",),
     read_hf=_read_hf,
     names={
-        "model.embed_patches": _tower("embeddings.patch_embedding"),
-        "model.embed_positions": _tower("embeddings.position_embedding"),
-        "model.layers": _tower("encoder.layers"),
-        "model.norm": _tower("post_layernorm"),
+        "model.embed_patches": tower_names("embeddings.patch_embedding"),
+        "model.embed_positions": tower_names("embeddings.position_embedding"),
+        "model.layers": tower_names("encoder.layers"),
+        "model.norm": tower_names("post_layernorm"),
         "projector.norm": ("multi_modal_projector.mm_soft_emb_norm",),
         "projector.weight": ("multi_modal_projector.mm_input_projection_weight",),
     },
-    unused=r"(?:model\.)?vision_tower\.(?:vision_model\.)?head\..+",
+    unused=TOWER_HEAD,
     transposed={"projector.weight"},
     defaults={"mm_tokens_per_image": 256, "image_token_index": 262144},
     vision_defaults={

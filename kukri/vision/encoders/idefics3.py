@@ -32,10 +32,9 @@ class Idefics3(Siglip):
         """See Siglip.places."""
         return nearest_places(self.config.side)
 
-    def merged(self, hidden: FloatArray) -> FloatArray:
+    def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """A square's hidden states side by side."""
-        config = self.config
-        return squares_of(hidden, config.side, config.merge).reshape(-1, self.width)
+        return squares_of(hidden, grid, self.config.merge).reshape(-1, self.width)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""

@@ -19,6 +19,7 @@ from kukri.models.layers import MLP, Attention, Embedding, LayerNorm, Linear
 from kukri.models.llama import Block
 from kukri.models.weights import Parameter, WeightSource
 from kukri.vision.config import VisionConfig
+from kukri.vision.encoder import ImagePart
 from kukri.vision.image import ImageInput
 
 
@@ -57,7 +58,11 @@ class Siglip:
     def encode(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.encode."""
         patches = self.patches(ops, ops.activations(batch, self.config.patch_values))
-        x = ops.tap("hook_embed", None, ops.embed(self.positions, batch, "positions", patches))
+        return self.through_blocks(ops, ops.embed(self.positions, batch, "positions", patches), batch)
+
+    def through_blocks(self, ops: Any, x: Tensor, batch: Any) -> Tensor:
+        """Embeddings of patches [T, D] -> hidden states after the last norm."""
+        x = ops.tap("hook_embed", None, x)
         for block in self.blocks:
             x = block(ops, x, batch)
         return ops.tap("ln_final.hook_normalized", None, self.norm(ops, x))
@@ -77,10 +82,10 @@ class Siglip:
                 param="images",
             )
 
-    def parts(self, image: ImageInput) -> Iterator[FloatArray]:
+    def parts(self, image: ImageInput) -> Iterator[ImagePart]:
         """Each tile, its patches row by row."""
         for tile in image.pixels:
-            yield patches_of(tile, self.config.patch_size)
+            yield ImagePart(patches_of(tile, self.config.patch_size), (self.config.side, self.config.side))
 
 
 def patches_of(tile: FloatArray, size: int) -> FloatArray:
@@ -90,8 +95,17 @@ def patches_of(tile: FloatArray, size: int) -> FloatArray:
     return np.ascontiguousarray(cut).reshape(n_rows * n_columns, 3 * size * size)
 
 
-def squares_of(hidden: FloatArray, side: int, merge: int) -> FloatArray:
-    """Hidden states [side * side, D] by squares of merge x merge patches: [squares, merge * merge, D]."""
-    n = side // merge
-    cut = hidden.reshape(n, merge, n, merge, -1).transpose(0, 2, 1, 3, 4)
-    return np.ascontiguousarray(cut).reshape(n * n, merge * merge, -1)
+def squares_of(hidden: FloatArray, grid: tuple[int, int], merge: int) -> FloatArray:
+    """Hidden states [height * width, D] by squares of merge x merge patches: [squares, merge * merge, D]."""
+    n_rows, n_columns = grid[0] // merge, grid[1] // merge
+    cut = hidden.reshape(n_rows, merge, n_columns, merge, -1).transpose(0, 2, 1, 3, 4)
+    return np.ascontiguousarray(cut).reshape(n_rows * n_columns, merge * merge, -1)
+
+
+# Towers of transformers' SigLIP: a head that no model of images and text reads
+TOWER_HEAD = r"(?:model\.)?vision_tower\.(?:vision_model\.)?head\..+"
+
+
+def tower_names(name: str) -> tuple[str, ...]:
+    """A part of such a tower, as checkpoints of transformers 4 and 5 name it."""
+    return f"vision_tower.vision_model.{name}", f"vision_tower.{name}"
