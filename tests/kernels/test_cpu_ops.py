@@ -500,6 +500,38 @@ def test_results_do_not_depend_on_threads_or_batch_mates(n_threads, kv_type):
     backend.close()
 
 
+@pytest.mark.parametrize(
+    ("group", "d_head", "kv_type", "window", "softcap"),
+    [
+        *((7, 64, "f16", None, None), (3, 64, "f16", 100, 0.5), (12, 16, "f16", 5, None)),
+        *((4, 96, "q8_0", None, None), (3, 64, "q4", 70, None), (2, 48, "f32", None, None)),
+        *((1, 16, "f16", None, None), (2, 256, "f16", None, None)),
+    ],
+)
+def test_a_prompt_attends_as_its_tokens_alone(backend, group, d_head, kv_type, window, softcap):
+    """Would catch rows of a tile or of a vector given a neighbour's, tiles left out of which a row sees keys,
+    and another order of sums than that of one token: results are equal to the bit."""
+    rng = np.random.default_rng(group)
+    case = attention_case(rng, group, 2, d_head, window, (500, 37), (460, 33), kv_type, softcap)
+    program, batch, past = case
+    want = run(ReferenceBackend(), program, batch, copy_of(past))
+    together = run(backend, program, batch, past)
+    assert_close(together, want, relative=1e-5)
+    for t in (*range(0, 460, 37), 24, 23, 458, 459, 460, 461, 492):
+        s = int(t >= 460)
+        alone = replace(
+            batch,
+            token_ids=batch.token_ids[t : t + 1],
+            positions=batch.positions[t : t + 1],
+            slots=batch.slots[t : t + 1],
+            query_start=np.array([0, 1], np.int32),
+            context_len=batch.positions[t : t + 1] + 1,
+            page_table=batch.page_table[s : s + 1],
+            logit_rows=np.array([0], np.int32),
+        )
+        np.testing.assert_array_equal(run(backend, program, alone, past)[0], together[t])
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("group", "d_head", "kv_type"),

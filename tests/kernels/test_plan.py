@@ -23,7 +23,7 @@ from kukri.kernels.cpu.plan.passes import (
 )
 from kukri.kernels.cpu.plan.place import lifetimes, place
 from kukri.kernels.cpu.plan.record import Recorder
-from kukri.kernels.cpu.run.abi import query_tokens
+from kukri.kernels.cpu.run.abi import prompt_tokens, query_tokens
 from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.rope_rows import RopeRows
@@ -153,7 +153,7 @@ def test_layers_may_differ_in_heads_and_groups(kv_type, shapes, backend):
     model = model_of("llama", layers, Source({"": "F32"}), n_heads=12)
     got = compiled(backend, model, kv_type)
     want = compiled(ReferenceBackend(), model, kv_type)
-    kinds = {(query_tokens(12 // n), n == 12) for n, _ in shapes}
+    kinds = {(query_tokens(12 // n), prompt_tokens(12 // n, size), n == 12) for n, size in shapes}
     assert got.plan.kernel_names.count("attention_work") == len(kinds)
     assert len({layer.d_head for layer in model.cache_layout}) >= 2
     for n_tokens in (30, 7):

@@ -5,37 +5,45 @@ Keys are taken in *chunks* of 64, fixed in absolute position. A chunk gives a pa
 FlashAttention (Dao et al. 2022). Whether one thread runs over all chunks or several share them, and
 whatever the other rows are, a row's result is bit-identical.
 
-Rows are (token, head) pairs that share a key head, so each key is widened to float32 once for all of
-them. Their tokens are of one sequence, or of several that decode from the same prefix. Scores of a page of
-16 keys are one vector: lanes are keys.
+Here one token attends: its rows, the heads that share a key head, meet keys and values as the cache has them.
+Scores of a page of 16 keys are one vector: lanes are keys. `prompt_attention.py` attends for several tokens,
+of one sequence, or of several that decode from the same prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.kernel_cache import KernelSource
-from kukri.kernels.cpu.kernels.head_rotation import rotate_head
+from kukri.kernels.cpu.kernels.attention_rows import (
+    NO_SCORE,
+    PAGES_BYTES,
+    Work,
+    capped,
+    each,
+    finish,
+    finish_rotated,
+    load_pages,
+    make_load_rows,
+    uncapped,
+)
 from kukri.kernels.cpu.kernels.intrinsics import (
     device,
     f32_of_bits,
     load_f32,
-    load_i32,
     load_i64,
     prefetch,
     stack_bytes,
     store_f32,
-    store_i64,
 )
 from kukri.kernels.cpu.kernels.kv_types import CACHED, CachedNumbers
 from kukri.kernels.cpu.kernels.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
+from kukri.kernels.cpu.kernels.prompt_attention import make_prompt_entry
 from kukri.kernels.cpu.kernels.simd import (
     exponential,
     fma,
-    hyperbolic_tangent,
     load_f32x16,
     mask_outside,
     max_lanes,
@@ -46,20 +54,16 @@ from kukri.kernels.cpu.kernels.simd import (
 )
 from kukri.kernels.cpu.kernels.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
 from kukri.kernels.cpu.run.abi import (
-    CHUNK_PAGES,
     CHUNK_TOKENS,
-    CONTEXT_LEN,
-    MAX_PAGES,
-    MAX_TILE_ROWS,
     N_PARTS,
     N_SHARED,
     N_TOKENS,
     N_WORK,
-    PAGE_TABLE,
+    PART_SUMS,
+    PART_VALUES,
     PARTS_BYTES,
     PARTS_FIRST,
     PARTS_TOKEN,
-    POSITIONS,
     SHARED_FIRST,
     SHARED_STEP,
     SHARED_TOKEN,
@@ -70,26 +74,21 @@ from kukri.kernels.cpu.run.abi import (
     WORK_CHUNK_STOP,
     WORK_N_TOKENS,
     WORK_PARTIAL,
-    WORK_SEQUENCE,
     WORK_TOKEN,
     partial_bytes,
     query_tokens,
 )
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
-_NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
-_SUMS = 4 * MAX_TILE_ROWS  # byte offsets in a partial result: maxima, sums, then values
-_VALUES = 8 * MAX_TILE_ROWS
 _ENTRIES_TO_CUT = 8  # fewer work entries than this are cut into their key heads, to keep threads busy
-_PAGE_BYTES = 8 * (CHUNK_PAGES + 1)  # page offsets of a chunk
 
 
 @device
 def _start(state, rows, d_head):
-    store_f32x16(state, splat(_NO_SCORE))
-    store_f32x16(state + _SUMS, splat(0.0))
+    store_f32x16(state, splat(NO_SCORE))
+    store_f32x16(state + PART_SUMS, splat(0.0))
     for i in range(0, rows * d_head * 4, 64):
-        store_f32x16(state + _VALUES + i, splat(0.0))
+        store_f32x16(state + PART_VALUES + i, splat(0.0))
 
 
 @device
@@ -104,40 +103,15 @@ def _merge(state, part, first, rows, d_head):
     store_f32x16(weights, keep)
     store_f32x16(weights + 64, take)
     store_f32x16(state, top)
-    sums = fma(load_f32x16(part + _SUMS + 4 * first), take, load_f32x16(state + _SUMS) * keep)
-    store_f32x16(state + _SUMS, sums)
-    values = part + _VALUES + first * d_head * 4
+    sums = fma(load_f32x16(part + PART_SUMS + 4 * first), take, load_f32x16(state + PART_SUMS) * keep)
+    store_f32x16(state + PART_SUMS, sums)
+    values = part + PART_VALUES + first * d_head * 4
     for row in range(rows):
         a = splat(load_f32(weights + 4 * row))
         b = splat(load_f32(weights + 64 + 4 * row))
         for i in range(row * d_head * 4, (row + 1) * d_head * 4, 64):
-            value = load_f32x16(state + _VALUES + i) * a
-            store_f32x16(state + _VALUES + i, fma(load_f32x16(values + i), b, value))
-
-
-@device
-def _finish(state, row, y, d_head, sink):
-    """y = the finished row: its values over its sum, to which the score at `sink` adds; -inf adds nothing."""
-    score = splat(load_f32(sink)) - splat(load_f32(state + 4 * row))
-    total = splat(load_f32(state + _SUMS + 4 * row)) + exponential(score)
-    for i in range(0, d_head * 4, 64):
-        store_f32x16(y + i, load_f32x16(state + _VALUES + row * d_head * 4 + i) / total)
-
-
-@device
-def _finish_rotated(state, row, y, d_head, sink):
-    """The same from values that are rotated, rotated back."""
-    _finish(state, row, y, d_head, sink)
-    rotate_head(y, d_head)
-
-
-def _each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
-    """A function that gives the tuple of make(0)(…), …, make(n - 1)(…)."""
-    last = device(make(n - 1))
-    if n == 1:
-        return device(lambda *arguments: (last(*arguments),))
-    others = _each(n - 1, make)
-    return device(lambda *arguments: others(*arguments) + (last(*arguments),))  # noqa: RUF005 (Numba)
+            value = load_f32x16(state + PART_VALUES + i) * a
+            store_f32x16(state + PART_VALUES + i, fma(load_f32x16(values + i), b, value))
 
 
 def _make_scores(cached: CachedNumbers, rows: int, d_head: int, n_pages: int) -> Any:
@@ -149,19 +123,19 @@ def _make_scores(cached: CachedNumbers, rows: int, d_head: int, n_pages: int) ->
     n_vectors, span = d_head // 16, cached.vectors_per_scale(d_head)
     dim_bytes = cached.head_bytes(d_head) // d_head  # bytes of a page's keys, and of its values
     n_fetches = max(n_pages * dim_bytes // 64, 1)  # in turn, instead of all at every line, which branches
-    addresses = _each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
-    zeros = _each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
-    add = _each(
+    addresses = each(n_pages, lambda p: lambda keys, pages: keys + load_i64(pages + 8 * p))
+    zeros = each(n_pages, lambda p: lambda: tile_zeros_f32(rows, 1))
+    add = each(
         n_pages, lambda p: lambda s, keys, v, d, q: tile_fma(s[p], load_key(keys[p], v, d), q, 4 * d_head)
     )
     if key_scale is None:
-        fold = _each(n_pages, lambda p: lambda s, part, keys, v: part[p])
+        fold = each(n_pages, lambda p: lambda s, part, keys, v: part[p])
     else:
-        fold = _each(
+        fold = each(
             n_pages,
             lambda p: lambda s, part, keys, v: tile_add_scaled(s[p], part[p], key_scale(keys[p], v, d_head)),
         )
-    store = _each(
+    store = each(
         n_pages, lambda p: lambda s, scores: tile_store(s[p], scores + 64 * p, 4 * CHUNK_TOKENS, rows)
     )
 
@@ -227,8 +201,8 @@ def _make_values(cached: CachedNumbers, rows: int, d_head: int, together: int) -
         scaled, span, next_scale = _scores_alone, n_vectors, 0
     else:
         scaled, next_scale = _make_weights(cached, rows, d_head, together), rows * 4 * CHUNK_TOKENS
-    zeros = _each(together, lambda j: lambda: tile_zeros_f32(rows, 1))
-    add = _each(
+    zeros = each(together, lambda j: lambda: tile_zeros_f32(rows, 1))
+    add = each(
         together,
         lambda j: (
             lambda o, page, key, i, weights: tile_fma(
@@ -236,7 +210,7 @@ def _make_values(cached: CachedNumbers, rows: int, d_head: int, together: int) -
             )
         ),
     )
-    store = _each(together, lambda j: lambda o, out: tile_store(o[j], out + 64 * j, 4 * d_head, rows))
+    store = each(together, lambda j: lambda o, out: tile_store(o[j], out + 64 * j, 4 * d_head, rows))
     step = max(span, together)
     n_passes = n_vectors // together
     key_bytes = cached.head_bytes(d_head) // PAGE_TOKENS // n_passes  # for a pass to fetch
@@ -254,28 +228,18 @@ def _make_values(cached: CachedNumbers, rows: int, d_head: int, together: int) -
                     for line in range(lines):
                         prefetch(next_keys + offset + place + 64 * line)
                     o = add(o, values + offset, key & 15, i, weights + 4 * key)
-                store(o, part + _VALUES + 64 * i)
+                store(o, part + PART_VALUES + 64 * i)
 
     return weighted_values
 
 
-@device
-def _uncapped(scores, cap):
-    return scores
-
-
-@device
-def _capped(scores, cap):
-    return hyperbolic_tangent(scores / cap) * cap
-
-
-def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, capped: Any) -> Any:
+def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, cap_scores: Any) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
     row_scores = 4 * CHUNK_TOKENS
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
     # and what goes into them (12 sums of three rows and two pages do not fit into 16 with their factors)
     if cpu_target().has_wide_registers:
-        n_pages = 4 if rows <= 4 else 1
+        n_pages = 4 if rows <= 4 else 2 if rows <= 12 else 1
     else:
         n_pages = {1: 4, 2: 2}.get(rows, 1)
     page_scores = _make_scores(cached, rows, d_head, n_pages)
@@ -286,11 +250,11 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, capped: Any) -> A
     def softmax(scores, cap, base, first, last, part, row):
         """Turns a row of scores into exponentials; stores their maximum and sum."""
         s = scores + row * row_scores
-        s0 = mask_outside(capped(load_f32x16(s), cap), base, first, last)
-        s1 = mask_outside(capped(load_f32x16(s + 64), cap), base + 16, first, last)
-        s2 = mask_outside(capped(load_f32x16(s + 128), cap), base + 32, first, last)
-        s3 = mask_outside(capped(load_f32x16(s + 192), cap), base + 48, first, last)
-        largest = max(max_lanes(maximum(maximum(s0, s1), maximum(s2, s3))), _NO_SCORE)
+        s0 = mask_outside(cap_scores(load_f32x16(s), cap), base, first, last)
+        s1 = mask_outside(cap_scores(load_f32x16(s + 64), cap), base + 16, first, last)
+        s2 = mask_outside(cap_scores(load_f32x16(s + 128), cap), base + 32, first, last)
+        s3 = mask_outside(cap_scores(load_f32x16(s + 192), cap), base + 48, first, last)
+        largest = max(max_lanes(maximum(maximum(s0, s1), maximum(s2, s3))), NO_SCORE)
         top = splat(largest)
         s0 = exponential(s0 - top)
         s1 = exponential(s1 - top)
@@ -301,7 +265,7 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, capped: Any) -> A
         store_f32x16(s + 128, s2)
         store_f32x16(s + 192, s3)
         store_f32(part + 4 * row, largest)
-        store_f32(part + _SUMS + 4 * row, sum_lanes((s0 + s1) + (s2 + s3)))
+        store_f32(part + PART_SUMS + 4 * row, sum_lanes((s0 + s1) + (s2 + s3)))
 
     @device
     def chunk_part(q, cap, ranges, keys, values, next_keys, pages, base, first_key, n_keys, part, scores):
@@ -320,91 +284,24 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, capped: Any) -> A
     return chunk_part
 
 
-class _Work(NamedTuple):
-    """The arguments of a work entry and one key head: addresses, byte strides, vectors and counts."""
-
-    batch: Any
-    entry: Any
-    head: Any
-    q: Any
-    q_stride: Any
-    scale: Any  # 16 lanes, as the cap
-    cap: Any
-    keys: Any  # this head's, as the values
-    values: Any
-    next_keys: Any  # those of the head that the thread attends with next; this one's if it is the last
-    page_stride: Any
-    window: Any
-    n_ahead: Any
-    sinks: Any
-    partials: Any
-    y: Any
-    y_stride: Any
-
-
-def _make_load_rows(group: int, rows: int, d_head: int) -> Any:
-    """A function for the query rows of a work entry, scaled, and the ranges of keys that they see."""
-    row_bytes = 4 * d_head
-
-    @device
-    def load_rows(work, rows_q, ranges):
-        """Gives the first position that any row sees."""
-        token = load_i64(work.entry + WORK_TOKEN)
-        n_tokens = load_i64(work.entry + WORK_N_TOKENS)
-        positions = load_i64(work.batch + POSITIONS)
-        last = load_i32(load_i64(work.batch + CONTEXT_LEN) + 4 * load_i64(work.entry + WORK_SEQUENCE)) - 1
-        first_visible = load_i32(positions + 4 * token)
-        for row in range(rows):
-            t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
-            source = work.q + t * work.q_stride + (work.head * group + row % group) * row_bytes
-            for i in range(0, row_bytes, 64):
-                store_f32x16(rows_q + row * row_bytes + i, load_f32x16(source + i) * work.scale)
-            position = load_i32(positions + 4 * t)
-            first = max(position - work.window + 1, 0)
-            first_visible = min(first_visible, first)
-            store_i64(ranges + 16 * row, first)
-            store_i64(ranges + 16 * row + 8, min(position + work.n_ahead, last))
-        return first_visible
-
-    return load_rows
-
-
-@device
-def _load_pages(work, base, n_context, pages):
-    """Stores the byte offsets of a chunk's 4 pages and of the next; of the first for those past the end."""
-    sequence = load_i64(work.entry + WORK_SEQUENCE)
-    table = load_i64(work.batch + PAGE_TABLE) + 4 * sequence * load_i64(work.batch + MAX_PAGES)
-    for page in range(CHUNK_PAGES + 1):
-        index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
-        store_i64(pages + 8 * page, load_i32(table + 4 * index) * work.page_stride)
-
-
-def _make_entry(cached: CachedNumbers, group: int, n_query_tokens: int, d_head: int, capped: Any) -> Any:
-    """A function that attends for one work entry of up to `n_query_tokens` tokens and one key head."""
-    rows = group * n_query_tokens
-    load_rows = _make_load_rows(group, rows, d_head)
-    chunk_part = _make_chunk(cached, rows, d_head, capped)
+def _make_token_entry(cached: CachedNumbers, group: int, d_head: int, cap_scores: Any) -> Any:
+    """A function that attends for one work entry of one token and one key head."""
+    rows = group
+    load_rows = make_load_rows(group, d_head)
+    chunk_part = _make_chunk(cached, rows, d_head, cap_scores)
     scratch_bytes = partial_bytes(rows, d_head)
-    finish = _finish_rotated if cached.is_rotated else _finish
+    finish_rows = _make_finish_rows(cached.is_rotated, group, d_head)
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
 
     @device
-    def finish_rows(work, state):
-        for row in range(load_i64(work.entry + WORK_N_TOKENS) * group):
-            t = load_i64(work.entry + WORK_TOKEN) + row // group
-            of_head = work.head * group + row % group
-            y = work.y + t * work.y_stride + of_head * (4 * d_head)
-            finish(state, row, y, d_head, work.sinks + 4 * of_head)
-
-    @device
-    def attend_entry(work):
+    def attend_token(work):
         rows_q = stack_bytes(q_bytes)
         ranges = stack_bytes(range_bytes)
         scores = stack_bytes(score_bytes)
-        pages = stack_bytes(_PAGE_BYTES)
+        pages = stack_bytes(PAGES_BYTES)
         part = stack_bytes(scratch_bytes)
         merged = stack_bytes(scratch_bytes)
-        first_visible = load_rows(work, rows_q, ranges)
+        first_visible = load_rows(work, rows, rows_q, ranges)
         n_context = load_i64(ranges + 16 * (rows - 1) + 8) + 1
         is_partial = load_i64(work.entry + WORK_PARTIAL) >= 0  # one chunk has nothing to merge it with
         state = work.partials if is_partial else merged
@@ -413,7 +310,7 @@ def _make_entry(cached: CachedNumbers, group: int, n_query_tokens: int, d_head: 
             base = chunk * CHUNK_TOKENS
             first_key = max(first_visible - base, 0)
             n_keys = min(n_context - base, CHUNK_TOKENS)
-            _load_pages(work, base, n_context, pages)
+            load_pages(work, base, n_context, pages)
             target = state if is_partial else part
             chunk_part(
                 rows_q, work.cap, ranges, work.keys, work.values, work.next_keys, pages, base, first_key,
@@ -422,16 +319,32 @@ def _make_entry(cached: CachedNumbers, group: int, n_query_tokens: int, d_head: 
             if not is_partial:
                 _merge(state, part, 0, rows, d_head)
         if not is_partial:
-            finish_rows(work, state)
+            token = work.y + load_i64(work.entry + WORK_TOKEN) * work.y_stride
+            finish_rows(state, work.head, token, work.sinks)
 
-    return attend_entry
+    return attend_token
+
+
+def _make_finish_rows(is_rotated: bool, group: int, d_head: int) -> Any:
+    """A function that finishes the rows of one token and key head."""
+    finish_row = finish_rotated if is_rotated else finish
+    row_bytes = 4 * d_head
+
+    @device
+    def finish_rows(state, head, y, sinks):
+        for i in range(group):
+            h = head * group + i
+            values = state + PART_VALUES + i * row_bytes
+            top = state + 4 * i
+            finish_row(top, top + PART_SUMS, values, y + h * row_bytes, d_head, sinks + 4 * h)
+
+    return finish_rows
 
 
 def _make_attend(cached: CachedNumbers, is_capped: bool, group: int, d_head: int) -> KernelSource:
     """`attend_f16[group,d_head]`: every work entry for every key head; `attend_f16_softcap` caps scores."""
-    capped = _capped if is_capped else _uncapped
-    one_token = _make_entry(cached, group, 1, d_head, capped)
-    many_tokens = _make_entry(cached, group, query_tokens(group), d_head, capped)
+    one_token = _make_token_entry(cached, group, d_head, capped if is_capped else uncapped)
+    many_tokens = make_prompt_entry(cached, group, d_head, is_capped)
     head_bytes = cached.head_bytes(d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
@@ -448,7 +361,7 @@ def _make_attend(cached: CachedNumbers, is_capped: bool, group: int, d_head: int
         stop = tile % n_parts * n_heads + n_heads
         for head in range(stop - n_heads, stop):
             partial = partials + (load_i64(entry + WORK_PARTIAL) * n_kv_heads + head) * slot_bytes
-            work = _Work(
+            work = Work(
                 batch, entry, head, q, q_stride, splat(f32_of_bits(scale)), splat(f32_of_bits(softcap)),
                 keys + head * head_bytes, values + head * head_bytes,
                 keys + min(head + 1, stop - 1) * head_bytes, page_stride, window, n_ahead,
@@ -469,7 +382,7 @@ def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSour
 
     `attend_finish_rotated` rotates heads back.
     """
-    finish = _finish_rotated if is_rotated else _finish
+    finish_rows = _make_finish_rows(is_rotated, group, d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     @device
@@ -497,10 +410,7 @@ def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSour
             if load_i64(token_parts + PARTS_FIRST) >= 0:
                 for head in range(n_kv_heads):
                     merge_token(state, partials + head * slot_bytes, token_parts, n_kv_heads)
-                    for i in range(group):
-                        of_head = head * group + i
-                        row = y + t * y_stride + of_head * (4 * d_head)
-                        finish(state, i, row, d_head, sinks + 4 * of_head)
+                    finish_rows(state, head, y + t * y_stride, sinks)
             if panels != 0:
                 width = panel_width(t, n_rows)
                 quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t, width)

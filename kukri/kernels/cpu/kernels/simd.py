@@ -280,6 +280,32 @@ def max_lanes(builder: Any, a: Any) -> Any:
     return _halve(builder, a, lambda x, y: _select_max(builder, x, y, ">"))
 
 
+def _reduce_rows(builder: Any, address: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Lane r has what `_halve` makes of row r of 16 vectors at an address, by the same tree."""
+    where = [pointer(builder, at(builder, address, 64 * row), F32x16.llvm) for row in range(16)]
+    rows = [builder.load(row, align=1) for row in where]
+    lanes = 16  # of a row
+    while len(rows) > 1:
+        lanes //= 2
+        firsts = [start + i for start in range(0, 32, 2 * lanes) for i in range(lanes)]
+        halves = [ir.Constant(ir.VectorType(_I32, 16), [i + far for i in firsts]) for far in (0, lanes)]
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        rows = [combine(*(builder.shuffle_vector(a, b, half) for half in halves)) for a, b in pairs]
+    return rows[0]
+
+
+@operation(F32x16, types.int64)
+def sum_rows(builder: Any, address: Any) -> Any:
+    """The sums of 16 vectors at an address, each as `sum_lanes` gives it."""
+    return _reduce_rows(builder, address, builder.fadd)
+
+
+@operation(F32x16, types.int64)
+def max_rows(builder: Any, address: Any) -> Any:
+    """The largest lanes of 16 vectors at an address, each as `max_lanes` gives it."""
+    return _reduce_rows(builder, address, lambda x, y: _select_max(builder, x, y, ">"))
+
+
 @operation(types.float32, F32x16)
 def first_lane(builder: Any, a: Any) -> Any:
     """Lane 0."""

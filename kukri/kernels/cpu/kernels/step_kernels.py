@@ -44,6 +44,8 @@ from kukri.kernels.cpu.run.abi import (
 )
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
+_LEAST_ENTRIES = 16  # of a sequence's new tokens, to keep threads busy: larger entries take less time in all
+
 
 @device
 def _outside(array, n, limit, least=0):
@@ -200,8 +202,10 @@ def _add_shared_work(batch, n_work, n_partials, first, members, begin, shared, g
     return n_work
 
 
-def attention_work(tile, batch, group_tokens, n_ahead, window):
-    """Cuts the step into work entries of `group_tokens` tokens; few tokens with a long context by chunk.
+def attention_work(tile, batch, group_tokens, most_tokens, n_ahead, window):
+    """Cuts the step into work entries of `group_tokens` to `most_tokens` tokens, several for each sequence.
+
+    Up to `group_tokens` of a sequence with a long context are cut by chunk.
 
     A token sees `window` tokens up to itself, and `n_ahead` after it: entries begin at the first chunk that
     holds one of them, as a partial result without scores would change no bit. Sequences that decode from the
@@ -226,8 +230,9 @@ def attention_work(tile, batch, group_tokens, n_ahead, window):
                 )
                 n_partials += shared * ((members + group_tokens - 1) // group_tokens)
         members -= 1
-        for token in range(start, stop, group_tokens):
-            n_tokens = min(group_tokens, stop - token)
+        entry_tokens = max(group_tokens, min(most_tokens, (stop - start) // _LEAST_ENTRIES))
+        for token in range(start, stop, entry_tokens):
+            n_tokens = min(entry_tokens, stop - token)
             visible = _context(batch, sequence) - max(stop - token - n_tokens - n_ahead, 0)
             first_chunk = _first_chunk(batch, token, window)
             chunk_stop = (visible + CHUNK_TOKENS - 1) // CHUNK_TOKENS

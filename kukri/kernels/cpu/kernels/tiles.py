@@ -646,3 +646,17 @@ def tile_add(builder: Any, kind: Tile, tile: Any, address: Any, stride: Any, cou
         return builder.fadd(_entry(builder, kind, tile, i), row)
 
     return _each(builder, kind, step)
+
+
+@_tile_operation(lambda tile: types.void, types.int64, types.int64, types.int64, types.int64)
+def tile_merge(builder: Any, kind: Tile, tile: Any, address: Any, stride: Any, keep: Any, take: Any) -> None:
+    """16 float32 at address + i * stride = them * keep[i] + tile[i] * take[i], factors at addresses."""
+    for i in range(kind.n):
+        where = at(builder, address, builder.mul(stride, _I64(i)))
+        place = pointer(builder, where, F32x16.llvm)
+        factors = [
+            broadcast(builder, builder.load(pointer(builder, at(builder, of, 4 * i), _F32), align=4))
+            for of in (keep, take)
+        ]
+        kept = builder.fmul(builder.load(place, align=1), factors[0])
+        builder.store(_fma(builder, _entry(builder, kind, tile, i), factors[1], kept), place, align=1)

@@ -29,6 +29,7 @@ from kukri.kernels.cpu.run.abi import (
     ROUTE_BYTES,
     TOKEN_IDS,
     TOKEN_TYPES,
+    prompt_tokens,
     query_tokens,
 )
 from kukri.kernels.cpu.run.memory import address_of
@@ -509,7 +510,8 @@ class Tap(Op):
 class Cut(NamedTuple):
     """What the cut of a step's attention into work entries depends on, for layers of one kind."""
 
-    group_tokens: int  # new tokens of a sequence that attend together: those of a work entry
+    group_tokens: int  # new tokens that have one partial result
+    most_tokens: int  # new tokens of a sequence that a work entry may have
     n_ahead: int  # later tokens that a token sees
     window: int  # tokens up to itself that it sees
 
@@ -517,7 +519,8 @@ class Cut(NamedTuple):
 def cut_of(spec: AttentionSpec) -> Cut:
     """How a layer's attention is cut."""
     window = spec.window or _ALL
-    return Cut(query_tokens(spec.group), 0 if spec.is_causal else window - 1, window)
+    tokens = query_tokens(spec.group), prompt_tokens(spec.group, spec.d_head)
+    return Cut(*tokens, 0 if spec.is_causal else window - 1, window)
 
 
 def row_count(rows: Rows, at: Addresses) -> int:

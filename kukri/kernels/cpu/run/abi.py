@@ -90,16 +90,26 @@ MAX_TILE_ROWS = 16  # query rows (tokens x heads of a group) that attend togethe
 
 
 def query_tokens(group: int) -> int:
-    """New tokens of a sequence that attend together when `group` query heads share a key head.
+    """New tokens that have one partial result when `group` query heads share a key head.
 
-    As many as there are registers for: their heads each have a sum of 16 lanes.
+    More tokens of a sequence are not cut by chunks; their work entries have up to `prompt_tokens`.
     """
     return max(1, (12 if cpu_target().has_wide_registers else 6) // group)
 
 
+def prompt_tokens(group: int, d_head: int) -> int:
+    """The most new tokens of a sequence that a work entry has: as many rows as caches hold beside a chunk."""
+    return max(query_tokens(group), min(96, 6144 // d_head) // group)
+
+
+# A partial attention result: maxima of MAX_TILE_ROWS rows, their sums, then rows x d_head, float32
+PART_SUMS = 4 * MAX_TILE_ROWS
+PART_VALUES = 8 * MAX_TILE_ROWS
+
+
 def partial_bytes(rows: int, d_head: int) -> int:
-    """Bytes of a partial attention result: maxima and sums of 16 rows, then rows x d_head, float32."""
-    return 4 * (2 * MAX_TILE_ROWS + rows * d_head)
+    """Bytes of a partial attention result."""
+    return PART_VALUES + 4 * rows * d_head
 
 
 # Which rows of a mixture's values belong to which expert (int64 each): filled by the kernel `dispatch`. Rows

@@ -1,0 +1,132 @@
+"""The query rows of an attention work entry: how they are loaded, which keys they see, and how they end.
+
+Rows are (token, head) pairs that share a key head, token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kukri.kernels.cpu.kernels.head_rotation import rotate_head
+from kukri.kernels.cpu.kernels.intrinsics import device, load_f32, load_i32, load_i64, store_i64
+from kukri.kernels.cpu.kernels.simd import (
+    exponential,
+    hyperbolic_tangent,
+    load_f32x16,
+    splat,
+    store_f32x16,
+)
+from kukri.kernels.cpu.run.abi import (
+    CHUNK_PAGES,
+    CONTEXT_LEN,
+    MAX_PAGES,
+    PAGE_TABLE,
+    POSITIONS,
+    WORK_N_TOKENS,
+    WORK_SEQUENCE,
+    WORK_TOKEN,
+)
+from kukri.kernels.paged_kv import PAGE_TOKENS
+
+NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
+PAGES_BYTES = 8 * (CHUNK_PAGES + 1)  # page offsets of a chunk
+
+
+class Work(NamedTuple):
+    """The arguments of a work entry and one key head: addresses, byte strides, vectors and counts."""
+
+    batch: Any
+    entry: Any
+    head: Any
+    q: Any
+    q_stride: Any
+    scale: Any  # of 16 lanes, as the cap
+    cap: Any
+    keys: Any  # of this head, as the values
+    values: Any
+    next_keys: Any  # of the head that the thread attends with next; of this one if it is the last
+    page_stride: Any
+    window: Any
+    n_ahead: Any
+    sinks: Any
+    partials: Any
+    y: Any
+    y_stride: Any
+
+
+def make_load_rows(group: int, d_head: int) -> Any:
+    """A function for `rows` query rows of a work entry, scaled, and the ranges of keys that they see."""
+    row_bytes = 4 * d_head
+
+    @device
+    def load_rows(work, rows, rows_q, ranges):
+        """Gives the first position that any row sees."""
+        token = load_i64(work.entry + WORK_TOKEN)
+        n_tokens = load_i64(work.entry + WORK_N_TOKENS)
+        positions = load_i64(work.batch + POSITIONS)
+        last = load_i32(load_i64(work.batch + CONTEXT_LEN) + 4 * load_i64(work.entry + WORK_SEQUENCE)) - 1
+        first_visible = load_i32(positions + 4 * token)
+        for row in range(rows):
+            t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
+            source = work.q + t * work.q_stride + (work.head * group + row % group) * row_bytes
+            for i in range(0, row_bytes, 64):
+                store_f32x16(rows_q + row * row_bytes + i, load_f32x16(source + i) * work.scale)
+            position = load_i32(positions + 4 * t)
+            first = max(position - work.window + 1, 0)
+            first_visible = min(first_visible, first)
+            store_i64(ranges + 16 * row, first)
+            store_i64(ranges + 16 * row + 8, min(position + work.n_ahead, last))
+        return first_visible
+
+    return load_rows
+
+
+@device
+def load_pages(work, base, n_context, pages):
+    """Stores the byte offsets of a chunk's 4 pages and of the next; of the first for those past the end."""
+    sequence = load_i64(work.entry + WORK_SEQUENCE)
+    table = load_i64(work.batch + PAGE_TABLE) + 4 * sequence * load_i64(work.batch + MAX_PAGES)
+    for page in range(CHUNK_PAGES + 1):
+        index = base // PAGE_TOKENS + (page if base + page * PAGE_TOKENS < n_context else 0)
+        store_i64(pages + 8 * page, load_i32(table + 4 * index) * work.page_stride)
+
+
+@device
+def finish(top, total, values, y, d_head, sink):
+    """y = a finished row: its values over its sum, to which the score at `sink` adds; -inf adds nothing.
+
+    Arguments are addresses: of the row's largest score, its sum of exponentials, and its values.
+    """
+    score = splat(load_f32(sink)) - splat(load_f32(top))
+    sums = splat(load_f32(total)) + exponential(score)
+    for i in range(0, d_head * 4, 64):
+        store_f32x16(y + i, load_f32x16(values + i) / sums)
+
+
+@device
+def finish_rotated(top, total, values, y, d_head, sink):
+    """The same from values that are rotated, rotated back."""
+    finish(top, total, values, y, d_head, sink)
+    rotate_head(y, d_head)
+
+
+def each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
+    """A function that gives the tuple of make(0)(…), …, make(n - 1)(…)."""
+    last = device(make(n - 1))
+    if n == 1:
+        return device(lambda *arguments: (last(*arguments),))
+    others = each(n - 1, make)
+    return device(lambda *arguments: others(*arguments) + (last(*arguments),))  # noqa: RUF005 (Numba)
+
+
+@device
+def uncapped(scores, cap):
+    """The scores."""
+    return scores
+
+
+@device
+def capped(scores, cap):
+    """cap * tanh(scores / cap)."""
+    return hyperbolic_tangent(scores / cap) * cap
