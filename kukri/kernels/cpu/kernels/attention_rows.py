@@ -41,11 +41,11 @@ class Work(NamedTuple):
     head: Any
     q: Any
     q_stride: Any
-    scale: Any  # of 16 lanes, as the cap
+    scale: Any  # 16 lanes, as the cap
     cap: Any
-    keys: Any  # of this head, as the values
+    keys: Any  # this head's, as the values
     values: Any
-    next_keys: Any  # of the head that the thread attends with next; of this one if it is the last
+    next_keys: Any  # those of the head that the thread attends with next; this one's if it is the last
     page_stride: Any
     window: Any
     n_ahead: Any

@@ -158,7 +158,7 @@ def _make_values(cached: CachedNumbers, d_head: int) -> Any:
     n_vectors, span = d_head // 16, cached.vectors_per_scale(d_head)
     together = _together(n_vectors)
     scales, is_scaled = 4 * d_head * CHUNK_TOKENS, cached.value_scale is not None
-    n_scales = max(1, together // span)  # of the vectors that are taken together
+    n_scales = max(1, together // span)  # scales of the vectors that are taken together
     next_scale = _TILE_ROWS * _ROW_SCORES if is_scaled and n_scales > 1 else 0
     zeros = each(together, lambda j: lambda: tile_zeros_f32(_TILE_ROWS, 1))
     add = each(

@@ -44,7 +44,7 @@ from kukri.kernels.cpu.run.abi import (
 )
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
-_LEAST_ENTRIES = 16  # of a sequence's new tokens, to keep threads busy: larger entries take less time in all
+_LEAST_ENTRIES = 16  # entries that many tokens are cut into, to keep threads busy; larger ones take less time
 
 
 @device
