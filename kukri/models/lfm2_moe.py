@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kukri.models.architecture import ExpertKeys
+from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP
 from kukri.models.lfm2 import LFM2, Lfm2, Lfm2Block
 from kukri.models.mixture import Mixture
@@ -22,6 +24,11 @@ class Lfm2Moe(Lfm2):
     """The whole model."""
 
     block_type = Lfm2MoeBlock
+
+
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+    if keys.value("layer_types") is None:
+        raise keys.error("layer_types", "is missing: it says which layers attend")
 
 
 LFM2_MOE = replace(
@@ -46,7 +53,7 @@ LFM2_MOE = replace(
         **{"moe_intermediate_size": 1792, "norm_topk_prob": True, "use_expert_bias": True},
         **{"num_dense_layers": 2, "routed_scaling_factor": 1.0},
     },
-    read_hf=lambda keys, facts: None,
+    read_hf=_read_hf,
     write_hf=lambda config, keys: None,
     experts=ExpertKeys(
         *("num_experts", "moe_intermediate_size", "norm_topk_prob"),

@@ -30,6 +30,12 @@ TINY = {
     "vocab_size": 300,
     "max_position_embeddings": 256,
 }
+# what a class has no usable default of
+NEEDED = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 4},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+}
 MINIMAL = {"model_type": "llama", **TINY}
 
 
@@ -43,12 +49,13 @@ def read(**keys):
 @pytest.mark.parametrize("full", [True, False], ids=["all keys", "only what differs"])
 def test_transformers_own_files_are_read(kind, full):
     """Catches a key of transformers' that is taken for unknown, and a default that is another there."""
-    config = CLASSES[kind](**TINY, pad_token_id=0, eos_token_id=1, bos_token_id=1)
-    stated = config.to_dict() if full else {"model_type": kind, **TINY}
+    needed = NEEDED.get(kind, {})
+    config = CLASSES[kind](**TINY, **needed, pad_token_id=0, eos_token_id=1, bos_token_id=1)
+    stated = config.to_dict() if full else {"model_type": kind, **TINY, **needed}
     ours = hf_model_config(stated, PATH)
     heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # lfm2: two thirds of what is stated, in whole multiples of 256; granitemoehybrid: a key of its own
-    d_ffn = {"lfm2": 256, "granitemoehybrid": 1024}.get(kind, 96)
+    # lfm2: two thirds of what is stated, in whole multiples of 256; others: a key of their own
+    d_ffn = {"lfm2": 256, "granitemoehybrid": 1024, "qwen3_5_moe_text": 512}.get(kind, 96)
     assert (ours.architecture, ours.n_layers, ours.d_model, ours.d_ffn) == (kind, 8, 64, d_ffn)
     assert (ours.n_heads, ours.n_kv_heads, ours.d_head, ours.n_vocab) == (4, 2, heads, 300)
     assert ours.norm_eps == getattr(config, ARCHITECTURES[kind].hf_epsilon, 1e-5)  # OLMo has no key
@@ -92,25 +99,29 @@ def test_every_key_of_transformers_classes_counts_or_is_ignored_by_name(kind):
     assert unknown_config_keys(stated, PATH) == []
 
 
+PARTIAL = ("phi", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "glm4", "glm4_moe", "stablelm", "nemotron")
+
+
 @pytest.mark.parametrize("kind", ALIKE)
 def test_partial_rotary_factor_is_read_where_transformers_reads_it(kind):
     """Catches half a head rotated in a model that rotates all of it, and the other way round."""
     reads = ARCHITECTURES[kind].reads
     rotates = {"position_embedding_type": "rope"} if "position_embedding_type" in reads else {}
-    if kind == "hunyuan_v1_dense":  # whose model needs it
-        rotates = {"head_dim": 16}
+    needed = {"model_type": kind, **TINY, **NEEDED.get(kind, {}), "partial_rotary_factor": 0.5}
+    rotates |= NEEDED.get(kind, {})
     config = CLASSES[kind](**TINY, pad_token_id=0, partial_rotary_factor=0.5, **rotates)
     model = tr.AutoModel.from_config(config)
-    frequencies = dict(model.rotary_emb.named_buffers())
+    rotary = model.pos_emb if kind == "lfm2_moe" else model.rotary_emb
+    frequencies = dict(rotary.named_buffers())
     rotated = 2 * len(frequencies.get("inv_freq", frequencies.get("full_attention_inv_freq")))
     if kind == "gpt_oss":  # scaled if it says nothing: transformers makes too few frequencies, and cannot run
         with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
             hf_model_config({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
         return
-    ours = hf_model_config({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
+    ours = hf_model_config(needed, PATH)
     assert ours.rope.rotary_dim == rotated
-    assert (rotated < ours.d_head) == (kind in ("phi", "phi3", "qwen3_5_text", "glm4", "stablelm"))
-    listed = unknown_config_keys({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
+    assert (rotated < ours.d_head) == (kind in PARTIAL)
+    listed = unknown_config_keys(needed, PATH)
     assert listed == ([] if rotated < ours.d_head else ["partial_rotary_factor"])
 
 
