@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kukri.sampling import SamplingParams, resolve_texts, text_params
+from kukri.sampling.fields import MAX_STOPS
 from kukri.sampling.params import TokenSet
 
 WORDS = [b"the", b"\n", b" cat", b"cat", b".\n", b"c", b"at", b" "]
@@ -51,3 +52,33 @@ def test_parameters_without_texts_stay_as_they_are() -> None:
     """Would catch the vocabulary being read for a request that has no use for it."""
     params = SamplingParams(bad_words=[[1]])
     assert resolve_texts(params, Words()) is params
+
+
+class Letters(Words):
+    """A tokenizer of bytes."""
+
+    n_vocab = 256
+
+    def encode_inside(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+def test_as_many_breakers_as_may_be_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a memory that holds fewer texts than one request has: each would search for all of them."""
+    searched: list[bytes] = []
+    search = text_params._TokenTexts._search
+
+    def counted(texts: text_params._TokenTexts, wanted: bytes) -> list[int]:
+        searched.append(wanted)
+        return search(texts, wanted)
+
+    monkeypatch.setattr(text_params._TokenTexts, "_search", counted)
+    breakers = [chr(i) for i in range(33, 33 + MAX_STOPS)]
+    params, tokenizer = SamplingParams(dry_multiplier=1, dry_sequence_breakers=breakers), Letters()
+    first = resolve_texts(params, tokenizer)
+    assert len(searched) == MAX_STOPS
+    assert resolve_texts(params, tokenizer) == first
+    assert len(searched) == MAX_STOPS
