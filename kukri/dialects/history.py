@@ -11,6 +11,7 @@ from typing import Any
 from kukri.dialects.dialect import MARK, Around, Dialect
 from kukri.dialects.families import introduction
 from kukri.tokenizer import arguments_object
+from kukri.tokenizer.messages import note
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -112,17 +113,39 @@ def _without_tool_roles(messages: Sequence[dict[str, Any]], tools: Tools) -> lis
     for message in messages:
         is_result = message["role"] == "tool"
         if is_result:
-            content = f"<tool_response>\n{_text(message)}\n</tool_response>"
+            content = _together("<tool_response>\n", _content(message), "\n</tool_response>")
             message = {"role": "user", "content": content}
         if is_open and message["role"] == "user":
-            plain[-1]["content"] += "\n" + _text(message)
+            plain[-1]["content"] = _together(plain[-1]["content"], "\n", _content(message))
         else:
             plain.append(message)
         is_open = is_result
     return plain
 
 
+def _together(*pieces: str | list[Any]) -> str | list[Any]:
+    """Contents one after another: a text, or parts if one of them has any."""
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    if len(texts) == len(pieces):
+        return "".join(texts)
+    parts: list[Any] = []
+    for piece in pieces:
+        parts += [{"type": "text", "text": piece}] if isinstance(piece, str) else piece
+    return parts
+
+
+def _content(message: Mapping[str, Any]) -> str | list[Any]:
+    """The content of a message: its text, or its parts if one is an image, to be refused or noted later."""
+    content = message.get("content") or ""
+    has_others = not isinstance(content, str) and any("text" not in part for part in content)
+    return list(content) if has_others else _text(message)
+
+
 def _text(message: Mapping[str, Any]) -> str:
     """The content of a message, its parts joined."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        part["text"] if "text" in part else note(part["type"], "messages", is_new=False) for part in content
+    )

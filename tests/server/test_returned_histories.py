@@ -16,7 +16,7 @@ from kukri.server.schema import ChatBody
 from kukri.tokenizer import ChatTemplate
 from kukri.tokenizer.messages import ROLES, checked_messages
 from tests.server.bodies import check_error
-from tests.server.live_server import MODEL
+from tests.server.live_server import CHAT, MODEL
 
 HI = {"role": "user", "content": "Hi"}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
@@ -212,3 +212,27 @@ def test_a_prompt_body_knows_hosted_tools():
     """Catches count_tokens that refuses what messages take."""
     body = {"messages": [HI], "tools": [{"type": "bash_20250124", "name": "bash"}]}
     assert parse_message(PromptBody.model_validate(body)).functions == []
+
+
+def test_an_image_in_a_result_is_refused_or_noted(served):
+    """Catches a template without a role for tools whose results lose their images, or fail by them."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "seen"}, image]}
+    history: list[Any] = [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}, image]},
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "tool_calls": [call]},
+        result,
+    ]
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    later = [{"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Thanks"}]
+    with served.http() as http:
+        for more in ({}, {"tools": tools}):
+            newest = http.post(CHAT, json={"messages": history, "max_tokens": 1, **more})
+            assert newest.status_code == 400
+            assert "the model reads and writes only text" in newest.json()["error"]["message"]
+            body = {"messages": [*history, *later], "max_tokens": 1, "verbose": True, **more}
+            told = http.post(CHAT, json=body).json()["__verbose"]["prompt"]
+            assert "seen" in told
+            assert told.count("[image]") == 2
