@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 from kukri.errors import ConfigError
+from kukri.interp.graph_page import graph_page, written_tokens
+from kukri.interp.transcoders import Transcoders
 from kukri.llm import LLM
 from kukri.terminal.options import CircuitOptions
 from kukri.terminal.progress import counting_bar, loading_bar
@@ -20,19 +22,20 @@ def write_circuit(
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm, counting_bar("targets") as advance:
+        transcoders = Transcoders.load(options.transcoders)
         graph = llm.attribute(
             prompt,
-            options.transcoders,
+            transcoders,
             max_features=options.max_features,
             max_logits=options.max_logits,
             progress=advance,
         )
-        found = graph.save(
-            options.out,
-            llm.tokenizer.token_text,
-            node_threshold=options.node_threshold,
-            edge_threshold=options.edge_threshold,
-        )
+        token_text, is_page = llm.tokenizer.token_text, options.out.suffix in (".html", ".htm")
+        found = graph.as_json(token_text, options.out.stem, options.node_threshold, options.edge_threshold)
+        text = json.dumps(found, ensure_ascii=False)
+        if is_page:
+            text = graph_page(found, written_tokens(llm.interp, transcoders, found, token_text))
+        options.out.write_text(text, encoding="utf-8")
     nodes, n_links = found["nodes"], len(found["links"])
     logits = [node["clerp"] for node in nodes if node["feature_type"] == "logit"]
     n_traced = len(graph.features)

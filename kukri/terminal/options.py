@@ -428,7 +428,9 @@ class CircuitOptions:
     """Options of `kukri circuit`."""
 
     transcoders: Path | None = option("Directory of the model's transcoders.", metavar="DIR")
-    out: Path | None = option("JSON file to write.", "--out", "-o", metavar="FILE")
+    out: Path | None = option(
+        "File to write: .json, or a page to look at, .html.", "--out", "-o", metavar="FILE"
+    )
     max_features: int = option(
         "Features to trace to what they are made of.", default=2048, min=0, metavar="N"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import MethodType
 
 import numpy as np
@@ -375,6 +376,20 @@ def test_the_command_writes_a_graph(tmp_path):
     }
     assert found["metadata"]["slug"] == "graph"
     assert found["metadata"]["prompt"] == "Once upon a time"
+    command[2], command[6] = "Once </script><b>upon", str(tmp_path / "graph.html")
+    assert CliRunner().invoke(app, command).exit_code == 0
+    page = (tmp_path / "graph.html").read_text()
+    (data,) = re.findall(r"const \{ graph, tokens \} = (.*);", page)
+    assert "<" not in data
+    shown = json.loads(data)
+    assert shown["graph"]["metadata"]["prompt"] == "Once </script><b>upon"
+    features = [n for n in shown["graph"]["nodes"] if n["feature_type"] == "cross layer transcoder"]
+    assert shown["tokens"].keys() == {node["node_id"] for node in features}
+    with LLM(path, n_threads=1) as llm:
+        layer, feature, _ = map(int, features[0]["node_id"].split("_"))
+        decoder = Transcoders.load(tmp_path / "t").layers[layer].decoders(np.array([feature]))[0, 0]
+        best = llm.tokenizer.token_text(int(np.argmax(decoder @ llm.weights.W_U)))
+    assert shown["tokens"][features[0]["node_id"]][0] == best
     wrong = CliRunner().invoke(app, ["circuit", str(path), "Once", "--json"])
     assert wrong.exit_code == 2
     assert "--transcoders DIR --out" in wrong.output

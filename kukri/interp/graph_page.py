@@ -1,0 +1,54 @@
+"""An attribution graph as an HTML page of its own: nodes by layer and position, links of the one that is
+pointed at, and the tokens that a feature writes for. It loads nothing, and shows texts as texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from kukri.interp.session import Session
+from kukri.interp.transcoders import Transcoders
+from kukri.kernels.arrays import FloatArray
+
+_N_TOKENS = 8  # that are named of a feature
+_BATCH = 64  # features whose logits are computed at a time
+
+
+def written_tokens(
+    session: Session, transcoders: Transcoders, graph: Mapping[str, Any], token_text: Callable[[int], str]
+) -> dict[str, list[str]]:
+    """The tokens whose logits each feature of a graph's JSON raises most, by node: its decoders, summed over
+    the layers that it writes, times the unembedding.
+    """
+    nodes = [n for n in graph["nodes"] if n["feature_type"] == "cross layer transcoder"]
+    keys = [tuple(map(int, node["node_id"].split("_")[:2])) for node in nodes]  # (layer, feature)
+    unembedding = session.weights.W_U
+    found: dict[tuple[int, ...], list[str]] = {}
+    unique = sorted(set(keys))
+    for start in range(0, len(unique), _BATCH):
+        part = unique[start : start + _BATCH]
+        directions = np.stack([_direction(transcoders, *key) for key in part])
+        logits = directions @ unembedding
+        best = np.argpartition(-logits, min(_N_TOKENS, logits.shape[1] - 1), axis=1)[:, :_N_TOKENS]
+        for key, row, own in zip(part, logits, best):
+            found[key] = [token_text(int(i)) for i in own[np.argsort(-row[own], kind="stable")]]
+    return {node["node_id"]: found[key] for node, key in zip(nodes, keys)}
+
+
+def _direction(transcoders: Transcoders, layer: int, feature: int) -> FloatArray:
+    direction: FloatArray = transcoders.layers[layer].decoders(np.array([feature]))[0].sum(axis=0)
+    return direction
+
+
+def graph_page(graph: Mapping[str, Any], tokens: Mapping[str, list[str]]) -> str:
+    """The page of a graph in circuit-tracer's JSON, with the tokens of `written_tokens`."""
+    data = json.dumps({"graph": graph, "tokens": tokens}, ensure_ascii=True)
+    for character in "<>&":  # in a text that would end the script
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    page = files("kukri.interp").joinpath("graph_page.html").read_text("utf-8")
+    return page.replace("DATA", data, 1)
