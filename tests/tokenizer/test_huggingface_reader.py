@@ -180,7 +180,7 @@ def test_bos_follows_the_files(tmp_path, make, settings_):
 
 
 def test_chat_templates_wherever_they_are(tmp_path):
-    """Catches a template missed in one of its three places."""
+    """Catches a template missed in one of its four places."""
     directory = save(tmp_path, byte_level())
     path = directory / "tokenizer_config.json"
     settings_ = json.loads(path.read_text())
@@ -190,6 +190,8 @@ def test_chat_templates_wherever_they_are(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "two"}]
     path.write_text(json.dumps({**settings_, "chat_template": named}))
     assert load_tokenizer(files(directory)).chat_template == "two"
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": "of images"}))
+    assert load_tokenizer(files(directory)).chat_template == "of images"
     (directory / "chat_template.jinja").write_text("thrée", encoding="utf-8")
     assert load_tokenizer(files(directory)).chat_template == "thrée"
 

@@ -79,14 +79,17 @@ def _eos_ids(stated: Any, n_vocab: int, path: Path) -> tuple[int, ...]:
 
 
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
-    """The source in chat_template.jinja or tokenizer_config.json; of several the one named default."""
+    """The source in chat_template.jinja, chat_template.json or tokenizer_config.json.
+
+    Of several it is the one named default. The second file is of models of images.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise FormatError(f"cannot be read: {error}", path=path) from None
-    stated = settings.get("chat_template")
+    stated = _optional(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(stated, list):
         named = {item.get("name"): item.get("template") for item in stated if isinstance(item, dict)}
         stated = named.get("default")
