@@ -83,7 +83,32 @@ def apart(lines: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", TINY)
+# The tree of these shows kukri's modules: experts' biases and shared experts by one name for all, where each
+# class of transformers has its own; Nemotron's LayerNorm as any other.
+OWN_TREE = (
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "lfm2_moe",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "afmoe",
+    "hunyuan_v1_moe",
+)
+OWN_TREE += ("granitemoeshared", "nemotron")
+
+
+@pytest.mark.parametrize("name", OWN_TREE)
+def test_a_tree_of_ones_own_counts_every_parameter(name: str, tmp_path: Path) -> None:
+    """A bias of a router, a gate or a shared expert that no line and no count has."""
+    hf, config, source = make(name)
+    routers = [b for key, b in hf.named_buffers() if key.endswith("bias")]
+    n_parameters = sum(tensor.numel() for tensor in (*hf.parameters(), *routers))
+    for path in (write(tmp_path / "tiny.gguf", name, config, source), saved(tmp_path / "hf", hf)):
+        assert report_on(path)["n_parameters"] == n_parameters
+        assert "Linear(in_features=64" in inspect(path, "--tree")
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in OWN_TREE])
 def test_the_tree_is_pytorchs(name: str, tmp_path: Path) -> None:
     """A module of another name, class, shape or bias; a layer folded that differs; a count off by a bias."""
     hf, config, source = make(name)
