@@ -165,10 +165,6 @@ class PagePool:
         held = Counter(page for pages in owners for page in pages)
         return {page for page, n in held.items() if n == self._n_owners[page]}
 
-    def page_of(self, key: PageKey) -> int | None:
-        """The cached page of a key."""
-        return self._page_of.get(key)
-
     def reach(self, keys: Sequence[PageKey], n_pages: int) -> int:
         """The most of the first `n_pages` pages of a text after which all that are needed are cached."""
         while n_pages:

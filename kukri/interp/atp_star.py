@@ -50,7 +50,7 @@ def atp_star(
     layers = range(session.config.n_layers)
     if any(f"blocks.{i}.attn.hook_z" not in session.points for i in layers):
         raise UnsupportedError("AtP* needs attention in every layer")
-    tapes = [Tape(session._matrices, session._ropes) for _ in range(2)]
+    tapes = [session.array_tape() for _ in range(2)]
     result = None
     for tape, texts in zip(tapes, (clean, corrupted)):
         result = tape.run(session.model, TextRows.of(texts))

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import RequestError
-from kukri.interp.frozen_tape import FrozenTape
 from kukri.interp.patching import HasInterp
 from kukri.interp.session import Session
 from kukri.interp.tape import TextRows
@@ -236,7 +235,7 @@ class _Run:
         self.reads = [_tap(session, transcoders.reads, i) for i in range(n_layers)]
         self.writes = [_tap(session, transcoders.writes, i) for i in range(n_layers)]
         skips = {i: one.skip for i, one in transcoders.layers.items() if one.skip is not None}
-        self.tape = FrozenTape(session._matrices, session._ropes, self.reads, self.writes, skips)
+        self.tape = session.frozen_tape(self.reads, self.writes, skips)
         with session.alone():
             self.result = self.tape.run(session.model, TextRows.of([ids])).x
         n_tokens = len(ids)

@@ -14,6 +14,7 @@ from kukri.engine import Request
 from kukri.errors import HookError, RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.catalog import Catalog
+from kukri.interp.frozen_tape import FrozenTape
 from kukri.interp.generation import InterventionTaps, RequestTaps
 from kukri.interp.interventions import Intervention, resolve
 from kukri.interp.listening import Listening, PointHook, StepListener
@@ -205,10 +206,20 @@ class Session:
     def tape(self, given: Mapping[str, FloatArray] | None = None) -> Any:
         """A run with gradients: a Tape, or a TorchTape on the device if the LLM runs on PyTorch."""
         if self.texts.backend.name not in ("torch", "gpu"):
-            return Tape(self._matrices, self._ropes, given)
+            return self.array_tape(given)
         from kukri.interp.torch_tape import TorchTape
 
         return TorchTape(self._constants, self.model.cache_layout, given)
+
+    def array_tape(self, given: Mapping[str, FloatArray] | None = None) -> Tape:
+        """A run with gradients in NumPy, whatever the LLM runs on; tapes share their matrices in float32."""
+        return Tape(self._matrices, self._ropes, given)
+
+    def frozen_tape(
+        self, reads: Sequence[str], writes: Sequence[str], skips: Mapping[int, Any]
+    ) -> FrozenTape:
+        """A run whose attention patterns, norms and MLPs are constants: see FrozenTape."""
+        return FrozenTape(self._matrices, self._ropes, reads, writes, skips)
 
     @cached_property
     def _constants(self) -> Any:

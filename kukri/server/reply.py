@@ -180,7 +180,7 @@ class ChunkWriter(AnswerWriter):
         self._with_usage = bool(options and options.include_usage)
         self._counts_each = bool(self._with_usage and options and options.continuous_usage_stats)
         self._has_timings = bool(body.timings_per_token)
-        self.prompt_text: str | None = None  # of a body that is to be answered with `__verbose`
+        self.prompt_text: str | None = None  # kept if the answer is to have `__verbose`
 
     def end(self) -> bytes:
         """The usage, if requested, and the end mark."""
