@@ -233,7 +233,7 @@ class Engine(RequestMaker):
         scheduled = self.scheduler.schedule()
         chunks = scheduled.chunks
         if not chunks:
-            self._copy(scheduled)  # of requests that were admitted and wait for an image
+            self._copy(scheduled)  # for admitted requests that wait for an image
             return None
         try:
             self._add_drafts(scheduled)

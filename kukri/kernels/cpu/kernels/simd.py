@@ -284,7 +284,7 @@ def _reduce_rows(builder: Any, address: Any, combine: Callable[[Any, Any], Any])
     """Lane r has what `_halve` makes of row r of 16 vectors at an address, by the same tree."""
     where = [pointer(builder, at(builder, address, 64 * row), F32x16.llvm) for row in range(16)]
     rows = [builder.load(row, align=1) for row in where]
-    lanes = 16  # of a row
+    lanes = 16  # in each row
     while len(rows) > 1:
         lanes //= 2
         firsts = [start + i for start in range(0, 32, 2 * lanes) for i in range(lanes)]

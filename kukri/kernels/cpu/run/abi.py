@@ -98,7 +98,7 @@ def query_tokens(group: int) -> int:
 
 
 def prompt_tokens(group: int, d_head: int) -> int:
-    """The most new tokens of a sequence that a work entry has: as many rows as caches hold beside a chunk."""
+    """The most new tokens of a sequence of a work entry: as many rows as caches hold next to a chunk."""
     return max(query_tokens(group), min(96, 6144 // d_head) // group)
 
 
