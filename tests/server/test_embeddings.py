@@ -127,7 +127,8 @@ def test_llama_cpps_forms_of_input_give_the_same_vectors(served, offline):
     ("changes", "param", "message"),
     [
         ({"dimensions": 64}, "dimensions", "can only be 576"),
-        ({"input": ""}, "input", "a text is empty"),
+        ({"input": ""}, "input", "input is empty"),
+        ({"input": ["a", ""]}, "input[1]", "input[1] is empty"),
         ({"input": []}, "input", ""),
         ({"input": [[]]}, "input[0]", "at least 1 item"),
         ({"input": ["a", 1.5]}, "input[1]", "valid string"),

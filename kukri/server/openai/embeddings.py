@@ -100,6 +100,10 @@ async def embed(
         texts = await _encoded(served, body)
     except RequestError as error:
         raise _named(error) from None
+    empty = next((i for i, ids in enumerate(texts.ids) if not ids), None)
+    if empty is not None:
+        which = f"input[{empty}]" if len(texts.ids) > 1 else "input"
+        raise RequestError(f"{which} is empty, and the model adds no token of its own", param=which)
     vectors = await vectors_of(served, body, texts.ids, http)
     if vectors is None:
         return SILENCE
