@@ -13,7 +13,7 @@ from benchmarks import answers
 def test_repetition_is_seen(n_open: int, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch shares that are the same whatever the answers say."""
     monkeypatch.setattr(answers, "_OPEN", answers._OPEN[-n_open:])
-    monkeypatch.setattr(answers, "POEMS", answers.POEMS[:1])
+    monkeypatch.setattr(answers, "POEMS", answers.POEMS[: n_open // 6])  # 1 of 3, or all
     plain = answers.measure(str(smollm2_path), {}, 1, None)
     greedy = {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0}
     loops = answers.measure(str(smollm2_path), greedy, 1, None)
