@@ -295,10 +295,10 @@ def test_wrong_values_are_named(served, path, wrong, param):
         ),
     ],
 )
-def test_errors_name_the_fields_that_the_client_sent(served, path, changes, param, text):
+def test_errors_name_the_fields_that_the_client_sent(tooled, path, changes, param, text):
     """Catches an error about a field of another API, to which the request was translated."""
     body = ASK.get(path, ASK[CHAT]) | changes
-    with served.http() as http:
+    with tooled.http() as http:
         response = http.post(path, json=body)
     assert response.status_code == 400
     error = response.json()["error"]

@@ -108,8 +108,11 @@ class ChatPrompts(ModelDialect):
         return self.with_reasoning(grammar, prompt_ids, may_reason=may_reason)
 
     def reasoning_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ReasoningLimit | None:
-        """The limit of the reasoning in the answer to a prompt. Raises RequestError if the model has none."""
-        if n_tokens is None:
+        """The limit of the reasoning in the answer to a prompt; a model that does not reason keeps any.
+
+        Raises RequestError if the model reasons between marks that are no tokens.
+        """
+        if n_tokens is None or not self.dialect.can_reason(self.source):
             return None
         thoughts, id_of = self.dialect.thoughts, self.tokenizer.vocabulary.id_of
         ids = [id_of.get(mark) for mark in (thoughts.token, thoughts.closer)]
