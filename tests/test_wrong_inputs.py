@@ -127,7 +127,7 @@ IN_SHARDS: dict[str, tuple[Damage, type[KukriError], str]] = {
     "cut header": (cut_header, FormatError, r"model-0000\d-of.*, byte 0: is cut short: a header of"),
     "architecture": (
         config(model_type="gpt_neox"), UnsupportedError,
-        r"config\.json: model_type 'gpt_neox' is not supported: kukri runs bert, .*llama, ",
+        r"config\.json: model_type 'gpt_neox' is not supported: kukri runs afmoe, .*bert, .*llama, ",
     ),
     "no architecture": (config(model_type=None), UnsupportedError, "model_type None is not supported"),
     "scaling": (

@@ -100,13 +100,13 @@ def test_pages_set_aside_are_claimed_by_their_owner_alone() -> None:
     taken = pool.allocate(2)
     pool.check_integrity([taken])
     pool.claim(page, (1, 0), b"a")
-    assert pool.page_of(b"a") is None
+    assert not pool.find([b"a"])
     pool.free(taken[1:])
     pool.set_aside(taken[0], (1, 3), first_out=False)
     pool.claim(taken[0], (1, 0), b"a")
-    assert pool.page_of(b"a") is None
+    assert not pool.find([b"a"])
     pool.claim(taken[0], (1, 3), b"a")
-    assert pool.page_of(b"a") == taken[0]
+    assert pool.find([b"a"]) == taken[:1]
     pool.check_integrity([])
 
 

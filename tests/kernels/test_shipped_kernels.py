@@ -154,6 +154,8 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "kernels.candidates",
         "kernels.head_rotation",
         "kernels.kv_types",
+        "kernels.attention_rows",
+        "kernels.prompt_attention",
         "pack.scale_search",
     )
     command = [sys.executable, "-c", _WITHOUT, " ".join([*compiling.KERNEL_MODULES, *made_of])]

@@ -32,6 +32,7 @@ GENERATED = (
         "/api/generate",
         "/api/embed",
         "/api/embeddings",
+        "/embedding",
     ),
 )
 BODIES = (

@@ -54,7 +54,9 @@ def test_a_step_counts_each_of_its_tokens(monkeypatch):
     loop: Any = SimpleNamespace(start=lambda: None, is_stepping=True, submit=lambda requests: None)
     now_s = [0.0]
     monkeypatch.setattr(bridge_module, "perf_counter", lambda: now_s[0])
-    requests: list[Any] = [SimpleNamespace(id=i, n_prompt=1, started_s=0.0, arrived_s=0.0) for i in range(3)]
+    requests: list[Any] = [
+        SimpleNamespace(id=i, n_prompt=1, started_s=0.0, arrived_s=0.0, images=None) for i in range(3)
+    ]
 
     async def steps() -> None:
         bridge = Bridge(lambda deliver: loop, metrics)

@@ -476,8 +476,8 @@ def test_a_proxy_may_serve_it_under_a_prefix(small, keeps):
         assert urlsplit(slash.headers["location"]).path == "/ai/kukri/v1/completions"
         assert via_proxy("POST", "/ai/kukri/v1/messages", json={}).json()["type"] == "error"
         assert isinstance(via_proxy("POST", "/ai/kukri/api/chat", json={}).json()["error"], str)
-        lost = via_proxy("POST", "/ai/kukri/embeddings", json={}, headers=key).json()["error"]["message"]
-        assert lost == "no such endpoint: POST /embeddings; it is at /v1/embeddings"
+        lost = via_proxy("POST", "/ai/kukri/activations", json={}, headers=key).json()["error"]["message"]
+        assert lost == "no such endpoint: POST /activations; it is at /v1/activations"
 
 
 @pytest.mark.parametrize("path", ["kukri", "/a//b", "/v1", "/api/x", "/a?b", "//a"])

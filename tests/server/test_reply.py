@@ -101,7 +101,7 @@ async def written(tokens: list[bool], writer: Numbers, version: str = "1.1") -> 
     parts: list[bytes] = []
     connection = FakeConnection(parts)
     answer: Any = SimpleNamespace(
-        request=SimpleNamespace(id=1, n_prompt=1), n_tokens=0, finish_reason=None, index=0
+        request=SimpleNamespace(id=1, n_prompt=1, images=None), n_tokens=0, finish_reason=None, index=0
     )
     bridge: Any = SimpleNamespace(drop=lambda call: None)
     call = LiveCall(bridge, [answer], 1, "log")
