@@ -17,8 +17,8 @@ from kukri.cli import app
 from kukri.errors import RequestError
 from kukri.llm_plugin import Kukri
 from kukri.sampling.fields import MAX_FACTOR, FieldFacts, facts_of
-from kukri.server.anthropic.schema import MessagesBody
 from kukri.server.answer_facts import settings_of
+from kukri.server.anthropic.schema import MessagesBody
 from kukri.server.llama_cpp.schema import LlamaCompletionBody
 from kukri.server.ollama.schema import Options
 from kukri.server.openai.responses_schema import ResponseBody
