@@ -56,6 +56,16 @@ Found = Mapping[Source, FloatArray]
 _NOTHING: Found = {}
 
 
+def _wanted(
+    spans: Spans, start: int, n_tokens: int, chosen: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.bool_]:
+    """Which of the tokens from `start` on an edit changes, [n_tokens]: those at its places, and `chosen`."""
+    wanted = spans.mask(start, n_tokens)
+    if chosen is not None:
+        wanted &= chosen
+    return wanted
+
+
 @dataclass(frozen=True, eq=False)
 class Edit:
     """A change of a tap's rows at some positions. Columns None are all."""
@@ -83,9 +93,7 @@ class Edit:
         found: Found = _NOTHING,
     ) -> None:
         """Edits x in place: rows of `n_tokens` tokens from `start` on, of the tokens `chosen` alone."""
-        wanted = self.spans.mask(start, n_tokens)
-        if chosen is not None:
-            wanted &= chosen
+        wanted = _wanted(self.spans, start, n_tokens, chosen)
         if not wanted.any():
             return
         of_tokens = x.reshape(n_tokens, -1, x.shape[1])  # a mixture has a row for each expert it uses
@@ -148,9 +156,7 @@ class FeatureEdit:
         found: Found = _NOTHING,
     ) -> None:
         """Edits x in place: see Edit."""
-        wanted = self.spans.mask(start, n_tokens)
-        if chosen is not None:
-            wanted &= chosen
+        wanted = _wanted(self.spans, start, n_tokens, chosen)
         if not wanted.any():
             return
         rows = x[wanted]
@@ -199,9 +205,7 @@ class Replacement:
         found: Found = _NOTHING,
     ) -> None:
         """Edits x in place: see Edit."""
-        wanted = self.spans.mask(start, n_tokens)
-        if chosen is not None:
-            wanted &= chosen
+        wanted = _wanted(self.spans, start, n_tokens, chosen)
         if not wanted.any():
             return
         if self.parts:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
-from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
-from kukri.formats.huggingface.weights import is_of_images, packed_type
+from kukri.errors import FormatError, UnusedTensorError, brief, brief_list
+from kukri.formats.huggingface.safetensors import open_files
+from kukri.formats.huggingface.weights import RUNS, is_of_images, packed_type, stored_data
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
@@ -24,7 +24,6 @@ from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionFamily
 from kukri.vision.encoders import vision_families
 
-_RUNS = ("F32", "F16", "BF16")
 _UNPACKED = ("model.embed_patches.weight", "model.embed_positions.weight")  # what every patch begins with
 
 
@@ -126,12 +125,6 @@ class VisionWeights:
         if tensor.shape[:1] != shape[:1] or prod(tensor.shape) != prod(shape):
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             raise FormatError(message, path=file.path, offset=tensor.offset, tensor=name)
-        if tensor.dtype not in _RUNS:
-            raise UnsupportedError(
-                f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(_RUNS)}"
-            )
+        data = stored_data(file, name, RUNS)
         self._taken.add(name)
-        data = file.data(tensor)
-        if tensor.offset % DTYPE_BYTES[tensor.dtype]:
-            data = data.copy()  # numbers must not straddle their own boundaries
         return data, QUANT_TYPES[tensor.dtype]

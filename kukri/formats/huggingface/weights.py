@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
-from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
+from kukri.formats.huggingface.safetensors import DTYPE_BYTES, SafetensorsFile, open_files
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
@@ -31,7 +31,7 @@ _HEADS = (
     "head",
     "decoder",
 )  # outside of the model below them
-_RUNS = ("F32", "F16", "BF16")
+RUNS = ("F32", "F16", "BF16")
 _BYTES = ("U8",)
 
 # Tensors that old checkpoints carry and that follow from the configuration: frequencies and causal masks.
@@ -221,7 +221,7 @@ class SafetensorsWeights:
         return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     def _take(
-        self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = _RUNS
+        self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = RUNS
     ) -> tuple[ByteArray, QuantType]:
         name, shape = self._stored_name(name), stored_shape(name, shape)
         file = self._files.get(name)
@@ -231,15 +231,23 @@ class SafetensorsWeights:
         if tensor.shape != shape:
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             raise FormatError(message, path=file.path, offset=tensor.offset, tensor=name)
-        if tensor.dtype not in dtypes:
-            raise UnsupportedError(
-                f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(dtypes)}"
-            )
+        data = stored_data(file, name, dtypes)
         self._taken.add(name)
-        data = file.data(tensor)
-        if tensor.offset % DTYPE_BYTES[tensor.dtype]:
-            data = data.copy()  # numbers must not straddle their own boundaries
         return data, QUANT_TYPES["I8" if tensor.dtype == "U8" else tensor.dtype]
+
+
+def stored_data(file: SafetensorsFile, name: str, dtypes: tuple[str, ...]) -> ByteArray:
+    """The bytes of a tensor, where numbers lie on their own boundaries.
+
+    Raises UnsupportedError unless it is of one of these types.
+    """
+    tensor = file.tensors[name]
+    if tensor.dtype not in dtypes:
+        raise UnsupportedError(
+            f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(dtypes)}"
+        )
+    data = file.data(tensor)
+    return data.copy() if tensor.offset % DTYPE_BYTES[tensor.dtype] else data
 
 
 def expert_tensors(name: str) -> list[str]:
