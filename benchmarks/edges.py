@@ -1,4 +1,4 @@
-"""Estimates of edges and nodes beside exact patches, on indirect objects: `python -m benchmarks.edges`.
+"""Estimates of edges and nodes against exact patches, on indirect objects: `python -m benchmarks.edges`.
 
 Twenty prompts after Wang et al. (2022), "When Mary and John went to the store, John gave a drink to", whose
 corrupted twins repeat the other name. Edges and nodes are drawn at random, patched exactly, and ranked by

@@ -71,7 +71,7 @@ def torch_encoder(path: str, n_threads: int, max_tokens: int) -> Callable[[list[
 
 def main() -> None:
     """Measures and reports."""
-    experiment = Experiment("encoders", "Sentences per second beside PyTorch.")
+    experiment = Experiment("encoders", "Sentences per second compared with PyTorch.")
     experiment.count("-r", "--rounds", 5, "rounds")
     experiment.count("-n", "--texts", 1000, "texts")
     experiment.options.add_argument("--quantize", help="pack the weights while loading, Q8_0 for example")

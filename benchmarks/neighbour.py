@@ -184,12 +184,12 @@ def _cores(text: str) -> float:
 
 def main() -> None:
     """Runs the experiment."""
-    experiment = Experiment("neighbour", "Compare an engine beside busy processes with itself alone.")
+    experiment = Experiment("neighbour", "Compare an engine next to busy processes with itself alone.")
     experiment.count("-r", "--rounds", 5, "pairs of measurements")
     experiment.count("-n", "--n-generate", 128, "tokens generated")
     experiment.count("-p", "--n-prompt", 512, "tokens of a prompt")
     add = experiment.options.add_argument
-    add("--busy", type=positive, nargs="+", default=[1], metavar="N", help="busy processes beside (1)")
+    add("--busy", type=positive, nargs="+", default=[1], metavar="N", help="busy processes (1)")
     add("--quota", type=_cores, metavar="CORES", help="measure within a quota of a control group instead")
     given = experiment.parse()
     sizes = given.rounds, given.n_generate, given.n_prompt, experiment.say

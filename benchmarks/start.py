@@ -160,7 +160,7 @@ def main() -> None:
     experiment.count("-r", "--rounds", 5, "starts")
     experiment.count("-n", "--n-generate", 16, "tokens generated")
     experiment.options.add_argument("--no-first", action="store_true", help="skip the start that compiles")
-    experiment.options.add_argument("--floor", action="store_true", help="beside the least it could take")
+    experiment.options.add_argument("--floor", action="store_true", help="also the least it could take")
     given = experiment.parse()
     if given.floor:
         _show_floor(experiment, given)

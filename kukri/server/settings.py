@@ -181,7 +181,7 @@ class ServerSettings:
     max_waiting: int = _count("Maximum requests in the queue; more get a 503.", 256)
     max_body_bytes: int = _size("Maximum request size; larger ones get a 413.", "--max-body", 2 << 20)
     max_image_bytes: int = _size(
-        "Maximum size of the images in a request, beside --max-body; larger ones get a 413.",
+        "Maximum size of the images in a request, besides --max-body; larger ones get a 413.",
         "--max-images",
         32 << 20,
     )

@@ -1,4 +1,4 @@
-"""Graphs and features beside circuit-tracer 0.5 and SAELens 6, which are no dependencies.
+"""Graphs and features compared with circuit-tracer 0.5 and SAELens 6, which are not dependencies.
 
 `pip install --no-deps circuit-tracer sae-lens transformer-lens` and what these import, in an environment of
 their own: they want an older transformers.

@@ -1,4 +1,4 @@
-// Versions of a turn: what was there before an edit, with all that followed, stays beside what took its place.
+// Versions of a turn: what was there before an edit, with all that followed, stays alongside what took its place.
 // A message with others in its place has `versions`: {at, tails}, where tails[i] are the messages from there
 // on in version i, and null for the version that is shown, `at`.
 
