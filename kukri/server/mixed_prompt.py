@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kukri.server.schema import MAX_IDS, TEXT_ONLY, Body, Refused
+from kukri.server.body import Body, Refused
+from kukri.server.schema import MAX_IDS, TEXT_ONLY
 from kukri.tokenizer import Tokenizer
 
 

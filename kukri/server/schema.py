@@ -7,30 +7,24 @@ not declared is an error unless it is null. Fields beyond OpenAI's are spelled a
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
-from pydantic_core import CoreSchema
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError, brief
-from kukri.interp.edits import Op
-from kukri.interp.interventions import MAX_INTERVENTIONS
-from kukri.interp.places import MAX_PLACES, MAX_TEXT
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
-from kukri.server.bounds import bounded
+from kukri.server.body import Body, Piece, Refused
 from kukri.server.chat.request import only_grammar
+from kukri.server.intervention_bodies import Interventions
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.tokenizer import newest_turn, note
 from kukri.tokenizer.image_marks import IMAGE_TYPES
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 _TOKEN_IDS = re.compile(rf"{_TOKEN_ID.pattern}(?:,{_TOKEN_ID.pattern})*")
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
 TEXT_ONLY = "the model reads and writes only text"
 NO_CALLS = "this server calls no tools itself"
@@ -58,52 +52,6 @@ SAME_FORM = {name for name, facts in FACTS.items() if facts.kind != "object"} - 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # those of MCP too
 MAX_IDS = 2**20  # longest prompt given as token ids
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-
-
-class Body(BaseModel):
-    """A JSON object of exactly these fields; others are errors unless they are null or in `ignored`.
-
-    `refused` has fields that cannot be honoured, the values that ask for nothing, and the reason.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    refused: ClassVar[Refused] = {}
-    ignored: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, (neutral, reason) in cls.refused.items():
-            if name in data and data[name] is not None and data[name] not in neutral:
-                raise RequestError(
-                    f"{name} is not supported: {reason}", param=name, code="unsupported_parameter"
-                )
-        known = cls._names()
-        left_out = cls.refused.keys() | cls.ignored
-        unknown = (
-            name for name, value in data.items() if not (name in known or name in left_out or value is None)
-        )
-        first = next(unknown, None)  # one error is enough
-        return {name: value for name, value in data.items() if name in known or name == first}
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The schema, in which every list, object and number has bounds."""
-        made: CoreSchema = bounded(handler(source))
-        return made
-
-    @classmethod
-    def _names(cls) -> set[str]:
-        """The fields as JSON spells them."""
-        return {field.alias or name for name, field in cls.model_fields.items()}
-
-
-class Piece(Body):
-    """A part of a conversation: fields beyond its own are ignored, as no template would print them."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 def _form_of(value: Any) -> str:
@@ -186,89 +134,6 @@ class Sampling(Body):
     def form(self) -> Grammar | None:
         """The grammar of `structured_outputs`."""
         return self.structured_outputs.as_grammar() if self.structured_outputs is not None else None
-
-
-Float32 = Annotated[str, Field(min_length=4, max_length=1 << 20)]  # base64 of little-endian numbers
-
-
-Span = Annotated[list[int | None], Field(min_length=2, max_length=2)]
-
-
-class TextPlace(Body):
-    """The tokens of a text wherever the prompt has it."""
-
-    text: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
-    tokens: Literal["all", "first", "last"] | None = None
-
-
-class StepsPlace(Body):
-    """The steps that choose some tokens of the answer."""
-
-    steps: int | Span
-
-
-Place = (
-    Literal["all", "prompt", "last", "generated"]
-    | int
-    | Annotated[list[int | Span], Field(min_length=1, max_length=MAX_PLACES)]
-    | TextPlace
-    | StepsPlace
-)
-
-
-class When(Body):
-    """A condition of an edit."""
-
-    probe: Annotated[str, Field(max_length=64)] | None = None
-    label: Annotated[str, Field(max_length=200)] | None = None
-    sae: Annotated[str, Field(max_length=64)] | None = None
-    transcoder: Annotated[str, Field(max_length=64)] | None = None
-    layer: int | None = None
-    feature: int | None = None
-    above: float | None = None
-    below: float | None = None
-
-
-class InterventionBody(Body):
-    """An operation on the activations of a request: see `kukri.interp.Intervention`."""
-
-    op: Op
-    name: Annotated[str, Field(max_length=200)] | None = None
-    vector: Annotated[list[float], Field(max_length=1 << 17)] | Float32 | None = None
-    strength: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
-    heads: Annotated[list[int], Field(max_length=1024)] | None = None
-    positions: Place | None = None
-    control_vector: Annotated[str, Field(max_length=64)] | None = None
-    layers: Annotated[list[int], Field(max_length=2)] | None = None
-    probe: Annotated[str, Field(max_length=64)] | None = None
-    sae: Annotated[str, Field(max_length=64)] | None = None
-    transcoder: Annotated[str, Field(max_length=64)] | None = None
-    layer: int | None = None
-    top_k: int | None = None
-    features: Annotated[list[int], Field(max_length=1024)] | None = None
-    match_norm: bool | None = None
-    when: When | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields that are set, the vector as numbers. Raises RequestError."""
-        found = self.model_dump(exclude_none=True)
-        if isinstance(self.vector, str):
-            try:
-                data = base64.b64decode(self.vector, validate=True)
-                found["vector"] = np.frombuffer(data, "<f4")
-            except ValueError:
-                raise RequestError(
-                    "the vector must be base64 of float32 numbers", param="interventions"
-                ) from None
-        return found
-
-
-Interventions = Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS)]
-
-
-def steering(given: Interventions | None) -> list[dict[str, Any]]:
-    """The interventions of a body. Raises RequestError."""
-    return [one.as_dict() for one in given or ()]
 
 
 @with_sampling(["n", "stop"])
@@ -362,7 +227,7 @@ class ToolCall(Piece):
 class ChatMessage(Piece):
     """A message of a conversation. Of an assistant without text, its refusal is the content."""
 
-    refused = {"function_call": ((), "it is deprecated: use tool_calls")}
+    refused: ClassVar[Refused] = {"function_call": ((), "it is deprecated: use tool_calls")}
     role: str  # one of the template's
     content: TextOr[list[Part]] | None = None
     name: str | None = None  # for templates that print it
@@ -530,7 +395,7 @@ class ThinkingSwitch(Piece):
 class ChatBody(GenerationBody):
     """A request to /v1/chat/completions."""
 
-    refused = {
+    refused: ClassVar[Refused] = {
         **ELSEWHERE,
         "audio": ((), TEXT_ONLY),
         "add_special_tokens": ((False,), "the chat template has them"),
@@ -618,7 +483,7 @@ TokenIds = Annotated[list[int], Field(min_length=1, max_length=MAX_IDS)]
 class CompletionBody(GenerationBody):
     """A request to /v1/completions."""
 
-    refused = {
+    refused: ClassVar[Refused] = {
         **ELSEWHERE,
         "add_special_tokens": ((True,), "the model's special tokens are always added to a text"),
     }
@@ -658,7 +523,7 @@ class LoadAdapterBody(Body):
     lora_name: Annotated[str, Field(pattern=r"^[^\s=]{1,200}$")]
     lora_path: Annotated[str, Field(min_length=1, max_length=1000)]  # within the adapter directory
     model: str | None = None  # the model that it is for, of several
-    refused = {"load_inplace": ((False,), "unload the adapter first")}
+    refused: ClassVar[Refused] = {"load_inplace": ((False,), "unload the adapter first")}
 
 
 class UnloadAdapterBody(Body):

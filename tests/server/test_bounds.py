@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from kukri.errors import RequestError
 from kukri.model_options import ModelOptions
 from kukri.server.app import create_app
-from kukri.server.schema import Body
+from kukri.server.body import Body
 from kukri.server.settings import ModelSpec, ServerSettings
 from tests.stopwatch import stopwatch
 

@@ -30,9 +30,10 @@ from kukri.server.anthropic.schema import (
 from kukri.server.chat.choice import Part, PartEvent
 from kukri.server.chat.request import ChatRequest, ToolChoice, only_grammar
 from kukri.server.errors import message_error_body
+from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.reply import AnswerWriter, Reply, image_usage, interp_fields, sse
-from kukri.server.schema import client_image, content_of, steering
+from kukri.server.schema import client_image, content_of
 from kukri.tokenizer import arguments_object, newest_turn, note
 
 _BILLING = "x-anthropic-billing-header:"

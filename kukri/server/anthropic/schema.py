@@ -9,19 +9,9 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_STOPS, MAX_TEXT
-from kukri.server.schema import (
-    HINTS,
-    NO_CALLS,
-    Body,
-    Interventions,
-    MaxTokens,
-    Piece,
-    Refused,
-    Sampling,
-    TextOr,
-    ToolName,
-    tool_type,
-)
+from kukri.server.body import Body, Piece, Refused
+from kukri.server.intervention_bodies import Interventions
+from kukri.server.schema import HINTS, NO_CALLS, MaxTokens, Sampling, TextOr, ToolName, tool_type
 
 
 class TextBlock(Piece):

@@ -9,18 +9,10 @@ from pydantic import Field, model_validator
 from kukri.calls.image_prompts import MAX_IMAGES
 from kukri.errors import RequestError
 from kukri.sampling.fields import MAX_BIAS, MAX_COUNT, MAX_PHRASES
+from kukri.server.body import Body, Refused
 from kukri.server.mixed_prompt import Mixed
 from kukri.server.sampling_fields import FACTS, with_sampling
-from kukri.server.schema import (
-    ELSEWHERE,
-    HINTS,
-    MAX_PROMPTS,
-    SAME_FORM,
-    Body,
-    GenerationBody,
-    Refused,
-    Sampling,
-)
+from kukri.server.schema import ELSEWHERE, HINTS, MAX_PROMPTS, SAME_FORM, GenerationBody, Sampling
 from kukri.tokenizer import Tokenizer
 
 # names of kukri's fields in errors, and llama.cpp's

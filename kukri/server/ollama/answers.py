@@ -17,6 +17,7 @@ from kukri.dialects.families import GENERIC
 from kukri.errors import RequestError
 from kukri.server.chat.choice import Choice, Part, PartEvent, PlacedToken
 from kukri.server.chat.request import ChatRequest
+from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.ollama.schema import (
     NAMES,
@@ -30,7 +31,7 @@ from kukri.server.ollama.schema import (
 from kukri.server.openai.embeddings import EmbeddingBody, vectors_of
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import AnswerWriter, Reply, StreamForm, compact, grown, interp_fields
-from kukri.server.schema import client_image, content_of, steering
+from kukri.server.schema import client_image, content_of
 from kukri.tokenizer import arguments_object
 
 

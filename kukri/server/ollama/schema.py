@@ -14,9 +14,11 @@ from kukri.errors import ConfigError, RequestError
 from kukri.option_fields import duration_s
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
+from kukri.server.body import Body, Refused
+from kukri.server.intervention_bodies import Interventions
 from kukri.server.models.preset import Preset
 from kukri.server.sampling_fields import FACTS, with_sampling
-from kukri.server.schema import Body, Interventions, Refused, Tool
+from kukri.server.schema import Tool
 
 _FOREVER_S = -1.0
 MAX_NAME = 200  # characters of a preset's name

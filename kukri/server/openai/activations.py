@@ -18,10 +18,11 @@ from kukri.interp.generation import RequestTaps, joined_cache
 from kukri.interp.interventions import MAX_INTERVENTIONS, resolve
 from kukri.interp.places import NO_PROMPT
 from kukri.interp.values import Rows
+from kukri.server.body import Body
 from kukri.server.keys import Client
 from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.embeddings import SILENCE, rows_of, while_connected
-from kukri.server.schema import Body, TokenIds
+from kukri.server.schema import TokenIds
 
 _MAX_TEXTS = 256
 _Text = Annotated[str, Field(min_length=1)]

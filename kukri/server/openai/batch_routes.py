@@ -9,10 +9,10 @@ from pydantic import Field
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from kukri.server.access import client_of
+from kukri.server.body import Body
 from kukri.server.errors import NotFoundError
 from kukri.server.openai.batches import Batches
 from kukri.server.openai.lists import listed
-from kukri.server.schema import Body
 
 
 class ExpiresAfter(Body):

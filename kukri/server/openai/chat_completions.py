@@ -13,10 +13,11 @@ from starlette.responses import Response
 
 from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
 from kukri.server.chat.request import ChatRequest, only_grammar
+from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
-from kukri.server.schema import ChatBody, NamedTool, conversation, steering
+from kukri.server.schema import ChatBody, NamedTool, conversation
 
 _NAMES = {"prompt": "messages"}
 

@@ -12,11 +12,12 @@ from starlette.responses import Response
 from kukri.dialects.answer_parser import PlainParser
 from kukri.sampling import SampledToken, SamplingParams
 from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
+from kukri.server.intervention_bodies import steering
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import legacy_logprobs
 from kukri.server.reply import ChunkWriter, Reply, compact, grown, interp_fields, usage
-from kukri.server.schema import CompletionBody, GenerationBody, steering
+from kukri.server.schema import CompletionBody, GenerationBody
 from kukri.tokenizer import TextStream, Tokenizer
 from kukri.vision.image import ImagePrompt
 

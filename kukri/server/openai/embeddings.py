@@ -19,11 +19,12 @@ from kukri.engine import Request as EngineRequest
 from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.server.access import client_of
+from kukri.server.body import Body
 from kukri.server.errors import DeadlineError
 from kukri.server.mixed_prompt import MarkedText, Mixed, encode_mixed
 from kukri.server.models.served_model import ServedModel
 from kukri.server.reply import disconnected
-from kukri.server.schema import Body, TextOr, TextPart
+from kukri.server.schema import TextOr, TextPart
 
 _MAX_TEXTS = 2048  # as in OpenAI's API
 _OWN_FIELDS = ("prompt_name", "adapter")  # that errors may be about

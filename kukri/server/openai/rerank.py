@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.embedding import normalized, ranked
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
+from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.embeddings import SILENCE, rows_of, while_connected
-from kukri.server.schema import Body
 
 _MAX_DOCUMENTS = 2048
 _Text = Annotated[str, Field(min_length=1)]

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from kukri.errors import KukriError, RequestError
 from kukri.server.chat.choice import Part, PartEvent
 from kukri.server.chat.request import ChatRequest, only_grammar
+from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.openai.response_store import ResponseStore
@@ -43,7 +44,7 @@ from kukri.server.openai.responses_schema import (
     ResponseTool,
 )
 from kukri.server.reply import AnswerWriter, Reply, compact, image_usage, interp_fields, sse
-from kukri.server.schema import OtherPart, RefusalPart, content_of, piece_of, steering
+from kukri.server.schema import OtherPart, RefusalPart, content_of, piece_of
 from kukri.server.timings import timings_of, timings_of_progress
 from kukri.tokenizer import newest_turn, note
 

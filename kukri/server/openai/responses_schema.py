@@ -9,16 +9,14 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
+from kukri.server.body import Body, Piece, Refused
+from kukri.server.intervention_bodies import Interventions
 from kukri.server.schema import (
     HINTS,
     TEXT_ONLY,
-    Body,
-    Interventions,
     MaxTokens,
     OtherPart,
-    Piece,
     RefusalPart,
-    Refused,
     Sampling,
     TextOr,
     ToolName,

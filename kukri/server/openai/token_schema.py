@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from kukri.errors import RequestError
-from kukri.server.schema import MAX_IDS, Body, ChatMessage, Tool
+from kukri.server.body import Body
+from kukri.server.schema import MAX_IDS, ChatMessage, Tool
 
 
 class PromptText(Body):

@@ -22,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 from kukri import __version__
 from kukri.errors import KukriError
 from kukri.sampling.fields import FieldFacts
+from kukri.server.body import Refused
 from kukri.server.chat.choice import PartEvent
 from kukri.server.chat.request import ChatRequest
 from kukri.server.models.bridge import LiveCall
@@ -29,7 +30,7 @@ from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.sampling_fields import FACTS
-from kukri.server.schema import ChatMessage, MaxTokens, Refused, Sampling, conversation
+from kukri.server.schema import ChatMessage, MaxTokens, Sampling, conversation
 from kukri.system_message import DEFAULT_SYSTEM, opening
 
 OPEN_S = 5.0  # until the stream of an answer has to be opened

@@ -1,0 +1,60 @@
+"""`Body`: what the bodies of requests of every API have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
+
+from kukri.errors import RequestError
+from kukri.server.bounds import bounded
+
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
+
+
+class Body(BaseModel):
+    """A JSON object of exactly these fields; others are errors unless they are null or in `ignored`.
+
+    `refused` has fields that cannot be honoured, the values that ask for nothing, and the reason.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    refused: ClassVar[Refused] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, (neutral, reason) in cls.refused.items():
+            if name in data and data[name] is not None and data[name] not in neutral:
+                raise RequestError(
+                    f"{name} is not supported: {reason}", param=name, code="unsupported_parameter"
+                )
+        known = cls._names()
+        left_out = cls.refused.keys() | cls.ignored
+        unknown = (
+            name for name, value in data.items() if not (name in known or name in left_out or value is None)
+        )
+        first = next(unknown, None)  # one error is enough
+        return {name: value for name, value in data.items() if name in known or name == first}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema, in which every list, object and number has bounds."""
+        made: CoreSchema = bounded(handler(source))
+        return made
+
+    @classmethod
+    def _names(cls) -> set[str]:
+        """The fields as JSON spells them."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+
+class Piece(Body):
+    """A part of a conversation: fields beyond its own are ignored, as no template would print them."""
+
+    model_config = ConfigDict(extra="ignore")

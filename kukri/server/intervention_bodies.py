@@ -1,0 +1,97 @@
+"""Interventions as requests of every API state them."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from kukri.errors import RequestError
+from kukri.interp.edits import Op
+from kukri.interp.interventions import MAX_INTERVENTIONS
+from kukri.interp.places import MAX_PLACES, MAX_TEXT
+from kukri.server.body import Body
+
+Float32 = Annotated[str, Field(min_length=4, max_length=1 << 20)]  # base64 of little-endian numbers
+
+
+Span = Annotated[list[int | None], Field(min_length=2, max_length=2)]
+
+
+class TextPlace(Body):
+    """The tokens of a text wherever the prompt has it."""
+
+    text: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+    tokens: Literal["all", "first", "last"] | None = None
+
+
+class StepsPlace(Body):
+    """The steps that choose some tokens of the answer."""
+
+    steps: int | Span
+
+
+Place = (
+    Literal["all", "prompt", "last", "generated"]
+    | int
+    | Annotated[list[int | Span], Field(min_length=1, max_length=MAX_PLACES)]
+    | TextPlace
+    | StepsPlace
+)
+
+
+class When(Body):
+    """A condition of an edit."""
+
+    probe: Annotated[str, Field(max_length=64)] | None = None
+    label: Annotated[str, Field(max_length=200)] | None = None
+    sae: Annotated[str, Field(max_length=64)] | None = None
+    transcoder: Annotated[str, Field(max_length=64)] | None = None
+    layer: int | None = None
+    feature: int | None = None
+    above: float | None = None
+    below: float | None = None
+
+
+class InterventionBody(Body):
+    """An operation on the activations of a request: see `kukri.interp.Intervention`."""
+
+    op: Op
+    name: Annotated[str, Field(max_length=200)] | None = None
+    vector: Annotated[list[float], Field(max_length=1 << 17)] | Float32 | None = None
+    strength: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
+    heads: Annotated[list[int], Field(max_length=1024)] | None = None
+    positions: Place | None = None
+    control_vector: Annotated[str, Field(max_length=64)] | None = None
+    layers: Annotated[list[int], Field(max_length=2)] | None = None
+    probe: Annotated[str, Field(max_length=64)] | None = None
+    sae: Annotated[str, Field(max_length=64)] | None = None
+    transcoder: Annotated[str, Field(max_length=64)] | None = None
+    layer: int | None = None
+    top_k: int | None = None
+    features: Annotated[list[int], Field(max_length=1024)] | None = None
+    match_norm: bool | None = None
+    when: When | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields that are set, the vector as numbers. Raises RequestError."""
+        found = self.model_dump(exclude_none=True)
+        if isinstance(self.vector, str):
+            try:
+                data = base64.b64decode(self.vector, validate=True)
+                found["vector"] = np.frombuffer(data, "<f4")
+            except ValueError:
+                raise RequestError(
+                    "the vector must be base64 of float32 numbers", param="interventions"
+                ) from None
+        return found
+
+
+Interventions = Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS)]
+
+
+def steering(given: Interventions | None) -> list[dict[str, Any]]:
+    """The interventions of a body. Raises RequestError."""
+    return [one.as_dict() for one in given or ()]
