@@ -36,7 +36,7 @@ class Channel:
         made = cls(*await asyncio.open_connection(host, port))
         guest = Guest(secret.encode(), "replica")
         try:
-            made._writer.write(guest.answer(await made._read(HELLO_BYTES)))
+            made._write(guest.answer(await made._read(HELLO_BYTES)))
             guest.check(await made._read(VERDICT_BYTES))
         except BaseException:
             made.close()
@@ -46,12 +46,12 @@ class Channel:
     async def admits(self, secret: str) -> bool:
         """Whether the other side is a replica that knows the secret; it is told so."""
         host = Host(secret.encode())
-        self._writer.write(host.hello)
+        self._write(host.hello)
         try:
             verdict, is_welcome = host.verdict(await self._read(ANSWER_BYTES), "replica")
         except OSError:
             return False
-        self._writer.write(verdict)
+        self._write(verdict)
         return is_welcome
 
     def send(self, message: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Channel:
             self._writer.transport.abort()
             return
         data = json.dumps(message, separators=(",", ":")).encode()
-        self._writer.write(_LENGTH.pack(len(data)) + data)
+        self._write(_LENGTH.pack(len(data)) + data)
 
     async def receive(self) -> dict[str, Any] | None:
         """The next message; None if the channel has ended, is silent for long, or sends something else."""
@@ -76,6 +76,11 @@ class Channel:
         except (OSError, ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
+
+    def _write(self, data: bytes) -> None:
+        """Writes the data; it is lost once the channel closes, where uvloop would raise RuntimeError."""
+        if not self._writer.is_closing():
+            self._writer.write(data)
 
     async def _read(self, n_bytes: int) -> bytes:
         """Reads `n_bytes` bytes. Raises OSError if the channel ends before, or is silent for long."""

@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -22,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kukri.errors import CapacityError, RequestError
+from kukri.server.worker_process import WorkerProcess
 
 log = logging.getLogger("kukri.server")
 
@@ -34,7 +32,7 @@ class BodyCheck:
     """The process, which the first body of very many values starts. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._process: Process | None = None
+        self._process: WorkerProcess | None = None
         self._turn = asyncio.Lock()  # one body after another
 
     async def check(self, kind: type, data: bytes) -> None:
@@ -56,22 +54,15 @@ class BodyCheck:
         """Ends the process."""
         process, self._process = self._process, None
         if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await process.kill()
 
     async def _outcome(self, name: str, data: bytes) -> tuple[str, Any]:
         answer = b""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 process = await self._running()
-                assert process.stdin is not None, "it is a pipe"
-                assert process.stdout is not None, "it is a pipe"
-                with suppress(ConnectionError):
-                    process.stdin.write(b"%s %d\n" % (name.encode(), len(data)))
-                    process.stdin.write(data)
-                    await process.stdin.drain()
-                    answer = await process.stdout.readline()
+                await process.send(b"%s %d\n" % (name.encode(), len(data)), data)
+                answer = await process.read_line()
         except TimeoutError:
             pass
         finally:  # one that was not heard out would give the next body the answer to this one
@@ -83,14 +74,11 @@ class BodyCheck:
         found: tuple[str, Any] = json.loads(answer)
         return found
 
-    async def _running(self) -> Process:
+    async def _running(self) -> WorkerProcess:
+        if self._process is not None and self._process.has_ended:
+            await self.close()
         if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kukri.server.body_worker"),
-                stdin=PIPE,
-                stdout=PIPE,
-                limit=_MAX_LINE,
-            )
+            self._process = await WorkerProcess.start("kukri.server.body_worker", _MAX_LINE)
         return self._process
 
 

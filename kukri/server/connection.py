@@ -39,7 +39,7 @@ class Connection(Protocol):
         """True if a chunk can be written now: the client keeps up with what has been written."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Writes a part of the body that is not the last, past uvicorn's `send`."""
+        """Writes a part of the body before the last, past uvicorn's `send`; lost if the client has left."""
 
 
 def connection_of(scope: Scope) -> Connection | None:
@@ -71,7 +71,8 @@ def protocol_with_timeout(timeout_s: float) -> type[asyncio.Protocol]:
 
         def write_chunk(self, data: bytes) -> None:
             """Writes a chunk."""
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            if not self.transport.is_closing():  # else uvloop raises RuntimeError
+                self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
         def connection_made(self, transport: Any) -> None:
             """Begins to wait for headers."""

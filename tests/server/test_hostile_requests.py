@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import string
 import threading
@@ -94,10 +96,10 @@ def test_a_known_grammar_is_not_compiled_again(small):
     with serving(small) as server, server.http() as http:
         body = {"model": MODEL, "prompt": "A", "max_tokens": 2, "structured_outputs": {"regex": "[a-z]+"}}
         assert http.post(TEXT, json=body).status_code == 200
-        server.served.grammars._process.kill()
+        os.kill(server.served.grammars._process.pid, signal.SIGKILL)
         assert http.post(TEXT, json=body).status_code == 200
-        body["structured_outputs"] = {"regex": "[a-z]{2,}"}
         server.wait_until(lambda: server.served.grammars._process is None)
+        body["structured_outputs"] = {"regex": "[a-z]{2,}"}
         assert http.post(TEXT, json=body).status_code == 200, "in a new one"
 
 

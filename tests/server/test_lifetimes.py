@@ -9,13 +9,16 @@ import signal
 import socket
 import time
 import weakref
+from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from kukri import LLM, Grammar
 from kukri.errors import CapacityError
 from kukri.server.chat import grammar_check
-from kukri.server.connection import uvicorn_options
+from kukri.server.connection import protocol_with_timeout, uvicorn_options
 from kukri.server.models.bridge import Bridge
 from kukri.server.settings import ServerSettings
 from tests.server.live_server import ASK, TEXT, serving
@@ -90,3 +93,33 @@ def test_a_grammar_does_not_wait_for_ever(tiny, monkeypatch):
             await check.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_chunk_for_a_client_that_has_left_is_lost(loop):
+    """Catches an answer that fails, with a traceback in the log, because its client left a moment ago."""
+    new_loop = asyncio.new_event_loop if loop == "asyncio" else pytest.importorskip("uvloop").new_event_loop
+
+    async def scenario() -> None:
+        config = uvicorn.Config(lambda: None, http=protocol_with_timeout(5.0), log_config=None)
+        config.load()
+        state = ServerState()
+        made: list[Any] = []
+
+        def protocol() -> asyncio.Protocol:
+            made.append(config.http_protocol_class(config=config, server_state=state, app_state={}))
+            return made[-1]
+
+        server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        while not made or made[0].transport is None:
+            await asyncio.sleep(0.01)
+        made[0].write_chunk(b"a")
+        writer.transport.abort()
+        while not made[0].transport.is_closing():
+            await asyncio.sleep(0.01)
+        made[0].write_chunk(b"b")
+        server.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(scenario())

@@ -10,8 +10,6 @@ import asyncio
 import importlib.util
 import json
 import logging
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from contextlib import suppress
 from hashlib import sha256
@@ -20,6 +18,7 @@ from itertools import count
 from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.sampling import Grammar
 from kukri.server.chat.grammar_worker import Outcome
+from kukri.server.worker_process import WorkerProcess
 from kukri.tokenizer import Tokenizer
 
 log = logging.getLogger("kukri.server")
@@ -41,7 +40,7 @@ class GrammarCheck:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._process: Process | None = None
+        self._process: WorkerProcess | None = None
         self._start: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -105,22 +104,22 @@ class GrammarCheck:
             await self._running()
 
     async def _kill(self) -> None:
+        """Ends the process, if there is one; whoever waits for its answers gets KukriError."""
         process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        if process is None:
+            return
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(KukriError("the process that compiles grammars has ended: see the log"))
+        await process.kill()
 
     async def _outcome(self, source: str) -> tuple[Outcome, str | None]:
         process = await self._running()
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            assert process.stdin is not None, "it is a pipe"
             async with asyncio.timeout(_ANSWER_S):
-                with suppress(ConnectionError):
-                    process.stdin.write(f"[{number}, {source}]\n".encode())
-                    await process.stdin.drain()
+                await process.send(f"[{number}, {source}]\n".encode())
                 outcome: tuple[Outcome, str | None] = await answer
         except TimeoutError:
             log.error("the process that compiles grammars does not answer: the next grammar starts a new one")
@@ -133,15 +132,14 @@ class GrammarCheck:
             del self._answers[number]
         return outcome
 
-    async def _running(self) -> Process:
+    async def _running(self) -> WorkerProcess:
         """The process, ready. Raises KukriError if it does not start."""
         async with self._starting:
+            if self._process is not None and self._process.has_ended:
+                await self._kill()
             if self._process is None:
-                self._process = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "kukri.server.chat.grammar_worker"),
-                    stdin=PIPE,
-                    stdout=PIPE,
-                    limit=_MAX_LINE,
+                self._process = process = await WorkerProcess.start(
+                    "kukri.server.chat.grammar_worker", _MAX_LINE
                 )
                 try:
                     await self._send_vocabulary(process)
@@ -151,16 +149,12 @@ class GrammarCheck:
                 self._reader = asyncio.create_task(self._read_answers(process))
             return self._process
 
-    async def _send_vocabulary(self, process: Process) -> None:
+    async def _send_vocabulary(self, process: WorkerProcess) -> None:
         """Returns when the process is ready for grammars."""
-        assert process.stdin is not None, "it is a pipe"
-        assert process.stdout is not None, "it is a pipe"
         vocabulary = await asyncio.to_thread(self._vocabulary)  # a tenth of a second, perhaps amid streams
         async with asyncio.timeout(_MOST_S):
-            with suppress(ConnectionError):
-                process.stdin.write(vocabulary)
-                await process.stdin.drain()
-            if not await process.stdout.readline():
+            await process.send(vocabulary)
+            if not await process.read_line():
                 raise KukriError("the process that compiles grammars has ended: see the log")
 
     def _vocabulary(self) -> bytes:
@@ -173,15 +167,11 @@ class GrammarCheck:
         }
         return json.dumps(vocabulary).encode() + b"\n"
 
-    async def _read_answers(self, process: Process) -> None:
+    async def _read_answers(self, process: WorkerProcess) -> None:
         """Hands out the lines of the process until it ends."""
-        assert process.stdout is not None, "it is a pipe"
-        while line := await process.stdout.readline():
+        while line := await process.read_line():
             number, outcome, reason = json.loads(line)
             if number in self._answers and not self._answers[number].done():
                 self._answers[number].set_result((outcome, reason))
-        if self._process is process:
-            self._process = None  # the next grammar starts another
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(KukriError("the process that compiles grammars has ended: see the log"))
+        if self._process is process:  # the next grammar starts another
+            await self._kill()
