@@ -3,18 +3,21 @@
 The same requests are answered with n-gram drafts and without, in turns, by one engine; answers must be equal.
 Copies are a file to edit, a passage to repeat, a list to write and a program to continue; prose is stories,
 an explanation and a letter. A ratio is of the times from the first token to the last, the median over rounds;
-for streams, of the times in which all of them are answered, their prompts being cached.
+for streams, of the times in which all of them are answered, their prompts being cached. With `--predicted` an
+answer is given as its own prediction instead, whole and with a fifth of its tokens wrong: what drafts cost
+and save whatever a model of random weights writes.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
 from kukri.bench.turns import in_turns
@@ -22,6 +25,7 @@ from kukri.errors import KukriError
 
 if TYPE_CHECKING:
     from kukri.calls.results import Result
+    from kukri.engine.request import Timings
 
 _CONTEXT = 1024
 _N_PROSE = 160  # tokens of an answer at most
@@ -101,6 +105,7 @@ PROSE = (
     Task("a novel", "The rain had stopped in the night, and when Anna opened the window", False, _N_PROSE),
 )
 _TEMPERATURES = (0.0, 0.7)
+_RIGHT = (1.0, 0.8, 0.0)  # of a prediction
 
 
 @dataclass(frozen=True)
@@ -149,18 +154,25 @@ class _Trial:
         plain_s, speculating_s = zip(*((a, b) for (a, _), (b, _) in rounds), strict=True)
         results = rounds[-1][1][1]
         n_tokens = sum(len(result.token_ids) for result in results)
-        ratios = tuple(a / b for a, b in zip(plain_s, speculating_s, strict=True))
-        return SpeculationRow(
-            name,
-            temperature,
-            n_tokens,
-            sum(result.timings.n_drafted for result in results),
-            sum(result.timings.n_accepted for result in results),
-            n_tokens / median(plain_s),
-            n_tokens / median(speculating_s),
-            median(ratios),
-            ratios,
-        )
+        return _row(name, temperature, n_tokens, [r.timings for r in results], plain_s, speculating_s)
+
+    def predicted(self, share: float) -> SpeculationRow:
+        """A text continued with its own answer as prediction, of which this share of tokens is right."""
+        from kukri.sampling import SamplingParams
+
+        llm, prompt = self.llm, list(range(100, 228))
+        params = SamplingParams(temperature=0, max_tokens=_N_PROSE, ignore_eos=True)
+        answer = llm.generate(prompt, params, speculation="off")
+        draws = random.Random(0)
+        prediction = [token if draws.random() < share else 7 for token in answer.token_ids]
+        kinds: list[dict[str, Any]] = [{"speculation": "off"}, {"prediction": prediction}]
+        measures = [partial(llm.generate, prompt, params, **kind) for kind in kinds]
+        rounds = in_turns(measures, self._rounds, silent)
+        if any(result.token_ids != answer.token_ids for pair in rounds for result in pair):
+            raise KukriError("speculation changed an answer that was predicted")
+        plain_s, speculating_s = zip(*([r.timings.decode_s for r in pair] for pair in rounds), strict=True)
+        name, timings = f"predicted, {share:.0%} right", rounds[-1][1].timings
+        return _row(name, 0.0, len(answer.token_ids), [timings], plain_s, speculating_s)
 
     def _answer(self, tasks: Sequence[Task], temperature: float, kind: str) -> tuple[float, list[Result]]:
         """Seconds of the answers, and the answers."""
@@ -182,13 +194,39 @@ class _Trial:
         return results[0].timings.decode_s if len(tasks) == 1 else spent_s, results
 
 
-def measure(model: str | None, rounds: int, n_threads: int | None, say: Say = silent) -> SpeculationReport:
-    """Answers everything `rounds` times each way."""
+def _row(
+    name: str,
+    temperature: float,
+    n_tokens: int,
+    timings: Sequence[Timings],
+    plain_s: Sequence[float],
+    speculating_s: Sequence[float],
+) -> SpeculationRow:
+    ratios = tuple(a / b for a, b in zip(plain_s, speculating_s, strict=True))
+    return SpeculationRow(
+        name,
+        temperature,
+        n_tokens,
+        sum(each.n_drafted for each in timings),
+        sum(each.n_accepted for each in timings),
+        n_tokens / median(plain_s),
+        n_tokens / median(speculating_s),
+        median(ratios),
+        ratios,
+    )
+
+
+def measure(
+    model: str | None, rounds: int, n_threads: int | None, say: Say = silent, *, predicted: bool = False
+) -> SpeculationReport:
+    """Answers everything `rounds` times each way; with `predicted` only answers that are predicted."""
     path = model_path(model, _CONTEXT)
     trial = _Trial(path, n_threads, rounds)
     rows: list[SpeculationRow] = []
     means: dict[str, dict[str, float]] = {"copies": {}, "prose": {}}
-    for temperature in _TEMPERATURES:
+    if predicted:
+        rows = [trial.predicted(share) for share in _RIGHT]
+    for temperature in () if predicted else _TEMPERATURES:
         for kind, tasks in (("copies", COPIES), ("prose", PROSE)):
             wanted = [(task.name, [task]) for task in tasks]
             streams = [tasks[i % len(tasks)] for i in range(_N_STREAMS)]
@@ -205,8 +243,9 @@ def main() -> None:
     """Runs the experiment."""
     experiment = Experiment("speculation", "Compare decoding with speculation and without, in turns.")
     experiment.count("-r", "--rounds", 5, "times each way")
+    experiment.options.add_argument("--predicted", action="store_true", help="predict the answers themselves")
     given = experiment.parse()
-    report = measure(given.model, given.rounds, given.threads, experiment.say)
+    report = measure(given.model, given.rounds, given.threads, experiment.say, predicted=given.predicted)
     rows = [
         [
             row.task,

@@ -27,9 +27,9 @@ ACCENTS = {
     r"\bby turns\b": "alternating",
     r"\bat the earliest\b": "at least … later",
 }
-# a comment without its noun, and a docstring that begins with a pronoun
+# a comment without its noun, and a docstring that begins with a pronoun or without its noun
 FRAGMENT = re.compile(r"#:? of\b")
-PRONOUN = re.compile(r"(It|Its|They|Their|That|Those|These)\b")
+PRONOUN = re.compile(r"(Of|It|Its|They|Their|That|Those|These)\b")
 # servers stand behind others, files are left behind, and "None if there is none" is English
 ALLOWED = re.compile(r"\bbehind (one server|trusted|Serve's)|\bleft behind|\bthere (is|are|was|were) none\b")
 

@@ -58,10 +58,9 @@ class DraftBudget:
     other rows cost twice that, in a step that serves many: these must be all but sure (docs/log).
     """
 
-    def __init__(self, n_tokens: int, n_decoding: int) -> None:
-        """A step has `n_tokens` without drafts, one each for `n_decoding` requests."""
+    def __init__(self, n_tokens: int, n_decoding: int, *, has_prompt: bool) -> None:
+        """A step has `n_tokens` without drafts, `n_decoding` requests that decode, and a prompt or none."""
         self._min_chance = _MIN_CHANCE + _MIN_CHANCE_EACH * n_decoding
-        has_prompt = n_tokens > n_decoding
         self._n_cheap: float = float("inf") if has_prompt else max(_PANEL_TOKENS - n_tokens, 0)
 
     def take(self, chances: Iterable[float], relative_cost: float = 0.0) -> int:

@@ -161,10 +161,10 @@ class Engine(RequestMaker):
         self.models = [model] if draft_model is None else [model, draft_model]
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
-            if self._has_states or has_states(draft_model.cache_layout):
+            if has_states(draft_model.cache_layout):
                 raise ConfigError(
-                    "a model with recurrent layers neither takes a draft model nor serves as one: its state "
-                    "cannot be rolled back when a draft is rejected; leave draft_model (--draft-model) out"
+                    "a model with recurrent layers cannot be the draft model (--draft-model): "
+                    "after a rejected draft it has no state to continue from"
                 )
             relative_cost = draft_model.n_parameters / model.n_parameters
             self._draft_model = DraftModel(
@@ -458,7 +458,7 @@ class Engine(RequestMaker):
     def _drafts(self, params: SamplingParams) -> Drafts | None:
         """The source of a request's drafts. Raises RequestError if there is none of that kind here."""
         kind = params.speculation or ("ngram" if params.prediction else self.config.speculation)
-        if kind == "off" or self._has_states:  # a state cannot be rolled back when a draft is rejected
+        if kind == "off":
             return None
         if kind == "draft":
             if self._draft_model is None:

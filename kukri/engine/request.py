@@ -73,14 +73,14 @@ class Request:
         "first_row", "first_token_s", "id", "images", "is_cacheable", "is_in_flight", "last_token_s",
         "leader",
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
-        "n_found", "n_generated_at_loss", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt", "n_tokens",
-        "next_row", "output",
+        "n_found", "n_generated_at_loss", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt",
+        "n_replayed", "n_tokens", "next_row", "output",
         "page_keys", "page_rows", "params", "passed", "prefix_root", "priority", "prompt_logprobs",
         "rows",
         "sampled",
         "sampler", "saved_state",
-        "snapshot", "snapshots", "stage_s", "started_s", "state", "state_slot", "stop_ids", "stop_reason",
-        "stop_row", "taps", "token_types", "tokens", "trace",
+        "snapshot", "snapshots", "stage_s", "started_s", "state", "state_before", "state_slot", "stop_ids",
+        "stop_reason", "stop_row", "taps", "token_types", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -137,6 +137,8 @@ class Request:
         self.may_restore = False  # True while its next pages may be saved on disk
         self.saved_state: SavedState | None = None  # that was read for it from disk
         self.state_slot = -1  # slot of its recurrent state, while it runs
+        self.state_before = -1  # slot of its state before the drafts of a step, while that runs
+        self.n_replayed = 0  # its last cached tokens that its state has yet to read
         self.snapshots: list[tuple[int, int]] = []  # (tokens, slot) of states to keep once pages are cached
         self.snapshot: PageKey | None = None  # key of the last page whose state is kept
         self.is_cacheable = True  # False if hooks may have changed what its pages hold

@@ -254,6 +254,48 @@ class Residence:
         request.snapshots += saves
         return saves
 
+    def draft_room(self, request: Request) -> int:
+        """The most drafts of a decoding request in a step.
+
+        Those of a recurrent model stay on the page of its newest token: accepted ones that its state has to
+        read again are then on a page that is its own, and a state after a whole page is one to keep. With
+        windows as well there are none: those would see pages that the window has passed.
+        """
+        if self.states is None:
+            return request.max_length
+        has_windows = any(pool.window is not None for pool in self.pools)
+        return 0 if has_windows else -(request.n_cached + 1) % self.page_tokens
+
+    def save_before_drafts(
+        self, request: Request, n_drafts: int, n_reserved: int
+    ) -> list[tuple[int, int]] | None:
+        """(tokens, slot) of the states to save in a step with drafts: the one before them, to go back to, and
+        a snapshot after them, which leaves `n_reserved` slots free. None if there is no slot.
+        """
+        if self.states is None:
+            return []
+        if not self.states.n_free:
+            return None
+        request.state_before, start = self.states.allocate(), request.n_cached + 1
+        snapshots = self.snapshots(request, start, start + n_drafts, n_reserved)
+        return [(start, request.state_before), *snapshots]
+
+    def settle_drafts(self, request: Request, n_drafts: int, n_accepted: int) -> None:
+        """Keeps what a step with drafts wrote for those that were accepted.
+
+        A recurrent state has read all drafts or none: those accepted are read again in the next step.
+        """
+        if self.states is not None:
+            unneeded = request.state_before
+            if n_accepted < n_drafts:
+                unneeded, request.state_slot = request.state_slot, request.state_before
+                request.n_replayed = n_accepted
+                if request.snapshots and request.snapshots[-1][0] > request.n_cached:
+                    self.states.free(request.snapshots.pop()[1])
+            request.state_before = -1
+            self.states.free(unneeded)
+        self.trim(request)
+
     def cache_pages(self, request: Request) -> None:
         """Caches the request's full pages for others: its logits were numbers, so all that is in them is."""
         n_full = request.n_cached // self.page_tokens
@@ -280,10 +322,10 @@ class Residence:
         if request.images is not None:
             request.images.rows.clear()
         if self.states is not None:
-            for slot in (request.state_slot, *(slot for _, slot in request.snapshots)):
-                if slot >= 0:  # one that waits has none
-                    self.states.free(slot)
-            request.state_slot, request.snapshots, request.snapshot = -1, [], None
+            for slot in _slots(request):
+                self.states.free(slot)
+            request.state_slot = request.state_before = -1
+            request.snapshots, request.snapshot, request.n_replayed = [], None, 0
         for which, place, page in request.passed:
             self.pools[which].claim(page, (request.id, place), None)
         request.passed.clear()
@@ -307,8 +349,7 @@ class Residence:
         for i, pool in enumerate(self.pools):
             pool.check_integrity([request.pages(i) for request in holding if request.n_pages])
         if self.states is not None:
-            saved = [slot for request in holding for _, slot in request.snapshots]
-            self.states.check_integrity([*saved, *(request.state_slot for request in holding)])
+            self.states.check_integrity(slot for request in holding for slot in _slots(request))
         for request in holding:
             assert request.is_in_flight or request.n_pages == self.pools[0].pages_for(request.n_cached), (
                 f"request {request.id} holds too many pages"
@@ -326,8 +367,7 @@ class Residence:
     def check_absent(self, request: Request) -> None:
         """Asserts that a request holds nothing."""
         assert request.n_pages == request.n_cached == 0, f"request {request.id} waits and holds pages"
-        assert request.state_slot < 0, f"request {request.id} waits and has a state"
-        assert not request.snapshots, f"request {request.id} waits and holds snapshots"
+        assert not _slots(request), f"request {request.id} waits and holds states"
 
     def _uses_cache(self, request: Request) -> bool:
         return self.caches_prefixes and request.is_cacheable
@@ -411,3 +451,9 @@ class Residence:
                     states.drop(request.snapshot)
                 request.snapshot = key
         request.snapshots = []
+
+
+def _slots(request: Request) -> list[int]:
+    """The slots of states that a request holds."""
+    held = (request.state_slot, request.state_before, *(slot for _, slot in request.snapshots))
+    return [slot for slot in held if slot >= 0]

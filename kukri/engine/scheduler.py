@@ -9,7 +9,8 @@ changes no token, as no result depends on chunks. What a request holds in the ca
 finds there, is told by residence.py.
 
 If room is left, decoding requests have draft tokens computed alongside their newest one (drafts.py). No
-request is preempted for a draft, and a rejected one is forgotten: its slot in the cache is overwritten.
+request is preempted for a draft, and a rejected one is forgotten: its slot in the cache is overwritten, and a
+recurrent state is that before the drafts again.
 """
 
 from __future__ import annotations
@@ -252,7 +253,8 @@ class Scheduler:
         n_tokens = sum(chunk.n_tokens for chunk in chunks)
         n_rows = sum(chunk.n_logits for chunk in chunks)
         room = min(self.max_step_tokens - n_tokens, self.max_logit_rows - n_rows)
-        budget = DraftBudget(n_tokens, sum(_generates(chunk.request) for chunk in chunks))
+        n_decoding = sum(_generates(chunk.request) for chunk in chunks)
+        budget = DraftBudget(n_tokens, n_decoding, has_prompt=n_decoding < len(chunks))
         planned: list[tuple[int, Drafts, int]] = []
         for i, chunk in enumerate(chunks):
             request = chunk.request
@@ -266,6 +268,7 @@ class Scheduler:
                 request.drafts.follow(request.tokens, request.n_tokens)
                 # the last token that it may come to needs no draft: it follows from the row before
                 n = min(room, request.max_drafts, request.max_length - request.n_tokens - 1)
+                n = min(n, self.residence.draft_room(request))
                 n = budget.take(request.drafts.chances(n), request.drafts.relative_cost)
             except Exception:  # drafts change no answer: it goes without
                 logger.exception("the drafts of a request failed")
@@ -279,10 +282,15 @@ class Scheduler:
         """A decoding request's chunk with drafts after its newest token, as many as free pages hold."""
         request = chunk.request
         n = max(min(len(drafts), self.residence.n_fitting(request) - request.n_tokens), 0)
+        n_to_come = self.max_requests - len(self.running)
+        saves = self.residence.save_before_drafts(request, n, n_to_come) if n else None
+        if saves is None:
+            return chunk
         stop = request.n_tokens + n
         request.tokens[request.n_tokens : stop] = drafts[:n]
         self.residence.grow(request, stop)
-        return replace(chunk, n_tokens=1 + n, n_logits=1 + n, n_drafts=n)
+        saves = [*chunk.saves, *saves]
+        return replace(chunk, n_tokens=chunk.n_tokens + n, n_logits=1 + n, n_drafts=n, saves=saves)
 
     def postprocess(
         self, chunks: list[ScheduledChunk], results: list[list[SampledToken | KukriError]], now_s: float
@@ -401,36 +409,38 @@ class Scheduler:
             budget.n_saved_pages -= self.residence.restore(request, budget.n_saved_pages)
             if request.may_restore:
                 return
-        start = request.n_cached
+        start, n_replayed = request.n_cached, request.n_replayed
         n_tokens, n_logits = budget.take(request)
         if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens, step):
             return
         n_after = max(start + n_tokens - request.stop_row, 0)
         n_to_come = self.max_requests - len(self.running)  # requests, each of which wants a state
         saves = self.residence.snapshots(request, start, start + n_tokens, n_to_come)
-        step.chunks.append(ScheduledChunk(request, start, n_tokens, n_logits, n_after=n_after, saves=saves))
+        first, n_all, request.n_replayed = start - n_replayed, n_tokens + n_replayed, 0
+        step.chunks.append(ScheduledChunk(request, first, n_all, n_logits, n_after=n_after, saves=saves))
         if request.saved_state is not None:
             if request.saved_state.contents is not None:
                 step.state_writes.append((request.state_slot, request.saved_state.contents))
             request.saved_state = None
         if not _generates(request):
             step.prompt_cost += self.cost.of(start, n_tokens)
-        budget.spend(request, n_tokens, n_logits)
+        budget.spend(request, n_all, n_logits)
 
     def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
-        """Counts drafts, and frees the pages of rejected ones."""
+        """Counts drafts, and forgets rejected ones."""
         request = chunk.request
         for counts in (self, request):
             counts.n_drafted += chunk.n_drafts
             counts.n_accepted += n_accepted
-        self.residence.trim(request)
+        self.residence.settle_drafts(request, chunk.n_drafts, n_accepted)
 
     def _count(self, chunk: ScheduledChunk, n_kept: int) -> None:
         """Counts the tokens of a chunk whose keys and values stay in the cache."""
-        chunk.request.n_cached = chunk.start + n_kept
-        chunk.request.next_row = max(chunk.request.next_row, chunk.request.n_cached)
-        self.n_computed += n_kept
-        self.waiting.count_served(chunk.request, n_kept)
+        request, n_cached = chunk.request, chunk.start + n_kept
+        n_new, request.n_cached = n_cached - request.n_cached, n_cached
+        request.next_row = max(request.next_row, n_cached)
+        self.n_computed += n_new
+        self.waiting.count_served(request, n_new)
 
     def _take(self, request: Request, token: SampledToken | KukriError, now_s: float) -> StepOutput:
         """Appends a request's token, or ends it by an error."""
@@ -524,7 +534,7 @@ class _Budget:
             n_rows = request.stop_row - request.first_row
             return (n_left, n_rows) if self.has_room(request) else (0, 0)
         if _generates(request):
-            return min(n_left, self.n_tokens), 1
+            return int(request.n_replayed < self.n_tokens), 1
         if request.images is not None:
             n_left = request.images.n_ready(request.n_cached, request.n_tokens) - request.n_cached
             if request.images.is_whole(request.n_cached):

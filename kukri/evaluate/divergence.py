@@ -15,7 +15,7 @@ _ROWS = 32  # rows of logits in float64 at a time
 
 @dataclass(frozen=True)
 class Divergence:
-    """Of each row: KL(A || B), and -log of the probabilities that A and B give the token that came, in nats.
+    """For each row: KL(A || B), and -log of the probabilities that A and B give the token that came, in nats.
 
     `delta_p` is B's probability of that token less A's; `same_top` says that both think the same likeliest.
     """

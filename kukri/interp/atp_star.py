@@ -97,7 +97,7 @@ class _Layer:
         }
 
     def effects(self) -> tuple[FloatArray, ...]:
-        """Of q, k, v, z [pos, head] and the MLP [pos], by the gradients that the tape has now."""
+        """The effects of q, k, v, z [pos, head] and the MLP [pos], by the gradients that the tape has now."""
         spec, rows = self._spec, self._rows
         z, v = (
             rows.padded(x.reshape(len(x), -1, spec.d_head)).swapaxes(1, 2)  # [B, head, T, K]

@@ -30,7 +30,7 @@ class When:
     below: float
 
     def holds(self, x: FloatArray) -> npt.NDArray[np.bool_]:
-        """Of which rows of x [rows, width] it holds, [rows]."""
+        """For each row of x [rows, width], whether it holds: [rows]."""
         if isinstance(self.reader, Probe):
             found = self.reader.scores(x)[:, self.index]
         else:

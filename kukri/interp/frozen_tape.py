@@ -57,7 +57,7 @@ class FrozenTape(Tape):
     def attention(
         self, q: Variable, k: Variable | None, v: Variable | None, spec: AttentionSpec, batch: TextRows
     ) -> Variable:
-        """Of the values alone: the pattern is as it is."""
+        """Attention whose gradient reaches the values alone: the pattern is frozen."""
         if k is None or v is None:
             k, v = self._kv[spec.kv_layer]
         self._kv[spec.layer] = k, v
@@ -76,7 +76,7 @@ class FrozenTape(Tape):
         return self._new(out, pull)
 
     def gated(self, x: Variable, gate: Variable, by: GateBy) -> Variable:
-        """Of what is gated alone: the gate is as it is."""
+        """A gated value whose gate is frozen: no gradient reaches that."""
         if by == "itself":
             raise UnsupportedError("attribution graphs need gates that are not the gated value itself")
         factor = super().gated(Variable(np.ones_like(x.x)), gate, by).x

@@ -13,7 +13,7 @@ _MOST_S = 1.0
 
 
 class Pace:
-    """Of the requests of one model, which any thread may read.
+    """Decides when the requests of one model may be read; any thread may ask.
 
     A product with all features of a dictionary takes about as long for sixteen tokens as for one, so tokens
     wait for each other: readings of all requests together take about a 25th of the time.

@@ -304,7 +304,7 @@ class Tape:
         return self._new(np.concatenate([rule.result for rule in rules]), pull)
 
     def gated(self, x: Variable, gate: Variable, by: GateBy) -> Variable:
-        """By the derivative of the gate's function: of silu s (1 + x (1 - s))."""
+        """A gated value; the gate's derivative is that of its function: of silu s (1 + x (1 - s))."""
         if by == "itself":
             return self._gated(gate, x, gate.x, np.ones_like(gate.x))
         if by == "gelu":

@@ -125,7 +125,7 @@ class Layer:
 
     @cached_property
     def bias(self) -> FloatArray:
-        """Of the output of its layer, [D]."""
+        """The bias of its layer's output, [D]."""
         return self._parts["output_bias"].read().reshape(-1)
 
     @cached_property
@@ -326,7 +326,7 @@ def _find_layers(folder: Path) -> tuple[dict[int, Layer], dict[str, Any]]:
 
 
 def _folder_layer(folder: Path, facts: Mapping[str, Any], layer: int) -> Layer:
-    """Of SAELens or Gemma Scope 2."""
+    """A layer as SAELens or Gemma Scope 2 save it."""
     kind, normalization = facts.get("architecture", "transcoder"), facts.get("normalize_activations", "none")
     if kind not in _KINDS:
         raise FormatError(f"architecture {brief(kind)} is no transcoder's", path=folder)

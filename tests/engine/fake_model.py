@@ -9,6 +9,7 @@ import numpy as np
 
 from kukri.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
+from kukri.kernels.arrays import IntArray
 from kukri.kernels.cache import CacheLayout, KVLayer, StateLayer
 from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import HostLogits, state_steps
@@ -51,6 +52,7 @@ def expected_output(
 
 
 STATE = StateLayer((("hash", (2,)),))  # tokens so far, and what they come to
+STATE_BYTES = 8
 _START = 17
 
 
@@ -92,6 +94,34 @@ class FakeModel:
 
     def hidden(self, ops: object, batch: object) -> None:
         raise AssertionError("the fake backend runs no program")
+
+
+class SeerDrafts:
+    """Drafts what the fake model says, each draft wrong with a probability of `1 - skill`."""
+
+    relative_cost = 0.0
+
+    def __init__(self, skill: float, seed: int = 0) -> None:
+        self._skill, self._random, self._text = skill, np.random.default_rng(seed), []
+
+    def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
+        pass
+
+    def follow(self, tokens: IntArray, n_tokens: int) -> None:
+        self._text = tokens[:n_tokens].tolist()
+
+    def chances(self, n: int) -> list[float]:
+        return [1.0] * n
+
+    def release(self) -> None:
+        pass
+
+    def propose(self, n: int) -> list[int]:
+        text = list(self._text)
+        for _ in range(n):
+            is_right = self._random.random() < self._skill
+            text.append(next_token(text) if is_right else int(self._random.integers(N_VOCAB)))
+        return text[len(self._text) :]
 
 
 class FakeBackend:

@@ -17,7 +17,6 @@ from kukri import LLM
 from kukri.engine import Engine, Request
 from kukri.engine.drafts import DraftBudget, LookupDrafts
 from kukri.errors import RequestError
-from kukri.kernels.arrays import IntArray
 from kukri.sampling import Grammar, SamplingParams
 from tests.engine.driving import (
     SIZES,
@@ -30,37 +29,21 @@ from tests.engine.driving import (
     play,
     prompt_of,
 )
-from tests.engine.fake_model import EOS, N_VOCAB, POISON, expected_output, make_engine, next_token
+from tests.engine.fake_model import (
+    EOS,
+    N_VOCAB,
+    POISON,
+    STATE_BYTES,
+    SeerDrafts,
+    expected_output,
+    make_engine,
+)
 
 DRAWN: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
 
 
-class SeerDrafts:
-    """Drafts what the fake model says, each draft wrong with a probability of `1 - skill`."""
-
-    relative_cost = 0.0
-
-    def __init__(self, skill: float, seed: int = 0) -> None:
-        self._skill, self._random, self._text = skill, np.random.default_rng(seed), []
-
-    def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
-        pass
-
-    def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        self._text = tokens[:n_tokens].tolist()
-
-    def chances(self, n: int) -> list[float]:
-        return [1.0] * n
-
-    def release(self) -> None:
-        pass
-
-    def propose(self, n: int) -> list[int]:
-        text = list(self._text)
-        for _ in range(n):
-            is_right = self._random.random() < self._skill
-            text.append(next_token(text) if is_right else int(self._random.integers(N_VOCAB)))
-        return text[len(self._text) :]
+def budget(n_tokens: int, n_decoding: int, *, has_prompt: bool = False) -> DraftBudget:
+    return DraftBudget(n_tokens, n_decoding, has_prompt=has_prompt)
 
 
 def make(speculation: str = "ngram", **options: Any) -> Engine:
@@ -99,6 +82,7 @@ def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: f
     ),
     caches_prefixes=st.booleans(),
     windows=WINDOWS,
+    n_snapshots=st.one_of(st.none(), st.integers(0, 8)),  # None: the model has no recurrent state
 )
 def test_any_drafts_under_any_events_change_no_token(
     max_requests: int,
@@ -108,10 +92,13 @@ def test_any_drafts_under_any_events_change_no_token(
     events: list,
     caches_prefixes: bool,
     windows: list[tuple[int, int]],
+    n_snapshots: int | None,
 ) -> None:
-    """A rejected draft kept, pages of drafts lost or kept, a token that depends on the drafts
+    """A rejected draft kept, pages or states of drafts lost or kept, a token that depends on the drafts
     next to it, drafts in what others read: under arrivals, aborts, shared prompts and too few pages."""
     engine = make(
+        has_states=n_snapshots is not None,
+        snapshot_bytes=(n_snapshots or 0) * STATE_BYTES,
         max_context=96,
         max_requests=max_requests,
         max_step_tokens=max_step_tokens,
@@ -410,25 +397,26 @@ def test_odds_are_learned_without_trying() -> None:
     n_taken = []
     for n in range(1, 2000):
         drafts.follow(text, n)
-        n_taken.append(DraftBudget(1, 1).take(drafts.chances(8)))
+        n_taken.append(budget(1, 1).take(drafts.chances(8)))
     assert sum(n > 0 for n in n_taken[300:1500]) < 60
     assert min(n_taken[1570:]) >= 7
 
 
 def test_a_full_step_takes_no_drafts_of_little_chance() -> None:
     """Drafts that cost a crowd more time than they save."""
-    assert DraftBudget(1, 1).take([0.6] * 8) >= 2
-    assert DraftBudget(16, 16).take([0.3] * 8) == 0
-    assert DraftBudget(200, 1).take([0.9] * 8) == 8  # next to a prompt a token more costs next to nothing
+    assert budget(1, 1).take([0.6] * 8) >= 2
+    assert budget(16, 16).take([0.3] * 8) == 0
+    # next to a prompt a token more costs next to nothing
+    assert budget(200, 1, has_prompt=True).take([0.9] * 8) == 8
 
 
 def test_a_panel_is_filled_once() -> None:
     """Requests that each take the rest of the same panel, or a panel begun for drafts that are not sure."""
-    budget = DraftBudget(2, 2)
-    assert [budget.take([0.9] * 4), budget.take([0.9] * 4), budget.take([1.0] * 4)] == [4, 2, 4]
-    assert DraftBudget(1, 1).take([0.999] * 15) > 7
-    assert DraftBudget(1, 1).take([0.94] * 15) == 7
-    assert DraftBudget(1, 1).take([0.6] * 8, relative_cost=0.3) < DraftBudget(1, 1).take([0.6] * 8)
+    left = budget(2, 2)
+    assert [left.take([0.9] * 4), left.take([0.9] * 4), left.take([1.0] * 4)] == [4, 2, 4]
+    assert budget(1, 1).take([0.999] * 15) > 7
+    assert budget(1, 1).take([0.94] * 15) == 7
+    assert budget(1, 1).take([0.6] * 8, relative_cost=0.3) < budget(1, 1).take([0.6] * 8)
 
 
 def test_requests_choose() -> None:

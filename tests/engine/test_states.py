@@ -25,9 +25,7 @@ from tests.engine.driving import (
     play,
     prompt_of,
 )
-from tests.engine.fake_model import FakeModel, expected_output, make_engine
-
-STATE_BYTES = 8
+from tests.engine.fake_model import STATE_BYTES, FakeModel, SeerDrafts, expected_output, make_engine
 
 
 def hybrid(n_snapshots: int = 20, **options: Any) -> Engine:
@@ -122,18 +120,31 @@ def test_what_hooks_saw_leaves_no_snapshot() -> None:
     assert run(engine, prompt).n_prefix_hit == 0
 
 
-def test_drafts_are_off() -> None:
-    """A state after a rejected draft; a draft model that cannot go back."""
-    engine = hybrid(speculation="ngram")
-    request = add(engine, prompt_of(10) * 3, greedy(20, speculation="ngram"))
+@pytest.mark.parametrize("skill", [0.0, 0.6, 0.95, 1.0])
+@pytest.mark.parametrize("n_snapshots", [0, 3, 20])
+def test_drafts_leave_the_state_of_what_was_accepted(skill: float, n_snapshots: int) -> None:
+    """A state that has read a rejected draft, or not an accepted one; an answer that leaves no snapshot of
+    its last page because its drafts went past it.
+    """
+    engine = hybrid(n_snapshots, max_requests=2)
+    prompt = prompt_of(20)
+    request = engine.make_request(prompt, greedy(100))
+    request.drafts = SeerDrafts(skill, seed=1)  # type: ignore[assignment]
+    engine.add_request(request)
     finish(engine)
-    assert request.n_drafted == 0
-    plain, states = FakeModel(64), FakeModel(64, has_states=True)
-    for model, draft_model in ((states, plain), (plain, states)):
-        with pytest.raises(
-            ConfigError, match="recurrent layers neither takes a draft model nor serves as one"
-        ):
-            Engine(model, make_engine()[1], EngineConfig(), draft_model=draft_model)  # type: ignore[arg-type]
+    assert request.output_ids == expected_output(prompt, 100)
+    assert request.n_drafted > 0
+    if skill == 1:
+        assert request.n_accepted > 100 - 2 - 100 // 16 - 2, "a step for each page"
+    turn = [*prompt, *request.output_ids, *prompt_of(9, 1)]
+    assert run(engine, turn).n_prefix_hit == (112 if n_snapshots else 0)
+
+
+def test_a_draft_model_has_no_state() -> None:
+    """A draft model that cannot go back."""
+    model: Any = FakeModel(64)
+    with pytest.raises(ConfigError, match="recurrent layers cannot be the draft model"):
+        Engine(model, make_engine()[1], EngineConfig(), draft_model=FakeModel(64, has_states=True))  # type: ignore[arg-type]
 
 
 @given(

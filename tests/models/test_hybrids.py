@@ -100,11 +100,15 @@ def test_several_answers(llm: LLM) -> None:
     assert len({tuple(ids) for ids in answers}) == 3
 
 
-def test_drafts_are_left_out(llm: LLM) -> None:
-    """A state that stays behind a rejected draft."""
-    result = llm.generate("a b c d a b c d a b c d", GREEDY, speculation="ngram", prediction="a b c d")
-    assert same(result, llm.generate("a b c d a b c d a b c d", GREEDY, speculation="off"))
-    assert llm.calls.engine.scheduler.n_drafted == 0
+def test_drafts_change_no_bit(llm: LLM) -> None:
+    """A state that has read a rejected draft, or has not read an accepted one."""
+    prompt, scheduler = "a b c d a b c d a b c d", llm.calls.engine.scheduler
+    plain = llm.generate(prompt, GREEDY, speculation="off", max_tokens=60)
+    n_drafted, n_accepted = scheduler.n_drafted, scheduler.n_accepted
+    for prediction in (plain.text, plain.text[::-1], plain.text[::2] + plain.text):
+        drafted = llm.generate(prompt, GREEDY, speculation="ngram", prediction=prediction, max_tokens=60)
+        assert same(drafted, plain)
+    assert scheduler.n_drafted - n_drafted > scheduler.n_accepted - n_accepted > 0
 
 
 def test_logits_and_vectors_of_texts(llm: LLM) -> None:
@@ -283,6 +287,6 @@ def test_states_of_odd_widths_run_on_the_reference(tmp_path: Path, caplog: pytes
 
 def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:
     """A draft model whose state stays behind what was rejected."""
-    with pytest.raises(KukriError, match="recurrent layers neither takes a draft model") as caught:
+    with pytest.raises(KukriError, match="recurrent layers cannot be the draft model") as caught:
         LLM(saved[0], draft_model=saved[0])
     assert "\n" not in str(caught.value)

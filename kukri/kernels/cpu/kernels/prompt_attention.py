@@ -262,7 +262,7 @@ def _make_softmax(is_capped: bool) -> Any:
 
 @device
 def _bounds(ranges, row, n):
-    """Of n rows from `row` on: the least and the largest first key, and last key, that one sees."""
+    """The least and the largest first key, and last key, that one of n rows from `row` on sees."""
     least_first = load_i64(ranges + 16 * row)
     most_first = least_first
     least_last = load_i64(ranges + 16 * row + 8)
