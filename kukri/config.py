@@ -182,6 +182,26 @@ class RecurrentConfig:
             raise ConfigError(f"{self.n_heads} heads of a recurrent layer in {self.n_groups} groups")
 
 
+@dataclass(frozen=True)
+class LatentConfig:
+    """Attention whose keys and values are made of one narrow row a token, the latent (DeepSeek-V2).
+
+    A head's query and key are `d_nope` numbers and then those that rotate (`RopeConfig.rotary_dim`). What is
+    cached, and what heads attend to, is the latent and one rotated key for all heads: with `n_kv_heads` 1 and
+    `d_head` as wide as both.
+    """
+
+    rank: int  # width of the latent
+    d_nope: int
+    d_value: int  # width of a head's values
+    q_rank: int = 0  # width of what queries are made of; 0: the model's
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on widths that no layer can have."""
+        if min(self.rank, self.d_nope, self.d_value) < 1 or self.q_rank < 0:
+            raise ConfigError(f"latent attention of widths {self.rank}, {self.d_nope} and {self.d_value}")
+
+
 HEADS = (
     "language_model",
     "question_answering",
@@ -232,6 +252,7 @@ class ModelConfig:
     head: HeadConfig = HeadConfig()
     mixture: MixtureConfig | None = None
     recurrent: RecurrentConfig | None = None
+    latent: LatentConfig | None = None
     has_gates: bool = False  # attention's result is gated, by further rows of q's matrix
     # numbers that only some architectures have (`Architecture.numbers`)
     attention_scale: float | None = None  # multiplies scores; None: d_head ** -0.5

@@ -19,7 +19,15 @@ from kukri.cli import app
 from kukri.engine import Request
 from kukri.errors import CapacityError, ConfigError, KukriError, RequestError
 from kukri.terminal.convert import convert_model
-from tests.models.lora_files import ATTENTION, MLP, merged, random_updates, write_gguf_adapter, write_peft
+from tests.models.lora_files import (
+    ATTENTION,
+    LATENT,
+    MLP,
+    merged,
+    random_updates,
+    write_gguf_adapter,
+    write_peft,
+)
 from tests.test_llm_safetensors import N_VOCAB, make, theirs
 
 IDS = np.random.default_rng(0).integers(0, 250, 40).tolist()
@@ -65,11 +73,13 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-4) -> None:
 # --- the arithmetic
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3", "gemma2", "granite-plain", "lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "phi3", "gemma2", "granite-plain", "lfm2", "deepseek_v2", "minicpm3"]
+)
 def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None:
     """A matrix under another name, a part of a fused one, an update next to a norm or factor, a scale."""
     directory, model = make(tmp_path / "model", kind)
-    updates = random_updates(model, (*ATTENTION, *MLP, *CONVOLUTION), rank=4)
+    updates = random_updates(model, (*ATTENTION, *LATENT, *MLP, *CONVOLUTION), rank=4)
     path = write_peft(tmp_path / "adapter", updates, alpha=6.0)
     want = theirs(merged(model, updates, 1.5), IDS)
     assert np.abs(want - theirs(model, IDS)).max() > 0.05, "the premise: the adapter changes something"

@@ -71,6 +71,14 @@ GEMMA4 = {
     },
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5}
+LATENT = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32},
+    **{"qk_rope_head_dim": 16, "v_head_dim": 16},
+}
+LATENT_MOE = {
+    **{**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
 # kind of checkpoint -> class of the configuration and what it is given
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (tr.LlamaConfig, {"tie_word_embeddings": False}),
@@ -334,6 +342,17 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "deepseek_v2": (tr.DeepseekV2Config, {**LATENT_MOE, "q_lora_rank": None}),
+    "deepseek_v2-yarn": (
+        tr.DeepseekV2Config,
+        {
+            **{**LATENT_MOE, "num_experts_per_tok": 8},  # all: none is chosen by llama.cpp's rounding
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (tr.DeepseekV3Config, {**LATENT_MOE, "n_group": 2, "attention_bias": True}),
+    "glm4_moe_lite": (tr.Glm4MoeLiteConfig, LATENT_MOE),
+    "minicpm3": (tr.MiniCPM3Config, LATENT),
     "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),
 }
 # transformers' dynamic RoPE is that of the tokens so far, kukri's that of the longest context

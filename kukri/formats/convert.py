@@ -23,6 +23,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.rope_keys import rope_tensors
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.writer import TensorSource, write_gguf
+from kukri.formats.head_matrices import head_shape, joined_heads, parts_of_heads
 from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
 from kukri.formats.huggingface.weights import (
     SafetensorsWeights,
@@ -153,6 +154,9 @@ def of_directory(
         is_unused = config.head.kind == "none" and re.fullmatch(architecture.unused, canonical)
         if follows_from_config(name, config.tie_embeddings) or is_unused or is_of_images(name):
             continue
+        if "self_attn.k_b_proj" in architecture.tensor_names and (heads := parts_of_heads(canonical)):
+            stacks |= dict.fromkeys(heads)
+            continue
         parts = parts_of(canonical, architecture)
         if experts := [stack for part in parts for stack in expert_tensors(part)]:
             stacks |= dict.fromkeys(experts)
@@ -228,6 +232,9 @@ def _of_experts(path: Path, config: ModelConfig, names: Iterable[str]) -> Iterat
     """The steps of experts, each the matrices of all of a layer."""
     source, keys = SafetensorsWeights(path, config), ARCHITECTURES[config.architecture].experts
     for name in names:
+        if joined_heads(name):
+            yield _of_stack(name, config, source.experts(name, head_shape(name, config)))
+            continue
         assert config.mixture is not None, "its tensors were taken"
         assert keys is not None, "a mixture has keys"
         shape = (config.mixture.d_ffn, config.d_model)
@@ -253,6 +260,14 @@ def _of_experts(path: Path, config: ModelConfig, names: Iterable[str]) -> Iterat
 
         stored_name, type = gguf_name(name, config.architecture), stacks[0].type
         yield Step(stored_name, (n, len(stacks) * shape[0], shape[1]), type, type, read, name)
+
+
+def _of_stack(name: str, config: ModelConfig, stack: Experts) -> Step:
+    """The step of matrices that are one tensor."""
+    stored_name, type = gguf_name(name, config.architecture), stack.type
+    return Step(
+        stored_name, stack.shape, type, type, lambda: np.concatenate([w.data for w in stack.weights]), name
+    )
 
 
 def _place(step: Step) -> tuple[int, str]:

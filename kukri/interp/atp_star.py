@@ -48,8 +48,8 @@ def atp_star(
             "the clean and the corrupted texts must have the same length", param="clean_tokens"
         )
     layers = range(session.config.n_layers)
-    if any(f"blocks.{i}.attn.hook_z" not in session.points for i in layers):
-        raise UnsupportedError("AtP* needs attention in every layer")
+    if any(f"blocks.{i}.attn.hook_v" not in session.points for i in layers):
+        raise UnsupportedError("AtP* needs attention in every layer, whose values are made of the stream")
     tapes = [session.array_tape() for _ in range(2)]
     result = None
     for tape, texts in zip(tapes, (clean, corrupted)):

@@ -168,8 +168,11 @@ class _Pair:
                 "the clean and the corrupted texts must have the same lengths", param="clean_tokens"
             )
         for i in range(session.config.n_layers):
-            if not {f"blocks.{i}.hook_resid_mid", f"blocks.{i}.attn.hook_z"} <= session.points.keys():
-                raise UnsupportedError("edges need layers that have attention and then an MLP")
+            needed = {f"blocks.{i}.{name}" for name in ("hook_resid_mid", "attn.hook_k", "attn.hook_z")}
+            if not needed <= session.points.keys():
+                raise UnsupportedError(
+                    "edges need layers that have attention, its keys made of the stream, and then an MLP"
+                )
         self.rows, self._batch = Rows(np.array(lengths, np.int32)), TextRows.of(self.corrupted)
         self._clean, self._before = (self._run(TextRows.of(texts)) for texts in (clean, self.corrupted))
 

@@ -174,8 +174,7 @@ def _edit(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Ed
     point = _editable(one.name, model)
     width, d_head = model.trace.widths[point.tap], 0
     if point.form == "heads":
-        assert point.layer is not None
-        d_head = model.trace.heads[point.layer].spec.d_head
+        d_head = model.trace.head_width(point.tap)
     columns = None
     if one.heads is not None:
         columns = _columns(one.heads, point, width, d_head)

@@ -70,6 +70,7 @@ _ATTENTION = (
     *_rows("attn.hook_rot_q", "attn.hook_pattern", form="pattern"),
     *_rows("attn.hook_z", "attn.o.hook_in", "attn.hook_z", form="heads"),
     *_rows("attn.hook_ungated_z", "attn.hook_ungated_z", form="heads"),
+    *_rows("attn.hook_latent_z", "attn.hook_latent_z", form="heads"),
     *_rows("attn.hook_gate", "attn.hook_q_gate"),
     *_rows("attn.hook_z", "attn.hook_result", form="result", is_editable=False),
     *_rows("hook_attn_out", "attn.o.hook_out", "attn.hook_out", "hook_attn_out"),
@@ -135,7 +136,9 @@ class Point:
     edit_tap: str = ""
     norm: Norm | None = None  # for the forms that need one
     matrix: Matrix | None = None  # that the tap is multiplied by first, for a product that no tap shows
-    kv_layer: int | None = None  # for scores and patterns: the layer whose keys and values it reads
+    # for scores and patterns: the layer whose keys and values it reads, and the tap of these values
+    kv_layer: int | None = None
+    values_tap: str = ""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -148,7 +151,7 @@ class Point:
     def edit_needs(self) -> tuple[str, ...]:
         """The taps that a hook on it needs besides `edit_tap`, all before that."""
         if self.form in ("scores", "pattern"):
-            return *self.needs, f"blocks.{self.kv_layer}.attn.hook_v"
+            return *self.needs, self.values_tap
         return () if self.tap == self.edit_tap else self.needs
 
 
@@ -203,17 +206,18 @@ def _block_points(trace: Trace, layer: int) -> Iterator[Point]:
     for name, tap, form, is_editable, norm in block(trace, layer):
         full_tap = f"{prefix}{tap}" if tap else ""
         edit_tap = full_tap if is_editable else ""
-        kv_layer = None
+        kv_layer, values_tap = None, ""
         if form in ("scores", "pattern"):
             kv_layer = trace.heads[layer].spec.kv_layer
-            edit_tap = f"{prefix}attn.hook_ungated_z"
-            if edit_tap not in trace.taps:
-                edit_tap = f"{prefix}attn.hook_z"
+            values_tap = trace.heads[kv_layer].values_tap or ""
+            mixed = (f"{prefix}attn.hook_{name}" for name in ("ungated_z", "latent_z", "z"))
+            edit_tap = next(tap for tap in mixed if tap in trace.taps)
         elif form == "result" and f"{prefix}hook_attn_out" not in trace.matrices:
             continue  # a norm may stand between the heads' matrix and the stream
         read_tap = norm.source if form == "normalized" and norm is not None else full_tap
         if read_tap is not None:
-            yield Point(f"{prefix}{name}", read_tap, form, layer, edit_tap, norm, kv_layer=kv_layer)
+            kv = kv_layer, values_tap
+            yield Point(f"{prefix}{name}", read_tap, form, layer, edit_tap, norm, None, *kv)
 
 
 def _product_points(trace: Trace, layer: int) -> Iterator[Point]:

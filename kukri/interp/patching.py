@@ -223,24 +223,24 @@ class _Sweep:
     def _tap_values(self, layer: int, values: FloatArray) -> tuple[FloatArray, int]:
         """Values in the form of the tap, [B, T, width], and the width of a head there."""
         session = self.session
-        spec = session.trace.heads[layer].spec
         if self.name == "pattern":  # the values that the text as it is has, mixed by another pattern
             values = self._mixed(layer, np.asarray(values, np.float32))
         values = np.asarray(values, np.float32)
-        widths = {"k": spec.n_kv_heads, "v": spec.n_kv_heads}
-        is_plain = self.axes == "layer pos"
-        width = session.config.d_model if is_plain else widths.get(self.name, spec.n_heads) * spec.d_head
+        is_plain, tap = self.axes == "layer pos", self.edits[layer]
+        width, d_head = session.config.d_model, 0
+        if not is_plain:
+            width, d_head = session.trace.widths[tap], session.trace.head_width(tap)
         if values.shape[:2] != (self.n_batch, self.n_tokens):
             raise RequestError(
                 f"values are {list(values.shape)} and the texts {self.n_batch} x {self.n_tokens} tokens",
                 param="values",
             )
         flat = values.reshape(self.n_batch, self.n_tokens, -1)
-        return np.broadcast_to(flat, (self.n_batch, self.n_tokens, width)), spec.d_head
+        return np.broadcast_to(flat, (self.n_batch, self.n_tokens, width)), d_head
 
     def _mixed(self, layer: int, pattern: FloatArray) -> FloatArray:
         """z [B, T, H*K] of the text as it is, but by this pattern [B, H, T, T]."""
-        tap = f"blocks.{layer}.attn.hook_v"
+        tap = self.session.point(("pattern", layer)).values_tap
         kept: dict[str, FloatArray] = {}
 
         def listen(name: str, x: FloatArray) -> None:

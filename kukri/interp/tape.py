@@ -208,6 +208,41 @@ class Tape:
             start += width
         return tuple(parts)
 
+    def head_columns(self, x: Variable, n_heads: int, start: int, stop: int) -> Variable:
+        """The derivative is zero in the other columns."""
+        heads = x.x.reshape(len(x.x), n_heads, -1)
+
+        def pull(g: FloatArray) -> None:
+            whole = np.zeros((*g.shape[:-1], *heads.shape[1:]), np.float32)
+            whole[..., start:stop] = g.reshape(*whole.shape[:-1], -1)
+            x.add(whole.reshape(*g.shape[:-1], -1))
+
+        return self._new(heads[..., start:stop].reshape(len(heads), -1), pull)
+
+    def join_heads(self, parts: Sequence[Variable], n_heads: int) -> Variable:
+        """The derivative by a part is its columns of each head."""
+        heads = [part.x.reshape(len(part.x), n_heads, -1) for part in parts]
+
+        def pull(g: FloatArray) -> None:
+            whole, start = g.reshape(*g.shape[:-1], n_heads, -1), 0
+            for part, own in zip(parts, heads):
+                stop = start + own.shape[-1]
+                part.add(whole[..., start:stop].reshape(*g.shape[:-1], -1))
+                start = stop
+
+        return self._new(np.concatenate(heads, axis=-1).reshape(len(heads[0]), -1), pull)
+
+    def head_linear(self, x: Variable, heads: Experts) -> Variable:
+        """The derivative is g W, of each head's matrix."""
+        matrices = np.stack([self._matrix(weight) for weight in heads.weights])  # [H, out, in]
+
+        def pull(g: FloatArray) -> None:
+            own = g.reshape(-1, len(matrices), matrices.shape[1]).swapaxes(0, 1)
+            x.add((own @ matrices).swapaxes(0, 1).reshape(*g.shape[:-1], -1))
+
+        own = x.x.reshape(len(x.x), len(matrices), -1).swapaxes(0, 1)
+        return self._new((own @ matrices.swapaxes(1, 2)).swapaxes(0, 1).reshape(len(x.x), -1), pull)
+
     def rope(
         self, q: Variable, k: Variable | None, rope: RopeFrequencies, spec: AttentionSpec, batch: TextRows
     ) -> tuple[Variable, Variable | None]:

@@ -189,8 +189,7 @@ class Model:
         return np.take_along_axis(weights, order, axis=-1)
 
     def _d_head(self, point: Point) -> int:
-        assert point.layer is not None
-        return self.trace.heads[point.layer].spec.d_head
+        return self.trace.head_width(point.edit_tap if point.form == "head_inputs" else point.tap)
 
     def _result(self, point: Point, z: FloatArray) -> FloatArray:
         """Each head's part of the attention's output, without its bias: [rows, H, D]."""

@@ -89,10 +89,10 @@ class Weights:
     def _weight(self, letter: str, layer: int, matrix: Matrix) -> FloatArray:
         found = rows(matrix)  # [out, in]
         if letter in ("Q", "K", "V"):
-            d_head = self._trace.heads[layer].spec.d_head
+            d_head = self._trace.head_width(f"blocks.{layer}.{_TAPS[letter]}")
             found = found.reshape(-1, d_head, found.shape[1]).transpose(0, 2, 1)
         elif letter == "O":
-            d_head = self._trace.heads[layer].spec.d_head
+            d_head = self._trace.head_width(f"blocks.{layer}.attn.hook_z")
             found = found.T.reshape(-1, d_head, len(found))
         else:
             found = found.T
@@ -101,7 +101,7 @@ class Weights:
     def _bias(self, letter: str, layer: int, matrix: Matrix) -> FloatArray:
         found = bias(matrix)
         if letter in ("Q", "K", "V"):
-            return found.reshape(-1, self._trace.heads[layer].spec.d_head)
+            return found.reshape(-1, self._trace.head_width(f"blocks.{layer}.{_TAPS[letter]}"))
         return found
 
 

@@ -66,6 +66,18 @@ class Ops(Protocol):
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         """Column views of x, of the given widths."""
 
+    def head_columns(self, x: Tensor, n_heads: int, start: int, stop: int) -> Tensor:
+        """Columns `start` to `stop` - 1 of each head of x [T, H*K] -> [T, H * (stop - start)]."""
+
+    def join_heads(self, parts: Sequence[Tensor], n_heads: int) -> Tensor:
+        """Heads [T, H*K_i] side by side, head by head -> [T, H * sum of K_i]."""
+
+    def head_linear(self, x: Tensor, heads: Experts) -> Tensor:
+        """Each head of x [T, H*in] times the transpose of its own matrix [H, out, in] -> [T, H*out].
+
+        No adapter changes such matrices.
+        """
+
     def rope(
         self, q: Tensor, k: Tensor | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Tensor, Tensor | None]:

@@ -237,6 +237,23 @@ class ReferenceOps:
         """Column views of x."""
         return tuple(np.split(x, np.cumsum(widths)[:-1], axis=1))
 
+    def head_columns(self, x: FloatArray, n_heads: int, start: int, stop: int) -> FloatArray:
+        """The columns of each head, side by side."""
+        return x.reshape(len(x), n_heads, -1)[..., start:stop].reshape(len(x), -1)
+
+    def join_heads(self, parts: Sequence[FloatArray], n_heads: int) -> FloatArray:
+        """Each head's parts, one after another."""
+        heads = [part.reshape(len(part), n_heads, -1) for part in parts]
+        return np.concatenate(heads, axis=-1).reshape(len(parts[0]), -1)
+
+    def head_linear(self, x: FloatArray, heads: Experts) -> FloatArray:
+        """Each head's product."""
+        n_heads, n_out, _ = heads.shape
+        y = np.empty((len(x), n_heads * n_out), np.float32)
+        for weight, own, out in zip(heads.weights, np.split(x, n_heads, 1), np.split(y, n_heads, 1)):
+            out[:] = self._product(own, [weight])
+        return y
+
     def rope(
         self,
         q: FloatArray,

@@ -28,6 +28,7 @@ from kukri.kernels.constants import RopeFrequencies
 
 _ONE = np.float32(1)
 _ROTATED = re.compile(r".*\bself_attn\.[qk]_proj\.(?:weight|bias)")
+_LATENT = re.compile(r".*\bself_attn\.(?:q_proj|q_b_proj|(?P<kv>kv_a_proj_with_mqa))\.(?:weight|bias)")
 USER_SCALINGS = ("linear", "dynamic", "yarn")  # a kind and a factor say it all
 
 
@@ -82,8 +83,10 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.kind == "longrope":  # Ding et al. 2024
         return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
     if scaling.mscale and scaling.mscale_all_dim:
-        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
-    return _mscale(scaling.factor, 1.0)
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(
+            scaling.factor, scaling.mscale_all_dim
+        )
+    return yarn_mscale(scaling.factor, 1.0)
 
 
 def _powers(theta: float, rotary_dim: int) -> FloatArray:
@@ -101,8 +104,9 @@ def _dynamic_theta(rope: RopeConfig, scaling: RopeScaling, max_context: int) -> 
     return float(rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)))
 
 
-def _mscale(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's factor of cos and sin for a stretch: 1 for none."""
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1
 
 
 def _yarn(rope: RopeConfig, scaling: RopeScaling) -> FloatArray:
@@ -148,8 +152,16 @@ def rope_row_order(name: str, n_rows: int, config: ModelConfig) -> npt.NDArray[n
     """`half_split_order` for a projection of q or k, by its Hugging Face name; None for other tensors.
 
     If attention has gates, the files' rows of q are of each head its query and its gate: all queries, then
-    all gates.
+    all gates. Of latent attention, the last rows of q's heads and of the latent's matrix rotate.
     """
+    if config.latent is not None:
+        match, n_rotary = _LATENT.fullmatch(name), config.rope.rotary_dim
+        if match is None:
+            return None
+        n_before = config.latent.rank if match["kv"] else config.latent.d_nope
+        rows = np.arange(n_rows).reshape(-1, n_before + n_rotary)
+        rows[:, n_before:] = rows[:, n_before + half_split_order(n_rotary, n_rotary, n_rotary)]
+        return rows.reshape(-1)
     if _ROTATED.fullmatch(name) is None:
         return None
     if config.has_gates:

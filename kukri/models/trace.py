@@ -46,10 +46,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's attention, and the frequencies of its rotation, None on a NoPE layer."""
+    """A layer's attention, the frequencies of its rotation, None on a NoPE layer, and the tap of its values,
+    None if it reads another's or no tap shows them.
+    """
 
     spec: AttentionSpec
     rope: RopeFrequencies | None
+    values_tap: str | None
 
 
 @dataclass(eq=False)
@@ -96,6 +99,12 @@ class Trace:
         program(self, None)  # type: ignore[arg-type]
         for name in self._embeddings & self.multiplied.keys():
             del self.multiplied[name]
+
+    def head_width(self, tap: str) -> int:
+        """Columns of one head of a tap of attention: keys and values may have fewer heads than queries."""
+        spec = self.heads[int(tap.split(".")[1])].spec
+        is_kv = tap.endswith(("hook_k", "hook_v", "hook_rot_k"))
+        return self.widths[tap] // (spec.n_kv_heads if is_kv else spec.n_heads)
 
     def __getattr__(self, op: str) -> Callable[..., _Value]:
         """An op of which only its tap and its width, that of its input, matter: any that is not below."""
@@ -177,6 +186,19 @@ class Trace:
             start += width
         return tuple(parts)
 
+    def head_columns(self, x: _Value, n_heads: int, start: int, stop: int) -> _Value:
+        """A value of the columns' width."""
+        return _Value(n_heads * (stop - start))
+
+    def join_heads(self, parts: Sequence[_Value], n_heads: int) -> _Value:
+        """A value that knows the rotation of a part."""
+        rope = next((part.rope for part in parts if part.rope is not None), None)
+        return _Value(sum(part.width for part in parts), rope=rope)
+
+    def head_linear(self, x: _Value, heads: Experts) -> _Value:
+        """A value of the heads' width; no adapter changes such matrices."""
+        return _Value(heads.shape[0] * heads.shape[1])
+
     def rope(
         self, q: _Value, k: _Value | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[_Value, _Value | None]:
@@ -185,7 +207,7 @@ class Trace:
 
     def attention(self, q: _Value, k: Any, v: Any, spec: AttentionSpec, batch: Any) -> _Value:
         """Notes the layer's heads."""
-        self.heads[spec.layer] = Heads(spec, q.rope)
+        self.heads[spec.layer] = Heads(spec, q.rope, None if v is None else v.tap)
         return _Value(q.width)
 
     def logit_rows(self, x: _Value, batch: Any) -> _Value:

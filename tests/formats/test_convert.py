@@ -225,7 +225,9 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     path = convert(directory, tmp_path / "m.gguf")
     convert_to_directory(path, tmp_path / "back", None, as_json=False)
     again = tr.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
-    assert type(again) is type(model)
+    # GGUF has one name for both, which compute the same
+    want_type = tr.DeepseekV3ForCausalLM if kind == "glm4_moe_lite" else type(model)
+    assert type(again) is want_type
     state = again.state_dict()
     for name, tensor in model.state_dict().items():
         # these norms are stored as what is added to 1, and pass through float32 with the 1
@@ -423,6 +425,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
         *("phi3-as-phi4-mini", "olmo2", "olmo3", "olmo3-yarn", "granite", "ernie4_5"),
         *("gemma2", "gemma3_text", "gemma3_text-pattern", "qwen3_moe", "olmoe", "lfm2", "qwen3_5_text"),
         *("granitemoehybrid", "granitemoehybrid-dense", "qwen3_5_text-grouped"),
+        *("deepseek_v2-yarn", "glm4_moe_lite", "minicpm3"),
     ],
 )
 def test_llama_cpp_gives_the_same_logits(kind: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ TINY = {
 }
 # what a class has no usable default of
 NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 4},
     "hunyuan_v1_moe": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -57,7 +58,8 @@ def test_transformers_own_files_are_read(kind, full):
     # lfm2: two thirds of what is stated, in whole multiples of 256; others: a key of their own
     d_ffn = {"lfm2": 256, "granitemoehybrid": 1024, "qwen3_5_moe_text": 512}.get(kind, 96)
     assert (ours.architecture, ours.n_layers, ours.d_model, ours.d_ffn) == (kind, 8, 64, d_ffn)
-    assert (ours.n_heads, ours.n_kv_heads, ours.d_head, ours.n_vocab) == (4, 2, heads, 300)
+    kv_heads = (2, heads) if ours.latent is None else (1, heads + config.kv_lora_rank)
+    assert (ours.n_heads, ours.n_kv_heads, ours.d_head, ours.n_vocab) == (4, *kv_heads, 300)
     assert ours.norm_eps == getattr(config, ARCHITECTURES[kind].hf_epsilon, 1e-5)  # OLMo has no key
     assert ours.tie_embeddings == config.tie_word_embeddings
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -118,11 +120,18 @@ def test_partial_rotary_factor_is_read_where_transformers_reads_it(kind):
         with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
             hf_model_config({"model_type": kind, **TINY, "partial_rotary_factor": 0.5}, PATH)
         return
+    if (
+        kind == "glm4_moe_lite"
+    ):  # rotates a part of its heads as it is; transformers cannot run a part of that
+        with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
+            hf_model_config(needed, PATH)
+        return
     ours = hf_model_config(needed, PATH)
     assert ours.rope.rotary_dim == rotated
-    assert (rotated < ours.d_head) == (kind in PARTIAL)
+    is_part = rotated < (ours.d_head if ours.latent is None else config.qk_rope_head_dim)
+    assert is_part == (kind in PARTIAL)
     listed = unknown_config_keys(needed, PATH)
-    assert listed == ([] if rotated < ours.d_head else ["partial_rotary_factor"])
+    assert listed == ([] if is_part else ["partial_rotary_factor"])
 
 
 def test_unknown_keys_are_left_out_and_listed_or_refused():

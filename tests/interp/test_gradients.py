@@ -20,10 +20,10 @@ IDS = tl_models.IDS[0]
 OTHER = np.random.default_rng(1).integers(3, tiny_models.V, len(IDS))
 RIGHT, WRONG = 5, 9
 QUICK = ["smollm3", "phi", "starcoder2", "gemma2", "olmo2", "olmoe", "gpt_oss", "qwen3_5_text-grouped"]
-QUICK += ["gemma4_text", "gemma4_moe_text"]
+QUICK += ["gemma4_text", "gemma4_moe_text", "deepseek_v2"]
 NAMES = [*tl_models.NAMES, "ernie4_5", "olmo3", "gpt_oss", "lfm2", "qwen3_5_text", "qwen3_5_text-grouped"]
 GEMMA4 = ["gemma4_text", "gemma4_text-keys", "gemma4_moe_text"]
-NAMES += GEMMA4
+NAMES += [*GEMMA4, "deepseek_v2", "glm4_moe_lite"]
 
 
 def some(quick):
@@ -91,7 +91,7 @@ def test_gradients_are_torchs(name):
 
 
 @pytest.mark.parametrize(
-    "name", [*some(["gpt_oss", "qwen3_5_text-grouped", "gemma4_text"]), *tl_models.ENCODERS]
+    "name", [*some(["gpt_oss", "qwen3_5_text-grouped", "gemma4_text", "deepseek_v2"]), *tl_models.ENCODERS]
 )
 def test_gradients_on_pytorch_are_those_of_numpy(name):
     """A derivative of a value that transformers does not show: keys, routes, states, gates."""

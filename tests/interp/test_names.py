@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from kukri.errors import HookError
 from kukri.interp.names import full_name
@@ -26,7 +27,7 @@ def test_every_name_has_the_shape_and_the_value_of_transformer_lens(name):
         assert probe(value) == pytest.approx(expected, abs=2e-4 * max(1.0, abs(expected))), key
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi"])
+@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi", "deepseek_v2"])
 def test_the_cpu_backend_agrees(name):
     """A tap of the CPU backend that shows a buffer before or after its time."""
     _, expected = session(name).run_with_cache(IDS)
@@ -38,7 +39,7 @@ def test_the_cpu_backend_agrees(name):
         np.testing.assert_allclose(np.maximum(cache[key], -1e4), want, atol=6e-3 * scale, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "starcoder2"])
+@pytest.mark.parametrize("name", ["smollm3", "starcoder2", "deepseek_v2"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_reading_changes_no_bit(name, backend):
     """Taps, or scores computed next to the kernel, that change what they show."""
@@ -48,6 +49,20 @@ def test_reading_changes_no_bit(name, backend):
     np.testing.assert_array_equal(logits, plain)
     seen = own.run_with_hooks(IDS, [("blocks.1.attn.hook_pattern", lambda x, hook: None)])
     np.testing.assert_array_equal(seen, plain)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
+def test_patterns_of_latent_attention_are_transformers(name):
+    """Scores of absorbed heads in another scale, or of another head's keys."""
+    own, hf = session(name), tiny_models.make(name)[0]
+    _, cache = own.run_with_cache(IDS)
+    with torch.no_grad():
+        attentions = hf(torch.from_numpy(IDS.astype(np.int64)), output_attentions=True).attentions
+    for layer, wanted in enumerate(attentions):
+        found = cache[f"blocks.{layer}.attn.hook_pattern"]
+        np.testing.assert_allclose(found, wanted.numpy(), atol=1e-4)
+        assert cache[f"blocks.{layer}.attn.hook_z"].shape == (1, tiny_models.N_TOKENS, tiny_models.HEADS, 16)
+    assert own.weights.W_O.shape == (4, tiny_models.HEADS, 16, tiny_models.D)
 
 
 @pytest.mark.parametrize(

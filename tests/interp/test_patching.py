@@ -63,7 +63,18 @@ def cell_by_cell(own, name, axes, values, layer, metric):
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_sweep_is_its_cells_one_by_one(name, axes, backend):
     """A cell that sees another's keys, a stream of another layer, a page copied too late, a wrong head."""
-    own = session("smollm3", backend)
+    check_sweep("smollm3", name, axes, backend)
+
+
+@pytest.mark.parametrize(("name", "axes"), [SWEEPS[1], SWEEPS[5], *SWEEPS[7:9]])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_sweep_over_latent_attention(name, axes, backend):
+    """Heads that are as wide in one place as in another, values that have no tap of their own."""
+    check_sweep("deepseek_v2", name, axes, backend)
+
+
+def check_sweep(model, name, axes, backend):
+    own = session(model, backend)
     llm = SimpleNamespace(interp=own)
     _, clean = own.run_with_cache(CLEAN)
     for layer in (0, 2):

@@ -18,6 +18,7 @@ from kukri.quant.types import QUANT_TYPES
 
 Updates = dict[str, tuple[torch.Tensor, torch.Tensor]]  # (A, B) by the module's name
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 

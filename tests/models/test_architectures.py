@@ -24,6 +24,7 @@ from tests.models.tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_rea
 
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
+LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"]
 HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid"]  # with layers that keep a state
 GEMMA4 = ["gemma4_text", "gemma4_text-keys", "gemma4_moe_text"]
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
@@ -97,6 +98,9 @@ class Int8Inputs:
     def expert_linear(self, x: np.ndarray, *rest: Any) -> np.ndarray:
         return self.ops.expert_linear(_rounded(x), *rest)
 
+    def head_linear(self, x: np.ndarray, heads: Any) -> np.ndarray:
+        return self.ops.head_linear(_rounded(x), heads)
+
 
 def _rounded(x: np.ndarray) -> np.ndarray:
     blocks = x.reshape(len(x), -1, 32)
@@ -132,7 +136,7 @@ def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Bac
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
 
 
-@pytest.mark.parametrize("name", HYBRIDS + GEMMA4)
+@pytest.mark.parametrize("name", [*HYBRIDS, *GEMMA4, *LATENT[::3]])
 def test_packed_weights_of_other_layers_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
     """The same of recurrent layers, and of those with shared keys and embeddings of their own."""
     test_packed_weights_run_on_the_cpu(name, tmp_path, reference)
@@ -266,13 +270,15 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
             (True, 7),
             (False, None),
         }
-    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "afmoe"):
+    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "afmoe", *LATENT[:3]):
         assert {layer.is_dense for layer in configs[name].layers} == {True, False}
     for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "afmoe"):
         assert (bias := make(name)[2].arrays["model.layers.3.mlp.gate.e_score_correction.bias"]).std() > 0.1
         assert len(bias) == 8
+    assert all((config.latent is None) == (name not in LATENT) for name, config in configs.items())
     kinds = {name: c.rope.scaling.kind for name, c in configs.items() if c.rope.scaling}
     assert kinds == {
+        "deepseek_v2": "yarn",
         "llama": "llama3",
         "smollm3": "yarn",
         "phi3": "longrope",

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 import transformers
 
-from kukri.config import LayerConfig, MixtureConfig, ModelConfig, RecurrentConfig, RopeConfig, RopeScaling
+from kukri.config import (
+    LatentConfig,
+    LayerConfig,
+    MixtureConfig,
+    ModelConfig,
+    RecurrentConfig,
+    RopeConfig,
+    RopeScaling,
+)
 from kukri.formats.gguf.writer import write_gguf
 from kukri.formats.huggingface.weights import is_convolution
 from kukri.kernels.quantize import quantize
@@ -196,7 +204,65 @@ def _granite_hybrid(n_experts: int, position: str) -> Tiny:
     )  # fmt: skip
 
 
+_MSCALE = 0.1 * 0.707 * np.log(8.0) + 1  # of YaRN's factor and DeepSeek's mscale
+_LATENT_KEYS = {
+    **{"attention.key_length": 48, "attention.value_length": 32, "attention.key_length_mla": 48},
+    **{"attention.value_length_mla": 16, "attention.kv_lora_rank": 32},
+}
+
+
+def _latent(hf_type: str, q_rank: int, **own: Any) -> Tiny:
+    """Latents of 32 numbers, heads whose keys are 32 and 16 that rotate, values of 16."""
+    tiny = Tiny(
+        hf_type, "deepseek2",
+        {"num_key_value_heads": HEADS, "q_lora_rank": q_rank or None, "kv_lora_rank": 32,
+         "qk_nope_head_dim": 32, "qk_rope_head_dim": D_HEAD, "v_head_dim": 16,
+         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
+         "first_k_dense_replace": 1},
+        layers=(_dense(FULL), FULL, FULL, FULL), n_kv_heads=1, is_paired=True,
+        mixture=MixtureConfig(8, 3, 32, False, d_shared=64),
+        facts={"d_head": 48, "latent": LatentConfig(32, 32, 16, q_rank), "attention_scale": 48**-0.5},
+        keys={**_LATENT_KEYS, **_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 2,
+              "leading_dense_block_count": 1, **({"attention.q_lora_rank": q_rank} if q_rank else {})},
+    )  # fmt: skip
+    parts = {
+        field: {**getattr(tiny, field), **own.pop(field)} for field in ("hf", "facts", "keys") if field in own
+    }
+    return replace(tiny, **parts, **own)
+
+
+def _latent_by_sigmoid(hf_type: str, **hf: Any) -> Tiny:
+    """The same with experts in groups, chosen by sigmoids and a bias."""
+    return _latent(
+        hf_type, 64,
+        hf={"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+            "initializer_range": 0.1, **hf},  # float32 itself is 1e-4 off at 0.15
+        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
+                              scale=2.5, d_shared=64),
+        keys={"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+              "expert_group_count": 4, "expert_group_used_count": 2},
+    )  # fmt: skip
+
+
 TINY: dict[str, Tiny] = {
+    "deepseek_v2": _latent(
+        "DeepseekV2", 0,
+        hf={"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        scaling=RopeScaling("yarn", 8.0, ORIGINAL, mscale=0.707, mscale_all_dim=0.707),
+        facts={"attention_scale": 48**-0.5 * _MSCALE**2},
+        keys={**_YARN_KEYS, "rope.scaling.yarn_log_multiplier": 0.0707, "expert_gating_func": 1},
+    ),
+    "deepseek_v3": _latent_by_sigmoid("DeepseekV3"),
+    "glm4_moe_lite": _latent_by_sigmoid("Glm4MoeLite"),
+    "minicpm3": replace(
+        _latent("MiniCPM3", 64,
+                facts={"embedding_scale": 12.0, "residual_scale": 0.7, "logits_divisor": 0.25}),
+        gguf_arch="minicpm3", layers=(FULL,) * N_LAYERS, mixture=None, is_paired=False, tied=True,
+        hf={"num_key_value_heads": HEADS, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": D_HEAD, "v_head_dim": 16},
+        keys={"attention.head_count_kv": HEADS, "attention.key_length": 48, "attention.value_length": 16,
+              "attention.kv_lora_rank": 32, "attention.q_lora_rank": 64},
+    ),
     "llama": Tiny(
         "Llama", "llama", {"rope_parameters": _LLAMA3},
         scaling=RopeScaling("llama3", 8.0, ORIGINAL),
@@ -496,10 +562,41 @@ def make(
     if config.has_gates:  # rows of a head's query and gate apart
         for key in [key for key in made.arrays if "q_proj" in key]:
             made.arrays[key] = np.concatenate([part.reshape(-1, D) for part in _gates(made.arrays[key])])
-    if tiny.is_paired:
+    if config.latent is not None:
+        made.arrays = _with_heads_apart(made.arrays, config, tiny.is_paired)
+    elif tiny.is_paired:
         rotated = [key for key in made.arrays if "q_proj" in key or "k_proj" in key]
         made.arrays |= {key: _half_split(made.arrays[key]) for key in rotated}
     return hf, config, made
+
+
+def _with_heads_apart(
+    arrays: Mapping[str, np.ndarray], config: ModelConfig, is_paired: bool
+) -> dict[str, np.ndarray]:
+    """Tensors of latent attention as models have them: of each head a matrix of keys, transposed, and one of
+    values; rows that rotate in halves.
+    """
+    latent, apart = config.latent, dict[str, np.ndarray]()
+    assert latent is not None
+    for key, array in arrays.items():
+        if "kv_b_proj" in key:
+            rows = array.reshape(HEADS, -1, latent.rank)
+            apart[key.replace("kv_b", "k_b")] = rows[:, : latent.d_nope].swapaxes(1, 2)
+            apart[key.replace("kv_b", "v_b")] = rows[:, latent.d_nope :]
+        else:
+            apart[key] = _turned_tail(key, array, latent, _half_split) if is_paired else array
+    return apart
+
+
+def _turned_tail(key: str, array: np.ndarray, latent: LatentConfig, turn: Any) -> np.ndarray:
+    """An array whose rows that rotate, the last of each query's head or of all keys, are turned."""
+    if re.search(r"\.(?:q_proj|q_b_proj|kv_a_proj_with_mqa)\.", key) is None:
+        return array
+    n_before = latent.rank if "kv_a" in key else latent.d_nope
+    heads = array.reshape(-1, n_before + D_HEAD, *array.shape[1:]).copy()
+    for head in heads:
+        head[n_before:] = turn(head[n_before:])
+    return heads.reshape(array.shape)
 
 
 def _gates(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -601,6 +698,8 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     tensors: dict[str, Any] = {}
     for key, array in _fused(name, source.arrays).items():
         in_pairs = tiny.gguf_arch in _IN_PAIRS
+        if config.latent is not None and tiny.gguf_arch == "deepseek2":
+            array = _turned_tail(key, array, config.latent, lambda rows: _interleaved(rows, D_HEAD))
         if in_pairs and ("q_proj" in key or "k_proj" in key):
             array = _interleaved(array, D_HEAD)
         if config.has_gates and "q_proj" in key:
@@ -642,7 +741,13 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
 
 
 def _fused(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Gemma 4's gates and ups of experts as one tensor."""
+    """Gemma 4's gates and ups of experts as one tensor, and MiniCPM3's matrices of keys and values."""
+    if name == "minicpm3":
+        made = {key: array for key, array in arrays.items() if "v_b_proj" not in key}
+        for key in [key for key in made if "k_b_proj" in key]:
+            both = (made.pop(key).swapaxes(1, 2), arrays[key.replace("k_b", "v_b")])
+            made[key.replace("k_b", "kv_b")] = np.concatenate(both, axis=1).reshape(-1, both[1].shape[-1])
+        return made
     if name != "gemma4_moe_text":
         return {**arrays}
     made = {}
@@ -691,8 +796,10 @@ def as_read(name: str, config: ModelConfig) -> ModelConfig:
         factors = tuple(np.array(_rope_freqs(config)["rope_freqs.weight"], np.float32).tolist())
         scaling = RopeScaling("llama3", factors=factors)
     of_kind = [a for a in ARCHITECTURES.values() if (a.experts is None) == (config.mixture is None)]
-    named = {a.gguf: a.name for a in sorted(of_kind, key=lambda a: a.name == a.gguf)}
-    architecture = named[TINY[name].gguf_arch]
+    by_sigmoid = config.mixture is not None and config.mixture.by_sigmoid
+    of_kind = [a for a in of_kind if a.experts is None or a.experts.by_sigmoid == by_sigmoid]
+    named = [a for a in of_kind if a.gguf == TINY[name].gguf_arch]
+    architecture = max(named, key=lambda a: a.name == a.gguf).name
     rope = replace(config.rope, scaling=scaling)
     if architecture.startswith("qwen3_5") and config.recurrent is not None:
         are_tiled = config.recurrent.n_heads != config.recurrent.n_groups

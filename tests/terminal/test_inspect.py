@@ -84,7 +84,7 @@ def apart(lines: list[str]) -> list[str]:
 
 
 # The tree of these shows kukri's modules: experts' biases and shared experts by one name for all, where each
-# class of transformers has its own; Nemotron's LayerNorm as any other.
+# class of transformers has its own; Nemotron's LayerNorm as any other; matrices of heads as files have them.
 OWN_TREE = (
     "qwen2_moe",
     "qwen3_5_moe_text",
@@ -94,7 +94,7 @@ OWN_TREE = (
     "afmoe",
     "hunyuan_v1_moe",
 )
-OWN_TREE += ("granitemoeshared", "nemotron")
+OWN_TREE += ("granitemoeshared", "nemotron", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 
 
 @pytest.mark.parametrize("name", OWN_TREE)

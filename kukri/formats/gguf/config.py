@@ -138,7 +138,7 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
         message = f"is {numbers['d_model']}, but the width of tensor 'token_embd.weight' is {d_model}"
         raise keys.error("embedding_length", message)
     d_value = keys.whole("attention.value_length", numbers["d_head"])
-    if d_value != numbers["d_head"]:
+    if d_value != numbers["d_head"] and "attention.value_length" not in architecture.gguf_reads:
         message = f"is {d_value}: kukri runs values as wide as keys ({numbers['d_head']})"
         raise keys.unsupported("attention.value_length", message)
     rope = RopeConfig()
@@ -238,12 +238,19 @@ def activations_per_token(gguf: GGUFFile) -> bool:
 def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
     """The architecture, and its keys."""
     name = Keys(gguf.metadata, gguf.path, "general.").text("architecture")
-    # several may go by one name in GGUF: one with experts if the file has some, or without, and of these the
-    # one whose own it is, which says what the files leave unsaid
+    # several may go by one name in GGUF: one with experts if the file has some, or without, that scores them
+    # as the file says, and of these the one whose own it is, which says what the files leave unsaid
     has_experts = bool(np.any(gguf.metadata.get(f"{name}.expert_count", 0)))
 
-    def fits(architecture: Architecture) -> tuple[bool, bool]:
-        return (architecture.experts is not None) == has_experts, architecture.name == name
+    by_sigmoid = gguf.metadata.get(f"{name}.{_EXPERT_FUNCTION}") == _SIGMOID
+
+    def fits(architecture: Architecture) -> tuple[bool, bool, bool]:
+        own = architecture.experts
+        return (
+            (own is not None) == has_experts,
+            own is None or own.by_sigmoid == by_sigmoid,
+            architecture.name == name,
+        )
 
     named = [a for a in ARCHITECTURES.values() if a.gguf == name]
     if not named:

@@ -14,6 +14,7 @@ from kukri.formats.gguf.config import activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.rope_keys import ROPE_TENSORS
 from kukri.formats.gguf.tensor_names import gguf_name, module_name
+from kukri.formats.head_matrices import joined_heads, joined_shape, take_part
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.models import Architecture
@@ -49,6 +50,10 @@ class GGUFWeights:
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
         """Matrices (experts, out, in) as stored. Raises FormatError if missing or of another shape."""
         n, n_out, n_in = shape
+        if (joined := joined_heads(name)) and self.has(joined):
+            tensor = self._take(joined, joined_shape(self._config))
+            rows, kind = take_part(self._gguf.data(tensor.name), tensor.type, name, self._config)
+            return Experts(tuple(Weight(each, kind, (n_out, n_in), name) for each in rows), name)
         part, fused = self._part_of_fused(name)
         if fused:  # gate's rows, then up's
             tensor = self._take(fused, (n, 2 * n_out, n_in))

@@ -180,7 +180,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     }
     if architecture.partial_rotary:
         made["partial_rotary_factor"] = config.rope.rotary_dim / config.d_head
-    elif config.rope.rotary_dim != config.d_head:
+    elif config.latent is None and config.rope.rotary_dim != config.d_head:
         raise UnsupportedError(f"transformers' {architecture.name} rotates whole heads, not a part of each")
     if architecture.hf_mark:
         made |= dict([architecture.hf_mark])
@@ -210,7 +210,16 @@ def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: A
     again = hf_model_config(made, Path("config.json"), config.name)
     lost = [
         part
-        for part in ("d_model", "n_heads", "n_vocab", "max_context", "mixture", "is_causal", "has_gates")
+        for part in (
+            "d_model",
+            "n_heads",
+            "n_vocab",
+            "max_context",
+            "mixture",
+            "is_causal",
+            "has_gates",
+            "latent",
+        )
         if getattr(config, part) != getattr(again, part)
     ]
     for i in range(config.n_layers):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
+from kukri.formats.head_matrices import joined_heads, joined_shape, take_part
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, SafetensorsFile, open_files
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
@@ -113,6 +114,10 @@ class SafetensorsWeights:
         """
         if self._is_interleaved:
             return self._interleaved_experts(name, shape)
+        if joined := joined_heads(name):
+            data, kind = self._take(joined, joined_shape(self._config))
+            parts, kind = take_part(data, kind, name, self._config)
+            return Experts(tuple(self._packed(each, kind, shape[1:], name) for each in parts), name)
         n, n_out, n_in = shape
         fused, part, n_parts = joined_name(name, self._architecture)
         if fused == name:

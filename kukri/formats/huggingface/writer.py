@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError
+from kukri.formats.head_matrices import join_parts, joined_heads, joined_shape, parts_of_heads
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
 from kukri.formats.huggingface.weights import (
@@ -139,6 +140,15 @@ def write_directory(
         tensors |= _interleaved(weights, target, on_tensor)
     else:
         for name, experts in weights.stacks.items():
+            if joined := joined_heads(name):
+                if ".v_b_proj." in name:  # the keys' matrices come before it
+                    keys = weights.stacks[parts_of_heads(joined)[0]]
+                    tensors[joined] = (
+                        dtype,
+                        joined_shape(config),
+                        partial(join_parts, keys, experts, target),
+                    )
+                continue
             if is_stacked(name, architecture):
                 tensors[name] = (dtype, experts.shape, partial(all_made, experts))
                 continue

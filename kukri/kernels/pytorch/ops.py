@@ -216,6 +216,23 @@ class TorchOps:
         """Column views of x."""
         return torch.split(x, list(widths), -1)
 
+    def head_columns(self, x: Tensor, n_heads: int, start: int, stop: int) -> Tensor:
+        """The columns of each head, side by side."""
+        x = self.floats(x)
+        columns: Tensor = x.reshape(len(x), n_heads, -1)[..., start:stop].flatten(1)
+        return columns
+
+    def join_heads(self, parts: Sequence[Tensor], n_heads: int) -> Tensor:
+        """Each head's parts, one after another."""
+        heads = [(x := self.floats(part)).reshape(len(x), n_heads, -1) for part in parts]
+        return torch.cat(heads, -1).flatten(1)
+
+    def head_linear(self, x: Tensor, heads: Experts) -> Tensor:
+        """Each head's product."""
+        x = self.floats(x)
+        own = x.reshape(len(x), heads.shape[0], -1).transpose(0, 1).contiguous()
+        return torch.cat([self.product(part, [w]) for part, w in zip(own, heads.weights, strict=True)], -1)
+
     def rope(
         self, q: Tensor, k: Tensor | None, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
     ) -> tuple[Tensor, Tensor | None]:

@@ -249,13 +249,18 @@ def _make_elementwise(name: str, value: Callable[..., Any]) -> Callable[..., Non
     return elementwise
 
 
-def fit_heads(row, x, x_stride, n_heads, d_head, y, y_stride, d_target):
-    """y [n_heads, d_target] = x [n_heads, d_head]: each head's first columns, zeros after them."""
+def fit_heads(row, x, x_stride, n_heads, d_head, x_step, y, y_stride, d_target, y_step):
+    """y [n_heads, d_target] = x [n_heads, d_head]: each head's first columns, zeros after them.
+
+    Heads begin `x_step` and `y_step` bytes apart.
+    """
     for head in range(n_heads):
-        source = x + row * x_stride + 4 * head * d_head
-        target = y + row * y_stride + 4 * head * d_target
-        for i in range(0, 4 * d_target, 4):
-            store_f32(target + i, load_f32(source + i) if i < 4 * d_head else np.float32(0.0))
+        source = x + row * x_stride + head * x_step
+        target = y + row * y_stride + head * y_step
+        for i in range(0, 4 * min(d_head, d_target), 4):
+            store_f32(target + i, load_f32(source + i))
+        for i in range(4 * d_head, 4 * d_target, 4):
+            store_f32(target + i, np.float32(0.0))
 
 
 def gather_rows(row, indices, x, x_stride, n, y, y_stride):

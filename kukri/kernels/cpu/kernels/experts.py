@@ -173,7 +173,10 @@ def route(
 def dispatch(
     tile, batch, weights, stride, n_experts, n_used, table, entries, next_slots, experts, slots, rows_of_slots
 ):
-    """Fills the table of a step's rows (abi.py) by the weights [T, E] that are not 0, NaN among them."""
+    """Fills the table of a step's rows (abi.py) by the weights [T, E] that are not 0, NaN among them.
+
+    Without weights (0) every expert gets a row of each token.
+    """
     if tile < 0:
         return 1
     n_tokens = load_i64(batch + N_TOKENS)
@@ -183,7 +186,8 @@ def dispatch(
         row = t * n_used
         stop = row + n_used
         for expert in range(n_experts):
-            if load_f32(weights + t * stride + 4 * expert) != 0.0 and row < stop:
+            is_used = weights == 0 or load_f32(weights + t * stride + 4 * expert) != 0.0
+            if is_used and row < stop:
                 store_i32(experts + 4 * row, expert)
                 store_i64(next_slots + 8 * expert, load_i64(next_slots + 8 * expert) + 1)
                 row += 1

@@ -60,9 +60,9 @@ class ScaleWeights(Op):
 
 @dataclass(eq=False)
 class Dispatch(Op):
-    """Orders the rows of a mixture by the experts whose weights are not 0."""
+    """Orders the rows of a mixture by the experts whose weights are not 0; None: all of them."""
 
-    weights: Value
+    weights: Value | None
     y: RouteTable
     kernel = "dispatch"
 
@@ -70,8 +70,8 @@ class Dispatch(Op):
         table = at.of(self.y)
         return {
             "batch": at.batch,
-            "weights": at.of(self.weights),
-            "stride": self.weights.stride,
+            "weights": 0 if self.weights is None else at.of(self.weights),
+            "stride": 0 if self.weights is None else self.weights.stride,
             "n_experts": self.y.routing.n_experts,
             "n_used": self.y.routing.n_used,
             "table": table,

@@ -291,20 +291,28 @@ class HeadNorm(Op):
 
 @dataclass(eq=False)
 class FitHeads(Op):
-    """The heads of x cut to another size, or filled up to it with zeros."""
+    """The heads of x cut to another size, or filled up to it with zeros.
+
+    `x_step` and `y_step`: columns from a head to the next; 0: they are side by side.
+    """
 
     x: Value
     y: Value
     n_heads: int
+    x_step: int = 0
+    y_step: int = 0
     kernel = "fit_heads"
 
     def record(self, at: Addresses) -> dict[str, int]:
+        d_head, d_target = self.x.width // self.n_heads, self.y.width // self.n_heads
         return rows_of(self.x, at) | {
             "n_heads": self.n_heads,
-            "d_head": self.x.width // self.n_heads,
+            "d_head": d_head,
+            "x_step": 4 * (self.x_step or d_head),
             "y": at.of(self.y),
             "y_stride": self.y.stride,
-            "d_target": self.y.width // self.n_heads,
+            "d_target": d_target,
+            "y_step": 4 * (self.y_step or d_target),
         }
 
 

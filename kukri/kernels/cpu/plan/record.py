@@ -263,6 +263,40 @@ class Recorder:
             for width, start in zip(widths, starts, strict=True)
         )
 
+    def head_columns(self, x: Value, n_heads: int, start: int, stop: int) -> Value:
+        """See Ops.head_columns."""
+        y = self._value(x.rows, n_heads * (stop - start))
+        part = Value(x.buffer, x.rows, y.width, x.stride, x.offset + 4 * start)
+        self._add(ops.FitHeads(part, y, n_heads, x_step=x.width // n_heads))
+        return y
+
+    def join_heads(self, parts: Sequence[Value], n_heads: int) -> Value:
+        """See Ops.join_heads."""
+        y, start = self._value(parts[0].rows, sum(part.width for part in parts)), 0
+        for part in parts:
+            columns = Value(y.buffer, y.rows, part.width, y.stride, y.offset + 4 * start)
+            self._add(ops.FitHeads(part, columns, n_heads, y_step=y.width // n_heads))
+            start += part.width // n_heads
+        return y
+
+    def head_linear(self, x: Value, heads: Experts) -> Value:
+        """See Ops.head_linear: a product of experts, each of which gets a row of every token."""
+        n_heads, n_out, n_in = heads.shape
+        _require_multiple("the width of a head's matrix", n_in, ROWS)
+        _require_multiple("the rows of a head's matrix", n_out, ROWS)
+        if x.stride != 4 * x.width:
+            x = self.head_columns(x, n_heads, 0, n_in)
+        y = self._value("T", n_heads * n_out)
+        table = RouteTable.make(Routing(n_heads, n_heads, normalized=False), self._limits.max_tokens)
+        self._add(expert_ops.Dispatch(None, table))
+        packed = self._pack_experts((heads,))
+        rows = Value(x.buffer, table, n_in, 4 * n_in, x.offset)
+        panels = Buffer(table.max_slots // TOKENS * panel_bytes(packed.panel, n_in))
+        self._add(expert_ops.QuantizeForExperts(rows, table, packed.panel, panels))
+        out = Value(y.buffer, table, n_out, 4 * n_out, y.offset)
+        self._add(expert_ops.ExpertLinear(panels, table, packed.panel, packed, out, 0, None))
+        return y
+
     def rope(
         self, q: Value, k: Value | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Value, Value | None]:
@@ -272,16 +306,22 @@ class Recorder:
         return q, k
 
     def attention(self, q: Value, k: Value | None, v: Value | None, spec: AttentionSpec, batch: Any) -> Value:
-        """See Ops.attention. Heads of an odd size are computed in larger ones, as the cache keeps them."""
+        """See Ops.attention. Heads of an odd size are computed in larger ones, as the cache keeps them.
+
+        Queries, keys and values from different places, or keys that are values too, are first copied.
+        """
         if spec.group > MAX_TILE_ROWS and spec.n_kv_heads > 1:
             raise MissingKernelError(
                 f"{spec.group} query heads for each of {spec.n_kv_heads} key heads; the CPU backend runs up "
                 f"to {MAX_TILE_ROWS}, and more for a single key head"
             )
-        if whole_head(spec.d_head) != spec.d_head:
+        strides = {x.stride for x in (q, k, v) if x is not None}
+        if whole_head(spec.d_head) != spec.d_head or len(strides) > 1 or (k is v and k is not None):
             wide = replace(spec, d_head=whole_head(spec.d_head))
             q, k, v = self._widened_heads((q, k, v), wide)
             z = self.attention(q, k, v, wide, batch)
+            if wide == spec:
+                return z
             y = self._value("T", spec.n_heads * spec.d_head)
             self._add(ops.FitHeads(z, y, spec.n_heads))
             return y

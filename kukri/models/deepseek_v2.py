@@ -1,0 +1,73 @@
+"""DeepSeek-V2-Lite (DeepSeek-AI 2024): latent attention, and small experts next to an MLP for all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kukri.config import ModelConfig
+from kukri.models import latent
+from kukri.models.architecture import Architecture, ExpertKeys
+from kukri.models.keys import Keys
+from kukri.models.llama import Block, Llama
+from kukri.models.mixture import Mixture
+
+
+class DeepseekBlock(Block):
+    """A layer with a mixture, or one of the first with an MLP."""
+
+    attention_type, mlp_type = latent.LatentAttention, Mixture
+
+
+class Deepseek(Llama):
+    """The whole model."""
+
+    block_type = DeepseekBlock
+
+
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+    keys.expect("norm_topk_prob", False)  # which the class ignores and files may say
+    latent.read_hf(keys, facts)
+
+
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    latent.write_hf(config, keys)
+    keys |= {"topk_method": "greedy", "norm_topk_prob": False}
+
+
+DEEPSEEK_V2 = Architecture(
+    "deepseek_v2",
+    Deepseek,
+    "DeepseekV2ForCausalLM",
+    gguf="deepseek2",
+    interleaved_rope=True,
+    hf_interleaved_rope=True,
+    keys={"d_head": ("attention.key_length", latent.ROTARY)},
+    gguf_reads=latent.GGUF_READS,
+    tensor_names=latent.TENSOR_NAMES,
+    reads={*latent.HF_READS, "attention_bias", "mlp_bias", "norm_topk_prob"},
+    ignores={
+        *("head_dim", "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size"),
+        *("router_aux_loss_coef", "n_group", "topk_group", "rope_interleave", "qk_head_dim"),
+    },
+    fixed={"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
+    defaults={
+        **{"num_key_value_heads": None, "kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "n_routed_experts": 64, "n_shared_experts": 2},
+        **{"moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
+    },
+    biases={
+        **{"self_attn.q_proj": False, "self_attn.q_b_proj": False, "self_attn.kv_b_proj": False},
+        **{"self_attn": "attention_bias", "mlp": "mlp_bias"},
+    },
+    experts=ExpertKeys(
+        *("n_routed_experts", "moe_intermediate_size", False),
+        gguf_normalized=False,
+        scale="routed_scaling_factor",
+        n_shared="n_shared_experts",
+        n_dense="first_k_dense_replace",
+    ),
+    read_hf=_read_hf,
+    write_hf=_write_hf,
+    read_gguf=latent.read_gguf,
+    write_gguf=latent.write_gguf,
+)
