@@ -256,6 +256,8 @@ class ModelConfig:
     has_gates: bool = False  # attention's result is gated, by further rows of q's matrix
     # numbers that only some architectures have (`Architecture.numbers`)
     attention_scale: float | None = None  # multiplies scores; None: d_head ** -0.5
+    # queries are multiplied by 1 + this * log(1 + position // the context that YaRN stretches)
+    query_growth: float = 0.0
     embedding_scale: float = 1.0  # multiplies embeddings
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
     logits_divisor: float = 1.0

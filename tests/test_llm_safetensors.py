@@ -353,6 +353,15 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "deepseek_v3": (tr.DeepseekV3Config, {**LATENT_MOE, "n_group": 2, "attention_bias": True}),
     "glm4_moe_lite": (tr.Glm4MoeLiteConfig, LATENT_MOE),
     "minicpm3": (tr.MiniCPM3Config, LATENT),
+    "ministral3": (
+        tr.Ministral3Config,
+        {
+            "rope_parameters": {
+                **{**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.375},
+                **{"mscale": 1.0, "mscale_all_dim": 1.0},
+            }
+        },
+    ),
     "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),
 }
 # transformers' dynamic RoPE is that of the tokens so far, kukri's that of the longest context

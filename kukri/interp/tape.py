@@ -258,6 +258,10 @@ class Tape:
 
         return rotated(q), None if k is None else rotated(k)
 
+    def rotate(self, x: Variable, rope: RopeFrequencies, spec: AttentionSpec, batch: TextRows) -> Variable:
+        """See Ops.rotate."""
+        return self.rope(x, None, rope, spec, batch)[0]
+
     def attention(
         self,
         q: Variable,

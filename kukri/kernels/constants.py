@@ -125,12 +125,14 @@ class RopeFrequencies:
     """The angles of a rotary embedding: position times frequency, for positions below `max_context`.
 
     `inverse`: radians per token of each pair of dimensions, rotary_dim / 2 of them. `scale` multiplies cos
-    and sin (the attention factor of YaRN). Equal ones may share what a backend makes of them.
+    and sin (the attention factor of YaRN), and so does, with a `growth` (beta, tokens),
+    1 + beta * log(1 + position // tokens). Equal ones may share what a backend makes of them.
     """
 
     inverse: tuple[float, ...]
     max_context: int
     scale: float = 1.0
+    growth: tuple[float, int] | None = None
 
     @property
     def rotary_dim(self) -> int:

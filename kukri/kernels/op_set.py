@@ -86,6 +86,9 @@ class Ops(Protocol):
         A layer that reads another's keys (`spec.reads`) has no k.
         """
 
+    def rotate(self, x: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: Any) -> Tensor:
+        """`rope` of the heads of x alone [T, heads*K], which may be a part of what attends; in place."""
+
     def attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: Any
     ) -> Tensor:

@@ -271,6 +271,12 @@ class ReferenceOps:
         cos, sin = rows.cos[positions, None], rows.sin[positions, None]  # [T, 1, rotary_dim / 2]
         return _rotate(q, cos, sin, spec.d_head), None if k is None else _rotate(k, cos, sin, spec.d_head)
 
+    def rotate(
+        self, x: FloatArray, rope: RopeFrequencies, spec: AttentionSpec, batch: ForwardBatch
+    ) -> FloatArray:
+        """See Ops.rotate."""
+        return self.rope(x, None, rope, spec, batch)[0]
+
     def attention(
         self,
         q: FloatArray,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kukri.errors import ShapeError
@@ -32,7 +34,12 @@ class RopeRows:
         # float32 angles, as transformers computes them, so that rows are bit-identical
         positions = np.arange(self.n_rows, stop, dtype=np.float32)
         angles = positions[:, None] * np.array(self.frequencies.inverse, np.float32)
-        scale = np.float32(self.frequencies.scale)
+        scale: Any = np.float32(self.frequencies.scale)
+        if self.frequencies.growth is not None:
+            beta, tokens = self.frequencies.growth
+            scale = (
+                scale * (1 + np.float32(beta) * np.log(1 + np.floor(positions / np.float32(tokens))))[:, None]
+            )
         self.cos[self.n_rows : stop] = np.cos(angles) * scale
         self.sin[self.n_rows : stop] = np.sin(angles) * scale
         self.n_rows = stop

@@ -56,6 +56,7 @@ class LatentAttention:
         self.n_rotary = this.rope.rotary_dim
         self.rope = rope_frequencies(this.rope, config.max_context)
         self.spec = AttentionSpec(layer, config.n_heads, 1, this.d_head, this.scale)
+        self.rotary = replace(self.spec, d_head=self.n_rotary)  # the part of heads that rotates
         self.cache_layer = KVLayer(1, this.d_head)
         n_q = config.n_heads * (latent.d_nope + self.n_rotary)
         first = latent.q_rank or n_q
@@ -86,19 +87,15 @@ class LatentAttention:
         d_nope, n_heads = self.latent.d_nope, self.n_heads
         absorbed = ops.head_linear(ops.head_columns(q, n_heads, 0, d_nope), self.k_up)
         rotated = ops.head_columns(q, n_heads, d_nope, d_nope + self.n_rotary)
-        q = ops.join_heads((absorbed, self.rotate(ops, rotated, n_heads, batch)), n_heads)
-        k = ops.join_heads((row, self.rotate(ops, k, 1, batch)), 1)
+        rotated, k = (ops.rotate(x, self.rope, self.rotary, batch) for x in (rotated, k))
+        q = ops.join_heads((absorbed, rotated), n_heads)
+        k = ops.join_heads((row, k), 1)
         q = ops.tap("attn.hook_rot_q", self.layer, q)
         k = ops.tap("attn.hook_rot_k", self.layer, k)
         found = ops.tap("attn.hook_latent_z", self.layer, ops.attention(q, k, k, self.spec, batch))
         found = ops.head_columns(found, n_heads, 0, self.latent.rank)
         z = ops.tap("attn.hook_z", self.layer, ops.head_linear(found, self.v_up))
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
-
-    def rotate(self, ops: Ops, x: Tensor, n_heads: int, batch: Any) -> Tensor:
-        """The rotating part of so many heads [T, n * rotary], rotated."""
-        spec = replace(self.spec, n_heads=n_heads, d_head=self.n_rotary)
-        return ops.rope(x, None, self.rope, spec, batch)[0]
 
 
 def read_hf(keys: Keys, facts: dict[str, Any]) -> None:

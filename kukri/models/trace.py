@@ -205,6 +205,10 @@ class Trace:
         """Values that know their rotation."""
         return _Value(q.width, rope=rope), k and _Value(k.width, rope=rope)
 
+    def rotate(self, x: _Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any) -> _Value:
+        """A value that knows its rotation."""
+        return _Value(x.width, rope=rope)
+
     def attention(self, q: _Value, k: Any, v: Any, spec: AttentionSpec, batch: Any) -> _Value:
         """Notes the layer's heads."""
         self.heads[spec.layer] = Heads(spec, q.rope, None if v is None else v.tap)

@@ -279,6 +279,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     kinds = {name: c.rope.scaling.kind for name, c in configs.items() if c.rope.scaling}
     assert kinds == {
         "deepseek_v2": "yarn",
+        "ministral3": "yarn",
         "llama": "llama3",
         "smollm3": "yarn",
         "phi3": "longrope",

@@ -285,6 +285,14 @@ TINY: dict[str, Tiny] = {
         layers=_windows(None, None, 7, 7), tied=True,
         keys={"attention.sliding_window": 7, "attention.sliding_window_pattern": [0, 0, 1, 1]},
     ),
+    "ministral3": Tiny(
+        "Ministral3", "mistral3",
+        {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.375,
+                             "original_max_position_embeddings": 16}},
+        scaling=RopeScaling("yarn", 8.0, 16, mscale=1.0, mscale_all_dim=0.5), facts={"query_growth": 0.375},
+        keys={**_YARN_KEYS, "rope.scaling.original_context_length": 16, "attention.temperature_scale": 0.375,
+              "rope.scaling.yarn_log_multiplier": 0.5},
+    ),
     "qwen3": Tiny("Qwen3", "qwen3", {}, tied=True),
     "phi3": Tiny(
         "Phi3", "phi3",
@@ -685,7 +693,7 @@ def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 # whose converter puts rows of q and k in pairs
 _IN_PAIRS = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "ernie4_5", "glm4", "olmo")
-_IN_PAIRS += ("cohere2", "arcee", "ernie4_5-moe")
+_IN_PAIRS += ("cohere2", "arcee", "ernie4_5-moe", "mistral3")
 _SHARED = re.compile(r"shared_mlp\.(?:gate|up|down)_proj")  # which gguf has under other models' name
 
 

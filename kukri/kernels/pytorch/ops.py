@@ -242,6 +242,10 @@ class TorchOps:
         cos, sin = (t[batch.rope_positions][:, None] for t in (table.cos, table.sin))
         return _rotate(q, cos, sin, spec.d_head), None if k is None else _rotate(k, cos, sin, spec.d_head)
 
+    def rotate(self, x: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
+        """See Ops.rotate: never left to attention."""
+        return TorchOps.rope(self, self.floats(x), None, rope, spec, batch)[0]
+
     def attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: DeviceBatch
     ) -> Tensor:

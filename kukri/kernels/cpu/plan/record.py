@@ -305,6 +305,11 @@ class Recorder:
         self._add_rope_store(ops.RopeStore(q, k, None, spec, self._kv_type, rows, stores=False))
         return q, k
 
+    def rotate(self, x: Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any) -> Value:
+        """See Ops.rotate."""
+        heads = replace(spec, n_heads=x.width // spec.d_head, n_kv_heads=1)
+        return self.rope(x, None, rope, heads, batch)[0]
+
     def attention(self, q: Value, k: Value | None, v: Value | None, spec: AttentionSpec, batch: Any) -> Value:
         """See Ops.attention. Heads of an odd size are computed in larger ones, as the cache keeps them.
 
