@@ -362,7 +362,7 @@ class EngineConfig:
     """Options of the engine. Sizes in bytes, contexts and steps in tokens.
 
     Attributes:
-        backend: "cpu", "torch", "gpu" or "reference".
+        backend: "cpu", "portable", "torch", "gpu" or "reference".
         device: Device of the torch and gpu backends: cpu, cuda:0, mps ...
         max_context: Longest request, prompt and answer together; None for the model's own limit.
         max_requests: Most requests that hold pages at a time.

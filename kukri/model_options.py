@@ -29,7 +29,7 @@ from kukri.option_fields import (
 if TYPE_CHECKING:
     from kukri.stages.sources import StagePlacer
 
-BackendName = Literal["cpu", "torch", "gpu", "reference"]
+BackendName = Literal["cpu", "portable", "torch", "gpu", "reference"]
 # commands have these groups of flags; an option of no group is set only in Python and in files
 Group = Literal["any", "generating", "many", "readers"]
 READERS = ("control_vectors", "probes", "saes", "transcoders")  # options of the group "readers"
@@ -119,8 +119,8 @@ class ModelOptions:
     )
     backend: BackendName | None = declared(
         one_of(BackendName),
-        "Compute backend; torch is PyTorch without Triton, reference is NumPy, for checks. "
-        "[default: by device]",
+        "Compute backend; portable is the CPU's with equal bits on all processors, torch is PyTorch without "
+        "Triton, reference is NumPy, for checks. [default: by device]",
         "any",
     )
     stages: "int | tuple[str, ...] | StagePlacer" = declared(

@@ -14,7 +14,7 @@ from pathlib import Path
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.kernels.backend import Backend
 
-BACKENDS = ("cpu", "reference", "torch", "gpu")
+BACKENDS = ("cpu", "portable", "reference", "torch", "gpu")
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and both under WSL
 
 
@@ -27,7 +27,7 @@ def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | 
     """
     if backend is not None and backend not in BACKENDS:
         raise UnsupportedError(f"no backend {backend!r}: choose one of {', '.join(BACKENDS)}")
-    if backend in ("cpu", "reference"):
+    if backend in ("cpu", "portable", "reference"):
         if device not in (None, "cpu", "auto"):
             raise ConfigError(f"the {backend} backend does not run on {device}: leave the backend out")
         return backend, None
@@ -52,16 +52,18 @@ def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | 
 
 
 def make_backend(name: str, n_threads: int | None = None, device: str | None = None) -> Backend:
-    """A backend by name, on a device; gpu is torch without Triton. Raises as `choose_backend` does."""
+    """A backend by name, on a device: portable is the CPU's with equal bits on all processors, gpu without
+    Triton is torch. Raises as `choose_backend` does.
+    """
     name, device = choose_backend(name, device)
     if name == "reference":
         from kukri.kernels.reference import ReferenceBackend
 
         return ReferenceBackend()
-    if name == "cpu":
+    if name in ("cpu", "portable"):
         from kukri.kernels.cpu import CpuBackend
 
-        return CpuBackend(n_threads=n_threads)
+        return CpuBackend(n_threads=n_threads, is_portable=name == "portable")
     if name == "gpu" and str(device).startswith("cuda") and importlib.util.find_spec("triton") is not None:
         from kukri.kernels.gpu.backend import GpuBackend
 

@@ -303,6 +303,7 @@ def test_a_value_is_quantized_once_unless_it_is_edited(backend):
         "f16",
         StepLimits(8, 1, 8, 1),
         frozenset({"hook"}),
+        backend.head_panels,
         backend.packed,
         backend.packed_experts,
         backend.rope_rows,

@@ -18,10 +18,11 @@ from kukri.errors import ShapeError
 from kukri.host.hardware import available_bytes
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
+from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.jit import KernelLibrary, entry_point, pack_record
-from kukri.kernels.cpu.compile.kernel_cache import cache_dir
-from kukri.kernels.cpu.compile.shipped_kernels import shipped_for_cpu
+from kukri.kernels.cpu.compile.kernel_cache import sources_hash
 from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
+from kukri.kernels.cpu.pack.layouts import PanelKind
 from kukri.kernels.cpu.pack.weights import PackedWeight, pack, pack_experts
 from kukri.kernels.cpu.plan.adapter_ops import PackedLowRank
 from kukri.kernels.cpu.plan.batch_memory import BatchMemory
@@ -41,7 +42,11 @@ from kukri.kernels.taps import Hook
 
 
 class CpuBackend:
-    """Runs models on the CPU. Holds the kernels and the packed weights; backends share their thread pool."""
+    """Runs models on the CPU. Holds the kernels and the packed weights; backends share their thread pool.
+
+    If it `is_portable`, results have equal bits on all processors. They have so without on those with an int8
+    dot product; others compute rows that become logits in int16, in half as many instructions.
+    """
 
     name = "cpu"
     exact_kv_type: KVType = "f16"
@@ -49,7 +54,8 @@ class CpuBackend:
     begins_at_taps = True
     is_batch_invariant = True
 
-    def __init__(self, n_threads: int | None = None) -> None:
+    def __init__(self, n_threads: int | None = None, *, is_portable: bool = False) -> None:
+        self.head_panels: PanelKind = "q8x2" if is_portable or cpu_target().has_int8_dot else "q16"
         self.kernels = KernelLibrary()
         self.pool = shared_pool(n_threads)
         self._sampling: CpuSampling | None = None
@@ -91,9 +97,8 @@ class CpuBackend:
 
     @property
     def arithmetic(self) -> str:
-        """See Backend.arithmetic: kernels that are compiled otherwise lie in another directory."""
-        shipped = shipped_for_cpu()
-        return f"cpu {cache_dir().name}{f' {shipped.digest}' if shipped else ''}"
+        """See Backend.arithmetic. Kernels say where products are fused: no compiler or processor matters."""
+        return f"cpu {sources_hash()[:24]} {self.head_panels}"
 
     @property
     def sampling(self) -> CpuSampling:
@@ -157,6 +162,7 @@ class CpuProgram:
             cache.kv_type,
             limits,
             taps,
+            backend.head_panels,
             backend.packed,
             backend.packed_experts,
             backend.rope_rows,

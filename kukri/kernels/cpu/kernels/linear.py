@@ -191,7 +191,9 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
 def _panel_kinds(weight_type: str) -> list[PanelKind]:
     if LAYOUTS[weight_type].panel == "f32":
         return ["f32"]
-    kinds: list[PanelKind] = ["q8", "q8x2" if cpu_target().has_int8_dot else "q16"]
+    kinds: list[PanelKind] = ["q8", "q8x2"]
+    if not cpu_target().has_int8_dot:
+        kinds.append("q16")
     return [*kinds, "q8t"] if weight_type == PER_TOKEN_TYPE else kinds
 
 

@@ -17,7 +17,6 @@ from kukri.errors import KernelSizeError, MissingKernelError, ShapeError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
-from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import ROWS, TOKENS, PanelKind, panel_bytes
 from kukri.kernels.cpu.pack.weights import PackedWeight, layout_of
 from kukri.kernels.cpu.plan import expert_ops, ops, state_ops
@@ -55,9 +54,9 @@ class Recorder:
 
     Attributes: ops, the list so far; n_vocab, n_positions and n_types, the rows of embeddings.
 
-    Only taps named in `taps` are recorded. `pack` and `pack_experts` give the tiles of weights of one type,
-    `rope_rows` cos and sin, `pack_update` the tiles of adapters' updates. Raises MissingKernelError on sizes
-    that no kernel takes.
+    Only taps named in `taps` are recorded. Rows that become logits are in `head_panels`. `pack` and
+    `pack_experts` give the tiles of weights of one type, `rope_rows` cos and sin, `pack_update` the tiles of
+    adapters' updates. Raises MissingKernelError on sizes that no kernel takes.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class Recorder:
         kv_type: KVType,
         limits: StepLimits,
         taps: frozenset[str],
+        head_panels: PanelKind,
         pack: Callable[[tuple[Weight, ...]], PackedWeight],
         pack_experts: Callable[[tuple[Experts, ...]], PackedWeight],
         rope_rows: Callable[[RopeFrequencies], RopeRows],
@@ -72,6 +72,7 @@ class Recorder:
         adapters: AdapterSlots = (),
     ) -> None:
         self._kv_type, self._limits, self._taps = kv_type, limits, taps
+        self._head_panels = head_panels
         self._pack, self._pack_experts, self._rope_rows = pack, pack_experts, rope_rows
         self._pack_update, self._adapters = pack_update, adapters
         self._runs: dict[Rows, Buffer] = {}  # runs of rows with one adapter, and one expert
@@ -213,7 +214,7 @@ class Recorder:
             packed = self._pack(group)
             kind = packed.panel
             if kind == "q8" and x.rows == "N":
-                kind = "q8x2" if cpu_target().has_int8_dot else "q16"
+                kind = self._head_panels
             panels = self._quantized(x, kind)
             self._add(ops.Linear(panels, kind, packed, y, column, padded, residual))
             column += packed.n_rows
