@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kukri.interp.circuits import AttributionGraph
     from kukri.interp.interventions import Intervention
     from kukri.interp.listening import PointHook
+    from kukri.interp.oracles import OracleForm
     from kukri.interp.session import FwdHooks, NamesFilter, ReturnType, Session
     from kukri.interp.transcoders import Transcoders
     from kukri.interp.weights import Weights
@@ -488,6 +489,36 @@ class LLM:
         from kukri.interp.circuits import attribute
 
         return attribute(self, prompt, transcoders, **options)
+
+    def ask_about(
+        self,
+        activations: Any,
+        question: str,
+        *,
+        layer: int | None = None,
+        oracle: str | LLM | None = None,
+        form: OracleForm | None = None,
+        params: SamplingParams | None = None,
+        **overrides: Unpack[SamplingOptions],
+    ) -> Result:
+        """Asks an oracle a question about activations, [n, d_model] or [d_model], for example
+        `cache["resid_post", 8][0, -5:]`.
+
+        The oracle is an adapter of this name, another LLM, or with None this model as it is. It reads each
+        vector at a placeholder token, as `form` says: by default as activation oracles do (Karvonen et al.
+        2025), told the `layer` of the activations. It runs in the batch of all other requests. Other
+        arguments and errors are those of `generate`; RequestErrors also about activations and form.
+        """
+        from kukri.interp.oracles import ACTIVATION_ORACLE
+
+        form = form or ACTIVATION_ORACLE
+        edits = [form.injection(activations)]
+        text = form.text(len(edits[0].vector), question, layer)
+        llm, adapter = (oracle, None) if isinstance(oracle, LLM) else (self, oracle)
+        if form.is_chat:
+            messages = [{"role": "user", "content": text}]
+            return llm.chat(messages, params, adapter=adapter, interventions=edits, **overrides)
+        return llm.generate(text, params, adapter=adapter, interventions=edits, **overrides)
 
     def add_hook(self, name: Any, hook: PointHook) -> None:
         """Adds a hook to all later runs with a cache or hooks: see `run_with_hooks`, `reset_hooks`."""

@@ -4,7 +4,8 @@ Start at `LLM.run_with_cache`. A trace of the model's own code (`trace.py`) give
 weights (`weights.py`) and the values of names from what taps saw (`values.py`); `texts.py` runs whole texts,
 `listening.py` calls hooks. `interventions.py` has edits, captures and readouts that are data, not code, at
 the places of `places.py`; `catalog.py` has what they use by name, `edits.py` what they do to rows.
-`circuits.py` makes attribution graphs over the features of `transcoders.py`.
+`circuits.py` makes attribution graphs over the features of `transcoders.py`, `oracles.py` asks a model about
+activations.
 """
 
 from kukri.interp.cache import ActivationCache
@@ -12,11 +13,12 @@ from kukri.interp.control_vectors import ControlVector
 from kukri.interp.generation import Readout
 from kukri.interp.interventions import Intervention
 from kukri.interp.listening import HookPoint
+from kukri.interp.oracles import OracleForm
 from kukri.interp.readers import Probe, SparseAutoencoder
 from kukri.interp.session import Session
 from kukri.interp.weights import Weights
 
 __all__ = [
-    "ActivationCache", "ControlVector", "HookPoint", "Intervention", "Probe", "Readout", "Session",
-    "SparseAutoencoder", "Weights",
+    "ActivationCache", "ControlVector", "HookPoint", "Intervention", "OracleForm", "Probe", "Readout",
+    "Session", "SparseAutoencoder", "Weights",
 ]  # fmt: skip

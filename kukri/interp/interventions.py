@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -17,7 +17,7 @@ from kukri.errors import HookError, RequestError, brief
 from kukri.interp.catalog import Catalog
 from kukri.interp.edits import AnyEdit, Edit, FeatureEdit, Op, Reading, Replacement, Source, When
 from kukri.interp.names import Point, find, full_name
-from kukri.interp.places import Positions, Prompt, Spans, find_places
+from kukri.interp.places import END, Positions, Prompt, Spans, find_places
 from kukri.interp.readers import FeatureReader, Probe
 from kukri.interp.transcoders import Transcoders
 from kukri.interp.values import Model
@@ -25,6 +25,7 @@ from kukri.kernels.arrays import FloatArray
 
 MAX_INTERVENTIONS = 64
 _MAX_FEATURES = 256  # read out for a token, or steered by
+MAX_VECTORS = 256  # in an intervention, one for each position
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,9 +37,10 @@ class Intervention:
     full or short: "blocks.14.hook_resid_post", "resid_post14". With `heads` it applies only to these.
 
     The `vector` has as many numbers as the activation of a token (of its heads, side by side), or as one
-    head. `control_vector` names one that is loaded, in place of name and vector: its directions work on the
-    layers `layers` (first, last), all without. "read" reads out a `probe`, an `sae`, or the `layer` of a
-    `transcoder` that is loaded: of the latter two the `features`, or the `top_k` largest.
+    head; a list of vectors has one for each of the `positions`, in their order. `control_vector` names one
+    that is loaded, in place of name and vector: its directions work on the layers `layers` (first, last), all
+    without. "read" reads out a `probe`, an `sae`, or the `layer` of a `transcoder` that is loaded: of the
+    latter two the `features`, or the `top_k` largest.
 
     With an `sae` or a `transcoder` and `features`, an edit is of these features: "add" adds `strength` to
     each, "scale" multiplies it, "clamp" makes it `strength`, "ablate" 0, and the directions of what that
@@ -55,7 +57,7 @@ class Intervention:
 
     op: Op
     name: str | None = None
-    vector: Any = None  # numbers
+    vector: Any = None  # numbers, or several vectors
     strength: float = 1.0
     heads: Sequence[int] | None = None
     positions: Positions = "all"
@@ -149,7 +151,23 @@ def _resolve(one: Intervention, model: Model, catalog: Catalog, prompt: Prompt, 
     elif one.control_vector is not None:
         found.edits.extend(_steering(one, model, catalog, spans))
     else:
-        found.edits.append(_edit(one, model, catalog, spans))
+        found.edits.extend(_edits(one, model, catalog, spans))
+
+
+def _edits(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[Edit]:
+    """An edit by one vector, or by one for each position."""
+    if np.ndim(one.vector) != 2:
+        yield _edit(one, model, catalog, spans)
+        return
+    n = len(one.vector)
+    if not 1 <= n <= MAX_VECTORS or len(spans) != n:
+        wanted = "all" if len(spans) > END // 2 else len(spans)
+        raise RequestError(
+            f"the vector must be a list of numbers, or one for each position: {n} for {wanted} positions, of "
+            f"at most {MAX_VECTORS}"
+        )
+    for vector, position in zip(one.vector, spans.split(), strict=True):
+        yield _edit(replace(one, vector=vector), model, catalog, position)
 
 
 def _point(name: Any, model: Model) -> Point:

@@ -2,13 +2,14 @@
 
 A place is "all", "prompt", "last" (of the prompt) or "generated"; a number, from the prompt's end if it is
 negative; a list of numbers and of spans [first, stop], whose stop may be None; {"text": "Paris"}, the tokens
-of a text wherever the prompt has it, with "tokens": "first" or "last" one of each; or {"steps": [0, 5]}, the
-steps that choose the answer's tokens 0 to 4, a single number for one of them.
+of a text wherever the prompt has it, with "tokens": "first" or "last" one of each, with "occurrence": 0 only
+those of the first; or {"steps": [0, 5]}, the steps that choose the answer's tokens 0 to 4, a single number
+for one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -53,6 +54,14 @@ class Spans:
             elif first < stop:
                 merged.append((first, stop))
         self.spans = tuple(merged)
+
+    def __len__(self) -> int:
+        return sum(stop - first for first, stop in self.spans)
+
+    def split(self) -> Iterator[Spans]:
+        """Each position by itself, in order."""
+        for first, stop in self.spans:
+            yield from (Spans([(i, i + 1)]) for i in range(first, stop))
 
     def mask(self, start: int, n: int) -> npt.NDArray[np.bool_]:
         """Which of the positions `start` to `start + n - 1` belong to it, [n]."""
@@ -103,7 +112,7 @@ def _named_places(given: Mapping[str, Any], prompt: Prompt) -> list[tuple[int, i
         first, stop = _span(given["steps"], 0, 0)
         before = len(prompt.ids) - 1  # the prompt's last token chooses the answer's first
         return [(first + before, min(stop + before, END))]
-    if not {"text"} <= given.keys() <= {"text", "tokens"}:
+    if not {"text"} <= given.keys() <= {"text", "tokens", "occurrence"}:
         raise RequestError(f"positions have the key text or steps, not {brief(sorted(map(str, given)))}")
     text, which = given["text"], given.get("tokens", "all")
     if not isinstance(text, str) or not 1 <= len(text) <= MAX_TEXT:
@@ -113,6 +122,10 @@ def _named_places(given: Mapping[str, Any], prompt: Prompt) -> list[tuple[int, i
     found = _occurrences(text.encode(errors="surrogatepass"), prompt)
     if not found:
         raise RequestError(f"the prompt does not contain {brief(text)}")
+    if (number := given.get("occurrence")) is not None:
+        if type(number) is not int or not -len(found) <= number < len(found):
+            raise RequestError(f"occurrence must be a number within {len(found)}, not {brief(number)}")
+        found = [found[number]]
     if which == "all":
         return found
     return [(first, first + 1) if which == "first" else (stop - 1, stop) for first, stop in found]

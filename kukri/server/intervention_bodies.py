@@ -10,8 +10,9 @@ from pydantic import Field
 
 from kukri.errors import RequestError
 from kukri.interp.edits import Op
-from kukri.interp.interventions import MAX_INTERVENTIONS
+from kukri.interp.interventions import MAX_INTERVENTIONS, MAX_VECTORS
 from kukri.interp.places import MAX_PLACES, MAX_TEXT
+from kukri.kernels.arrays import FloatArray
 from kukri.server.body import Body
 
 Float32 = Annotated[str, Field(min_length=4, max_length=1 << 20)]  # base64 of little-endian numbers
@@ -25,6 +26,7 @@ class TextPlace(Body):
 
     text: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
     tokens: Literal["all", "first", "last"] | None = None
+    occurrence: int | None = None
 
 
 class StepsPlace(Body):
@@ -40,6 +42,9 @@ Place = (
     | TextPlace
     | StepsPlace
 )
+
+
+_Vector = Annotated[list[float], Field(max_length=1 << 17)] | Float32
 
 
 class When(Body):
@@ -60,7 +65,7 @@ class InterventionBody(Body):
 
     op: Op
     name: Annotated[str, Field(max_length=200)] | None = None
-    vector: Annotated[list[float], Field(max_length=1 << 17)] | Float32 | None = None
+    vector: _Vector | Annotated[list[_Vector], Field(min_length=1, max_length=MAX_VECTORS)] | None = None
     strength: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
     heads: Annotated[list[int], Field(max_length=1024)] | None = None
     positions: Place | None = None
@@ -79,14 +84,17 @@ class InterventionBody(Body):
         """The fields that are set, the vector as numbers. Raises RequestError."""
         found = self.model_dump(exclude_none=True)
         if isinstance(self.vector, str):
-            try:
-                data = base64.b64decode(self.vector, validate=True)
-                found["vector"] = np.frombuffer(data, "<f4")
-            except ValueError:
-                raise RequestError(
-                    "the vector must be base64 of float32 numbers", param="interventions"
-                ) from None
+            found["vector"] = _decoded(self.vector)
+        elif self.vector and isinstance(self.vector[0], (str, list)):
+            found["vector"] = [_decoded(one) if isinstance(one, str) else one for one in self.vector]
         return found
+
+
+def _decoded(vector: str) -> FloatArray:
+    try:
+        return np.frombuffer(base64.b64decode(vector, validate=True), "<f4")
+    except ValueError:
+        raise RequestError("the vector must be base64 of float32 numbers", param="interventions") from None
 
 
 Interventions = Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS)]

@@ -88,6 +88,20 @@ def test_the_openai_client_steers_by_extra_body(served, llm):
     by_vector = [{"op": "add", "name": "blocks.1.hook_resid_post", "vector": vector}]
     found = client.completions.create(**fields, extra_body={**own, "interventions": by_vector})
     assert found.choices[0].text == expected.text
+    two = [vector, (-2.5 * DIRECTION).tolist()]  # one for each position
+    by_vectors = [{"op": "add", "name": "blocks.1.hook_resid_post", "vector": two, "positions": [0, -1]}]
+    found = client.completions.create(**fields, extra_body={**own, "interventions": by_vectors})
+    each = [
+        {
+            "op": "add",
+            "name": "blocks.1.hook_resid_post",
+            "vector": sign * 2.5 * DIRECTION,
+            "positions": place,
+        }
+        for sign, place in ((1, 0), (-1, -1))
+    ]
+    wanted = llm.generate(ASK["prompt"], temperature=0, max_tokens=6, ignore_eos=True, interventions=each)
+    assert found.choices[0].text == wanted.text
     messages = [{"role": "user", "content": "Hi"}]
     body = {**own, "interventions": [*STEER, *READ]}
     chat = client.chat.completions.create(
