@@ -240,7 +240,10 @@ class Engine(RequestMaker):
             chunks = scheduled.chunks
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
-            logits = self.runner.run(chunks) if scheduled.is_repeat else self._run(scheduled)
+            if scheduled.is_repeat:
+                logits = self.runner.run(chunks, *_own_taps(chunks))
+            else:
+                logits = self._run(scheduled)
             step = InFlight(chunks, logits, scheduled.is_repeat, scheduled.prompt_cost, now_s)
         except StageError as error:
             self._begin_again(error)
@@ -443,7 +446,8 @@ class Engine(RequestMaker):
     def _sample_each(self, chunks: list[ScheduledChunk], logits: Logits) -> list[SampledToken | KukriError]:
         """`_sample` of a repeated step, of requests that all run: one token each, or its error."""
         samplers = [chunk.sequence.sampler for chunk in chunks if chunk.sequence.sampler is not None]
-        return sample_rows(samplers, logits, self._sampling, self._records)
+        tokens = sample_rows(samplers, logits, self._sampling, self._records)
+        return [chunk.sequence.error or token for chunk, token in zip(chunks, tokens, strict=True)]
 
     def _sample_next(
         self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: Logits

@@ -133,7 +133,7 @@ class Scheduler:
         """True if a step gives each running request one token and does nothing else."""
         if self.residence.states is not None or self.n_in_flight > 1 or len(step.chunks) < len(self.running):
             return False
-        known = [r for r in self.running if _generates(r) and r.taps is None and not r.may_restore]
+        known = [r for r in self.running if _generates(r) and not r.may_restore]
         return len(known) == len(step.chunks) and not step.copies
 
     def _repeat(self) -> bool:

@@ -6,10 +6,12 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kukri import LLM
 from kukri.engine import Engine
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.request import Request
@@ -17,6 +19,7 @@ from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.sampling import SamplingParams
 from tests.engine.driving import add, greedy, prompt_of
 from tests.engine.fake_model import POISON, expected_output, make_engine
+from tests.tiny_gguf import write_tiny
 
 PAGE = 16
 
@@ -201,3 +204,42 @@ def test_who_comes_while_others_wait_may_find_room() -> None:
     engine.abort(long)
     repeats(engine)
     assert short.n_generated == 1
+
+
+class SeenRows:
+    """Taps that note which tokens they see, and raise at one of them."""
+
+    names, edits = frozenset({"blocks.0.hook_resid_post"}), False
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.seen: list[int] = []
+        self._fails_at = fails_at
+
+    def __call__(self, name: str, x: np.ndarray, start: int, n_tokens: int) -> None:
+        self.seen += range(start, start + n_tokens)
+        if start == self._fails_at:
+            raise ValueError("stop")
+
+
+def test_steps_with_taps_repeat(tmp_path: Path) -> None:
+    """Catches rows that are shown at another token's position, or twice, and an error in one request's taps
+    that a repeated step drops, or that ends its neighbors.
+    """
+    with LLM(write_tiny(tmp_path / "tiny.gguf"), backend="reference", max_requests=4) as llm:
+        engine, prompt = llm.calls.engine, list(range(20, 35))
+        expected = llm.generate(prompt, greedy(12)).token_ids
+        taps = [None, SeenRows(), SeenRows(fails_at=20)]
+        requests = []
+        for each in taps:
+            requests.append(engine.make_request(prompt, greedy(12)))
+            if each is not None:
+                requests[-1].listen(each)
+            engine.add_request(requests[-1])
+        n_repeats = 0
+        while engine.has_work:
+            n_repeats += repeats(engine)
+    assert n_repeats > 6
+    assert [request.output_ids for request in requests[:2]] == [expected, expected]
+    assert taps[1].seen == list(range(15 + 11))
+    assert (requests[2].finish_reason, taps[2].seen[-1]) == ("error", 20)
+    assert requests[2].output_ids == expected[: 20 - 14]
