@@ -116,6 +116,7 @@ class LayerConfig:
     d_ffn: int | None = None
     attention_scale: float | None = None  # multiplies scores; the model's is d_head ** -0.5
     is_recurrent: bool = False  # True: keeps a state in place of keys and values
+    is_mlp: bool = False  # True: is an MLP or a mixture, and nothing else
     is_dense: bool = False  # True: has an MLP where the model's other layers have a mixture
     kv_from: int | None = None  # an earlier layer whose keys and values it reads; None: its own
     keys_are_values: bool = False  # True: the keys' matrix makes the values too

@@ -79,6 +79,10 @@ LATENT_MOE = {
     **{**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
+NEMOTRON_H = {
+    **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 16},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24},
+}
 # kind of checkpoint -> class of the configuration and what it is given
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (tr.LlamaConfig, {"tie_word_embeddings": False}),
@@ -360,6 +364,15 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
                 **{**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.375},
                 **{"mscale": 1.0, "mscale_all_dim": 1.0},
             }
+        },
+    ),
+    "nemotron_h": (tr.NemotronHConfig, {**NEMOTRON_H, "mlp_bias": True}),
+    "nemotron_h_moe": (
+        tr.NemotronHConfig,
+        {
+            **{**NEMOTRON_H, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+            **{"moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
         },
     ),
     "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),

@@ -81,7 +81,7 @@ def even_depth(config: ModelConfig, n_parameters: int) -> float:
     """The keys at which attention takes a token about as long as the rest of the model; inf without any."""
     keys = 0  # numbers of each key and query that whole contexts are attended with
     for layer in config.layers:
-        if not layer.is_recurrent and layer.window is None:
+        if not (layer.is_recurrent or layer.is_mlp) and layer.window is None:
             keys += config.n_heads * (layer.d_head or config.d_head)
     n_tables = 1 if config.tie_embeddings else 2  # a prompt looks up its tokens, and has one row of logits
     n_products = max(n_parameters - n_tables * config.n_vocab * config.d_model, n_parameters // 4)

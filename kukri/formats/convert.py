@@ -208,6 +208,9 @@ def _of_safetensors(
     has_columns = architecture.recurrent is not None and architecture.recurrent.gguf_columns
     if has_columns and stored_name.endswith((".ssm_a", ".ssm_d")):
         shape = (n_rows, 1)
+    if has_columns and stored_name.endswith(".ssm_norm.weight") and config.recurrent is not None:
+        n_groups = config.recurrent.n_groups
+        shape = shape if n_groups == 1 else (n_groups, n_rows // n_groups)
     if is_decay(name):
         return Step(stored_name, shape, _F32, _F32, read_decay, name)
     if offset := norm_offset(name, config):
@@ -215,7 +218,9 @@ def _of_safetensors(
     if is_one_row(name):
         shape = shape[1:]
     is_small = (
-        len(shape) == 1 or is_convolution(name) or stored_name.endswith(".ffn_gate_inp.weight")
+        len(shape) == 1
+        or is_convolution(name)
+        or stored_name.endswith((".ffn_gate_inp.weight", ".ssm_norm.weight"))
     )  # convolutions and routers, as llama.cpp has them
     if is_convolution(name) and len(shape) == 3:
         shape = (shape[0], shape[2])

@@ -10,8 +10,10 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from kukri.config import ModelConfig
-from kukri.errors import UnsupportedError, brief
+from kukri.errors import brief
 from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
@@ -19,7 +21,7 @@ from kukri.models.architecture import ExpertKeys, RecurrentKeys, set_rotating
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
 from kukri.models.granitemoe import ScaledMixture
 from kukri.models.keys import Keys
-from kukri.models.layers import Linear, RMSNorm, Scaled
+from kukri.models.layers import Linear, Scaled
 from kukri.models.llama import Block
 from kukri.models.mixture import SharedMLP
 from kukri.models.recurrent import Convolution, state_layer
@@ -27,15 +29,15 @@ from kukri.models.weights import WeightSource
 
 
 class Mamba2:
-    """A state space after a convolution, its result gated, then normed."""
+    """A state space after a convolution, its result gated, then normed, each group on its own."""
+
+    limits = (0.0, inf)
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         own = config.recurrent
         assert own is not None, "the configuration's readers see to that"
-        if own.n_groups != 1:
-            raise UnsupportedError(f"{name}: a norm in {own.n_groups} groups; kukri runs only one group")
-        n, n_heads = own.n_heads * own.d_head, own.n_heads
-        self.layer, self.widths = layer, (n, own.d_state, own.d_state)
+        n, n_heads, n_keys = own.n_heads * own.d_head, own.n_heads, own.n_groups * own.d_state
+        self.layer, self.widths = layer, (n, n_keys, n_keys)
         widths = (n, sum(self.widths), n_heads)
         self.into = Linear(source, [f"{name}.in_proj"], widths, config.d_model)
         self.conv = Convolution(source, f"{name}.conv1d", widths[1], own.n_taps, layer, is_activated=True)
@@ -43,8 +45,11 @@ class Mamba2:
             Vector(source.vector(f"{name}.{part}", n_heads), f"{name}.{part}")
             for part in ("A_log.weight", "D.weight", "dt_proj.bias")
         )
-        self.spec = ScanSpec(layer, n_heads, own.n_groups, own.d_state, own.d_head, a, d, dt_bias)
-        self.norm = RMSNorm(source, f"{name}.norm", n, config.norm_eps)
+        sizes = (n_heads, own.n_groups, own.d_state, own.d_head)
+        self.spec = ScanSpec(layer, *sizes, a, d, dt_bias, self.limits)
+        stored = f"{name}.norm.weight"
+        self.norms = [Vector(part, stored) for part in np.split(source.vector(stored, n), own.n_groups)]
+        self.eps = config.norm_eps
         self.out: Any = Linear(source, [f"{name}.out_proj"], (config.d_model,), n)
         self.cache_layer = state_layer(self.conv.states, (("scan", (n_heads, own.d_state, own.d_head)),))
 
@@ -54,7 +59,9 @@ class Mamba2:
         xbc = ops.tap("mamba.hook_xbc", self.layer, ops.conv(xbc, self.conv.spec, batch))
         x, b, c = ops.split(xbc, self.widths)
         y = ops.tap("mamba.hook_read", self.layer, ops.scan(x, b, c, dt, self.spec, batch))
-        y = self.norm(ops, ops.gated(y, z, "silu"))
+        groups = ops.split(ops.gated(y, z, "silu"), [len(weight) for weight in self.norms])
+        normed = [ops.rms_norm(x, weight, self.eps) for x, weight in zip(groups, self.norms)]
+        y = normed[0] if len(normed) == 1 else ops.join_heads(normed, 1)
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 

@@ -271,19 +271,24 @@ class MLP:
 
     up_name = "fc1"
     down_name = "fc2"
+    post_tap, out_tap = "mlp.hook_post", "hook_mlp_out"
     is_exact = False  # GELU by tanh
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
-        d_ffn = config.mlp_width(layer)
+        d_ffn = self.width(config, layer)
         self.up = Linear(source, [f"{name}.{self.up_name}"], (d_ffn,), config.d_model)
         self.down = Linear(source, [f"{name}.{self.down_name}"], (config.d_model,), d_ffn)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""
         hidden = ops.tap("mlp.hook_pre", self.layer, self.up(ops, x))
-        hidden = ops.tap("mlp.hook_post", self.layer, self.activate(ops, hidden))
-        return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
+        hidden = ops.tap(self.post_tap, self.layer, self.activate(ops, hidden))
+        return self.down(ops, hidden, residual, (self.out_tap, self.layer))
+
+    def width(self, config: ModelConfig, layer: int) -> int:
+        """The width of what the activation makes."""
+        return config.mlp_width(layer)
 
     def activate(self, ops: Ops, x: Tensor) -> Tensor:
         """gelu(x); architectures with another activation say otherwise."""

@@ -69,12 +69,12 @@ class Llama:
     row_tables: Sequence[Weight] = ()  # matrices of which steps read rows alone, too large to hold in memory
     block_type: Callable[..., Any] = Block
     norm_type: Callable[..., Any] = RMSNorm
-    norm_name = "model.norm"
+    embedding_name, norm_name = "model.embed_tokens", "model.norm"
     _forward: Forward | None = None  # while a backend is bound
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         self.config = config
-        self.embedding: Any = Embedding(source, "model.embed_tokens", config.n_vocab, config.d_model)
+        self.embedding: Any = Embedding(source, self.embedding_name, config.n_vocab, config.d_model)
         self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
         self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
         self.head: Head | None = output_head(source, config)

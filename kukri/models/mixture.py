@@ -7,6 +7,7 @@ expert, whose weight is a sigmoid.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +95,8 @@ class Mixture:
     Taps inside experts see [T * n_used, width]: a token's experts one after another, in their order.
     """
 
+    in_names: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_type: Callable[..., Any] = SharedMLP
     router_name = "gate"
     has_biases = False
     finish: Callable[[Ops, Tensor], Tensor] | None = (
@@ -120,20 +123,18 @@ class Mixture:
             mixture.n_groups_used,
         )
         self.router = Linear(source, [f"{name}.{self.router_name}"], (n,), config.d_model)
-        names = [f"{name}.experts.{part}" for part in ("gate_proj", "up_proj")]
-        self.gate_up = ExpertLinear(source, names, (d_ffn, d_ffn), config.d_model, n, self.has_biases)
+        names = [f"{name}.experts.{part}" for part in self.in_names]
+        self.gate_up = ExpertLinear(source, names, (d_ffn,) * len(names), config.d_model, n, self.has_biases)
         down = [f"{name}.experts.down_proj"]
         self.down = ExpertLinear(source, down, (config.d_model,), d_ffn, n, self.has_biases)
 
-        self.shared: SharedMLP | GatedSharedMLP | None = None
+        self.shared: Any = None
         if mixture.d_shared:
             self.shared = self.shared_mlp(source, name, config, layer)
 
-    def shared_mlp(
-        self, source: WeightSource, name: str, config: ModelConfig, layer: int
-    ) -> SharedMLP | GatedSharedMLP:
+    def shared_mlp(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> Any:
         """The MLP of all tokens."""
-        return SharedMLP(source, f"{name}.shared_experts", config, layer)
+        return self.shared_type(source, f"{name}.shared_experts", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mixture(x), both [T, D], and the MLP of all tokens."""
@@ -152,14 +153,14 @@ class Mixture:
         """The same for experts that the router's `logits` [T, E] choose."""
         logits = ops.tap("mlp.hook_router_logits", self.layer, logits)
         routes = ops.route(logits, self.routing, ("mlp.hook_expert_weights", self.layer))
-        gate, up = ops.split(self.gate_up(ops, x, routes), self.gate_up.n_outs)
+        gate, *rest = ops.split(self.gate_up(ops, x, routes), self.gate_up.n_outs)
         gate = ops.tap("mlp.experts.hook_pre", self.layer, gate)
-        up = ops.tap("mlp.experts.hook_pre_linear", self.layer, up)
+        up = ops.tap("mlp.experts.hook_pre_linear", self.layer, rest[0]) if rest else None
         hidden = ops.tap("mlp.experts.hook_post", self.layer, self.activate(ops, gate, up))
         return ops.combine(self.down(ops, hidden, routes), routes, residual, (tap, self.layer))
 
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """The activation of an expert, of both [T * n_used, F]."""
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
+        """The activation of an expert, of both [T * n_used, F], if it has both."""
         return ops.gated(up, gate, "silu")
 
 

@@ -19,8 +19,8 @@ CLASSES = {
     for name, architecture in ARCHITECTURES.items()
     if architecture.is_causal and not architecture.hf_type
 }
-# whose heads and rotation differ by layer: tests/models/test_gemma4.py
-ALIKE = [kind for kind in CLASSES if kind != "gemma4_text"]
+# whose heads and rotation differ by layer: tests/models/test_gemma4.py; whose layers are of one part
+ALIKE = [kind for kind in CLASSES if kind not in ("gemma4_text", "nemotron_h")]
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -99,6 +99,26 @@ def test_every_key_of_transformers_classes_counts_or_is_ignored_by_name(kind):
     assert len(keys) > 12
     stated = {**TINY, "model_type": kind, **dict.fromkeys(keys - TINY.keys())}
     assert unknown_config_keys(stated, PATH) == []
+
+
+@pytest.mark.parametrize("spelling", ["layers_block_type", "layer_types", "hybrid_override_pattern"])
+def test_layers_of_one_part(spelling):
+    """Catches a layer that is taken for another, or a mixture's file for one with MLPs."""
+    parts = ["linear_attention", "full_attention", "mlp", "linear_attention"]
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+
+    def read_types(types):
+        stated = "".join(letters[kind] for kind in types) if "pattern" in spelling else types
+        keys = {**TINY, "model_type": "nemotron_h", "head_dim": 16, spelling: stated}
+        return hf_model_config(keys, PATH)
+
+    ours = read_types(parts)
+    assert ours.architecture == "nemotron_h"
+    assert [layer.is_recurrent for layer in ours.layers] == [True, False, False, True]
+    assert [layer.is_mlp for layer in ours.layers] == [False, False, True, False]
+    assert read_types(["moe" if kind == "mlp" else kind for kind in parts]).architecture == "nemotron_h_moe"
+    with pytest.raises(UnsupportedError, match="names 'mlp' next to moe: kukri runs one kind of MLP"):
+        read_types([*parts, "moe"])
 
 
 PARTIAL = ("phi", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "glm4", "glm4_moe", "stablelm", "nemotron")

@@ -27,7 +27,7 @@ def test_every_name_has_the_shape_and_the_value_of_transformer_lens(name):
         assert probe(value) == pytest.approx(expected, abs=2e-4 * max(1.0, abs(expected))), key
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi", "deepseek_v2", "nemotron_h_moe"])
 def test_the_cpu_backend_agrees(name):
     """A tap of the CPU backend that shows a buffer before or after its time."""
     _, expected = session(name).run_with_cache(IDS)

@@ -25,7 +25,13 @@ from tests.models.tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_rea
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
 LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"]
-HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid"]  # with layers that keep a state
+HYBRIDS = [
+    "lfm2",
+    "qwen3_5_text",
+    "granitemoehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+]  # with layers that keep a state
 GEMMA4 = ["gemma4_text", "gemma4_text-keys", "gemma4_moe_text"]
 DECODERS = ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text"]  # with ops that the others lack
 

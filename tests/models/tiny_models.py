@@ -244,7 +244,38 @@ def _latent_by_sigmoid(hf_type: str, **hf: Any) -> Tiny:
     )  # fmt: skip
 
 
+def _nemotron_h(mlp: str, **own: Any) -> Tiny:
+    """Two groups of states; an MLP or a mixture as a layer of its own."""
+    letters = {"linear_attention": RECURRENT, "full_attention": FULL, mlp: LayerConfig(is_mlp=True)}
+    types = ("linear_attention", mlp, "full_attention", mlp)
+    width = F if mlp == "mlp" else 32
+    return Tiny(
+        "NemotronH", "nemotron_h" if mlp == "mlp" else "nemotron_h_moe",
+        {"layers_block_type": list(types), "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+         "ssm_state_size": 24, "conv_kernel": 4, "use_bias": mlp == "mlp", **own.pop("hf", {})},
+        layers=tuple(replace(letters[kind], use_rope=False) for kind in types),
+        recurrent=RecurrentConfig(4, 8, 2, 24, 16),
+        keys={"attention.head_count_kv": [0, 0, KV_HEADS, 0], "feed_forward_length": [0, width, 0, width],
+              "attention.key_length": D_HEAD, "attention.layer_norm_epsilon": 1e-5, "ssm.conv_kernel": 4,
+              "ssm.time_step_rank": 8, "ssm.group_count": 2, "ssm.state_size": 24,
+              "ssm.inner_size": 128, **own.pop("keys", {})},
+        **own,
+    )  # fmt: skip
+
+
 TINY: dict[str, Tiny] = {
+    "nemotron_h": _nemotron_h("mlp"),
+    "nemotron_h_moe": _nemotron_h(
+        "moe",
+        hf={"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
+            "topk_group": 2, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5},
+        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
+                              scale=2.5, d_shared=64),
+        facts={"d_ffn": 32},
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
+              "expert_shared_feed_forward_length": 64, "expert_gating_func": 2, "expert_weights_norm": True,
+              "expert_weights_scale": 2.5, "expert_group_count": 4, "expert_group_used_count": 2},
+    ),
     "deepseek_v2": _latent(
         "DeepseekV2", 0,
         hf={"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
@@ -512,7 +543,7 @@ def make(
         "rope_parameters": _rope("default"),
     }  # fmt: skip
     config_class = getattr(transformers, f"{tiny.hf_type}Config")
-    epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+    epsilons = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
     epsilon = {key: 1e-5 for key in epsilons if hasattr(config_class(), key)}
     hf_config = config_class(**{**common, **epsilon, **tiny.hf})
     class_name = f"{tiny.hf_type.removesuffix('Text')}ForCausalLM"  # InternLM3 is Llama's
@@ -556,7 +587,7 @@ def make(
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
     state = dict(_named(key, tensor) for key, tensor in state.items())
-    state = {_canonical(key, name.split("-")[0]): tensor for key, tensor in state.items()}
+    state = {_canonical(key, name.split("-")[0], tiny.layers): tensor for key, tensor in state.items()}
     if name.startswith("granitemoe"):
         shared = "mlp.shared_experts" if tiny.mixture and tiny.mixture.d_shared else "shared_mlp"
         state = _of_granite(state, shared if tiny.mixture else "mlp")
@@ -627,10 +658,23 @@ def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return key, tensor[:, 0] if is_convolution(key) else tensor
 
 
-def _canonical(key: str, architecture: str) -> str:
+def _of_nemotron_h(key: str, layers: Sequence[LayerConfig]) -> str:
+    """A tensor of a layer's only part, by what the part is."""
+    match = re.fullmatch(r"(model\.layers\.(\d+))\.(.+)", key)
+    if match is None:
+        return key
+    layer = layers[int(match[2])]
+    part = "mamba" if layer.is_recurrent else "mlp" if layer.is_mlp else "self_attn"
+    name = match[3].replace("mixer.", f"{part}.")
+    return f"{match[1]}.{'input_layernorm.weight' if name == 'norm.weight' else name}"
+
+
+def _canonical(key: str, architecture: str, layers: Sequence[LayerConfig]) -> str:
     """A tensor's name as kukri has it, if it is the only one of its row in `Architecture.joined`."""
     key = key.replace("feed_forward.experts.", "mlp.experts.")  # which are one tensor in transformers
     key = key.replace(".gate.moe_statics.", ".moe_statics.")  # as files have it
+    if architecture.startswith("nemotron_h"):  # of which several modules have one name
+        return _of_nemotron_h(key, layers)
     for stored, modules in ARCHITECTURES[architecture].joined.items():
         if len(modules) == 1:
             key = re.sub(rf"(\.\d+\.){re.escape(stored)}(?=\.\w+$)", rf"\1{modules[0]}", key)
@@ -683,8 +727,8 @@ def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
             kind = "bias" if part.endswith("_bias") else "weight"
             if is_interleaved and kind == "weight":
                 tensor = tensor.transpose(1, 2)
-            if part.startswith("down_proj"):
-                apart[f"{stem}.down_proj.{kind}"] = tensor
+            if not part.startswith("gate_up"):
+                apart[f"{stem}.{part.partition('_bias')[0]}.{kind}"] = tensor
                 continue
             gate_up = (tensor[:, ::2], tensor[:, 1::2]) if is_interleaved else tensor.chunk(2, dim=1)
             apart |= zip((f"{stem}.gate_proj.{kind}", f"{stem}.up_proj.{kind}"), gate_up)
@@ -720,7 +764,8 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
         kind = QUANT_TYPES["F32" if is_kept else weight_type]
         if "mamba." in key and array.ndim == 1:  # columns and groups, as llama.cpp has Mamba's
             is_column = key.endswith((".A_log.weight", ".D.weight"))
-            array = array[:, None] if is_column else array[None] if "mamba.norm" in key else array
+            groups = array.reshape(config.recurrent.n_groups if config.recurrent else 1, -1)
+            array = array[:, None] if is_column else groups if "mamba.norm" in key else array
         key = _SHARED.sub(lambda match: match[0].replace("shared_mlp", "mlp.shared_experts"), key)
         stored = _gemma4_name(key) or names.get_name(key, try_suffixes=(".weight", ".bias"))
         stored = stored.removesuffix(".weight") if key.endswith((".A_log.weight", ".D.weight")) else stored

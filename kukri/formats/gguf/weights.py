@@ -101,8 +101,11 @@ class GGUFWeights:
         tensor = self._gguf.tensors.get(stored_name)
         if tensor is None:
             raise FormatError("is missing", path=self._gguf.path, tensor=stored_name)
-        is_vector = len(shape) == 1 and prod(tensor.shape) == max(tensor.shape)  # or a column, or one row
-        if (max(tensor.shape, default=0),) != shape if is_vector else tensor.shape != shape:
+        # a vector may be a column, or one row, or the norm of a state space, which has a row for each group
+        is_vector = len(shape) == 1 and (
+            prod(tensor.shape) == max(tensor.shape) or stored_name.endswith(".ssm_norm.weight")
+        )
+        if (prod(tensor.shape),) != shape if is_vector else tensor.shape != shape:
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             path = self._gguf.file_of(stored_name)
             raise FormatError(message, path=path, offset=tensor.offset, tensor=stored_name)

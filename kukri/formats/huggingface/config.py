@@ -231,6 +231,7 @@ def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: A
             for part in ("d_head", "n_kv_heads", "kv_from", "keys_are_values")
             if getattr(want, part) != getattr(got, part)
         ]
+        lost += ["layers of one part"] if config.layers[i].is_mlp != again.layers[i].is_mlp else []
         lost += ["dense layers"] if config.layers[i].is_dense != again.layers[i].is_dense else []
         lost += ["MLPs by layer"] if config.mlp_width(i) != again.mlp_width(i) else []
         lost += ["scale of scores"] if not math.isclose(want.scale, got.scale, rel_tol=1e-5) else []
@@ -256,7 +257,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, 
     model_type = _TEXT_TYPES.get(str(stated := config.get("model_type")), stated)
     named = [one for one in ARCHITECTURES.values() if (one.hf_type or one.name) == model_type]
     marked = [one for one in named if one.hf_mark and _holds(config, *one.hf_mark)]
-    found = marked or [one for one in named if not one.hf_mark]
+    marked += [one for one in named if one.hf_when and one.hf_when(config)]
+    found = marked or [one for one in named if not (one.hf_mark or one.hf_when)]
     if not found:
         known = ", ".join(dict.fromkeys(one.hf_type or name for name, one in ARCHITECTURES.items()))
         raise UnsupportedError(f"{path}: model_type {brief(model_type)} is not supported: kukri runs {known}")

@@ -68,6 +68,7 @@ _PREFIXES = (
         "model.language_model.",
         "language_model.model.",
         "model.text_model.",
+        "backbone.",
     ),
     "",
 )

@@ -1,0 +1,282 @@
+"""Nemotron-H and Nemotron 3 (NVIDIA 2025): layers of one part each, Mamba-2, attention, or an MLP or mixture.
+
+MLPs and experts have no gate: down(max(up(x), 0)^2). Nothing rotates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.errors import brief
+from kukri.kernels.cache import KVLayer, StateLayer
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.models.architecture import Architecture, ExpertKeys, RecurrentKeys, set_rotating
+from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, Mamba2
+from kukri.models.keys import Keys
+from kukri.models.layers import Attention, RMSNorm, SquaredReluMLP
+from kukri.models.llama import Llama
+from kukri.models.mixture import Mixture
+from kukri.models.weights import WeightSource
+
+_LEAST_STEP = 0.001  # the least step of a state space, as every checkpoint has it
+
+
+class NemotronMamba(Mamba2):
+    """A state space whose steps have a lower bound."""
+
+    limits = (_LEAST_STEP, inf)
+
+
+class SharedSquaredReluMLP(SquaredReluMLP):
+    """An MLP that each token passes in addition to its experts."""
+
+    post_tap, out_tap = "mlp.hook_shared_post", "mlp.hook_shared_out"
+
+    def width(self, config: ModelConfig, layer: int) -> int:
+        """The mixture's."""
+        assert config.mixture is not None, "it stands next to one"
+        return config.mixture.d_shared
+
+
+class SquaredReluMixture(Mixture):
+    """A mixture whose experts have no gate."""
+
+    in_names = ("up_proj",)
+    shared_type = SharedSquaredReluMLP
+
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
+        """max(x, 0)^2 of the only product."""
+        return ops.relu_squared(gate)
+
+
+class NemotronBlock:
+    """A layer: one part after its norm, added to the stream."""
+
+    mlp_type: Any = SquaredReluMLP
+
+    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
+        name, this = f"model.layers.{layer}", config.layers[layer]
+        self.layer, self.is_mlp = layer, this.is_mlp
+        self.norm = RMSNorm(source, f"{name}.input_layernorm", config.d_model, config.norm_eps)
+        self.cache_layer: KVLayer | StateLayer = KVLayer(0, config.d_head)  # an MLP keeps nothing
+        self.part: Any
+        if this.is_mlp:
+            self.part = self.mlp_type(source, f"{name}.mlp", config, layer)
+            return
+        own, where = (NemotronMamba, "mamba") if this.is_recurrent else (Attention, "self_attn")
+        self.part = own(source, f"{name}.{where}", config, layer)
+        self.cache_layer = self.part.cache_layer
+
+    def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        x = ops.tap("hook_resid_pre", self.layer, x)
+        tap = "ln2.hook_normalized" if self.is_mlp else "ln1.hook_normalized"
+        normed = ops.tap(tap, self.layer, self.norm(ops, x))
+        x = self.part(ops, normed, x) if self.is_mlp else self.part(ops, normed, x, batch)
+        return ops.tap("hook_resid_post", self.layer, x)
+
+
+class NemotronH(Llama):
+    """The whole model."""
+
+    block_type = NemotronBlock
+    embedding_name, norm_name = "model.embeddings", "model.norm_f"
+
+    @property
+    def cache_layout(self) -> tuple[KVLayer | StateLayer, ...]:
+        """The cache entry of each layer."""
+        return tuple(block.cache_layer for block in self.blocks)
+
+
+class NemotronMoeBlock(NemotronBlock):
+    """A layer, which may be a mixture."""
+
+    mlp_type = SquaredReluMixture
+
+
+class NemotronHMoe(NemotronH):
+    """The whole model with mixtures."""
+
+    block_type = NemotronMoeBlock
+
+
+_TYPES, _PATTERN, _MAMBA, _ATTENTION = (
+    "layers_block_type", "hybrid_override_pattern", "linear_attention", "full_attention",
+)  # fmt: skip
+_LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": "mlp", "E": "moe"}
+_OLDER = {"mamba": _MAMBA, "attention": _ATTENTION}
+_KV, _FFN = "attention.head_count_kv", "feed_forward_length"
+
+
+def _types(config: Mapping[str, Any]) -> list[Any] | None:
+    """The parts that layers are, in any of the spellings; None if no key says."""
+    stated = config.get(_TYPES) or config.get("layer_types")
+    if stated is None and isinstance(config.get(_PATTERN), str):
+        stated = [_LETTERS.get(letter, letter) for letter in config[_PATTERN]]
+    return [_OLDER.get(str(kind), kind) for kind in stated] if isinstance(stated, list) else None
+
+
+def _respelled(config: dict[str, Any]) -> dict[str, Any]:
+    types = _types(config)
+    made = {key: value for key, value in config.items() if key not in (_PATTERN, "layer_types")}
+    return made if types is None else {**made, _TYPES: types, "num_hidden_layers": len(types)}
+
+
+def _has_mixture(config: Mapping[str, Any]) -> bool:
+    return "moe" in (_types(config) or ())
+
+
+def _set_layers(facts: dict[str, Any], recurrent: list[bool], mlps: list[bool]) -> None:
+    layers = zip(facts["layers"], recurrent, mlps, strict=True)
+    facts["layers"] = tuple(
+        replace(layer, is_recurrent=is_recurrent, is_mlp=is_mlp) for layer, is_recurrent, is_mlp in layers
+    )
+    set_rotating(facts, [False] * len(recurrent))
+
+
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+    types = keys.first(_TYPES, str, facts["n_layers"])
+    mlp = "mlp" if facts["mixture"] is None else "moe"
+    if unknown := set(types) - {_MAMBA, _ATTENTION, mlp}:
+        raise keys.unsupported(
+            _TYPES, f"names {brief(min(unknown))} next to {mlp}: kukri runs one kind of MLP"
+        )
+    _set_layers(facts, [kind == _MAMBA for kind in types], [kind == mlp for kind in types])
+
+
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    mlp = "mlp" if config.mixture is None else "moe"
+    keys.pop("layer_types")
+    keys[_TYPES] = [
+        _MAMBA if layer.is_recurrent else mlp if layer.is_mlp else _ATTENTION for layer in config.layers
+    ]
+
+
+def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
+    n = facts["n_layers"]
+    heads, widths = keys.each(_KV, n, least=0), keys.each(_FFN, n, least=0)
+    if both := [i for i in range(n) if heads[i] and widths[i]]:
+        raise keys.error(_FFN, f"is not 0 in layer {both[0]}, which attends")
+    mlps = [width > 0 for width in widths]
+    _set_layers(facts, [not (a or b) for a, b in zip(heads, mlps)], mlps)
+
+
+def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    attends = [not (layer.is_recurrent or layer.is_mlp) for layer in config.layers]
+    width = config.d_ffn if config.mixture is None else config.mixture.d_ffn
+    keys[_KV] = np.array([config.n_kv_heads * own for own in attends], np.int32)
+    keys[_FFN] = np.array([width * layer.is_mlp for layer in config.layers], np.int32)
+    keys["attention.layer_norm_rms_epsilon"] = config.norm_eps  # readers want both
+    keys.pop("attention.nope_layers", None)
+    if config.mixture is not None:
+        keys["expert_shared_count"] = 1
+
+
+def _joined(*modules: str) -> dict[str, tuple[str, ...]]:
+    """Modules of a layer's only part, which safetensors have under one name whatever it is."""
+    return {f"mixer.{module.partition('.')[2]}": (module,) for module in modules}
+
+
+_MAMBA_MODULES = ("in_proj", "conv1d", "A_log", "D", "dt_proj", "norm", "out_proj")
+_PARTS = {
+    "norm": ("input_layernorm",),
+    **_joined(*(f"mamba.{module}" for module in _MAMBA_MODULES)),
+    **_joined(*(f"self_attn.{x}_proj" for x in "qkvo")),
+}
+_BIASES = {"use_conv_bias": ("conv1d",), "use_bias": ("in_proj", "out_proj")}
+
+NEMOTRON_H = Architecture(
+    "nemotron_h",
+    NemotronH,
+    "NemotronHForCausalLM",
+    embedding="model.embeddings",
+    gguf_epsilon="attention.layer_norm_epsilon",
+    unused=r"mtp\..+",
+    tensor_names={
+        **{key: name for key, name in GRANITEMOEHYBRID.tensor_names.items() if key.startswith("mamba.")},
+        "model.embeddings": "token_embd",
+        "model.norm_f": "output_norm",
+    },
+    joined={**_PARTS, **_joined("mlp.up_proj", "mlp.down_proj")},
+    hf_epsilon="layer_norm_epsilon",
+    hf_activation="mlp_hidden_act",
+    activation="relu2",
+    respelled=_respelled,
+    reads={_TYPES, "mlp_hidden_act", "attention_bias", "mlp_bias", *_BIASES},
+    ignores={
+        *("chunk_size", "expand", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
+        *("time_step_max", "time_step_limit", "time_step_floor", "residual_in_fp32", "mamba_proj_bias"),
+        *("rescale_prenorm_residual", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+        *("num_nextn_predict_layers", "moe_shared_expert_overlap", "output_router_logits"),
+        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+        *("moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor", "n_group"),
+        *("topk_group", "norm_topk_prob"),
+    },
+    fixed={"time_step_min": _LEAST_STEP, "mamba_hidden_act": "silu"},
+    defaults={
+        **{"num_key_value_heads": 8, "head_dim": 128, "layer_norm_epsilon": 1e-5, "n_groups": 8},
+        **{"ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "conv_kernel": 4},
+        **{"use_conv_bias": True, "mlp_hidden_act": "relu2"},
+    },
+    biases={
+        **{f"{part}.{module}": key for key, found in _BIASES.items() for module in found
+           for part in ("mixer", "mamba")},
+        **{f"{part}.{module}_proj": "mlp_bias" for module in ("up", "down") for part in ("mixer", "mlp")},
+    },
+    recurrent=RecurrentKeys(
+        (_MAMBA,),
+        GRANITEMOEHYBRID.recurrent.gguf if GRANITEMOEHYBRID.recurrent is not None else {},
+        {
+            **{"n_taps": "conv_kernel", "n_heads": "mamba_num_heads", "n_groups": "n_groups"},
+            **{"d_state": "ssm_state_size", "d_head": "mamba_head_dim"},
+        },
+        gguf_columns=True,
+    ),
+    read_hf=_read_hf,
+    write_hf=_write_hf,
+    read_gguf=_read_gguf,
+    write_gguf=_write_gguf,
+)  # fmt: skip
+_MIXTURE = {
+    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"),
+    *("moe_shared_expert_intermediate_size", "routed_scaling_factor", "norm_topk_prob"),
+    *("n_shared_experts", "moe_latent_size"),
+}
+
+NEMOTRON_H_MOE = replace(
+    NEMOTRON_H,
+    name="nemotron_h_moe",
+    model=NemotronHMoe,
+    hf_type="nemotron_h",
+    hf_when=_has_mixture,
+    gguf="nemotron_h_moe",
+    gguf_reads={"expert_shared_count"},
+    joined={
+        **_PARTS,
+        **_joined("mlp.gate", "mlp.gate.e_score_correction", "mlp.experts.up_proj", "mlp.experts.down_proj"),
+        **_joined("mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+    },
+    ignores=NEMOTRON_H.ignores - _MIXTURE,
+    fixed={**NEMOTRON_H.fixed, "n_shared_experts": 1, "moe_latent_size": None},
+    defaults={
+        **NEMOTRON_H.defaults,
+        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "n_group": 1},
+        **{"moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0, "topk_group": 1},
+        **{"norm_topk_prob": True, "n_shared_experts": 1},
+    },
+    experts=ExpertKeys(
+        *("n_routed_experts", "moe_intermediate_size", "norm_topk_prob"),
+        gguf_normalized=False,
+        by_sigmoid=True,
+        bias=True,
+        scale="routed_scaling_factor",
+        groups=("n_group", "topk_group"),
+        d_shared="moe_shared_expert_intermediate_size",
+    ),
+)
