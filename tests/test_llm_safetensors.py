@@ -366,6 +366,7 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
             }
         },
     ),
+    "gpt_neox": (tr.GPTNeoXConfig, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "nemotron_h": (tr.NemotronHConfig, {**NEMOTRON_H, "mlp_bias": True}),
     "nemotron_h_moe": (
         tr.NemotronHConfig,

@@ -186,6 +186,10 @@ def _of_safetensors(
     if architecture.interleaved_rope and not architecture.hf_interleaved_rope:
         half_split = rope_row_order(name, shape[0], config)
         order = order if half_split is None else np.argsort(half_split)
+    elif architecture.hf_interleaved_rope and not architecture.interleaved_rope:
+        canonical = hf_name(stored_name, config.architecture)
+        half_split = rope_row_order(canonical, shape[0], config)
+        order = order if half_split is None else half_split
 
     columns: Any = slice(None)
     if architecture.recurrent is not None and architecture.recurrent.tiles:

@@ -279,6 +279,8 @@ def _block(trace: Trace, layer: int) -> list[_Row]:
     if not is_parallel:
         rows += _rows("hook_resid_mid", "hook_resid_mid")
         rows += _norm(trace, prefix, "ln2", "hook_resid_mid")
+    elif f"{prefix}ln2.hook_normalized" in trace.norms:  # another norm of the same stream
+        rows += _norm(trace, prefix, "ln2", "hook_resid_pre")
     stream = "ln1.hook_normalized" if is_parallel else "hook_resid_mid"
     read = _read_by("ln2", trace, prefix) or stream
     rows += _rows(read, "mlp.hook_in", is_editable=read != stream)

@@ -93,6 +93,7 @@ class Architecture:
     # config.json
     hf_type: str = ""  # its model_type; "": the name
     hf_mark: tuple[str, Any] | None = None  # a key and its value in files of this kind of the model_type
+    hf_prefix: str = "model."  # before the names of tensors below the head
     hf_when: Callable[[Mapping[str, Any]], bool] | None = None  # tells such files if no single key does
     first_position: int = 0  # rows before that of a text's first token, of positions in safetensors
     # modules of a layer in safetensors that hold the rows of several, or have another name there

@@ -59,8 +59,8 @@ def encoder_head(source: WeightSource, config: ModelConfig, pooler: str, classif
     return output_head(source, config)
 
 
-def output_head(source: WeightSource, config: ModelConfig) -> Linear | None:
-    """The matrix from the last norm to the model's outputs.
+def output_head(source: WeightSource, config: ModelConfig, name: str = "lm_head") -> Linear | None:
+    """The matrix from the last norm to the model's outputs; `name` is that of a language model's.
 
     None if there is none, or if it is the embedding's own.
     """
@@ -73,4 +73,4 @@ def output_head(source: WeightSource, config: ModelConfig) -> Linear | None:
         return Linear(source, ["score"], (n_labels,), config.d_model)
     if kind == "none" or config.tie_embeddings:
         return None
-    return Linear(source, ["lm_head"], (config.n_vocab,), config.d_model)
+    return Linear(source, [name], (config.n_vocab,), config.d_model)

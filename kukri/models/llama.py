@@ -69,7 +69,7 @@ class Llama:
     row_tables: Sequence[Weight] = ()  # matrices of which steps read rows alone, too large to hold in memory
     block_type: Callable[..., Any] = Block
     norm_type: Callable[..., Any] = RMSNorm
-    embedding_name, norm_name = "model.embed_tokens", "model.norm"
+    embedding_name, norm_name, head_name = "model.embed_tokens", "model.norm", "lm_head"
     _forward: Forward | None = None  # while a backend is bound
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
@@ -77,7 +77,7 @@ class Llama:
         self.embedding: Any = Embedding(source, self.embedding_name, config.n_vocab, config.d_model)
         self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
         self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
-        self.head: Head | None = output_head(source, config)
+        self.head: Head | None = output_head(source, config, self.head_name)
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Logits [N, V] of the rows that the batch lists. Writes the batch's tokens to the cache.

@@ -28,6 +28,7 @@ from kukri.kernels.constants import RopeFrequencies
 
 _ONE = np.float32(1)
 _ROTATED = re.compile(r".*\bself_attn\.[qk]_proj\.(?:weight|bias)")
+_HEAD_BY_HEAD = re.compile(r".*\bself_attn\.qkv_proj\.(?:weight|bias)")
 _LATENT = re.compile(r".*\bself_attn\.(?:q_proj|q_b_proj|(?P<kv>kv_a_proj_with_mqa))\.(?:weight|bias)")
 USER_SCALINGS = ("linear", "dynamic", "yarn")  # a kind and a factor say it all
 
@@ -152,7 +153,8 @@ def rope_row_order(name: str, n_rows: int, config: ModelConfig) -> npt.NDArray[n
     """`half_split_order` for a projection of q or k, by its Hugging Face name; None for other tensors.
 
     If attention has gates, the files' rows of q are of each head its query and its gate: all queries, then
-    all gates. Of latent attention, the last rows of q's heads and of the latent's matrix rotate.
+    all gates. Of q, k and v in one matrix, such files have them head by head. Of latent attention, the last
+    rows of q's heads and of the latent's matrix rotate.
     """
     if config.latent is not None:
         match, n_rotary = _LATENT.fullmatch(name), config.rope.rotary_dim
@@ -162,6 +164,8 @@ def rope_row_order(name: str, n_rows: int, config: ModelConfig) -> npt.NDArray[n
         rows = np.arange(n_rows).reshape(-1, n_before + n_rotary)
         rows[:, n_before:] = rows[:, n_before + half_split_order(n_rotary, n_rotary, n_rotary)]
         return rows.reshape(-1)
+    if _HEAD_BY_HEAD.fullmatch(name) is not None:
+        return np.arange(n_rows).reshape(-1, 3, config.d_head).swapaxes(0, 1).reshape(-1)
     if _ROTATED.fullmatch(name) is None:
         return None
     if config.has_gates:

@@ -426,7 +426,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
         *("gemma2", "gemma3_text", "gemma3_text-pattern", "qwen3_moe", "olmoe", "lfm2", "qwen3_5_text"),
         *("granitemoehybrid", "granitemoehybrid-dense", "qwen3_5_text-grouped"),
         *("deepseek_v2-yarn", "glm4_moe_lite", "minicpm3", "ministral3"),
-        *("nemotron_h", "nemotron_h_moe"),
+        *("nemotron_h", "nemotron_h_moe", "gpt_neox"),
     ],
 )
 def test_llama_cpp_gives_the_same_logits(kind: str, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def test_transformers_own_files_are_read(kind, full):
     # lfm2: two thirds of what is stated, in whole multiples of 256; others: a key of their own
     d_ffn = {"lfm2": 256, "granitemoehybrid": 1024, "qwen3_5_moe_text": 512}.get(kind, 96)
     assert (ours.architecture, ours.n_layers, ours.d_model, ours.d_ffn) == (kind, 8, 64, d_ffn)
-    kv_heads = (2, heads) if ours.latent is None else (1, heads + config.kv_lora_rank)
+    n_kv_heads = 4 if kind == "gpt_neox" else 2  # whose class has as many as queries
+    kv_heads = (n_kv_heads, heads) if ours.latent is None else (1, heads + config.kv_lora_rank)
     assert (ours.n_heads, ours.n_kv_heads, ours.d_head, ours.n_vocab) == (4, *kv_heads, 300)
     assert ours.norm_eps == getattr(config, ARCHITECTURES[kind].hf_epsilon, 1e-5)  # OLMo has no key
     assert ours.tie_embeddings == config.tie_word_embeddings
@@ -121,7 +122,17 @@ def test_layers_of_one_part(spelling):
         read_types([*parts, "moe"])
 
 
-PARTIAL = ("phi", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "glm4", "glm4_moe", "stablelm", "nemotron")
+PARTIAL = (
+    "phi",
+    "phi3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "glm4",
+    "glm4_moe",
+    "stablelm",
+    "nemotron",
+    "gpt_neox",
+)
 
 
 @pytest.mark.parametrize("kind", ALIKE)

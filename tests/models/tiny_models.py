@@ -276,6 +276,11 @@ TINY: dict[str, Tiny] = {
               "expert_shared_feed_forward_length": 64, "expert_gating_func": 2, "expert_weights_norm": True,
               "expert_weights_scale": 2.5, "expert_group_count": 4, "expert_group_used_count": 2},
     ),
+    "gpt_neox": Tiny(
+        "GPTNeoX", "gptneox", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        rotary_dim=8, n_kv_heads=HEADS,
+        keys={"use_parallel_residual": True, "attention.layer_norm_epsilon": 1e-5},
+    ),
     "deepseek_v2": _latent(
         "DeepseekV2", 0,
         hf={"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
@@ -601,6 +606,10 @@ def make(
     if config.has_gates:  # rows of a head's query and gate apart
         for key in [key for key in made.arrays if "q_proj" in key]:
             made.arrays[key] = np.concatenate([part.reshape(-1, D) for part in _gates(made.arrays[key])])
+    if name == "gpt_neox":  # a head's query, key and value next to each other
+        for key in [key for key in made.arrays if "qkv_proj" in key]:
+            rows = made.arrays[key].reshape(HEADS, 3, D_HEAD, -1).swapaxes(0, 1)
+            made.arrays[key] = rows.reshape(made.arrays[key].shape)
     if config.latent is not None:
         made.arrays = _with_heads_apart(made.arrays, config, tiny.is_paired)
     elif tiny.is_paired:
@@ -671,6 +680,8 @@ def _of_nemotron_h(key: str, layers: Sequence[LayerConfig]) -> str:
 
 def _canonical(key: str, architecture: str, layers: Sequence[LayerConfig]) -> str:
     """A tensor's name as kukri has it, if it is the only one of its row in `Architecture.joined`."""
+    if architecture == "gpt_neox":  # as files have it
+        key = key.replace("gpt_neox.", "model.").replace("lm_head", "embed_out")
     key = key.replace("feed_forward.experts.", "mlp.experts.")  # which are one tensor in transformers
     key = key.replace(".gate.moe_statics.", ".moe_statics.")  # as files have it
     if architecture.startswith("nemotron_h"):  # of which several modules have one name
@@ -767,7 +778,11 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
             groups = array.reshape(config.recurrent.n_groups if config.recurrent else 1, -1)
             array = array[:, None] if is_column else groups if "mamba.norm" in key else array
         key = _SHARED.sub(lambda match: match[0].replace("shared_mlp", "mlp.shared_experts"), key)
-        stored = _gemma4_name(key) or names.get_name(key, try_suffixes=(".weight", ".bias"))
+        usual = (
+            names.get_name(name, try_suffixes=(".weight", ".bias"))
+            for name in (key, key.replace("model.", "gpt_neox."))
+        )
+        stored = _gemma4_name(key) or next(found for found in usual if found)
         stored = stored.removesuffix(".weight") if key.endswith((".A_log.weight", ".D.weight")) else stored
         assert stored is not None, key
         tensors[stored] = (kind, quantize(array.reshape(-1, array.shape[-1]), kind), array.shape)

@@ -45,7 +45,7 @@ _BARE = (
     ".ffn_gate_inp.scale",
     ".ffn_down_exps.scale",
 )  # parameters whose names have no ending
-_OUTSIDE = re.compile(r"model\..+|lm_head|score|classifier(?:\..+)?|qa_outputs|head\..+")
+_OUTSIDE = re.compile(r"model\..+|lm_head|embed_out|score|classifier(?:\..+)?|qa_outputs|head\..+")
 
 
 def gguf_name(name: str, architecture: str = "llama") -> str:

@@ -37,7 +37,7 @@ _BYTES = ("U8",)
 
 # Tensors that old checkpoints carry and that follow from the configuration: frequencies and causal masks.
 _IGNORABLE = re.compile(
-    r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|self_attn\.(?:bias|masked_bias)"
+    r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|(?:self_attn|attention)\.(?:bias|masked_bias)"
     r"|embeddings\.(?:position_ids|token_type_ids))"
 )
 
@@ -69,6 +69,7 @@ _PREFIXES = (
         "language_model.model.",
         "model.text_model.",
         "backbone.",
+        "gpt_neox.",
     ),
     "",
 )

@@ -85,6 +85,8 @@ def _joined(tensors: Tensors, architecture: Architecture) -> Tensors:
         if len(parts) > 1:
             shape, make = (*shape[:-2], len(parts) * shape[-2], shape[-1]), maker(parts)
         shape = stored_shape(name, shape) if len(shape) == 1 else shape
+        if name.startswith("model."):
+            name = architecture.hf_prefix + name.removeprefix("model.")
         joined[parameter_name(name)] = (dtype, shape, make)
     return joined
 
