@@ -121,7 +121,8 @@ class Edit:
         elif self.op == "replace":
             parts[...] = vector
         else:  # a product of whole rows, whose bits do not depend on how many rows there are
-            parts -= (parts * vector).sum(-1, keepdims=True) * vector  # the vector has length 1
+            by = np.float32(self.strength - 1 if self.op == "scale" else -1)
+            parts += (parts * vector).sum(-1, keepdims=True) * (by * vector)  # the vector has length 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,9 +32,10 @@ MAX_VECTORS = 256  # in an intervention, one for each position
 class Intervention:
     """One operation on the activations of a request.
 
-    `op` is "add" (strength * vector), "scale" (times `strength`), "replace" (by vector), "ablate" (to zero;
-    with a vector, the part along it is taken away), "clamp", "capture" or "read". `name` is TransformerLens',
-    full or short: "blocks.14.hook_resid_post", "resid_post14". With `heads` it applies only to these.
+    `op` is "add" (strength * vector), "scale" (times `strength`; with a vector, only the part along it),
+    "replace" (by vector), "ablate" (to zero; with a vector, the part along it is taken away), "clamp",
+    "capture" or "read". `name` is TransformerLens', full or short: "blocks.14.hook_resid_post",
+    "resid_post14". With `heads` it applies only to these.
 
     The `vector` has as many numbers as the activation of a token (of its heads, side by side), or as one
     head; a list of vectors has one for each of the `positions`, in their order. `control_vector` names one
@@ -77,7 +78,7 @@ _OF_FEATURES = {"sae", "transcoder", "layer", "features"}
 _ALLOWED: dict[str, set[str]] = {
     "capture": set(),
     "add": {"vector", "strength", "heads", "control_vector", "layers", "match_norm", "when", *_OF_FEATURES},
-    "scale": {"strength", "heads", "when", *_OF_FEATURES},
+    "scale": {"vector", "strength", "heads", "when", *_OF_FEATURES},
     "replace": {"vector", "heads", "match_norm", "when", "sae", "transcoder", "layers"},
     "ablate": {"vector", "heads", "control_vector", "layers", "when", *_OF_FEATURES},
     "clamp": {"strength", "when", *_OF_FEATURES},
@@ -217,7 +218,7 @@ def _make_edit(
     strength = _strength(one)
     if type(one.match_norm) is not bool:
         raise RequestError(f"match_norm must be true or false, not {brief(one.match_norm)}")
-    if vector is not None and (one.op == "ablate" or one.match_norm):
+    if vector is not None and (one.op in ("ablate", "scale") or one.match_norm):
         length = float(np.linalg.norm(vector.astype(np.float64)))
         if not length > 0:
             raise RequestError("a vector whose length does not count must not be zero")

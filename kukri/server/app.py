@@ -26,6 +26,7 @@ from kukri.server.middleware import Middleware
 from kukri.server.models.bridge import LoopMaker
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import OpenModel
+from kukri.server.neuronpedia.routes import add_neuronpedia_routes
 from kukri.server.ollama.routes import add_ollama_routes
 from kukri.server.openai.batch_routes import add_batch_routes
 from kukri.server.openai.batches import Batches
@@ -114,6 +115,7 @@ def create_app(
     add_anthropic_routes(app, registry)
     add_ollama_routes(app, registry)
     add_llama_cpp_routes(app, registry)
+    add_neuronpedia_routes(app, registry)
     add_token_routes(app, registry)
     _add_state_routes(app, registry)
     if settings.has_page:

@@ -265,7 +265,7 @@ def test_a_preempted_request_is_captured_once(path):
         ({"op": "scale", "name": "z0", "heads": [1, 1]}, "twice"),
         ({"op": "scale", "name": "blocks.0.attn.hook_pattern"}, "can be captured but not edited"),
         ({"op": "scale", "name": "ln_final.hook_normalized"}, "can be captured but not edited"),
-        ({"op": "scale", "name": "resid_post1", "vector": DIRECTION}, "takes no vector"),
+        ({"op": "capture", "name": "resid_post1", "vector": DIRECTION}, "takes no vector"),
         ({"op": "ablate", "name": "resid_post1", "vector": DIRECTION * 0}, "must not be zero"),
         ({"op": "add", "control_vector": "none"}, "no control vector 'none': there are happy, sad"),
         ({"op": "add", "control_vector": "sad", "layers": [0, 0]}, "has no layers from 0 to 0"),

@@ -49,7 +49,7 @@ async def activations(served: ServedModel, body: ActivationsBody, http: Request)
     """The response: tensors under their full names, [text, position, ...] with zeros for padding, and
     `tokens` [text, position] and `lengths` [text]. A client that leaves ends the work.
     """
-    requests, taps = await asyncio.to_thread(_requests, served, body, http.scope["kukri.client"])
+    requests, taps = await asyncio.to_thread(capturing, served, body, http.scope["kukri.client"])
     http.scope["kukri.log"].update(n_prompt_tokens=sum(request.n_prompt for request in requests))
     if await while_connected(http, rows_of(served, requests, http.scope)) is None:
         return SILENCE
@@ -57,7 +57,7 @@ async def activations(served: ServedModel, body: ActivationsBody, http: Request)
     return Response(content, media_type="application/vnd.safetensors")
 
 
-def _requests(
+def capturing(
     served: ServedModel, body: ActivationsBody, client: Client
 ) -> tuple[list[EngineRequest], list[RequestTaps]]:
     """A request for each text, and what captures its activations. Raises RequestError."""

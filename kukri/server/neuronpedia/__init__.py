@@ -1,0 +1,1 @@
+"""The API of Neuronpedia's inference server: activations of features, and steering by them."""
