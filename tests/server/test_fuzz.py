@@ -40,6 +40,8 @@ BODIES = (
     *("/tokenize", "/detokenize", "/apply-template"),
     *("/api/show", "/api/pull", "/api/delete", "/api/create", "/api/copy"),
     *("/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/activations"),
+    *("/v1/activation/single", "/v1/activation/all", "/v1/activation/topk-by-token"),
+    *("/v1/util/sae-topk-by-decoder-cossim", "/v1/steer/completion", "/v1/steer/completion-chat"),
 )
 GETS = (
     *("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics"),
@@ -57,7 +59,7 @@ def little(smollm2_path, tmp_path_factory) -> Iterator[Served]:
     kept = tmp_path_factory.mktemp("batches")
     with (
         LLM(smollm2_path, max_context=96, max_requests=8) as llm,
-        serving(llm, max_waiting=32, batch_dir=kept) as server,
+        serving(llm, max_waiting=32, batch_dir=kept, has_interp=True) as server,
     ):
         yield server
 
