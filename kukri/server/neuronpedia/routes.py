@@ -21,6 +21,7 @@ from kukri.server.neuronpedia.schema import (
     TopkByTokenBody,
 )
 from kukri.server.openai.embeddings import SILENCE, while_connected
+from kukri.server.openapi import EVENTS as STREAMS
 from kukri.server.reply import EVENTS, sse
 
 T = TypeVar("T")
@@ -62,12 +63,12 @@ def add_neuronpedia_routes(app: FastAPI, registry: ModelRegistry) -> None:
         """The features whose directions are most alike, in Neuronpedia's form."""
         return await answered(body, request, activations.most_alike)
 
-    @app.post("/v1/steer/completion", response_class=JSONResponse)
+    @app.post("/v1/steer/completion", responses=STREAMS)
     async def steered(body: CompletionBody, request: Request) -> Response:
         """A text continued, steered and not, in Neuronpedia's form."""
         return await answered(body, request, steering.complete)
 
-    @app.post("/v1/steer/completion-chat", response_class=JSONResponse)
+    @app.post("/v1/steer/completion-chat", responses=STREAMS)
     async def steered_chat(body: ChatBody, request: Request) -> Response:
         """A chat answered, steered and not, in Neuronpedia's form."""
         return await answered(body, request, steering.chat)
