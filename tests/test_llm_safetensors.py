@@ -454,8 +454,10 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     """A tensor under another name, a key of config.json misread, rows in another order."""
     directory, model = make(tmp_path, kind)
     ids = np.random.default_rng(0).integers(0, N_VOCAB, 50).tolist()
+    if kind.startswith("qwen3_5_text"):  # on some processors its float32 is more than 1e-4 off itself
+        model.double()
     want = theirs(model, ids)
-    # two orders of float32 sums through 4 layers; values are of size 1 to 30
+    # float32 sums through 4 layers; values are of size 1 to 30
     np.testing.assert_allclose(
         exact_logits(directory, ids), want, atol=1e-4 * max(1.0, np.abs(want).max() / 7)
     )
