@@ -55,6 +55,9 @@ class Shape:
     state: tuple[int, int] = (0, 0)  # heads of the delta rule, and their width
     n_shared: int = 0  # gemma4's last layers, which read the keys of others, with MLPs of twice the width
     d_per_layer: int = 0  # and the width of each layer's embeddings
+    # latent attention: the latent, a head's key, of it what rotates, its value, and what queries are made of
+    latent: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    n_dense: int = 0  # leading layers with an MLP in place of a mixture, which has a shared expert then
 
 
 SHAPES = {
@@ -72,6 +75,14 @@ SHAPES = {
         n_experts=128,
         n_experts_used=8,
         d_expert=768,
+    ),
+    "glm-4.7-flash-4l": Shape(
+        *("deepseek2", 2048, 10240, 4, 20, 1, 576, 154880, 202752, 1e6),
+        n_experts=64,
+        n_experts_used=4,
+        d_expert=1536,
+        latent=(512, 256, 64, 256, 768),
+        n_dense=1,
     ),
     "gemma4-e2b": Shape(
         *("gemma4", 1536, 6144, 35, 8, 1, 512, 262144, 32768, 1e6),
@@ -146,10 +157,32 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         }
     for i in range(shape.n_layers):
         parts = layer
+        if shape.latent[0]:
+            parts = _latent_layer(shape, layer, i)
         if shape.attending:
             parts = (_gemma4_layer if shape.architecture == "gemma4" else _hybrid_layer)(shape, layer, i)
         shapes |= {f"blk.{i}.{part}{_ENDINGS.get(part, '.weight')}": dims for part, dims in parts.items()}
     return shapes
+
+
+def _latent_layer(shape: Shape, layer: dict[str, tuple[int, ...]], i: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer of latent attention: an MLP in the first ones, a shared expert in the others."""
+    d, h, (rank, d_key, n_rotary, d_value, q_rank) = shape.d_model, shape.n_heads, shape.latent
+    parts = {part: dims for part, dims in layer.items() if part in ("attn_norm", "ffn_norm")}
+    parts |= {"attn_q_a": (q_rank, d), "attn_q_a_norm": (q_rank,), "attn_q_b": (h * d_key, q_rank)}
+    parts |= {"attn_kv_a_mqa": (rank + n_rotary, d), "attn_kv_a_norm": (rank,)}
+    parts |= {"attn_k_b": (h, rank, d_key - n_rotary), "attn_v_b": (h, d_value, rank)}
+    parts |= {"attn_output": (d, h * d_value)}
+    if i < shape.n_dense:
+        return parts | {
+            "ffn_gate": (shape.d_ffn, d),
+            "ffn_up": (shape.d_ffn, d),
+            "ffn_down": (d, shape.d_ffn),
+        }
+    f = shape.d_expert
+    parts |= {part: dims for part, dims in layer.items() if part.endswith(("_exps", "_inp"))}
+    parts |= {"ffn_gate_shexp": (f, d), "ffn_up_shexp": (f, d), "ffn_down_shexp": (d, f)}
+    return parts | {"exp_probs_b": (shape.n_experts,)}
 
 
 def _gemma4_layer(shape: Shape, layer: dict[str, tuple[int, ...]], i: int) -> dict[str, tuple[int, ...]]:
@@ -171,7 +204,14 @@ def _gemma4_layer(shape: Shape, layer: dict[str, tuple[int, ...]], i: int) -> di
     return parts | {"inp_gate": (width, d), "proj": (d, width), "post_norm": (d,)}
 
 
-_ENDINGS = {"ssm_a": "", "ssm_dt": ".bias", "attn_q.bias": "", "attn_k.bias": "", "attn_v.bias": ""}
+_ENDINGS = {
+    "exp_probs_b": ".bias",
+    "ssm_a": "",
+    "ssm_dt": ".bias",
+    "attn_q.bias": "",
+    "attn_k.bias": "",
+    "attn_v.bias": "",
+}
 
 
 def _hybrid_layer(
@@ -265,6 +305,13 @@ def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
     if shape.n_experts:
         keys |= {"expert_count": shape.n_experts, "expert_used_count": shape.n_experts_used}
         keys |= {"expert_feed_forward_length": shape.d_expert}
+    if shape.latent[0]:
+        rank, d_key, n_rotary, d_value, q_rank = shape.latent
+        keys |= {"attention.value_length": rank, "rope.dimension_count": n_rotary}
+        keys |= {"attention.key_length_mla": d_key, "attention.value_length_mla": d_value}
+        keys |= {"attention.kv_lora_rank": rank, "attention.q_lora_rank": q_rank, "expert_gating_func": 2}
+        keys |= {"leading_dense_block_count": shape.n_dense, "expert_shared_count": 1}
+        keys |= {"expert_weights_norm": True, "expert_weights_scale": 1.8}
     if shape.architecture == "lfm2":
         counts = [shape.n_kv_heads * (i in shape.attending) for i in range(shape.n_layers)]
         keys |= {"attention.head_count_kv": np.array(counts, np.int32), "shortconv.l_cache": shape.n_taps}

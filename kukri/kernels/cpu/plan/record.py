@@ -352,7 +352,10 @@ class Recorder:
         if spec.group <= MAX_TILE_ROWS:
             yield q, y, spec
             return
-        counts = [min(MAX_TILE_ROWS, spec.n_heads - i) for i in range(0, spec.n_heads, MAX_TILE_ROWS)]
+        n_tiles = -(
+            -spec.n_heads // MAX_TILE_ROWS
+        )  # all of about one size: small tiles keep more sums in registers
+        counts = [(spec.n_heads + i) // n_tiles for i in range(n_tiles)]
         widths = [n * spec.d_head for n in counts]
         first = 0
         for q_part, y_part, n in zip(self.split(q, widths), self.split(y, widths), counts, strict=True):
