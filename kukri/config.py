@@ -86,6 +86,8 @@ class RopeConfig:
     theta: float = 10000.0
     rotary_dim: int = 0  # dimensions of a head that rotate, even
     scaling: RopeScaling | None = None
+    # by which each pair of dimensions turns, if tokens have several positions (M-RoPE); (): they have one
+    axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless the scaling fits theta and the number of frequencies."""

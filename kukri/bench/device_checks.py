@@ -76,6 +76,7 @@ class _Sequence:
     token_types: IntArray | None = None
     adapter_slot = -1
     state_slot = 0
+    images = None
 
     def __init__(self, tokens: IntArray, first_page: int) -> None:
         self.tokens = tokens

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Protocol
 
 import numpy as np
 
+from kukri.engine.request_images import RequestImages
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.step import ForwardBatch, StepInputs
 
@@ -18,7 +19,7 @@ class CachedSequence(Protocol):
     its recurrent state.
 
     `page_rows` has a row for each pool of the cache, or one that stands for all. `adapter_slot` is that of
-    its adapter, -1 for none.
+    its adapter, -1 for none. `images` are those among its tokens.
     """
 
     tokens: IntArray
@@ -31,6 +32,10 @@ class CachedSequence(Protocol):
 
     @property
     def adapter_slot(self) -> int:
+        """See the class."""
+
+    @property
+    def images(self) -> RequestImages | None:
         """See the class."""
 
 
@@ -53,7 +58,7 @@ class Chunk:
 
 class BatchBuilder:
     """Fills a program's inputs: token types only if the model `has_types`, recurrent states if it
-    `has_states`, adapters if it `has_adapters`.
+    `has_states`, adapters if it `has_adapters`, positions of images if it `has_axes`.
     """
 
     def __init__(
@@ -64,9 +69,11 @@ class BatchBuilder:
         has_types: bool = False,
         has_states: bool = False,
         has_adapters: bool = False,
+        has_axes: bool = False,
     ) -> None:
         self._inputs, self._page_tokens = inputs, page_tokens
         self._has_types, self._has_states, self._has_adapters = has_types, has_states, has_adapters
+        self._has_axes = has_axes
         self._last: Sequence[Chunk] | None = None  # the chunks of the last batch, if of one token each
         # memoryviews take less time for one number than NumPy
         arrays = inputs.token_ids, inputs.positions, inputs.slots, inputs.context_len
@@ -126,9 +133,15 @@ class BatchBuilder:
         if draft_rows:
             inputs.logit_rows[n_rows : n_rows + len(draft_rows)] = draft_rows
             n_rows += len(draft_rows)
+        batch = inputs.batch(t, len(chunks), n_rows)
+        rotated_by = _rotated_by(chunks, batch.positions) if self._has_axes else None
         is_plain = t == n_rows == len(chunks) and not (self._has_types or self._has_states)
-        self._last = chunks if is_plain else None
-        return inputs.batch(t, len(chunks), n_rows)
+        self._last = chunks if is_plain and rotated_by is None else None
+        if rotated_by is None:
+            return batch
+        other = replace(batch, rope_positions=rotated_by)
+        object.__setattr__(other, "inputs", inputs)
+        return other
 
     def forget(self) -> None:
         """Keeps nothing of the last batch's requests."""
@@ -154,3 +167,21 @@ class BatchBuilder:
             self._context_len[s] = start + 1
         n = len(chunks)
         return self._inputs.batch(n, n, n)
+
+
+def _rotated_by(chunks: Sequence[Chunk], positions: IntArray) -> IntArray | None:
+    """The positions that RoPE rotates by: [3, T] if tokens in images have several, [T] if images before
+    them moved theirs, None if they are those that count tokens.
+    """
+    found: IntArray | None = None
+    t, is_mixed = 0, False
+    for chunk in chunks:
+        start, stop = chunk.start, chunk.start + chunk.n_tokens
+        images = chunk.sequence.images
+        own = None if images is None else images.positions(start, stop)
+        if images is not None and own is not None:
+            found = np.array([positions] * 3) if found is None else found
+            found[:, t : t + chunk.n_tokens] = own
+            is_mixed = is_mixed or images.has_rows(start, stop)
+        t += chunk.n_tokens
+    return found if found is None or is_mixed else found[0]

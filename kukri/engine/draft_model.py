@@ -34,6 +34,7 @@ class ModelDrafts:
     token_types: IntArray | None = None
     adapter_slot = -1  # drafts are the same for all adapters
     state_slot = 0
+    images = None  # it reads their placeholder tokens
 
     def __init__(
         self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, relative_cost: float

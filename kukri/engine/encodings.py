@@ -8,13 +8,13 @@ row depends on slices, on other images, or on whether the row was kept.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.vision.encoder import ImagePart, VisionModel
@@ -88,10 +88,11 @@ class _Job:
         self.rows: list[FloatArray] = []
         self.n_cuts = 0
         self.hidden: FloatArray | None = None
+        self.deep: dict[str, FloatArray] = {}  # other hidden states that the projector reads, by tap
 
     def next_part(self) -> bool:
         """Moves on; False if there is no further part."""
-        self.n_cuts, self.hidden = 0, None
+        self.n_cuts, self.hidden, self.deep = 0, None, {}
         following = next(self._parts, None)
         if following is not None:
             self.part = following
@@ -104,64 +105,96 @@ class _EncoderPrograms:
     def __init__(self, model: VisionModel, backend: Backend) -> None:
         self._model, self._backend = model, backend
         self._compiled: tuple[CompiledProgram, CompiledProgram] | None = None
-        self._n_patches = model.config.side**2  # that there is room for
-        n_layers = model.config.encoder.n_layers
+        config = model.config
+        self._n_patches, self._n_windows = config.side**2, 1  # that there is room for
+        layers = range(config.encoder.n_layers)
         taps = ("hook_resid_pre", "hook_resid_mid")
         # a part may be cut where the residual stream is all that later layers read
-        self._cuts = [f"blocks.{layer}.{tap}" for layer in range(n_layers) for tap in taps][1:]
+        self._cuts = [f"blocks.{layer}.{tap}" for layer in layers for tap in taps][1:]
+        self._deep = [f"blocks.{layer}.hook_resid_post" for layer in config.deep_layers]
+        self._has_windows = [config.window > 0 and layer not in config.full_layers for layer in layers]
 
     def advance(self, job: _Job, *, is_brief: bool) -> bool:
         """Runs a slice of the job's part, or what is left of it; True once its rows are there."""
-        encoder, projector = self._programs(len(job.part.patches))
-        is_brief = is_brief and self._backend.begins_at_taps
+        part, page_tokens = job.part, self._backend.page_tokens
+        encoder, projector = self._programs(len(part.patches), max(len(part.windows), 1))
         start = self._cuts[job.n_cuts - 1] if job.n_cuts else None
-        stop = self._cuts[job.n_cuts] if is_brief and job.n_cuts < len(self._cuts) else None
+        n_cuts = self._next_cut(job.n_cuts, is_brief=is_brief and self._backend.begins_at_taps)
+        stop = None if n_cuts is None else self._cuts[n_cuts]
 
         def on_tap(name: str, x: FloatArray) -> None:
             if name == start and job.hidden is not None:
                 x[:] = job.hidden
             elif name == stop:
                 job.hidden = x.copy()
+            if name in self._deep:
+                job.deep[name] = x.copy()
 
-        batch = _batch(job.part.patches, self._backend.page_tokens)
+        # the layer whose attention comes next says what patches attend to
+        layer = min((job.n_cuts + 1) // 2, len(self._has_windows) - 1)
+        lengths = part.windows if self._has_windows[layer] else ()
+        batch = _batch(part.patches, page_tokens, lengths, part.positions)
         result = encoder(batch, on_tap, start=start, stop=stop)
-        if stop is not None:
-            job.n_cuts += 1
+        if n_cuts is not None:
+            job.n_cuts = n_cuts + 1
             return False
-        merged = self._model.merged(result.numpy(), job.part.grid)
-        rows = projector(_batch(merged, self._backend.page_tokens))
+        hidden = np.concatenate([result.numpy(), *(job.deep[name] for name in self._deep)], axis=1)
+        rows = projector(_batch(self._model.merged(hidden, part.grid), page_tokens))
         job.rows.append(rows.numpy().copy())
         return True
 
-    def _programs(self, n_patches: int) -> tuple[CompiledProgram, CompiledProgram]:
-        """The encoder and the projector, for parts of up to so many patches."""
-        if self._compiled is None or self._n_patches < n_patches:
+    def _next_cut(self, n_cuts: int, *, is_brief: bool) -> int | None:
+        """The number of the cut that ends a slice: the next, or the one before layers that see more or less;
+        None if the slice is the last.
+        """
+        if is_brief:
+            return n_cuts if n_cuts < len(self._cuts) else None
+        layer = (n_cuts + 1) // 2
+        for after in range(layer + 1, len(self._has_windows)):
+            if self._has_windows[after] != self._has_windows[layer]:
+                return 2 * after - 1
+        return None
+
+    def _programs(self, n_patches: int, n_windows: int) -> tuple[CompiledProgram, CompiledProgram]:
+        """The encoder and the projector, for parts of up to so many patches and windows."""
+        if self._compiled is None or self._n_patches < n_patches or self._n_windows < n_windows:
             while self._n_patches < n_patches:
                 self._n_patches *= 2
+            self._n_windows = max(self._n_windows, n_windows)
             self._compiled, backend, model = None, self._backend, self._model
-            n_pages = -(-self._n_patches // backend.page_tokens)
+            most_pages = -(-self._n_patches // backend.page_tokens)
+            n_pages = most_pages + self._n_windows  # each window's last may be full in part
             cache = backend.new_cache([model.cache_layer], n_pages, 0, backend.exact_kv_type)
-            limits = StepLimits(self._n_patches, 1, 1, n_pages)
+            limits = StepLimits(self._n_patches, self._n_windows, 1, most_pages)
             n_rows = self._n_patches // model.config.merge**2
             self._compiled = (
-                backend.compile(model.encode, cache, limits, frozenset(self._cuts)),
+                backend.compile(model.encode, cache, limits, frozenset(self._cuts + self._deep)),
                 backend.compile(model.project, cache, replace(limits, max_tokens=n_rows)),
             )
         return self._compiled
 
 
-def _batch(activations: FloatArray, page_tokens: int) -> ForwardBatch:
-    """One sequence of rows, without logits."""
-    n, one = len(activations), np.array([0], np.int32)
-    places = np.arange(n, dtype=np.int32)
-    n_pages = -(-n // page_tokens)
+def _batch(
+    activations: FloatArray,
+    page_tokens: int,
+    lengths: Sequence[int] = (),
+    rope_positions: IntArray | None = None,
+) -> ForwardBatch:
+    """Sequences of rows of these lengths, one without any, on pages of their own; no logits."""
+    n = len(activations)
+    sizes = np.array(lengths or [n], np.int32)
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    positions = np.arange(n, dtype=np.int32) - np.repeat(starts[:-1], sizes)
+    n_pages = -(-sizes // page_tokens)
+    first_pages = np.cumsum(n_pages) - n_pages
     return ForwardBatch(
         np.zeros(n, np.int32),
-        places,
-        places,
-        np.array([0, n], np.int32),
-        np.array([n], np.int32),
-        np.arange(n_pages, dtype=np.int32)[None],
-        one[:0],
+        positions,
+        positions + np.repeat(first_pages * page_tokens, sizes).astype(np.int32),
+        starts,
+        sizes,
+        (first_pages[:, None] + np.minimum(np.arange(n_pages.max()), n_pages[:, None] - 1)).astype(np.int32),
+        starts[:0],
+        rope_positions=rope_positions,
         activations=activations,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kukri.kernels.arrays import FloatArray
+import numpy as np
+
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.vision.image import ImagePrompt
 
 
@@ -20,17 +22,22 @@ class _Run(NamedTuple):
 class RequestImages:
     """The images of a prompt. `rows` [n_tokens, D] of those that have been encoded, by their numbers.
 
-    With `sees_whole` a run of rows is computed in one step, in a chunk of its own.
+    With `sees_whole` a run of rows is computed in one step, in a chunk of its own. With `n_deep` the rows
+    hold more than embeddings: what so many layers add, one after another. With `merge` each has three
+    positions, by its place in the image's grid, whose sides in patches are divided by `merge`.
     """
 
-    def __init__(self, prompt: ImagePrompt, *, sees_whole: bool = False) -> None:
-        self.images, self._sees_whole = prompt.images, sees_whole
+    def __init__(
+        self, prompt: ImagePrompt, *, sees_whole: bool = False, n_deep: int = 0, merge: int = 0
+    ) -> None:
+        self.images, self._sees_whole, self.n_deep = prompt.images, sees_whole, n_deep
         self.rows: dict[int, FloatArray] = {}
         self._runs: list[_Run] = []
         n_rows = [0] * len(prompt.images)
         for start, n_tokens, image in prompt.spans:
             self._runs.append(_Run(start, start + n_tokens, image, n_rows[image]))
             n_rows[image] += n_tokens
+        self._positions = self._placed(len(prompt), merge) if merge else None
 
     @property
     def n_tokens(self) -> list[int]:
@@ -77,15 +84,49 @@ class RequestImages:
                 parts.append(place + self.images[run.image].digest)
         return b"".join(parts)
 
-    def fill(self, x: FloatArray, start: int) -> None:
-        """Writes rows over embeddings x [n, D] of the tokens from `start` on."""
-        stop = start + len(x)
+    def fill(self, x: FloatArray, start: int, depth: int = 0) -> None:
+        """Writes rows over embeddings x [n, D] of the tokens from `start` on.
+
+        With a `depth` from 1 to `n_deep` it adds to x what that layer is to add.
+        """
+        stop, columns = start + len(x), slice(depth * x.shape[1], (depth + 1) * x.shape[1])
         for run in self._runs:
             first, last = max(run.start, start), min(run.stop, stop)
             if first < last:
                 row = run.first_row + first - run.start
-                x[first - start : last - start] = self.rows[run.image][row : row + last - first]
+                own, rows = slice(first - start, last - start), slice(row, row + last - first)
+                before = x[own] if depth else 0
+                x[own] = before + self.rows[run.image][rows, columns]
 
     def has_rows(self, start: int, stop: int) -> bool:
         """True if one of tokens `start` to `stop` - 1 is a row of an image."""
         return any(run.start < stop and run.stop > start for run in self._runs)
+
+    def positions(self, start: int, stop: int) -> IntArray | None:
+        """The positions [3, n] by which tokens `start` to `stop` - 1 rotate; None: those that count them."""
+        if self._positions is None:
+            return None
+        found = self._positions[:, start:stop]
+        if stop > (n := self._positions.shape[1]):  # after the prompt
+            first = max(start, n)
+            after = np.arange(first, stop, dtype=np.int32) + (self._next - n)
+            found = np.concatenate([found, np.broadcast_to(after, (3, stop - first))], axis=1)
+        return found
+
+    def _placed(self, n_tokens: int, merge: int) -> IntArray:
+        """The positions of a prompt: text counts on from the largest before it.
+
+        A row has the image's first position, that plus its row in the image, and that plus its column.
+        """
+        positions = np.empty((3, n_tokens), np.int32)
+        stop = after = 0  # tokens that are placed, and the position that comes next
+        for run in self._runs:
+            positions[:, stop : run.start] = np.arange(run.start - stop) + after
+            after += run.start - stop
+            height, width = (side // merge for side in self.images[run.image].grid[-2:])
+            places = np.indices((1, height, width), np.int32).reshape(3, -1)
+            positions[:, run.start : run.stop] = places + after
+            after, stop = after + max(height, width), run.stop
+        positions[:, stop:] = np.arange(n_tokens - stop) + after
+        self._next = after + n_tokens - stop
+        return positions

@@ -187,8 +187,12 @@ class RequestMaker(ABC):
             self.vision.check(image)
 
     def _images(self, seen: ImagePrompt | None) -> RequestImages | None:
-        sees_whole = self.vision is not None and self.vision.config.sees_whole
-        return None if seen is None else RequestImages(seen, sees_whole=sees_whole)
+        if seen is None or self.vision is None:
+            return None
+        config = self.vision.config
+        merge = config.merge if config.has_places else 0
+        n_deep = len(config.deep_layers)
+        return RequestImages(seen, sees_whole=config.sees_whole, n_deep=n_deep, merge=merge)
 
     def _check_rows(self, request: Request) -> None:
         """Raises RequestError if more rows of logits are wanted of an image than a step has room for."""

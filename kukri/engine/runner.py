@@ -141,6 +141,7 @@ class Runner:
             has_types=has_types,
             has_states=has_states(self.cache.layout),
             has_adapters=has_adapters,
+            has_axes=bool(self.model.config.rope.axes),
         )
         return Compiled(program, builder)
 

@@ -51,25 +51,30 @@ class StepTaps:
 
 
 class StepImages:
-    """Writes the rows of a step's images over the embeddings of their placeholder tokens.
+    """Writes the rows of a step's images over the embeddings of their placeholder tokens, and adds what they
+    have for later layers to those.
 
     A step without any runs a program that does not stop there.
     """
 
-    names, is_before_hooks = frozenset({"hook_embed"}), True
+    is_before_hooks = True
 
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._chunks = chunks
+        n_deep = max((c.request.images.n_deep for c in chunks if c.request.images is not None), default=0)
+        self._depths = {"hook_embed": 0, **{f"blocks.{i}.hook_resid_post": i + 1 for i in range(n_deep)}}
+        self.names = frozenset(self._depths)
 
     def __call__(self, name: str, x: FloatArray) -> None:
-        """Writes to embeddings x [T, D]."""
-        if name not in self.names:
+        """Writes to embeddings or hidden states x [T, D]."""
+        depth = self._depths.get(name)
+        if depth is None:
             return
         row = 0
         for chunk in self._chunks:
             images = chunk.request.images
             if images is not None:
-                images.fill(x[row : row + chunk.n_tokens], chunk.start)
+                images.fill(x[row : row + chunk.n_tokens], chunk.start, depth)
             row += chunk.n_tokens
 
 

@@ -127,12 +127,16 @@ class RopeFrequencies:
     `inverse`: radians per token of each pair of dimensions, rotary_dim / 2 of them. `scale` multiplies cos
     and sin (the attention factor of YaRN), and so does, with a `growth` (beta, tokens),
     1 + beta * log(1 + position // tokens). Equal ones may share what a backend makes of them.
+
+    With `axes` a token may have several positions (`ForwardBatch.rope_positions`): each pair of dimensions
+    turns by that of its axis.
     """
 
     inverse: tuple[float, ...]
     max_context: int
     scale: float = 1.0
     growth: tuple[float, int] | None = None
+    axes: tuple[int, ...] = ()  # by which each pair turns
 
     @property
     def rotary_dim(self) -> int:

@@ -268,7 +268,7 @@ class ReferenceOps:
         if rows is None:
             rows = self._rope_rows[rope] = RopeRows(rope)
         rows.ensure(int(positions.max(initial=-1)) + 1)
-        cos, sin = rows.cos[positions, None], rows.sin[positions, None]  # [T, 1, rotary_dim / 2]
+        cos, sin = (x[:, None] for x in rows.at(positions))  # [T, 1, rotary_dim / 2]
         return _rotate(q, cos, sin, spec.d_head), None if k is None else _rotate(k, cos, sin, spec.d_head)
 
     def rotate(

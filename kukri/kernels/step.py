@@ -30,7 +30,8 @@ class ForwardBatch:
     (`cache.pool_windows`); `other_pools` has the others', where entries before the window are 0 too. Without
     any the first pool's stand for all. `logit_rows` are the tokens (indices into T) whose logits are wanted.
 
-    `positions` count a sequence's tokens; if RoPE is to rotate by other numbers, `rope_positions` has them.
+    `positions` count a sequence's tokens; if RoPE is to rotate by other numbers, `rope_positions` has them:
+    one for each token, or one for each of the axes of its frequencies.
     `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): float32
     [1 or H, T, context_len[0]], added to scores in place of causality and windows; a token that sees nothing
     gets zeros. `token_types` say to which of a pair of texts a token belongs; None: all to the first.
@@ -51,7 +52,7 @@ class ForwardBatch:
     context_len: IntArray  # [S]
     page_table: IntArray  # [S, max_pages]
     logit_rows: IntArray  # [N]
-    rope_positions: IntArray | None = None  # [T]
+    rope_positions: IntArray | None = None  # [T], or [axes, T]
     mask: FloatArray | None = None
     token_types: IntArray | None = None  # [T]
     adapters: IntArray | None = None  # [S]

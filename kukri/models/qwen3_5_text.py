@@ -127,12 +127,13 @@ QWEN3_5_TEXT = Architecture(
     },
     reads={"attention_bias", "full_attention_interval"},
     ignores={
-        *("mrope_section", "mrope_interleaved", "mamba_ssm_dtype", "attn_output_gate", "output_gate_type"),
+        *("mamba_ssm_dtype", "attn_output_gate", "output_gate_type"),
         *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     },
     unused=r"mtp\..+",
     defaults={
         **{"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+        "mrope_interleaved": True,
         **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
         **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
     },

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,7 +37,22 @@ USER_SCALINGS = ("linear", "dynamic", "yarn")  # a kind and a factor say it all
 def rope_frequencies(rope: RopeConfig, max_context: int) -> RopeFrequencies:
     """The frequencies of a rotary embedding for positions below max_context, and its attention factor."""
     inverse = tuple(inverse_frequencies(rope, max_context).tolist())
-    return RopeFrequencies(inverse, max_context, attention_factor(rope.scaling))
+    return RopeFrequencies(inverse, max_context, attention_factor(rope.scaling), axes=rope.axes)
+
+
+def section_axes(sections: Sequence[int], *, interleaved: bool) -> tuple[int, ...]:
+    """The axis of each pair of dimensions: sections[i] pairs turn by axis i (Wang et al. 2024, M-RoPE).
+
+    They lie one after another, or the axes take turns, axis 0 having the turns that others leave.
+    """
+    axes = [axis for axis, n in enumerate(sections) for _ in range(n)]
+    if interleaved:
+        axes = [0] * len(axes)
+        for axis, n in enumerate(sections[1:], 1):
+            own = range(axis, min(n * len(sections), len(axes)), len(sections))
+            for pair in own:
+                axes[pair] = axis
+    return tuple(axes)
 
 
 def with_scaling(config: ModelConfig, kind: str, factor: float) -> ModelConfig:

@@ -29,6 +29,12 @@ class VisionConfig:
     # True: in the text the rows of a run (`ImageSpan`) attend to each other both ways, so none is cut
     sees_whole: bool = False
     d_projector: int = 0  # width of the projector's MLP, if it is one
+    n_frames: int = 1  # how often a patch holds its picture, of families that see films
+    # in the text a row has three positions: of the image, and of its place there (M-RoPE)
+    has_places: bool = False
+    deep_layers: tuple[int, ...] = ()  # whose states become rows for the text's first layers too (DeepStack)
+    window: int = 0  # side, in rows of embeddings, of the squares that most layers attend within; 0: none
+    full_layers: tuple[int, ...] = ()  # those that attend to all nevertheless
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless tiles consist of whole patches, and rows of whole squares of patches."""
@@ -46,7 +52,7 @@ class VisionConfig:
     @property
     def patch_values(self) -> int:
         """Numbers of a patch: its red, green and blue."""
-        return 3 * self.patch_size**2
+        return 3 * self.n_frames * self.patch_size**2
 
     @property
     def tile_tokens(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.op_set import Tensor
 from kukri.models.keys import Keys
@@ -20,6 +20,8 @@ class ImagePart(NamedTuple):
 
     patches: FloatArray  # float32 [T, values], row by row
     grid: tuple[int, int]  # (height, width) in patches
+    positions: IntArray | None = None  # [axes, T], by which the encoder's heads rotate
+    windows: tuple[int, ...] = ()  # patches in each, one after another, for layers of windows
 
 
 class VisionModel(Protocol):
@@ -37,10 +39,15 @@ class VisionModel(Protocol):
         """A part's patches, the batch's activations [T, values], -> hidden states [T, D]."""
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """Hidden states [T, D] of a part of this grid -> what the projector reads [R, width]."""
+        """Hidden states [T, D] of a part of this grid -> what the projector reads [R, width].
+
+        With `deep_layers` they are [T, (1 + n) * D]: theirs follow the last ones.
+        """
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """The batch's activations [R, width] -> rows of embeddings [R, d_text]."""
+        """The batch's activations [R, width] -> rows [R, (1 + n deep) * d_text]: of embeddings, and of what
+        the text's first layers add.
+        """
 
     def check(self, image: ImageInput) -> None:
         """Raises RequestError on an image that was made for another encoder."""

@@ -22,6 +22,7 @@ from tests.vision.tiny_vision import (
     relative,
     save,
     their_inputs,
+    their_tokens,
 )
 
 BOUNDS = {"reference": 1e-4, "cpu": 3e-3}
@@ -61,11 +62,9 @@ def test_logits_and_tokens_are_transformers_own(run: tuple[str, Any, LLM, float]
     asked = prompt(name, *images)
     with torch.no_grad():
         want = theirs(**their_inputs(name, asked)).logits[0].numpy()
-        answer = theirs.generate(
-            **their_inputs(name, asked), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+        answer = their_tokens(theirs, name, asked, 12)
     assert relative(our_logits(llm.engine, asked), want) < bound
-    assert our_tokens(llm.engine, asked, 12) == answer[0, len(asked) :].tolist()
+    assert our_tokens(llm.engine, asked, 12) == answer
 
 
 def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float]) -> None:
@@ -73,11 +72,13 @@ def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float
     name, theirs, llm, bound = run
     seen = image(name, 2, 7)
     inputs = their_inputs(name, prompt(name, seen))
-    of_images = {k: v for k, v in inputs.items() if k.startswith(("pixel", "spatial"))}
+    of_images = {k: v for k, v in inputs.items() if k.startswith(("pixel", "spatial", "image_grid"))}
     with torch.no_grad():
         found = theirs.model.get_image_features(**of_images)
     want = found.pooler_output
-    want = torch.cat([*want]) if isinstance(want, list) else want.reshape(-1, want.shape[-1])
+    want = torch.cat([*want]) if isinstance(want, list | tuple) else want.reshape(-1, want.shape[-1])
+    deep = getattr(found, "deepstack_features", None) or []
+    want = torch.cat([want, *(torch.cat([*each]) for each in deep)], dim=1)
     encodings = llm.engine.encodings
     assert encodings is not None
     rows = None

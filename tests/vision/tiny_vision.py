@@ -38,6 +38,14 @@ class TinyVision:
 GEMMA3_TEXT = {
     **{**TEXT, **GEMMA, "model_type": "gemma3_text", "sliding_window": 24, "attention_bias": False},
 }
+QWEN_VISION = {
+    **{"depth": 4, "hidden_size": 48, "intermediate_size": 80, "num_heads": 3, "out_hidden_size": 64},
+    **{"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+QWEN_IDS = {
+    **{"image_token_id": IMAGE_TOKEN, "video_token_id": 268, "vision_start_token_id": 270},
+    "vision_end_token_id": 269,
+}
 MODELS = {
     "gemma3": TinyVision(
         tr.Gemma3Config,
@@ -80,6 +88,52 @@ MODELS = {
         },
         tile_tokens=9,
     ),
+    "qwen2_5_vl": TinyVision(
+        tr.Qwen2_5_VLConfig,
+        tr.Qwen2_5_VLForConditionalGeneration,
+        {
+            **QWEN_IDS,
+            "text_config": {
+                **{**TEXT, "model_type": "qwen2_5_vl_text"},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1, 3]},
+        },
+        tile_tokens=15,
+    ),
+    "qwen3_vl": TinyVision(
+        tr.Qwen3VLConfig,
+        tr.Qwen3VLForConditionalGeneration,
+        {
+            **QWEN_IDS,
+            "text_config": {
+                **{**TEXT, "model_type": "qwen3_vl_text", "head_dim": 16},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {
+                **{**QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]},
+            },
+        },
+        tile_tokens=15,
+    ),
+    "qwen3_5": TinyVision(
+        tr.Qwen3_5Config,
+        tr.Qwen3_5ForConditionalGeneration,
+        {
+            **QWEN_IDS,
+            "text_config": {
+                **{**TEXT, "model_type": "qwen3_5_text", "head_dim": 32, "linear_key_head_dim": 16},
+                **{"linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+                    **{"partial_rotary_factor": 0.25, "mrope_interleaved": True},
+                },
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+            },
+            "vision_config": {**QWEN_VISION, "num_position_embeddings": 64},
+        },
+        tile_tokens=15,
+    ),
     "smolvlm": TinyVision(
         tr.SmolVLMConfig,
         tr.SmolVLMForConditionalGeneration,
@@ -95,6 +149,9 @@ MODELS = {
 }
 
 
+QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+
+
 def save(directory: Path, name: str) -> Any:
     """transformers' model in float32, saved with a tokenizer; norms and biases are not ones and zeros."""
     tiny = MODELS[name]
@@ -104,7 +161,7 @@ def save(directory: Path, name: str) -> Any:
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif "vision" in key or "connector" in key or "projector" in key:
+            elif any(part in key for part in ("vision", "connector", "projector", "visual")):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
@@ -114,6 +171,10 @@ def save(directory: Path, name: str) -> Any:
 def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
     """Tiles of random numbers, and the digest of them."""
     tiny = MODELS[name]
+    if name in QWENS:  # 10 x 6 patches, of more tiles wider and less tall ones
+        grid = (1, 10, 6) if n_tiles == 1 else (1, 6, 10 * n_tiles)
+        pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], 96)).astype(np.float32)
+        return ImageInput(pixels, grid, len(pixels) // 4, sha256(pixels.tobytes()).digest())
     if name == "lfm2_vl":  # square tiles, and a picture of 4 x 8 patches
         n_patches = 36 * n_tiles if n_tiles > 1 else 0
         pixels = np.random.default_rng(seed).uniform(-1, 1, (n_patches + 4 * 8, 48)).astype(np.float32)
@@ -134,7 +195,8 @@ def prompt(name: str, *parts: str | ImageInput) -> ImagePrompt:
         if isinstance(part, str):
             ids += part.encode()
             continue
-        whole, rest = divmod(part.n_tokens, n)
+        whole, rest = divmod(part.n_tokens, part.n_tokens if name in QWENS else n)
+        n = part.n_tokens if name in QWENS else n
         for n_rows in [n] * whole + [rest] * (rest > 0):
             ids.append(200)
             spans.append(ImageSpan(len(ids), n_rows, len(images)))
@@ -159,14 +221,38 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
             inputs["pixel_values"][i, : len(part)] = torch.from_numpy(part)
             inputs["pixel_attention_mask"][i, : len(part)] = 1
         inputs["spatial_shapes"] = torch.tensor(shapes)
+    elif asked.images and asked_of in QWENS:
+        inputs["pixel_values"] = torch.from_numpy(np.concatenate([one.pixels for one in asked.images]))
+        inputs["image_grid_thw"] = torch.tensor([one.grid for one in asked.images])
     elif asked.images:
         pixels = np.concatenate([one.pixels for one in asked.images])
         inputs["pixel_values"] = torch.from_numpy(pixels)
         if asked_of != "gemma3":
             inputs["pixel_values"] = inputs["pixel_values"][None]
+    if asked_of in QWENS:
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
     if asked_of == "gemma3":
         inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
     return inputs
+
+
+def their_tokens(theirs: Any, name: str, asked: ImagePrompt, n: int) -> list[int]:
+    """The likeliest tokens after a prompt.
+
+    Those of Qwen's models by whole passes: after an image that ends the prompt, `generate` (5.23) continues
+    from the last row's place, where `get_rope_index` of the longer text says the largest position and one.
+    """
+    inputs = their_inputs(name, asked)
+    if name not in QWENS or not asked.images:
+        more = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        found: list[int] = theirs.generate(**inputs, max_new_tokens=n, **more)[0, len(asked) :].tolist()
+        return found
+    for _ in range(n):
+        token = theirs(**inputs).logits[:, -1:].argmax(-1)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], token], dim=1)
+        types = inputs["mm_token_type_ids"]
+        inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(token)], dim=1)
+    return inputs["input_ids"][0, len(asked) :].tolist()
 
 
 def our_logits(engine: Engine, asked: Any) -> np.ndarray:

@@ -78,11 +78,17 @@ _NEUTRAL: dict[str, Any] = {
 # Models of images and text whose text is a model that runs
 _OF_IMAGES = (
     *("gemma3", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "lfm2-vl", "qwen3_5", "qwen3_5_moe"),
-    "smolvlm",
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
 )
 
 # Types of such texts that go by another's name
-_TEXT_TYPES = {"gemma4_unified_text": "gemma4_text"}
+_TEXT_TYPES = {
+    "gemma4_unified_text": "gemma4_text",
+    "qwen2_5_vl": "qwen2",  # a file that states text and images in one
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 
 # Words in the names of keys that change the computation of some architecture: refused unless they say "none".
 _CHANGES = re.compile(

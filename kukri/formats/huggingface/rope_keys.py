@@ -22,9 +22,11 @@ from kukri.formats.gguf.rope_keys import llama3_divisors
 from kukri.formats.layer_patterns import local_rope
 from kukri.models import Architecture
 from kukri.models.keys import Keys
+from kukri.models.rope import section_axes
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LOCAL_THETA = "rope_local_base_freq"
+_MROPE = ("mrope_section", "mrope_interleaved")
 _NONE = float(np.float32(NO_ROTATION))
 
 
@@ -86,10 +88,23 @@ def _rope(
     if parameters.value("rope_type") == "proportional":
         return RopeConfig(theta, d_head, _proportional(parameters, keys, d_head))
     scaling = _scaling(parameters, keys, architecture, max_context)
+    rotary_dim = _rotary_dim(parameters, keys, architecture, d_head, scaling)
     try:
-        return RopeConfig(theta, _rotary_dim(parameters, keys, architecture, d_head, scaling), scaling)
+        return RopeConfig(theta, rotary_dim, scaling, _axes(parameters, keys, rotary_dim))
     except ConfigError as error:
         raise keys.error(where, f"makes no sense: {error}") from None
+
+
+def _axes(parameters: Keys, keys: Keys, rotary_dim: int) -> tuple[int, ...]:
+    """The axis of each pair of dimensions, of a model whose tokens have several positions."""
+    if not parameters.has("mrope_section"):
+        return ()
+    sections = parameters.items("mrope_section", int)
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != rotary_dim // 2:
+        raise parameters.error("mrope_section", f"must be three numbers with the sum {rotary_dim // 2}")
+    # classes of transformers leave the key unread, and files leave it out
+    interleaved = keys.defaults.get("mrope_interleaved", parameters.value("mrope_interleaved", False))
+    return section_axes(sections, interleaved=bool(interleaved))
 
 
 def _proportional(parameters: Keys, keys: Keys, d_head: int) -> RopeScaling:
@@ -146,12 +161,13 @@ def _scaling(
     kind = parameters.value("rope_type", parameters.value("type", "default"))
     if parameters.has("short_factor"):
         kind = "longrope"  # whatever older name Phi-3's files have for it
+    kind = "default" if kind == "mrope" else kind
     if kind != "default" and kind not in ROPE_SCALINGS:
         known = ", ".join(("default", *ROPE_SCALINGS))
         raise keys.unsupported(where, f"has rope_type {brief(kind)}: kukri runs {known}")
     fields = () if kind == "default" else SCALING_FIELDS[kind]
     names = {SCALING_FACTS[field].hf: field for field in (*fields, "original_context")}
-    common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *architecture.ignores}
+    common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *architecture.ignores, *_MROPE}
     stated = [name.removeprefix(parameters.prefix) for name in parameters.values]
     if unknown := set(stated) - names.keys() - common:
         raise keys.unsupported(where, f"has the unknown parameter {brief(min(unknown))}")

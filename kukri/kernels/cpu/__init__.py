@@ -220,6 +220,11 @@ class CpuProgram:
             for rows in self.plan.ropes:
                 rows.ensure(n_positions)
             self._n_rope_rows = n_positions
+        positions = batch.rope_positions
+        if positions is not None and positions.ndim == 2 and self.plan.ropes:
+            # all of a model's have the same context, so that their rows are in the same places
+            first = {rows.mix(positions) for rows in self.plan.ropes}.pop()
+            self._batch.rotate_by_rows(first, batch.n_tokens)
         segments, first = self.plan.segments, 0
         if start is not None:
             segments, first = self._after(start)

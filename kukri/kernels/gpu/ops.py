@@ -192,9 +192,12 @@ class TritonOps(TorchOps):
     def rope(
         self, q: Any, k: Any, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
     ) -> tuple[Any, Any]:
-        """See Ops.rope: attention rotates, unless a tap wants to see it, or PyTorch attends."""
+        """See Ops.rope: attention rotates, unless a tap wants to see it, PyTorch attends, or tokens have
+        several positions.
+        """
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
-        if batch.mask is not None or not spec.is_causal or not self.taps.isdisjoint(taps):
+        is_plain = batch.mask is None and spec.is_causal and batch.rope_positions.ndim == 1
+        if not is_plain or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
         return Rotated(q, rope), None if k is None else Rotated(k, rope)
 

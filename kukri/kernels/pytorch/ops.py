@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -239,7 +240,10 @@ class TorchOps:
         """Rotates dimension i of each head with i + rotary_dim / 2 by the position."""
         table = self.constants.rope_table(rope)
         table.ensure(batch.max_position + 1)
-        cos, sin = (t[batch.rope_positions][:, None] for t in (table.cos, table.sin))
+        rows: Any = batch.rope_positions
+        if rows.ndim == 2:  # a position for each axis
+            rows = rows[list(rope.axes)].T, torch.arange(len(rope.axes), device=rows.device)
+        cos, sin = (t[rows][:, None] for t in (table.cos, table.sin))
         return _rotate(q, cos, sin, spec.d_head), None if k is None else _rotate(k, cos, sin, spec.d_head)
 
     def rotate(self, x: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:

@@ -90,12 +90,17 @@ class BatchMemory:
         rotated_by = abi.POSITIONS
         if batch.rope_positions is not None:
             rotated_by = abi.ROPE_POSITIONS
-            self._arrays[rotated_by][: batch.n_tokens] = batch.rope_positions
+            own = batch.rope_positions
+            self._arrays[rotated_by][: batch.n_tokens] = own if own.ndim == 1 else own.max(axis=0)
         for header in self._headers:
             header[0], header[1], header[2] = batch.n_tokens, batch.n_sequences, batch.n_logit_rows
             header[abi.ROPE_POSITIONS // 8] = self._rotated_by[rotated_by]
         if batch.mask is not None:
             self._fill_mask(batch.mask)
+
+    def rotate_by_rows(self, first: int, n_tokens: int) -> None:
+        """Makes the step, once checked, rotate its tokens by the rows of cos and sin from `first` on."""
+        self._arrays[abi.ROPE_POSITIONS][:n_tokens] = np.arange(first, first + n_tokens)
 
     def _fill_mask(self, mask: FloatArray) -> None:
         """Copies a mask in, each row padded to whole pages with -inf."""

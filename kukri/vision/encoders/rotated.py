@@ -1,0 +1,148 @@
+"""Encoders whose heads rotate by the row and the column of a patch, of images of any proportions.
+
+A grid of patches lies square by square of those that become one row of embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.errors import RequestError
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.constants import RopeFrequencies
+from kukri.kernels.op_set import Tensor
+from kukri.models.keys import Keys
+from kukri.models.layers import Linear
+from kukri.models.llama import Block
+from kukri.models.rope import inverse_frequencies
+from kukri.models.weights import Parameter, WeightSource
+from kukri.vision.config import VisionConfig
+from kukri.vision.encoder import ImagePart
+from kukri.vision.encoders.siglip import SiglipAttention
+from kukri.vision.image import ImageInput
+
+MOST_PATCHES = 1 << 15  # that are computed at once
+
+
+class RotatedAttention(SiglipAttention):
+    """The first half of a head's frequencies turns by the row, the second by the column."""
+
+    fused_name, out_name = "qkv", "proj"
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        inverse = inverse_frequencies(RopeConfig(rotary_dim=self.spec.d_head // 2), 1).tolist()
+        axes = (0,) * len(inverse) + (1,) * len(inverse)
+        self.rope = RopeFrequencies((*inverse, *inverse), MOST_PATCHES, axes=axes)
+
+
+class RotatedBlock(Block):
+    """One layer."""
+
+    attention_type = RotatedAttention
+    attention_norm_name, mlp_norm_name, attention_name = "norm1", "norm2", "attn"
+
+
+class RotatedEncoder:
+    """The encoder, without what makes rows of embeddings: see `VisionModel`. A grid is (1, rows, columns)."""
+
+    parameters: Sequence[Parameter] = ()
+    block_type: Callable[..., Any]
+    norm_type: Callable[..., Any]
+
+    def __init__(self, config: VisionConfig, source: WeightSource) -> None:
+        self.config, encoder = config, config.encoder
+        self.width = config.merge**2 * encoder.d_model
+        self.patches = Linear(source, ["model.embed_patches"], (encoder.d_model,), config.patch_values)
+        self.blocks = [self.block_type(source, encoder, layer) for layer in range(encoder.n_layers)]
+        self.norm = self.norm_type(source, "model.norm", encoder.d_model, encoder.norm_eps)
+        self.cache_layer = self.blocks[0].attention.cache_layer
+
+    def encode(self, ops: Any, batch: Any) -> Tensor:
+        """See VisionModel.encode."""
+        patches = ops.activations(batch, self.config.patch_values)
+        return self.through_blocks(ops, self.patches(ops, patches), batch)
+
+    def through_blocks(self, ops: Any, x: Tensor, batch: Any) -> Tensor:
+        """Embeddings of patches [T, D] -> hidden states after the last norm."""
+        x = ops.tap("hook_embed", None, x)
+        for block in self.blocks:
+            x = block(ops, x, batch)
+        return ops.tap("ln_final.hook_normalized", None, self.norm(ops, x))
+
+    def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """A square's hidden states side by side; those of each layer together."""
+        layers = np.split(hidden, hidden.shape[1] // self.config.encoder.d_model, axis=1)
+        return np.concatenate([layer.reshape(-1, self.width) for layer in layers], axis=1)
+
+    def check(self, image: ImageInput) -> None:
+        """See VisionModel.check."""
+        merge, values, grid = self.config.merge, self.config.patch_values, image.grid
+        n = grid[1] * grid[2] if len(grid) == 3 and grid[0] == 1 and min(grid) > 0 else -1
+        is_whole = 0 < n <= MOST_PATCHES and grid[1] % merge == 0 and grid[2] % merge == 0
+        if not is_whole or image.pixels.shape != (n, values) or image.n_tokens * merge**2 != n:
+            raise RequestError(
+                f"the model sees patches of {values} numbers, up to {MOST_PATCHES} of an image, not an image "
+                f"{list(image.pixels.shape)} with {image.n_tokens} tokens and a grid {grid}",
+                param="images",
+            )
+
+    def parts(self, image: ImageInput) -> Iterator[ImagePart]:
+        """The image."""
+        grid = image.grid[1], image.grid[2]
+        positions = grid_of_blocks(grid, self.config.merge)
+        yield ImagePart(self.values(image.pixels, grid), grid, positions)
+
+    def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """What the encoder reads of patches [T, values]."""
+        return patches
+
+
+def grid_of_blocks(grid: tuple[int, int], merge: int) -> IntArray:
+    """Row and column of each patch of a grid, square by square of merge x merge: [2, T]."""
+    rows, columns = grid[0] // merge, grid[1] // merge
+    places = np.indices(grid, np.int32).reshape(2, rows, merge, columns, merge)
+    return np.ascontiguousarray(places.transpose(0, 1, 3, 2, 4).reshape(2, -1))
+
+
+def read_rotated(keys: Keys, vision: Keys, d_text: int, name: str, *, side: int, **more: Any) -> VisionConfig:
+    """The configuration, by the keys of Qwen's `vision_config`; `more` are fields of `VisionConfig`."""
+    d_model, n_heads = vision.whole("hidden_size", most=1 << 16), vision.whole("num_heads", most=1 << 12)
+    n_layers, patch_size = vision.whole("depth", most=1 << 10), vision.whole("patch_size", most=1 << 10)
+    vision.expect("in_channels", 3)
+    if d_model % (4 * n_heads):
+        raise vision.error("hidden_size", f"is {d_model}, not a multiple of {n_heads} heads of 4 parts")
+    encoder = ModelConfig(
+        architecture=name,
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        d_head=d_model // n_heads,
+        d_ffn=vision.whole("intermediate_size", most=1 << 18),
+        n_vocab=1,
+        norm_eps=1e-6,
+        max_context=MOST_PATCHES,
+        tie_embeddings=False,
+        rope=RopeConfig(rotary_dim=d_model // n_heads),
+        layers=(LayerConfig(),) * n_layers,
+        is_causal=False,
+        n_positions=side**2,
+    )
+    config = VisionConfig(
+        name,
+        encoder,
+        image_size=side * patch_size,
+        patch_size=patch_size,
+        merge=vision.whole("spatial_merge_size", most=64),
+        d_text=d_text,
+        image_token_id=keys.whole("image_token_id", least=0),
+        n_frames=vision.whole("temporal_patch_size", most=64),
+        has_places=True,
+    )
+    return replace(config, **more)
