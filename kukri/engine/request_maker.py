@@ -183,6 +183,12 @@ class RequestMaker(ABC):
                 "the model reads text and sees no images: leave them out, or load a model that sees",
                 param="images",
             )
+        if self.vision.config.has_places and not self._model_config.rope.axes:
+            raise RequestError(
+                "the model's config.json has no mrope_section, by which tokens of images rotate: add the one "
+                "of the original checkpoint",
+                param="images",
+            )
         for image in images:
             self.vision.check(image)
 

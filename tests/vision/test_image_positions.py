@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tr
 
 from kukri import LLM
 from kukri.engine.batch_builder import BatchBuilder
@@ -22,7 +24,18 @@ from kukri.kernels.step import ForwardBatch
 from kukri.models.rope import section_axes
 from kukri.vision.image import ImageInput, ImagePrompt
 from tests.vision.test_image_prefixes import TEXT, ask, finish
-from tests.vision.tiny_vision import QWENS, image, our_logits, our_tokens, prompt, save, their_inputs
+from tests.vision.tiny_vision import (
+    MODELS,
+    QWENS,
+    TinyVision,
+    image,
+    our_logits,
+    our_tokens,
+    prompt,
+    relative,
+    save,
+    their_inputs,
+)
 
 
 @pytest.fixture(scope="module", params=QWENS)
@@ -180,6 +193,41 @@ def test_images_that_do_not_fit_are_refused(saved: tuple[str, Path, Any], llm: L
     ):
         with pytest.raises(RequestError, match="the model sees patches of 96 numbers"):
             llm.generate(prompt(name, replace(image(name, 1), grid=grid, n_tokens=n_tokens)))
+
+
+def test_a_file_without_sections_sees_nothing(tmp_path: Path) -> None:
+    """Catches images whose tokens rotate by one position each, in silence, if sections are left out."""
+    save(tmp_path, "qwen3_vl")
+    stated = json.loads((tmp_path / "config.json").read_text())
+    del stated["text_config"]["rope_parameters"]["mrope_section"]
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with LLM(tmp_path, backend="reference", max_requests=1) as blind:
+        assert len(our_tokens(blind.engine, [256, *b"text"], 2)) == 2
+        with pytest.raises(RequestError, match="has no mrope_section"):
+            blind.generate(prompt("qwen3_vl", image("qwen3_vl", 1)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_mixtures_see_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches experts under other names below a model of images, and axes in sections."""
+    dense = MODELS[name.removesuffix("_moe")]
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    mixture |= {"shared_expert_intermediate_size": 32} if name == "qwen3_5_moe" else {"norm_topk_prob": True}
+    text = {**dense.parts["text_config"], **mixture, "model_type": f"{name}_text"}
+    classes = {
+        "qwen3_5_moe": (tr.Qwen3_5MoeConfig, tr.Qwen3_5MoeForConditionalGeneration),
+        "qwen3_vl_moe": (tr.Qwen3VLMoeConfig, tr.Qwen3VLMoeForConditionalGeneration),
+    }
+    monkeypatch.setitem(
+        MODELS, name, TinyVision(*classes[name], {**dense.parts, "text_config": text}, dense.tile_tokens)
+    )
+    theirs = save(tmp_path, name)
+    family = name.removesuffix("_moe")
+    asked = prompt(family, "x", image(family, 1, 1), "?", image(family, 1, 2), "and")
+    with torch.no_grad():
+        want = theirs(**their_inputs(family, asked)).logits[0].numpy()
+    with LLM(tmp_path, backend="reference", max_requests=1) as llm:
+        assert relative(our_logits(llm.engine, asked), want) < 1e-4
 
 
 def test_axes_of_sections() -> None:
