@@ -29,6 +29,7 @@ class VisionConfig:
     # True: in the text the rows of a run (`ImageSpan`) attend to each other both ways, so none is cut
     sees_whole: bool = False
     d_projector: int = 0  # width of the projector's MLP, if it is one
+    projector_eps: float = 0.0  # its norm's, if that is another than the encoder's
     n_frames: int = 1  # how often a patch holds its picture, of families that see films
     # in the text a row has three positions: of the image, and of its place there (M-RoPE)
     has_places: bool = False

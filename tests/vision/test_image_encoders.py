@@ -72,7 +72,7 @@ def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float
     name, theirs, llm, bound = run
     seen = image(name, 2, 7)
     inputs = their_inputs(name, prompt(name, seen))
-    of_images = {k: v for k, v in inputs.items() if k.startswith(("pixel", "spatial", "image_grid"))}
+    of_images = {k: v for k, v in inputs.items() if k.startswith(("pixel", "spatial", "image_"))}
     with torch.no_grad():
         found = theirs.model.get_image_features(**of_images)
     want = found.pooler_output

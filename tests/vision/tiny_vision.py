@@ -88,6 +88,20 @@ MODELS = {
         },
         tile_tokens=9,
     ),
+    "mistral3": TinyVision(
+        tr.Mistral3Config,
+        tr.Mistral3ForConditionalGeneration,
+        {
+            "text_config": {**TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": {
+                **{**SIGLIP, "model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"},
+                **{"image_size": 64, "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
+            },
+            "image_token_id": IMAGE_TOKEN,
+            "spatial_merge_size": 2,
+        },
+        tile_tokens=15,
+    ),
     "qwen2_5_vl": TinyVision(
         tr.Qwen2_5_VLConfig,
         tr.Qwen2_5_VLForConditionalGeneration,
@@ -171,9 +185,10 @@ def save(directory: Path, name: str) -> Any:
 def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
     """Tiles of random numbers, and the digest of them."""
     tiny = MODELS[name]
-    if name in QWENS:  # 10 x 6 patches, of more tiles wider and less tall ones
+    if name in (*QWENS, "mistral3"):  # 10 x 6 patches, of more tiles wider and less tall ones
         grid = (1, 10, 6) if n_tiles == 1 else (1, 6, 10 * n_tiles)
-        pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], 96)).astype(np.float32)
+        values = 96 if name in QWENS else 48  # two frames or one
+        pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], values)).astype(np.float32)
         return ImageInput(pixels, grid, len(pixels) // 4, sha256(pixels.tobytes()).digest())
     if name == "lfm2_vl":  # square tiles, and a picture of 4 x 8 patches
         n_patches = 36 * n_tiles if n_tiles > 1 else 0
@@ -195,8 +210,8 @@ def prompt(name: str, *parts: str | ImageInput) -> ImagePrompt:
         if isinstance(part, str):
             ids += part.encode()
             continue
-        whole, rest = divmod(part.n_tokens, part.n_tokens if name in QWENS else n)
-        n = part.n_tokens if name in QWENS else n
+        n = part.n_tokens if len(part.grid) == 3 else n
+        whole, rest = divmod(part.n_tokens, n)
         for n_rows in [n] * whole + [rest] * (rest > 0):
             ids.append(200)
             spans.append(ImageSpan(len(ids), n_rows, len(images)))
@@ -221,6 +236,13 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
             inputs["pixel_values"][i, : len(part)] = torch.from_numpy(part)
             inputs["pixel_attention_mask"][i, : len(part)] = 1
         inputs["spatial_shapes"] = torch.tensor(shapes)
+    elif asked.images and asked_of == "mistral3":
+        sizes = [(4 * one.grid[1], 4 * one.grid[2]) for one in asked.images]
+        inputs["pixel_values"] = torch.zeros(len(sizes), 3, *map(max, zip(*sizes)))
+        for into, one, (height, width) in zip(inputs["pixel_values"], asked.images, sizes):
+            cut = torch.from_numpy(one.pixels).reshape(one.grid[1], one.grid[2], 3, 4, 4)
+            into[:, :height, :width] = cut.permute(2, 0, 3, 1, 4).reshape(3, height, width)
+        inputs["image_sizes"] = torch.tensor(sizes)
     elif asked.images and asked_of in QWENS:
         inputs["pixel_values"] = torch.from_numpy(np.concatenate([one.pixels for one in asked.images]))
         inputs["image_grid_thw"] = torch.tensor([one.grid for one in asked.images])

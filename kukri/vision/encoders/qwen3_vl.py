@@ -1,8 +1,7 @@
 """Qwen3-VL's eyes, and Qwen3.5's (Qwen team 2025): a vision transformer of any proportions.
 
-Heads rotate by row and column, and learned positions are resized to an image's own. Squares of patches, side
-by side, go through an MLP; so do the states of some layers before the last, for the text's first layers to
-add (DeepStack, Meng et al. 2024).
+Heads rotate by row and column; learned positions are resized. Squares of patches go through an MLP, and so do
+those of earlier layers, for the text's first layers to add (DeepStack, Meng et al. 2024).
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class _Merger:
     """The MLP of merged patches; before it states of layers before the last are normed."""
 
     def __init__(self, source: WeightSource, name: str, width: int, d_text: int, eps: float) -> None:
-        is_deep = name != "projector"
-        self.norm = LayerNorm(source, f"{name}.norm", width, eps) if is_deep else None
+        self.norm = LayerNorm(source, f"{name}.norm", width, eps) if name != "projector" else None
         self.hidden = Linear(source, [f"{name}.linear_fc1"], (width,), width)
         self.out = Linear(source, [f"{name}.linear_fc2"], (d_text,), width)
 
@@ -67,10 +65,10 @@ class Qwen3Vision(RotatedEncoder):
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""
-        n = len(self.mergers)
-        parts = ops.split(ops.activations(batch, n * self.width), (self.width,) * n)
+        widths = (self.width,) * len(self.mergers)
+        parts = ops.split(ops.activations(batch, sum(widths)), widths)
         rows = [merger(ops, part) for merger, part in zip(self.mergers, parts, strict=True)]
-        return rows[0] if n == 1 else ops.join_heads(rows, 1)
+        return ops.join_heads(rows, 1) if len(rows) > 1 else rows[0]
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """See RotatedEncoder.values."""
@@ -98,9 +96,9 @@ def _taps(n: int, size: int) -> tuple[Any, Any]:
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     side = isqrt(vision.whole("num_position_embeddings", most=1 << 16))
-    layers = vision.items("deepstack_visual_indexes", int) if vision.has("deepstack_visual_indexes") else ()
+    layers = tuple(vision.items("deepstack_visual_indexes", int))
     vision.expect("hidden_act", "gelu_pytorch_tanh")
-    return read_rotated(keys, vision, d_text, "qwen3_vl", side=side, deep_layers=tuple(layers))
+    return read_rotated(keys, vision, d_text, "qwen3_vl", side=side, deep_layers=layers)
 
 
 QWEN3_VISION = VisionFamily(
@@ -120,6 +118,6 @@ QWEN3_VISION = VisionFamily(
     vision_defaults={
         **{"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16},
         **{"hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "spatial_merge_size": 2},
-        **{"temporal_patch_size": 2, "num_position_embeddings": 2304},
+        **{"temporal_patch_size": 2, "num_position_embeddings": 2304, "deepstack_visual_indexes": []},
     },
 )

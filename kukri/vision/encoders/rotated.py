@@ -30,15 +30,21 @@ MOST_PATCHES = 1 << 15  # that are computed at once
 
 
 class RotatedAttention(SiglipAttention):
-    """The first half of a head's frequencies turns by the row, the second by the column."""
+    """The first half of a head's frequencies turns by the row, the second by the column.
+
+    Both have the frequencies of half a head, or take turns among those of a whole one.
+    """
 
     fused_name, out_name = "qkv", "proj"
+    takes_turns = False
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
-        inverse = inverse_frequencies(RopeConfig(rotary_dim=self.spec.d_head // 2), 1).tolist()
-        axes = (0,) * len(inverse) + (1,) * len(inverse)
-        self.rope = RopeFrequencies((*inverse, *inverse), MOST_PATCHES, axes=axes)
+        n, d_head = self.spec.d_head // 4, self.spec.d_head
+        rope = RopeConfig(rotary_dim=d_head if self.takes_turns else d_head // 2)
+        inverse = inverse_frequencies(rope, 1).tolist()
+        by_axis = (inverse[::2], inverse[1::2]) if self.takes_turns else (inverse, inverse)
+        self.rope = RopeFrequencies((*by_axis[0], *by_axis[1]), MOST_PATCHES, axes=(0,) * n + (1,) * n)
 
 
 class RotatedBlock(Block):
