@@ -31,6 +31,7 @@ from kukri.sampling import SamplingParams
 
 _SHORT, _ANSWER = 30, 16  # tokens of the chat's prompt, and of its answer
 _LONG = 13_000
+_WARM = 1_000  # tokens of the long prompt of the round that warms up
 _ARRIVES = 0.75  # the share of the long prompt that is read when the chat comes
 _CASES: dict[str, dict[str, Any]] = {
     "same user": {"client": "a"},
@@ -67,7 +68,12 @@ def measure(
     say(f"a chat next to a prompt of {n_long} tokens")
     user = _User(kukri.llm.engine, n_long)
     measures: list[Callable[[], _FirstTokens]] = [user.alone, *(partial(user.both, case) for case in _CASES)]
-    found = in_turns(measures, rounds, say)
+
+    def begin(text: str) -> None:
+        user.n_long = _WARM if text == "warming up" else n_long  # it takes as long as a round otherwise
+        say(text)
+
+    found = in_turns(measures, rounds, begin)
     user.close()
     kukri.close()
     alone, *others = zip(*found, strict=True)
@@ -107,7 +113,7 @@ class _User:
     """Sends requests to an engine on its thread, and waits for their ends."""
 
     def __init__(self, engine: Engine, n_long: int) -> None:
-        self._engine, self._n_long = engine, n_long
+        self._engine, self.n_long = engine, n_long
         self._random = np.random.default_rng(0)
         self._changed = threading.Condition()
         self._n_steps: dict[int, int] = {}  # the engine's steps so far, at the first token of each request
@@ -122,14 +128,14 @@ class _User:
         """A chat, and then a long prompt."""
         chat = self._send(_SHORT, _ANSWER)
         self._wait(chat)
-        long = self._send(self._n_long, 1)
+        long = self._send(self.n_long, 1)
         self._wait(long)
         return _FirstTokens(1e3 * chat.timings.first_token_s, 1e3 * long.timings.first_token_s)
 
     def both(self, case: str) -> _FirstTokens:
         """A chat that arrives while a long prompt is read."""
-        long = self._send(self._n_long, 1, client="a")
-        while long.n_cached < _ARRIVES * self._n_long:
+        long = self._send(self.n_long, 1, client="a")
+        while long.n_cached < _ARRIVES * self.n_long and not long.has_ended:
             time.sleep(0.01)
         n_before = self._loop.status().n_steps
         chat = self._send(_SHORT, _ANSWER, **_CASES[case])
