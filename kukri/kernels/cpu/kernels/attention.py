@@ -239,7 +239,7 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, cap_scores: Any) 
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
     # and what goes into them (12 sums of three rows and two pages do not fit into 16 with their factors)
     if cpu_target().has_wide_registers:
-        n_pages = 4 if rows <= 4 else 2 if rows <= 12 else 1
+        n_pages = 4 if rows <= 4 else 2 if rows <= 8 else 1
     else:
         n_pages = {1: 4, 2: 2}.get(rows, 1)
     page_scores = _make_scores(cached, rows, d_head, n_pages)
@@ -284,9 +284,9 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, cap_scores: Any) 
     return chunk_part
 
 
-def _make_token_entry(cached: CachedNumbers, group: int, d_head: int, cap_scores: Any) -> Any:
-    """A function that attends for one work entry of one token and one key head."""
-    rows = group
+def _make_token_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: int, cap_scores: Any) -> Any:
+    """A function that attends for one work entry of up to `n_tokens` tokens and one key head."""
+    rows = group * n_tokens
     load_rows = make_load_rows(group, d_head)
     chunk_part = _make_chunk(cached, rows, d_head, cap_scores)
     scratch_bytes = partial_bytes(rows, d_head)
@@ -319,23 +319,24 @@ def _make_token_entry(cached: CachedNumbers, group: int, d_head: int, cap_scores
             if not is_partial:
                 _merge(state, part, 0, rows, d_head)
         if not is_partial:
-            token = work.y + load_i64(work.entry + WORK_TOKEN) * work.y_stride
-            finish_rows(state, work.head, token, work.sinks)
+            for i in range(load_i64(work.entry + WORK_N_TOKENS)):
+                token = work.y + (load_i64(work.entry + WORK_TOKEN) + i) * work.y_stride
+                finish_rows(state, i * group, work.head, token, work.sinks)
 
     return attend_token
 
 
 def _make_finish_rows(is_rotated: bool, group: int, d_head: int) -> Any:
-    """A function that finishes the rows of one token and key head."""
+    """A function that finishes the rows of one token and key head, from `first` on."""
     finish_row = finish_rotated if is_rotated else finish
     row_bytes = 4 * d_head
 
     @device
-    def finish_rows(state, head, y, sinks):
+    def finish_rows(state, first, head, y, sinks):
         for i in range(group):
             h = head * group + i
-            values = state + PART_VALUES + i * row_bytes
-            top = state + 4 * i
+            values = state + PART_VALUES + (first + i) * row_bytes
+            top = state + 4 * (first + i)
             finish_row(top, top + PART_SUMS, values, y + h * row_bytes, d_head, sinks + 4 * h)
 
     return finish_rows
@@ -343,7 +344,9 @@ def _make_finish_rows(is_rotated: bool, group: int, d_head: int) -> Any:
 
 def _make_attend(cached: CachedNumbers, is_capped: bool, group: int, d_head: int) -> KernelSource:
     """`attend_f16[group,d_head]`: every work entry for every key head; `attend_f16_softcap` caps scores."""
-    one_token = _make_token_entry(cached, group, d_head, capped if is_capped else uncapped)
+    cap_scores, n_few = capped if is_capped else uncapped, query_tokens(group)
+    one_token = _make_token_entry(cached, group, 1, d_head, cap_scores)
+    few_tokens = one_token if n_few == 1 else _make_token_entry(cached, group, n_few, d_head, cap_scores)
     many_tokens = make_prompt_entry(cached, group, d_head, is_capped)
     head_bytes = cached.head_bytes(d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
@@ -367,8 +370,11 @@ def _make_attend(cached: CachedNumbers, is_capped: bool, group: int, d_head: int
                 keys + min(head + 1, stop - 1) * head_bytes, page_stride, window, n_ahead,
                 sinks, partial, y, y_stride,
             )  # fmt: skip
-            if load_i64(entry + WORK_N_TOKENS) == 1:
+            n_tokens = load_i64(entry + WORK_N_TOKENS)
+            if n_tokens == 1:
                 one_token(work)
+            elif n_tokens <= n_few:  # as many rows as one pass over keys and values holds
+                few_tokens(work)
             else:
                 many_tokens(work)
         return 0
@@ -410,7 +416,7 @@ def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSour
             if load_i64(token_parts + PARTS_FIRST) >= 0:
                 for head in range(n_kv_heads):
                     merge_token(state, partials + head * slot_bytes, token_parts, n_kv_heads)
-                    finish_rows(state, head, y + t * y_stride, sinks)
+                    finish_rows(state, 0, head, y + t * y_stride, sinks)
             if panels != 0:
                 width = panel_width(t, n_rows)
                 quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t, width)
