@@ -252,7 +252,9 @@ def test_a_device_that_is_not_there(options: dict[str, Any], message: str) -> No
 
 
 def test_unknown_backends_are_named() -> None:
-    with pytest.raises(UnsupportedError, match="no backend 'tpu': choose one of cpu, reference, torch, gpu"):
+    with pytest.raises(
+        UnsupportedError, match="no backend 'tpu': choose one of cpu, portable, reference, torch, gpu"
+    ):
         choose_backend("tpu", None)
 
 

@@ -126,8 +126,8 @@ IN_SHARDS: dict[str, tuple[Damage, type[KukriError], str]] = {
     "cut shard": (cut_shard, FormatError, r"model-0000\d-of-\d+\.safetensors, .*tensor .* is cut short"),
     "cut header": (cut_header, FormatError, r"model-0000\d-of.*, byte 0: is cut short: a header of"),
     "architecture": (
-        config(model_type="gpt_neox"), UnsupportedError,
-        r"config\.json: model_type 'gpt_neox' is not supported: kukri runs afmoe, .*bert, .*llama, ",
+        config(model_type="gptj"), UnsupportedError,
+        r"config\.json: model_type 'gptj' is not supported: kukri runs afmoe, .*bert, .*llama, ",
     ),
     "no architecture": (config(model_type=None), UnsupportedError, "model_type None is not supported"),
     "scaling": (

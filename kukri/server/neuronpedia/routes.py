@@ -14,10 +14,10 @@ from kukri.server.models.served_model import ServedModel
 from kukri.server.neuronpedia import activations, steering
 from kukri.server.neuronpedia.schema import (
     AllBody,
-    ChatBody,
-    CompletionBody,
     CosineBody,
     SingleBody,
+    SteerChatBody,
+    SteerCompletionBody,
     TopkByTokenBody,
 )
 from kukri.server.openai.embeddings import SILENCE, while_connected
@@ -64,11 +64,11 @@ def add_neuronpedia_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return await answered(body, request, activations.most_alike)
 
     @app.post("/v1/steer/completion", responses=STREAMS)
-    async def steered(body: CompletionBody, request: Request) -> Response:
+    async def steered(body: SteerCompletionBody, request: Request) -> Response:
         """A text continued, steered and not, in Neuronpedia's form."""
         return await answered(body, request, steering.complete)
 
     @app.post("/v1/steer/completion-chat", responses=STREAMS)
-    async def steered_chat(body: ChatBody, request: Request) -> Response:
+    async def steered_chat(body: SteerChatBody, request: Request) -> Response:
         """A chat answered, steered and not, in Neuronpedia's form."""
         return await answered(body, request, steering.chat)

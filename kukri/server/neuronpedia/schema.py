@@ -127,7 +127,7 @@ class SteerBody(Body):
         return self
 
 
-class CompletionBody(SteerBody):
+class SteerCompletionBody(SteerBody):
     """A text to continue, steered."""
 
     prompt: _Text
@@ -140,7 +140,7 @@ class SteerMessage(Body):
     content: str
 
 
-class ChatBody(SteerBody):
+class SteerChatBody(SteerBody):
     """A chat to answer, steered. `steer_special_tokens` False leaves control tokens of the prompt alone."""
 
     prompt: Annotated[list[SteerMessage], Field(min_length=1)]

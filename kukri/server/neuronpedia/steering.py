@@ -13,11 +13,11 @@ from kukri.sampling import SampledToken
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import ServedModel
 from kukri.server.neuronpedia.activations import index_of, reader_of
-from kukri.server.neuronpedia.schema import ChatBody, CompletionBody, SteerBody
+from kukri.server.neuronpedia.schema import SteerBody, SteerChatBody, SteerCompletionBody
 from kukri.tokenizer import Tokenizer
 
 
-async def complete(served: ServedModel, body: CompletionBody, http: Request) -> dict[str, Any]:
+async def complete(served: ServedModel, body: SteerCompletionBody, http: Request) -> dict[str, Any]:
     """/v1/steer/completion: the prompt continued, by each of the types."""
     limit = served.llm.engine.max_context
     ids = await asyncio.to_thread(served.tokenizer.encode, body.prompt, True, True, limit)
@@ -29,7 +29,7 @@ async def complete(served: ServedModel, body: CompletionBody, http: Request) -> 
     return {"outputs": outputs}
 
 
-async def chat(served: ServedModel, body: ChatBody, http: Request) -> dict[str, Any]:
+async def chat(served: ServedModel, body: SteerChatBody, http: Request) -> dict[str, Any]:
     """/v1/steer/completion-chat: the chat answered, by each of the types."""
     messages = [{"role": one.role, "content": one.content} for one in body.prompt]
     prompt = await served.prompts.before_answer(messages, max_tokens=served.prompts.max_context)
