@@ -117,7 +117,7 @@ class Residence:
         for pool, row, first, own in zip(self.pools, request.page_rows, request.first_pages, pages):
             pool.share(own)
             row[first : request.n_pages] = own
-        request.n_cached_pages = 0  # counted when its next token shows that all is well
+        request.n_cached_pages = 0  # counted when its next token shows that all is well, or if it is aborted
         self._count_found(request, n_found)
         request.may_restore = self.saved is not None and not is_shared and request.taps is None
         request.saved_state = None
@@ -314,6 +314,16 @@ class Residence:
         request.n_cached_pages = n_full
         if self.states is not None:
             self._keep_snapshots(request, self.states)
+
+    def cache_unfinished(self, request: Request) -> None:
+        """Caches the pages of a request that is aborted or preempted: its prompt may come again.
+
+        No logits have shown that these are numbers. Others would compute the same of the same tokens.
+        """
+        while request.snapshots and request.snapshots[-1][0] > request.n_cached:  # a step in flight made it
+            assert self.states is not None, "snapshots are states"
+            self.states.free(request.snapshots.pop()[1])
+        self.cache_pages(request)
 
     def release(self, request: Request) -> None:
         """Takes back all that a request holds."""

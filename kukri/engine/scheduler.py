@@ -351,15 +351,21 @@ class Scheduler:
                 self._step = ScheduledStep([], [], [], self._step.program)
         if request.state is not RequestState.NEW:
             self.waiting.leave(request)
+        request.state, request.finish_reason, request.stop_reason = RequestState.FINISHED, reason, stop_reason
         if request.is_in_flight:
             self.ending.append(request)
         else:
-            self.residence.release(request)
-        request.state, request.finish_reason, request.stop_reason = RequestState.FINISHED, reason, stop_reason
+            self._release(request)
 
     def release_ended(self, request: Request) -> None:
         """Frees the pages of a request that finished while in flight, and has been collected."""
         self.ending.remove(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Frees what a finished request holds; what an aborted one has computed stays cached."""
+        if request.finish_reason == "abort":
+            self.residence.cache_unfinished(request)
         self.residence.release(request)
 
     def check_integrity(self) -> None:
@@ -490,6 +496,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Sends a running request back to the queue, without its pages."""
         self.running.remove(request)
+        self.residence.cache_unfinished(request)
         self.residence.release(request)
         request.state = RequestState.WAITING
         request.n_preemptions += 1

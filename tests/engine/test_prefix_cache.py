@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,39 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     finish(engine)
     assert third.n_prefix_hit == 96  # generated tokens too: 80 + 19 of them were stored
     assert third.output_ids == expected_output(turn, 5)
+
+
+@pytest.mark.parametrize("options", [{}, {"windows": [20]}, {"has_states": True, "snapshot_bytes": 1 << 10}])
+def test_what_an_aborted_prompt_computed_is_not_computed_again(options: dict[str, Any]) -> None:
+    """Catches a client with a short time limit that never gets an answer, as its prompt begins again."""
+    engine, _ = make_engine(max_context=512, max_step_tokens=48, **options)
+    prompt, n_tries = prompt_of(400), 0
+    while not (request := add(engine, prompt, greedy(4))).has_ended:
+        n_tries += 1
+        before = request.n_prefix_hit
+        for _ in range(3):  # as many steps as the client waits for
+            engine.step()
+            before = max(before, request.n_prefix_hit)
+        if request.n_generated:
+            finish(engine)
+            break
+        engine.abort(request)
+        engine.check_integrity()
+        assert n_tries < 8, "it makes no progress"
+    assert request.output_ids == expected_output(prompt, 4)
+    assert n_tries > 1, "the premise"
+
+
+def test_a_preempted_prompt_continues_where_it_was() -> None:
+    """Catches a prompt that is read again though nobody has taken its pages yet."""
+    engine, backend = make_engine(max_context=256, max_step_tokens=32, max_requests=2)
+    request = add(engine, prompt_of(200), greedy(3))
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.preempt(request)
+    finish(engine)
+    assert request.output_ids == expected_output(prompt_of(200), 3)
+    assert sum(n for n, _, _ in backend.batches) < 200 + 3 + 16
 
 
 def test_a_prompt_that_is_known_whole_computes_its_last_token() -> None:
