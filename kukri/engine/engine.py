@@ -548,7 +548,7 @@ class Engine(RequestMaker):
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""
         self.residence.forget()
         self.scheduler.start_over()
-        for request in self.scheduler.running:
+        for request in (*self.scheduler.running, *self.scheduler.ending):
             request.n_cached_pages, request.is_cacheable = 0, False
         self.residence.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
         # a hook sees each token of a sequence once, and none that is not in it

@@ -179,6 +179,22 @@ def test_a_request_under_way_when_a_hook_came_shares_nothing() -> None:
     assert engine.pool.n_cached == 0
 
 
+def test_a_request_aborted_in_flight_under_a_hook_shares_nothing() -> None:
+    """Catches pages written under a hook that are cached when the aborted request's step is collected."""
+    engine, _ = make_engine(max_context=128)
+    hooks = {"hook_embed": lambda name, x: None}
+    engine.add_hooks(hooks)
+    request = add(engine, prompt_of(60), greedy(30))
+    engine.step()
+    step = engine.launch()
+    engine.abort(request)
+    engine.remove_hooks(hooks)
+    assert step is not None
+    engine.collect(step)
+    engine.check_integrity()
+    assert engine.pool.n_cached == 0
+
+
 def test_logprobs_of_the_prompt() -> None:
     """Rows booked for the wrong token, a chunk's edge lost, or a prefix hit that leaves rows out."""
     engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=30)
