@@ -32,6 +32,7 @@ from kukri.terminal.options import (
     ModelName,
     ModelOptions,
     NeededModel,
+    PlotOptions,
     ReaderOptions,
     RerankOptions,
     RunningServer,
@@ -391,6 +392,29 @@ def circuit(
 
     model, text = named.and_arguments("MODEL PROMPT", prompt)
     write_circuit(str(text), model, options, given(loading), as_json=json)
+
+
+@command(app)
+def plot(
+    *,
+    kind: Annotated[
+        Literal["lens", "attention", "patching", "features"], typer.Argument(help="What to draw.")
+    ],
+    named: ModelName,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text to draw it for.")] = None,
+    options: PlotOptions,
+    loading: ModelOptions,
+    json: Json = False,
+) -> None:
+    """Draw what a model does with a prompt.
+
+    The likeliest token before each layer (lens), where a layer's heads attend, what patching another prompt's
+    stream changes, or how strong features are at each token.
+    """
+    from kukri.terminal.plot import write_plot
+
+    model, text = named.and_arguments("KIND MODEL PROMPT", prompt)
+    write_plot(kind, str(text), model, options, given(loading), as_json=json)
 
 
 @command(app)

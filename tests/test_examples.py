@@ -24,6 +24,7 @@ EXPECTED = {
     "patching.py": "steered: ' Paris",
     "ioi.py": "estimates and patches correlate: 0.",
     "steering.py": "strength +0.3:",
+    "pictures.py": "pictures: heads.png, lens.svg, neurons.png",
     "sae.py": "features of ",
     "hooks.py": "without the MLP of layer",
 }

@@ -171,6 +171,26 @@ class ActivationCache(Mapping[str, Any]):
             stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input, pos_slice=pos_slice)
         return (stack, labels) if return_labels else stack
 
+    def _stack(
+        self,
+        parts: list[FloatArray],
+        labels: list[str],
+        layer: int,
+        pos_slice: PosSlice,
+        incl_remainder: bool,
+        apply_ln: bool,
+    ) -> FloatArray:
+        """Summands of the stream before `layer`, and what they leave of it if that is wanted."""
+        if incl_remainder:
+            at = ("resid_post", layer - 1) if layer else ("resid_pre", 0)
+            stream = _at(self[at], pos_slice)
+            parts.append((stream - sum(part.sum(axis=0) for part in parts))[None])
+            labels.append("remainder")
+        if not parts:
+            raise RequestError(f"no layer before {layer} has such parts", param="layer")
+        stack = np.concatenate(parts)
+        return self.apply_ln_to_stack(stack, layer, pos_slice=pos_slice) if apply_ln else stack
+
     def stack_activation(
         self, name: str, layer: int | None = None, sublayer_type: str | None = None
     ) -> FloatArray:
@@ -205,28 +225,21 @@ class ActivationCache(Mapping[str, Any]):
             w_o = model.weights.layer("W_O", i)  # [H, K, D]
             parts.append(np.einsum("...hk,hkd->h...d", z, w_o, optimize=True))
             labels += [f"L{i}H{head}" for head in range(len(w_o))]
-        if incl_remainder:
-            at = ("resid_post", layer - 1) if layer else ("resid_pre", 0)
-            stream = _at(self[at], pos_slice)
-            parts.append((stream - sum(part.sum(axis=0) for part in parts))[None])
-            labels.append("remainder")
-        if not parts:
-            raise RequestError("there are no heads before layer 0", param="layer")
-        stack = np.concatenate(parts)
-        if apply_ln:
-            stack = self.apply_ln_to_stack(stack, layer, pos_slice=pos_slice)
+        stack = self._stack(parts, labels, layer, pos_slice, incl_remainder, apply_ln)
         return (stack, labels) if return_labels else stack
 
     def get_full_resid_decomposition(
         self,
         layer: int | None = None,
         mlp_input: bool = False,
+        expand_neurons: bool = False,
         apply_ln: bool = False,
         pos_slice: PosSlice = None,
         return_labels: bool = False,
     ) -> Any:
         """The stream before `layer` as heads, recurrent layers, MLPs, embedding and the biases of attention,
-        which sum to it.
+        which sum to it. With `expand_neurons` (which takes D floats a neuron and position) MLPs are neurons,
+        and their biases join those of attention.
         """
         layer = self._layer(layer)
         stack, labels = self.stack_head_results(layer + mlp_input, pos_slice=pos_slice, return_labels=True)
@@ -234,11 +247,18 @@ class ActivationCache(Mapping[str, Any]):
         with_heads = [i for i in range(layer + mlp_input) if i in self._model.trace.heads]
         for i in range(layer + mlp_input):
             names = [] if i in with_heads else ["mixer_out"]
-            for name in [*names, "mlp_out"] if i < layer else names:
+            for name in [*names, "mlp_out"] if i < layer and not expand_neurons else names:
                 parts.append(_at(self[name, i], pos_slice)[None])
                 labels.append(f"{i}_{name}")
+        if expand_neurons:
+            stack, names = self.stack_neuron_results(layer, pos_slice, return_labels=True)
+            parts.append(stack)
+            labels += names
         parts.append(_at(self["embed"], pos_slice)[None])
-        biases = sum((self._model.weights.layer("b_O", i) for i in with_heads), np.float32(0))
+        weights = self._model.weights
+        biases = sum((weights.layer("b_O", i) for i in with_heads), np.float32(0))
+        if expand_neurons:
+            biases = sum((weights.layer("b_out", i) for i in range(layer)), biases)
         parts.append(np.broadcast_to(biases, parts[-1].shape))
         stack = np.concatenate(parts).astype(np.float32)
         if apply_ln:
@@ -254,6 +274,35 @@ class ActivationCache(Mapping[str, Any]):
         chosen = slice(None) if neuron_slice is None else neuron_slice
         results: FloatArray = post[..., chosen][..., None] * w_out[chosen]
         return results
+
+    def stack_neuron_results(
+        self,
+        layer: int | None = None,
+        pos_slice: PosSlice = None,
+        neuron_slice: Any = None,
+        return_labels: bool = False,
+        incl_remainder: bool = False,
+        apply_ln: bool = False,
+    ) -> Any:
+        """The summand of each neuron of the MLPs before `layer`: [layer * neuron, batch, pos, D].
+
+        Labels are L0N0, L0N1 and so on. `incl_remainder` adds what is left of the stream: attention,
+        embedding, biases, neurons that `neuron_slice` leaves out. Raises RequestError if the stream is no sum
+        of neurons: mixtures, norms after the MLP.
+        """
+        self._check_sum()
+        layer = self._layer(layer)
+        parts: list[FloatArray] = []
+        labels: list[str] = []
+        for i in range(layer):
+            if f"blocks.{i}.hook_mlp_out" not in self._model.trace.matrices:
+                raise RequestError(f"layer {i} adds no sum of neurons to the stream")
+            parts.append(np.moveaxis(self.get_neuron_results(i, neuron_slice, pos_slice), -2, 0))
+            numbers = np.arange(self._model.weights.layer("W_out", i).shape[0])
+            chosen = numbers if neuron_slice is None else np.atleast_1d(numbers[neuron_slice])
+            labels += [f"L{i}N{number}" for number in chosen]
+        stack = self._stack(parts, labels, layer, pos_slice, incl_remainder, apply_ln)
+        return (stack, labels) if return_labels else stack
 
     def apply_ln_to_stack(
         self,

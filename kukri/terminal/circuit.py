@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kukri.errors import ConfigError
+from kukri.interp import plots
 from kukri.interp.graph_page import graph_page, written_tokens
 from kukri.interp.transcoders import Transcoders
 from kukri.llm import LLM
@@ -30,12 +31,15 @@ def write_circuit(
             max_logits=options.max_logits,
             progress=advance,
         )
-        token_text, is_page = llm.tokenizer.token_text, options.out.suffix in (".html", ".htm")
+        token_text, ending = llm.tokenizer.token_text, options.out.suffix.lower()
         found = graph.as_json(token_text, options.out.stem, options.node_threshold, options.edge_threshold)
-        text = json.dumps(found, ensure_ascii=False)
-        if is_page:
-            text = graph_page(found, written_tokens(llm.interp, transcoders, found, token_text))
-        options.out.write_text(text, encoding="utf-8")
+        if ending in (".png", ".svg"):
+            plots.attribution_graph(found, options.out)
+        else:
+            text = json.dumps(found, ensure_ascii=False)
+            if ending in (".html", ".htm"):
+                text = graph_page(found, written_tokens(llm.interp, transcoders, found, token_text))
+            options.out.write_text(text, encoding="utf-8")
     nodes, n_links = found["nodes"], len(found["links"])
     logits = [node["clerp"] for node in nodes if node["feature_type"] == "logit"]
     n_traced = len(graph.features)

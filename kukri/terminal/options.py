@@ -429,7 +429,10 @@ class CircuitOptions:
 
     transcoders: Path | None = option("Directory of the model's transcoders.", metavar="DIR")
     out: Path | None = option(
-        "File to write: .json, or a page to look at, .html.", "--out", "-o", metavar="FILE"
+        "File to write: .json, a page to look at, .html, or a picture, .png or .svg.",
+        "--out",
+        "-o",
+        metavar="FILE",
     )
     max_features: int = option(
         "Features to trace to what they are made of.", default=2048, min=0, metavar="N"
@@ -441,6 +444,21 @@ class CircuitOptions:
     edge_threshold: float = option(
         "Share of influence that edges keep.", default=0.98, min=0.0, max=1.0, metavar="SHARE"
     )
+
+
+@dataclass(eq=False, repr=False)
+class PlotOptions:
+    """Options of `kukri plot`."""
+
+    out: Path | None = option(
+        "File to write: .png, .svg, or for attention a page, .html.", "--out", "-o", metavar="FILE"
+    )
+    layer: int = option("Layer of attention, or of the transcoder.", default=0, min=0, metavar="N")
+    against: str | None = option("Prompt whose stream is patched, of as many tokens.", metavar="PROMPT")
+    sae: Path | None = option("SAELens sparse autoencoder with the features.", metavar="DIR")
+    transcoders: Path | None = option("Transcoders with the features.", metavar="DIR")
+    feature: list[int] | None = option("Feature to show; repeatable.", min=0, metavar="N")
+    top: int = option("Strongest features to show without --feature.", default=8, min=1, max=64, metavar="N")
 
 
 @dataclass(eq=False, repr=False)

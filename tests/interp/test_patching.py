@@ -133,13 +133,21 @@ def test_wrong_sweeps_are_refused():
 
 def test_pictures(tmp_path):
     """A file that is no picture, a page with a script in a token, a row too few."""
-    plots.heat_map(
-        RNG.normal(size=(4, 3)).astype(np.float32),
-        tmp_path / "map.png",
-        title="resid_pre",
-        x_labels=["a", "b", "\n"],
-    )
-    assert (tmp_path / "map.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    values = RNG.normal(size=(4, 3)).astype(np.float32)
+    labels = ["a", "$x_$", "\n"]
+    picture = plots.heat_map(values, tmp_path / "map.png", title="resid_pre", x_labels=labels)
+    assert (tmp_path / "map.png").read_bytes()[:8] == picture._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"
+    picture.save(tmp_path / "map.svg")
+    assert "<svg" in (tmp_path / "map.svg").read_text()
+    with pytest.raises(RequestError, match=r"a .png or .svg file, not map.gif"):
+        plots.heat_map(values, tmp_path / "map.gif")
+    with pytest.raises(RequestError, match="more than 20,000"):
+        plots.heat_map(np.zeros((2, 10_001), np.float32), texts=[[""] * 10_001] * 2)
+    timeline = plots.feature_timeline(values, ["a", "b", "c", "d"], names=["1", "2", "3"])
+    assert [axes.get_ylabel() for axes in timeline.figure.axes] == ["1", "2", "3"]
+    assert [bar.get_height() for bar in timeline.figure.axes[1].patches] == pytest.approx(values[:, 1])
+    with pytest.raises(RequestError, match="of 3 tokens"):
+        plots.feature_timeline(values, labels)
     pattern = np.array([[[1, 0], [0.25, 0.75]]], np.float32)
     plots.attention_page(pattern, ["</script><b>", "x"], tmp_path / "page.html", "a < b")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -148,3 +156,21 @@ def test_pictures(tmp_path):
     assert plots.attention_text(pattern[0], ["a", "bc"]).splitlines() == [" a ██", "bc ░░▓▓"]
     with pytest.raises(RequestError, match="2 tokens"):
         plots.attention_page(pattern[0], ["a", "b"], tmp_path / "page.html")
+    heads = plots.attention_heads(np.repeat(pattern, 5, axis=0), ["a", "b"])
+    assert [axes.get_title() for axes in heads.figure.axes] == [f"head {i}" for i in range(5)]
+    np.testing.assert_array_equal(heads.figure.axes[4].images[0].get_array(), pattern[0])
+
+
+def test_the_picture_of_a_lens_is_its_logits():
+    """A layer in another's row, a probability of another token, a position of another text."""
+    own = session("llama")
+    _, cache = own.run_with_cache([CLEAN[0, :5], CORRUPT[0, :7]])
+    axes = plots.logit_lens(cache, str, text=1).figure.axes[0]
+    shares = np.asarray(axes.images[0].get_array())
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["end", "3", "2", "1", "0"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(i) for i in CORRUPT[0, :7]]
+    logits = cache.logit_lens(pos_slice=slice(None))[::-1, 1]
+    expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(shares, expected[:, :7].max(-1), rtol=1e-4)
+    written = [text.get_text() for text in axes.texts]
+    assert written == [str(i) for i in logits[:, :7].argmax(-1).ravel()]

@@ -125,7 +125,12 @@ def test_an_encoder_has_no_parts_that_sum_to_its_stream():
     _, cache = own.run_with_cache(IDS)
     np.testing.assert_array_equal(cache["resid_post", 0], cache["resid_pre", 1])
     np.testing.assert_array_equal(cache["resid_post", 0], cache["blocks.0.ln2.hook_out"])
-    for method in (cache.decompose_resid, cache.stack_head_results, cache.get_full_resid_decomposition):
+    for method in (
+        cache.decompose_resid,
+        cache.stack_head_results,
+        cache.stack_neuron_results,
+        cache.get_full_resid_decomposition,
+    ):
         with pytest.raises(RequestError, match="norms follow each sum"):
             method()
 
@@ -201,9 +206,18 @@ def test_parts_of_the_stream_sum_to_it():
             heads, names = cache.stack_head_results(layer, incl_remainder=True, return_labels=True)
             assert names[5] == "L1H1"
             np.testing.assert_allclose(heads.sum(0), stream, atol=1e-4)
-            full, names = cache.get_full_resid_decomposition(layer, return_labels=True)
-            assert len(full) == len(names)
-            np.testing.assert_allclose(full.sum(0), stream, atol=1e-4)
+            neurons, names = cache.stack_neuron_results(
+                layer, neuron_slice=slice(3, 5), incl_remainder=True, return_labels=True
+            )
+            assert names[:4] == ["L0N3", "L0N4", "L1N3", "L1N4"]
+            np.testing.assert_array_equal(neurons[2], cache.get_neuron_results(1, 3))
+            np.testing.assert_allclose(neurons.sum(0), stream, atol=1e-4)
+            for expand in (False, True):
+                full, names = cache.get_full_resid_decomposition(
+                    layer, expand_neurons=expand, return_labels=True
+                )
+                assert len(full) == len(names)
+                np.testing.assert_allclose(full.sum(0), stream, atol=1e-4)
         stacked, labels = cache.accumulated_resid(
             incl_mid="hook_resid_mid" in own.trace.taps, return_labels=True
         )
@@ -224,6 +238,14 @@ def test_parts_of_the_stream_sum_to_it():
         np.testing.assert_allclose(results, cache["attn_out", 1], atol=1e-4)
         neurons = cache.get_neuron_results(1, pos_slice=-1).sum(-2) + own.weights.b_out[1]
         np.testing.assert_allclose(neurons, cache["mlp_out", 1][:, -1], atol=1e-4)
+
+
+def test_streams_that_are_no_sum_of_neurons_are_not_split():
+    """Neurons whose sum is normalized before it joins the stream, or that only the chosen experts have."""
+    for name in ("gemma2", "qwen3_moe"):
+        _, cache = session(name).run_with_cache(IDS)
+        with pytest.raises(RequestError, match="layer 0 adds no sum of neurons"):
+            cache.stack_neuron_results()
 
 
 def test_arrays_are_for_others_too():

@@ -88,6 +88,10 @@ def test_the_methods_of_the_cache(pair):
     if "blocks.0.hook_attn_out" not in their_cache:
         pytest.skip("TransformerLens decomposes no hybrids")
     has_mid = "blocks.0.hook_resid_mid" in cache
+    of_neurons = [
+        ("stack_neuron_results", {"layer": 2, "pos_slice": -1, "incl_remainder": True, "apply_ln": True}),
+        ("get_full_resid_decomposition", {"layer": 2, "pos_slice": -1, "expand_neurons": True}),
+    ]
     for method, arguments in [
         ("accumulated_resid", {}),
         ("accumulated_resid", {"layer": 2, "incl_mid": has_mid, "apply_ln": True}),
@@ -96,9 +100,9 @@ def test_the_methods_of_the_cache(pair):
         ("decompose_resid", {"layer": 2, "mode": "attn", "apply_ln": True, "pos_slice": -1}),
         ("stack_head_results", {"layer": 3, "incl_remainder": True, "apply_ln": True, "pos_slice": -1}),
         ("get_full_resid_decomposition", {"expand_neurons": False}),
+        *((method, arguments) for method, arguments in of_neurons if "blocks.0.mlp.out.hook_in" in cache),
     ]:
         expected, their_labels = getattr(their_cache, method)(**arguments, return_labels=True)
-        arguments.pop("expand_neurons", None)
         found, labels = getattr(cache, method)(**arguments, return_labels=True)
         assert labels == their_labels, method
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-3, err_msg=method)
