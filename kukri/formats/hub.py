@@ -16,15 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kukri.errors import DownloadError, FormatError, UnsupportedError
-from kukri.formats.repos import SHORT_NAMES, fetch, parse_name
+from kukri.formats.repos import SHORT_NAMES, Progress, fetch, parse_name
 from kukri.host.os_calls import kill_session, locked, sync_directory
 from kukri.host.private_files import make_private
 
 if TYPE_CHECKING:
     import subprocess
-
-# progress(done_bytes, total_bytes): called now and then while a wheel is downloaded
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, progress: Progress |
         raise FormatError(f"cannot be opened: {getattr(error, 'strerror', error)}", path=text) from error
     repo = parse_name(text) if isinstance(model, str) else None
     if repo is not None:
-        return fetch(repo)
+        return fetch(repo, progress)
     if isinstance(model, os.PathLike) or os.sep in text or path.suffix in {".gguf", ".safetensors"}:
         raise FormatError("no such file", path=path)
     raise _unknown(text)
@@ -188,7 +185,7 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
         repo = parse_name(name)
         if repo is None:
             raise _unknown(name)
-        return fetch(repo)
+        return fetch(repo, progress)
     spec = MODELS[name if name is not None else DEFAULT_MODEL]
     if _is_cached(spec, verify=verify):
         return spec.path

@@ -32,8 +32,13 @@ class KnownModel:
     @property
     def memory_gb(self) -> int:
         """Gigabytes of memory of the smallest machine that runs it in Q4_K."""
-        least = (self.download_gb or _BYTES_Q4 * self.n_billion) + _BASE_GB
-        return next((size for size in _MACHINES if size >= least), ceil(least))
+        return machine_gb(self.download_gb or _BYTES_Q4 * self.n_billion)
+
+
+def machine_gb(weights_gb: float) -> int:
+    """Gigabytes of memory of the smallest usual machine that runs a model whose weights are that large."""
+    least = weights_gb + _BASE_GB
+    return next((size for size in _MACHINES if size >= least), ceil(least))
 
 
 _APACHE, _GEMMA, _LFM, _LLAMA = "apache-2.0", "gemma", "lfm1.0", "llama3.2"

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 
 from kukri.errors import DownloadError, UnsupportedError, brief_list
 from kukri.formats.gguf.split import part_name, part_of
 from kukri.formats.known_models import KNOWN_MODELS
 
+# progress(done_bytes, total_bytes): called now and then during a download; the total is 0 if nobody knows it
+Progress = Callable[[int, int], None]
 SHORT_NAMES = {model.name: model.repo for model in KNOWN_MODELS}
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
@@ -32,6 +36,7 @@ _TEXT_FILES = (
 _MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # files of sentence-transformers
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _MAX_LISTED = 12
+_LOOK_S = 0.5  # between two looks at how much has come
 
 
 @dataclass(frozen=True)
@@ -58,16 +63,57 @@ def parse_name(text: str) -> RepoName | None:
     return RepoName(match["repo"], match["revision"] or "main", match["choice"])
 
 
-def fetch(name: RepoName) -> Path:
+def fetch(name: RepoName, progress: Progress | None = None) -> Path:
     """The .gguf file, or the directory with safetensors, of a repository, downloaded if not cached.
 
-    The hub lists the repository's files; if it cannot be reached, those in the cache are used.
+    The hub lists the repository's files; if it cannot be reached, those in the cache are used. `progress` is
+    called on a thread of its own.
     Raises UnsupportedError when the files leave no choice or several, DownloadError when they cannot be had.
     """
-    files, commit = _list_files(name)
-    chosen = choose(name, files)
-    paths = [_download(name, file, commit) for file in chosen]
+    sizes, commit = _list_files(name, with_sizes=progress is not None)
+    chosen = choose(name, sizes)
+    absent = [file for file in chosen if not _place(name, file, commit).is_file()]
+    with _watched(cache_folder(name) / "blobs", sum(sizes[file] for file in absent), progress):
+        paths = [_download(name, file, commit) for file in chosen]
     return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
+
+
+def is_offline() -> bool:
+    """True if HF_HUB_OFFLINE forbids asking the hub."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
+
+
+@contextmanager
+def _watched(folder: Path, n_bytes: int, progress: Progress | None) -> Iterator[None]:
+    """Within the block `progress` is told how much has come into a folder, where `n_bytes` are to come.
+
+    Looking there serves every version of huggingface_hub, whichever way it downloads.
+    """
+    if progress is None:
+        yield
+        return
+    before, is_over = _folder_bytes(folder), Event()
+
+    def watch() -> None:
+        while not is_over.wait(_LOOK_S):
+            n_come = max(0, _folder_bytes(folder) - before)
+            progress(min(n_come, n_bytes) if n_bytes else n_come, n_bytes)
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _folder_bytes(folder: Path) -> int:
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0
 
 
 def choose(name: RepoName, files: Iterable[str]) -> list[str]:
@@ -143,13 +189,16 @@ def _kind(file: str) -> str | None:
     return found[-1] if found else None
 
 
-def _list_files(name: RepoName) -> tuple[list[str], str]:
-    """Every file of the repository, and the commit; from the cache if the hub cannot be reached."""
+def _list_files(name: RepoName, *, with_sizes: bool) -> tuple[Mapping[str, int], str]:
+    """Every file of the repository with its bytes, 0 if unknown, and the commit.
+
+    They are those of the cache if the hub cannot be reached.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        info = HfApi().model_info(name.repo, revision=name.revision)
+        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=with_sizes)
     except Exception as error:  # huggingface_hub lets those of its HTTP library through
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 503
         if status < 500:
@@ -157,9 +206,10 @@ def _list_files(name: RepoName) -> tuple[list[str], str]:
         commit = cached_commit(name)
         if commit is None:
             raise _explained(name, error) from None
-        return files_in(cache_folder(name) / "snapshots" / commit), commit
-    files = [sibling.rfilename for sibling in info.siblings or []]
-    return [file for file in files if ".." not in file.split("/")], info.sha or name.revision
+        return dict.fromkeys(files_in(cache_folder(name) / "snapshots" / commit), 0), commit
+    sizes = {one.rfilename: one.size or 0 for one in info.siblings or []}
+    safe = {file: n_bytes for file, n_bytes in sizes.items() if ".." not in file.split("/")}
+    return safe, info.sha or name.revision
 
 
 def files_in(snapshot: Path) -> list[str]:
@@ -172,6 +222,11 @@ def cache_folder(name: RepoName) -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
+
+
+def _place(name: RepoName, file: str, commit: str) -> Path:
+    """Where the cache has a file of a commit, if it has it."""
+    return cache_folder(name) / "snapshots" / commit / file
 
 
 def cached_commit(name: RepoName) -> str | None:
@@ -188,7 +243,7 @@ def cached_commit(name: RepoName) -> str | None:
 def _download(name: RepoName, file: str, commit: str) -> Path:
     from huggingface_hub import hf_hub_download
 
-    cached = cache_folder(name) / "snapshots" / commit / file
+    cached = _place(name, file, commit)
     if cached.is_file():
         return cached
     try:
@@ -204,7 +259,9 @@ def _remember(name: RepoName, commit: str) -> None:
     if name.revision != commit and re.fullmatch(r"[\w.-]+", name.revision):
         ref = cache_folder(name) / "refs" / name.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(commit)
+        fresh = ref.with_name(f".{ref.name}.{os.getpid()}")
+        fresh.write_text(commit)
+        os.replace(fresh, ref)  # another process may be reading it
 
 
 def _explained(name: RepoName, error: Exception) -> DownloadError:

@@ -45,6 +45,10 @@ class WorkerProcess:
         """The next line; an empty one if the process has ended. Raises ValueError if it is too long."""
         return await self._stdout.readline()
 
+    def dismiss(self) -> None:
+        """Closes its stdin, at which it is to end."""
+        self._stdin.close()
+
     async def kill(self) -> None:
         """Ends the process."""
         with suppress(ProcessLookupError):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-import threading
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,72 +13,9 @@ from kukri.errors import FormatError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name
+from tests.fake_hub import TOKEN, Hub, running
 from tests.formats.test_gguf_split import split
 from tests.tiny_gguf import write_tiny
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_test"
-
-
-@dataclass
-class Hub:
-    """The server's files by repository, and the requests that it got."""
-
-    repos: dict[str, dict[str, bytes]]
-    gated: set[str] = field(default_factory=set)
-    requests: list[str] = field(default_factory=list)
-    status: int | None = None  # every answer, when set
-    url: str = ""
-    home: str = ""
-
-    @property
-    def n_downloads(self) -> int:
-        return sum(request.startswith("GET") and "/resolve/" in request for request in self.requests)
-
-
-class Handler(BaseHTTPRequestHandler):
-    hub: Hub
-
-    def log_message(self, *args) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        self.hub.requests.append(f"{self.command} {self.path}")
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        is_api = parts[:2] == ["api", "models"]
-        repo = "/".join(parts[2:4] if is_api else parts[:2])
-        if self.hub.status is not None:
-            self.answer(self.hub.status, b"{}")
-        elif repo not in self.hub.repos:
-            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif repo in self.hub.gated and self.headers["Authorization"] != f"Bearer {TOKEN}":
-            self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
-        elif is_api:
-            revision = parts[5] if len(parts) > 5 else "main"
-            if revision not in ("main", COMMIT):
-                self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-                return
-            siblings = [{"rfilename": name} for name in self.hub.repos[repo]]
-            self.answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
-        else:
-            data = self.hub.repos[repo].get("/".join(parts[4:]))
-            if data is None:
-                self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-                return
-            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
-            self.answer(200, data, headers)
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
 
 DIRECTORY = {
     "README.md": b"x" * 1000,
@@ -133,14 +65,8 @@ def fake(tmp_path):
     )
     made.gated.add("org/gated")
     made.home = str(tmp_path / "hf")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": made}))
-    made.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield made
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with running(made):
+        yield made
 
 
 def resolve(fake: Hub, model: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from kukri import LLM
+from kukri.kernels.cpu.compile.kernel_cache import cache_root
+from tests.fake_hub import TINY, Hub, running
 from tests.server.live_server import SERVER, TOOL_TEMPLATE, Served, serving
+from tests.tiny_gguf import write_tiny
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +60,28 @@ def browser() -> Iterator[Any]:
         browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def tiny_hub(tmp_path, monkeypatch) -> Iterator[Hub]:
+    """A hub on loopback with a tiny model, for servers and what they start; all caches are empty.
+
+    Its file is longer than the model: huggingface_hub writes ten megabytes at a time.
+    """
+    data = write_tiny(tmp_path / "tiny.gguf").read_bytes().ljust(25_000_000, b"\0")
+    hub = Hub({TINY: {"tiny.gguf": data}})
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "jit").symlink_to(cache_root())  # compiled kernels stay
+    with running(hub):
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        for name, value in {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "KUKRI_CACHE_DIR": str(tmp_path / "cache"),
+        }.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield hub
 
 
 @pytest.fixture(scope="module")

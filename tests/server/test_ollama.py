@@ -7,11 +7,13 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ollama
 import pytest
+from huggingface_hub import constants
 from pydantic import BaseModel, ConfigDict, Field
 
 from kukri import LLM
@@ -19,8 +21,10 @@ from kukri.formats import hub
 from kukri.formats.model_cache import remove as remove_files
 from kukri.model_options import ModelOptions
 from kukri.server.models import catalog, created_presets
+from kukri.server.models.pulling import MAX_PULLS
 from kukri.server.ollama import models as ollama_models
 from kukri.server.settings import ModelSpec
+from tests.fake_hub import TINY
 from tests.server.families import FAMILIES, write_family
 from tests.server.forcing import force
 from tests.server.live_server import MODEL, Served, serving
@@ -232,35 +236,55 @@ def write_tiny_cached(name: str) -> None:
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch) -> str:
-    """The name of a known model that pulling puts into the cache, without a network."""
+    """The name of a known model, whose cache is empty."""
     monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    spec = hub.MODELS[hub.DEFAULT_MODEL]
-
-    def pull(name: str, *, progress: hub.Progress, **_: Any) -> Any:
-        progress(10, 100)
-        spec.path.parent.mkdir(parents=True)
-        progress(100, 100)
-        return write_tiny(spec.path)
-
-    monkeypatch.setattr(hub, "pull", pull)
-    return spec.name
+    return hub.DEFAULT_MODEL
 
 
-def test_models_are_pulled_and_deleted_if_allowed(cached):
+def test_models_are_pulled_and_deleted_if_allowed(tiny_hub):
     """Catches a client that changes a server which does not allow it, and a model served that is gone."""
     with serving(None, manages_models=True) as served:
         client = ollama.Client(served.url)
-        steps = [step.status for step in client.pull(cached, stream=True)]
+        steps = [step.status for step in client.pull(TINY, stream=True)]
         assert (steps[0], steps[-1]) == ("pulling manifest", "success")
-        assert client.generate(cached, "Hi", options={"num_predict": 2}).eval_count == 2
-        assert [model.model for model in client.list().models] == [f"{cached}:latest"]
-        assert client.delete(cached).status == "success"
+        assert client.generate(TINY, "Hi", options={"num_predict": 2}).eval_count == 2
+        assert f"{TINY}:latest" in [model.model for model in client.list().models]
+        assert client.delete(TINY).status == "success"
         assert client.list().models == []
-        assert not hub.MODELS[cached].path.exists()
+        with pytest.raises(ollama.ResponseError, match="no file and no repository org/none"):
+            client.pull("org/none")
         with pytest.raises(ollama.ResponseError, match="no model"):
             client.pull("/etc/passwd")
+
+
+def test_a_client_that_leaves_ends_its_download(tiny_hub):
+    """Catches gigabytes that come for nobody, and progress that says nothing."""
+    tiny_hub.stall_at = 21_000_000
+    n_bytes = len(tiny_hub.repos[TINY]["tiny.gguf"])
+    with serving(None, manages_models=True) as served, served.http() as http:
+        with http.stream("POST", "/api/pull", json={"model": TINY}) as response:
+            lines = map(json.loads, response.iter_lines())
+            told = next(line for line in lines if line.get("completed"))
+            assert (told["completed"], told["total"]) == (20 << 20, n_bytes)
+        served.wait_until(lambda: tiny_hub.n_lost == 1)
+        served.wait_until(lambda: not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete")))
+        tiny_hub.released.set()
+        assert http.post("/api/pull", json={"model": TINY, "stream": False}).json() == {"status": "success"}
+
+
+def test_downloads_at_a_time_have_a_bound(tiny_hub):
+    """Catches a client that has a server start processes without an end."""
+    tiny_hub.stall_at = 1000
+    with serving(None, manages_models=True) as served, ThreadPoolExecutor(MAX_PULLS) as pool:
+        body = {"model": TINY, "stream": False}
+        with served.http() as http:
+            begun = [pool.submit(http.post, "/api/pull", json=body) for _ in range(MAX_PULLS)]
+            served.wait_until(lambda: served.registry.pulls.n_running == MAX_PULLS)
+            refused = http.post("/api/pull", json=body)
+            assert "try again" in refused.json()["error"]
+            tiny_hub.released.set()
+            assert [one.result(60).json() for one in begun] == [{"status": "success"}] * MAX_PULLS
 
 
 def test_a_name_that_any_model_answers_for_deletes_nothing(cached):

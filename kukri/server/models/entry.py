@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Literal
 
+from kukri.formats.model_cache import cached_path
 from kukri.server.models.preset import Preset
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec
@@ -47,6 +48,11 @@ class ModelEntry:
     def name(self) -> str:
         """The name that answers carry."""
         return self.spec.names[0]
+
+    @property
+    def path(self) -> Path:
+        """The file or directory of the model. Raises KukriError if it is not on this machine."""
+        return self.served.llm.path if self.served is not None else cached_path(self.spec.options.model)
 
     @property
     def names(self) -> tuple[str, ...]:

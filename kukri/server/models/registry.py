@@ -34,6 +34,7 @@ from kukri.server.models.allocator import close_and_free, return_large_arrays
 from kukri.server.models.bridge import LoopMaker
 from kukri.server.models.catalog import Catalog
 from kukri.server.models.entry import ModelEntry
+from kukri.server.models.pulling import Pulls
 from kukri.server.models.served_model import OpenModel, ServedModel
 from kukri.server.models.warm_up import warm_up
 from kukri.server.settings import ModelSpec, ServerSettings
@@ -72,6 +73,7 @@ class ModelRegistry:
             entry.n_bytes = llm.memory_bytes
             entries.insert(0, entry)
         self.catalog = Catalog(settings, entries)
+        self.pulls = Pulls()
         self.metrics.watch_engines(self.statuses)
         self.is_draining = False
         self.memory_bytes = settings.memory_bytes or int(_MEMORY_SHARE * available_bytes())

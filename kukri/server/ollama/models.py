@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -20,8 +20,8 @@ from kukri.dialects.families import dialect_of
 from kukri.errors import KukriError, RequestError
 from kukri.formats import hub
 from kukri.formats.headers import read_headers
-from kukri.formats.model_cache import cached_path, remove
-from kukri.formats.repos import cache_folder, parse_name
+from kukri.formats.model_cache import remove
+from kukri.formats.repos import parse_name
 from kukri.server.access import check_manages_models
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.entry import ModelEntry
@@ -35,8 +35,6 @@ from kukri.server.ollama.schema import (
     OllamaPullBody,
 )
 from kukri.server.sampling_fields import FACTS
-
-_POLL_S = 0.5  # between two looks at how much of a repository is there
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class ModelFacts:
 def model_facts(entry: ModelEntry) -> ModelFacts | None:
     """The facts of a model, loaded or not; None if its files are not on this machine. Reads only headers."""
     try:
-        path = entry.served.llm.path if entry.served is not None else cached_path(entry.spec.options.model)
+        path = entry.path
         headers = read_headers(path)
         modified_s = max(file.stat().st_mtime for file in headers.files)
     except (KukriError, OSError, ValueError):
@@ -166,8 +164,7 @@ async def ollama_pull(body: OllamaPullBody, registry: Registry, request: Request
         raise RequestError(f"there is no model {name[:100]!r} to pull: give org/repo:type", param="model")
     lines = _pulled(registry, name)
     if body.stream:
-        encoded = (json.dumps(line).encode() + b"\n" async for line in lines)
-        return StreamingResponse(encoded, media_type="application/x-ndjson")
+        return StreamingResponse(_encoded(lines), media_type="application/x-ndjson")
     last: dict[str, Any] = {}
     async for line in lines:
         last = line
@@ -176,26 +173,24 @@ async def ollama_pull(body: OllamaPullBody, registry: Registry, request: Request
     return JSONResponse(last)
 
 
-async def _pulled(registry: ModelRegistry, name: str) -> AsyncIterator[dict[str, Any]]:
-    """Fetches a model and tells how far that is; an error is the last line."""
+async def _encoded(lines: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
+    async with aclosing(lines):
+        async for line in lines:
+            yield json.dumps(line).encode() + b"\n"
+
+
+async def _pulled(registry: ModelRegistry, name: str) -> AsyncGenerator[dict[str, Any]]:
+    """Fetches a model and tells how far that is; an error is the last line. Closed, it ends the download."""
     yield {"status": "pulling manifest"}
-    done: list[tuple[int, int]] = []
-    work = asyncio.create_task(asyncio.to_thread(hub.pull, name, progress=lambda *now: done.append(now)))
-    repo = None if name in hub.MODELS else parse_name(name)
     status = {"status": f"pulling {name}", "digest": f"sha256:{sha256(name.encode()).hexdigest()}"}
     try:
-        while not work.done():
-            await asyncio.wait({work}, timeout=_POLL_S)
-            if repo is not None:
-                n_bytes = await asyncio.to_thread(_folder_bytes, cache_folder(repo))
-                yield {**status, "completed": n_bytes}
-            elif done:
-                yield {**status, "completed": done[-1][0], "total": done[-1][1]}
-        await work
+        async with aclosing(registry.pulls.fetch(name)) as progress:
+            async for n_done, n_bytes in progress:
+                yield {**status, "completed": n_done, **({"total": n_bytes} if n_bytes else {})}
+        await registry.catalog.add_cached(name)
     except KukriError as error:
         yield {"error": str(error)}
         return
-    await registry.catalog.add_cached(name)
     yield {"status": "verifying sha256 digest"}
     yield {"status": "success"}
 
@@ -275,12 +270,6 @@ def _parameters(entry: ModelEntry) -> str:
     given: Mapping[str, Any] = vars(entry.served.llm.default_params)
     shown = {option: given[name] for name, option in OPTIONS.items() if FACTS[name].kind == "number"}
     return "\n".join(f"{option:<30} {value}" for option, value in shown.items())
-
-
-def _folder_bytes(folder: Path) -> int:
-    with suppress(OSError):
-        return sum(file.stat().st_size for file in (folder / "blobs").glob("*"))
-    return 0
 
 
 def _size(n_parameters: int) -> str:

@@ -18,16 +18,21 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from kukri import __version__
 from kukri.errors import KukriError
+from kukri.formats.repos import is_offline
 from kukri.sampling.fields import FieldFacts
+from kukri.server.access import check_manages_models
 from kukri.server.body import Refused
 from kukri.server.chat.choice import PartEvent
 from kukri.server.chat.request import ChatRequest
+from kukri.server.errors import ForbiddenError
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
+from kukri.server.page.library import models_here, models_to_download
 from kukri.server.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.sampling_fields import FACTS
 from kukri.server.schema import ChatMessage, MaxTokens, Sampling, conversation
@@ -111,6 +116,18 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
             defaults=vars(served.llm.default_params) | {"max_tokens": None, "seed": None},
         )
 
+    @app.get("/ui/library", include_in_schema=False)
+    async def library(request: Request) -> Response:
+        """The fragment of the models that are here, and of those that may be downloaded."""
+        entries = await registry.catalog.listed(request.scope)
+        return html(
+            "library.html",
+            here=await asyncio.to_thread(models_here, entries),
+            others=await asyncio.to_thread(models_to_download, entries),
+            obstacle=_obstacle(registry, request.scope),
+            is_offline=is_offline(),
+        )
+
     @app.post("/ui/answers", include_in_schema=False)
     async def ask(body: PageBody, request: Request) -> Response:
         """Starts an answer and returns the fragment that opens its stream."""
@@ -140,6 +157,15 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
 
     for folder in ("static", "vendor"):
         app.mount(f"/ui/{folder}", Files(directory=_UI / folder))
+
+
+def _obstacle(registry: ModelRegistry, scope: Scope) -> str:
+    """Why a client may download no model; empty if it may."""
+    try:
+        check_manages_models(registry.settings, scope)
+    except ForbiddenError as error:
+        return str(error)
+    return ""
 
 
 class Files(StaticFiles):

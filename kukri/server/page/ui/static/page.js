@@ -2,6 +2,7 @@
 // browser's memory, markdown.js turns text into nodes.
 import * as store from "./conversations.js"
 import * as images from "./images.js"
+import * as library from "./library.js"
 import { show } from "./markdown.js"
 import * as versions from "./versions.js"
 
@@ -247,9 +248,14 @@ function on(name, react) {
   document.body.addEventListener(name, react)
 }
 
-on("htmx:configRequest", ({ detail }) => {
+// The header with the key, if there is one.
+function authorization() {
   const key = sessionStorage.getItem(KEY)
-  if (key) detail.headers.Authorization = `Bearer ${key}`
+  return key ? { Authorization: `Bearer ${key}` } : {}
+}
+
+on("htmx:configRequest", ({ detail }) => {
+  Object.assign(detail.headers, authorization())
   const model = store.read(MODEL)
   if (model && detail.path === "ui/model") detail.parameters.name ??= model
 })
@@ -311,6 +317,17 @@ const actions = {
     if (id === chat.id) open(store.all()[0])
     else drawList()
   },
+  use: (button) => use(button.closest("li").dataset.name),
+  pull: (button) => library.pull(button.closest("li"), authorization()),
+  "cancel-pull": (button) => library.cancel(button.closest("li")),
+}
+
+// Chooses a model of the library; it may have to be loaded first.
+function use(name) {
+  $("library").close()
+  $("settings").close()
+  say(`Loading ${name} …`)
+  htmx.ajax("GET", "ui/model", { target: "#model", swap: "innerHTML", values: { name } })
 }
 
 function turn(button, step) {
@@ -424,6 +441,19 @@ on("drop", (event) => {
 })
 $("search").addEventListener("input", drawList)
 document.addEventListener("maths", () => chat.messages.some(({ role }) => role === "assistant") && redraw())
+press("open-library", () => {
+  if (!library.isBusy()) htmx.trigger($("models"), "open")
+  $("library").showModal()
+})
+on("submit", (event) => {
+  if (event.target.id !== "pull") return
+  event.preventDefault()
+  const row = document.importNode($("repository").content, true).firstElementChild
+  row.dataset.name = row.querySelector("strong").textContent = event.target.elements.model.value.trim()
+  event.target.reset()
+  $("others").prepend(row)
+  library.pull(row, authorization())
+})
 press("open-settings", () => $("settings").showModal())
 $("theme").addEventListener("change", ({ target }) => {
   localStorage.setItem("kukri.theme", target.value)
