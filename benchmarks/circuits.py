@@ -2,6 +2,9 @@
 
 Says how long the graph of a prompt takes, and what memory. The features mean nothing; their number is what
 trained transcoders have (16,384 a layer, 32 of them active for each token).
+
+With `--transcoders DIR` (of `benchmarks.train_transcoders`) it compares what graphs predict with what
+interventions in the model do instead: the most influential features of each prompt are ablated one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +28,23 @@ from kukri.interp.transcoders import Transcoders
 
 _TEXT = "The history of the city begins long before the first bridge was built across the river, where "
 _N_TOKENS, _N_FEATURES, _N_ACTIVE = 64, 16_384, 32
+
+
+_PROMPTS = (
+    "The capital of France is the city of", "When Mary and John went to the store, John gave a drink to",
+    "The opposite of hot is", "Water freezes at a temperature of zero degrees", "One, two, three, four,",
+    "In the winter it is cold, and in the summer it is", "The sun rises in the east and sets in the",
+    "He opened the door with his",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EffectsReport:
+    """What interventions change of the likeliest next token's logit less the mean, and the correlation."""
+
+    predicted: list[float]
+    measured: list[float]
+    correlation: float
 
 
 @dataclass(frozen=True)
@@ -63,6 +84,31 @@ def measure(path: Path, n_threads: int | None, max_features: int) -> CircuitRepo
     )
 
 
+def effects(path: Path, folder: Path, n_threads: int | None, n: int, max_features: int) -> EffectsReport:
+    """What graphs predict of `n` interventions, and what these do."""
+    predicted: list[float] = []
+    measured: list[float] = []
+    with LLM(path, n_threads=n_threads, transcoders={"mlps": folder}) as llm:
+        transcoders = Transcoders.load(folder)
+        for i, prompt in enumerate(_PROMPTS):
+            graph = attribute(llm, prompt, transcoders, max_features=max_features, max_logits=1)
+            before = _lead(llm, prompt, int(graph.logit_tokens[0]), [])
+            n_features = len(graph.features)
+            order = np.argsort(-graph.influence()[:n_features], kind="stable")
+            for node in order[: n * (i + 1) // len(_PROMPTS) - len(predicted)].tolist():
+                edits = graph.interventions({node: 0.0}, "mlps")
+                predicted.append(float(graph.effects({node: 0.0})[-1]))
+                measured.append(_lead(llm, prompt, int(graph.logit_tokens[0]), edits) - before)
+    return EffectsReport(predicted, measured, float(np.corrcoef(predicted, measured)[0, 1]))
+
+
+def _lead(llm: LLM, prompt: str, token: int, interventions: list[dict[str, Any]]) -> float:
+    """The logit of a token after a prompt, less the mean of all."""
+    logits = llm.run_with_hooks(prompt, interventions=interventions)
+    assert logits is not None
+    return float(logits[0, -1, token] - logits[0, -1].mean())
+
+
 def random_transcoders(
     folder: Path, layers: Iterable[int], width: int, n_features: int, n_active: int
 ) -> Transcoders:
@@ -88,8 +134,17 @@ def main() -> None:
     """Measures and reports."""
     experiment = Experiment("circuits", "Seconds and memory of an attribution graph.")
     experiment.count("-n", "--max-features", 2048, "features that are traced")
+    experiment.count("-i", "--interventions", 50, "interventions to compare")
+    experiment.options.add_argument("--transcoders", type=Path, help="trained ones", metavar="DIR")
     given = experiment.parse()
     path = model_path(given.model, _N_TOKENS)
+    if given.transcoders is not None:
+        compared = effects(path, given.transcoders, given.threads, given.interventions, given.max_features)
+        pairs = sorted(zip(compared.predicted, compared.measured))
+        shown = [["", f"{a:.3f}", f"{b:.3f}"] for a, b in pairs]
+        title = f"effects of {len(pairs)} ablations, correlation {compared.correlation:.3f}"
+        experiment.show(compared, Table(title, ("", "predicted", "measured"), shown))
+        return
     report = measure(path, given.threads, given.max_features)
     rows = [
         [name, f"{value:,.1f}" if name.endswith("_s") else f"{value:,}"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import RequestError
+from kukri.errors import RequestError, brief
 from kukri.interp.patching import HasInterp
 from kukri.interp.session import Session
 from kukri.interp.tape import TextRows
@@ -101,6 +101,46 @@ class AttributionGraph:
             nodes[:n_features] &= edges[:n_features].any(axis=1)
             if (nodes == before).all():
                 return nodes, edges
+
+    def effects(self, factors: Mapping[int, float]) -> FloatArray:
+        """What multiplying features does to each node, [nodes], as the graph predicts it.
+
+        Those are changes of features' activations, and of logits less their mean. `factors` are by node: 0
+        ablates, 2 doubles.
+
+        A feature changes the later ones that were traced, which do not fall below 0, and through them the
+        logits; attention, norms and errors stay. Raises RequestError for a node that is no feature.
+        """
+        n = len(self.features)
+        if wrong := [node for node in factors if not 0 <= node < n]:
+            raise RequestError(f"the features are nodes 0 to {n - 1}, not {brief(wrong)}", param="factors")
+        shares = np.zeros(n, np.float32)  # each feature gains or loses this share of its activation
+        layers = self.features[:, 0]
+        for layer in np.unique(layers):
+            own = np.flatnonzero(layers == layer)
+            gained = self.edges[own, :n] @ shares / self.activations[own]
+            shares[own] = np.maximum(gained, -1)
+            given = [node for node in factors if layers[node] == layer]
+            shares[given] = [factors[node] - 1 for node in given]
+        found = np.zeros(len(self.edges), np.float32)
+        found[:n] = shares * self.activations
+        found[-len(self.logit_tokens) :] = self.edges[-len(self.logit_tokens) :, :n] @ shares
+        return found
+
+    def interventions(self, factors: Mapping[int, float], transcoder: str) -> list[dict[str, Any]]:
+        """The same as interventions of a request, on the transcoders that an LLM has under this name."""
+        places = {node: self.features[node].tolist() for node in factors}
+        return [
+            {
+                "op": "scale",
+                "transcoder": transcoder,
+                "layer": layer,
+                "features": [feature],
+                "positions": [position],
+                "strength": factors[node],
+            }
+            for node, (layer, position, feature) in places.items()
+        ]
 
     def as_json(
         self,

@@ -53,8 +53,8 @@ def sweep(
     `logits` "last" only the last position is computed: [batch, 1, V]. `layers` None is all; `progress` shows
     a bar on a terminal.
     """
-    run = _Sweep(llm.interp, tokens, name, axes, logits)
-    wanted = range(run.session.config.n_layers) if layers is None else layers
+    wanted = range(llm.interp.config.n_layers) if layers is None else layers
+    run = _Sweep(llm.interp, tokens, name, axes, logits, wanted)
     with run.session.alone():
         run.prepare()
         return np.array(
@@ -134,20 +134,20 @@ def get_act_patch_block_every(
     return np.stack([one(llm, corrupted_tokens, clean_cache, metric, **options) for one in sweeps])
 
 
-def check_axes(session: Session, name: str, axes: Axes) -> None:
+def check_axes(session: Session, name: str, axes: Axes, layer: int = 0) -> None:
     """Raises RequestError unless the activation `name` of a layer has these axes."""
     if axes not in get_args(Axes):
         raise RequestError(
             f"axes are 'layer pos', 'layer head' or 'layer pos head', not {axes!r}", param="axes"
         )
-    form = session.point((name, 0)).form
+    form = session.point((name, layer)).form
     if form != ("plain" if axes == "layer pos" else "heads") and (form, axes) != ("pattern", "layer head"):
         raise RequestError(f"{name} is not patched by {axes}", param="axes")
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """A run: from `start` on, the activation of its first token, or of all, in these columns of the tap."""
+    """A run with other values from token `start` on, of it or of all, in these columns of the tap."""
 
     start: int
     is_one_token: bool
@@ -157,27 +157,26 @@ class _Cell:
 class _Sweep:
     """The run as it is, and the cells that differ from it."""
 
-    def __init__(self, session: Session, tokens: Any, name: str, axes: Axes, logits: str) -> None:
+    def __init__(
+        self, session: Session, tokens: Any, name: str, axes: Axes, logits: str, layers: Iterable[int]
+    ) -> None:
         self.session, self.name, self.axes = session, name, axes
-        if session.config.recurrent is not None:
-            raise RequestError(
-                "sweeps over patches run models of attention alone, and this one has recurrent layers: "
-                "patch by run_with_hooks",
-                param="model",
-            )
+        # a state in the middle of a text is nowhere: cells of recurrent models compute all tokens
+        self.is_recurrent = session.config.recurrent is not None
         texts = session.tokens(tokens)
         if len({len(ids) for ids in texts}) > 1:
             raise RequestError("the texts of a sweep must have the same length", param="tokens")
         if logits not in ("all", "last"):
             raise RequestError(f"logits must be all or last, not {logits!r}", param="logits")
-        check_axes(session, name, axes)
+        self.edits = {i: session.point((name, i)).edit_tap for i in layers}
+        for i in self.edits:
+            check_axes(session, name, axes, i)
         self.ids = np.stack(texts)  # [B, T]
         self.n_batch, self.n_tokens = self.ids.shape
         self.is_last = logits == "last"
         starts = [f"blocks.{i}.hook_resid_pre" for i in range(session.config.n_layers)]
-        edits = [session.point((name, i)).edit_tap for i in range(session.config.n_layers)]
-        self.taps = frozenset([*starts, *edits])
-        self.starts, self.edits = starts, edits
+        self.taps = frozenset([*starts, *self.edits.values()])
+        self.starts = starts
         self.streams: dict[str, FloatArray] = {}  # in the run as it is, [B, T, D]
         self.logits: FloatArray = np.empty((0, 0, 0), np.float32)
 
@@ -185,7 +184,7 @@ class _Sweep:
         """Runs the text as it is; its keys and values stay in the first pages."""
         texts, n, b = self.session.texts, self.n_tokens, self.n_batch
         self.base_pages = texts.pages_for(n)
-        texts.reserve(self.base_pages * b * (1 + _STEP_CELLS))
+        texts.reserve(self.base_pages * b * (1 + _STEP_CELLS), b * _STEP_CELLS)
         pieces = texts.whole(list(self.ids))
 
         def keep(tap: str, x: FloatArray) -> None:
@@ -266,7 +265,7 @@ class _Sweep:
         group: list[_Cell] = []
         n = 0
         for cell in cells:
-            size = (self.n_tokens - cell.start) * self.n_batch
+            size = (self.n_tokens - self._first(cell)) * self.n_batch
             if group and (n + size > _STEP_TOKENS or len(group) == _STEP_CELLS):
                 yield group
                 group, n = [], 0
@@ -290,14 +289,14 @@ class _Sweep:
                 for i, piece in enumerate(pieces):
                     cell, b = cells[i // self.n_batch], i % self.n_batch
                     n = 1 if cell.is_one_token else len(piece.ids)
-                    at = slice(cell.start, cell.start + n)
-                    x[first_rows[i] : first_rows[i] + n, cell.columns] = values[b, at, cell.columns]
+                    at, row = slice(cell.start, cell.start + n), first_rows[i] + cell.start - piece.start
+                    x[row : row + n, cell.columns] = values[b, at, cell.columns]
 
         rows = self._last_rows([len(piece.ids) for piece in pieces])
         found = texts.run(pieces, self.taps, listen, logit_rows=rows, start=start)
         begin = 0
         for cell in cells:
-            n = 1 if self.is_last else self.n_tokens - cell.start
+            n = 1 if self.is_last else self.n_tokens - self._first(cell)
             own = found[begin : begin + n * self.n_batch].reshape(self.n_batch, n, -1)
             begin += n * self.n_batch
             if n == self.logits.shape[1]:
@@ -314,16 +313,20 @@ class _Sweep:
         pieces: list[Piece] = []
         page = self.base_pages * self.n_batch
         for cell in cells:
-            n_shared = cell.start // texts.page_tokens
+            first = self._first(cell)
+            n_shared = first // texts.page_tokens
             for b, ids in enumerate(self.ids):
                 base = self._base(b)
                 own = list(range(page, page + self.base_pages - n_shared))
                 page += len(own)
                 for pool in range(len(texts.cache.n_pages)):
                     texts.cache.copy_page(base[n_shared], own[0], pool)
-                pieces.append(Piece(ids[cell.start :], cell.start, [*base[:n_shared], *own]))
-        first = np.cumsum([0, *(len(piece.ids) for piece in pieces)], dtype=np.int32)
-        return pieces, first
+                pieces.append(Piece(ids[first:], first, [*base[:n_shared], *own]))
+        return pieces, np.cumsum([0, *(len(piece.ids) for piece in pieces)], dtype=np.int32)
+
+    def _first(self, cell: _Cell) -> int:
+        """The first token that a cell computes."""
+        return 0 if self.is_recurrent else cell.start
 
     def _last_rows(self, lengths: list[int]) -> IntArray | None:
         """The last row of each sequence, or None for all."""

@@ -328,6 +328,47 @@ def test_transcoders_of_another_model(pair, tmp_path):
         Transcoders.load(folder)
 
 
+@pytest.mark.parametrize("form", ["skip", "across"])
+def test_effects_are_those_of_the_graph_taken_as_a_model(pair, tmp_path, form):
+    """A path of features that is lost or taken twice, a feature below zero, a factor that is a difference."""
+    folder = save_across(tmp_path / "t") if form == "across" else save_single(tmp_path / "t", True)
+    session = llama_session(pair)
+    graph = attribute(session, IDS, folder, max_features=10_000)
+    n = len(graph.features)
+    through = np.eye(n) - graph.edges[:n, :n] / graph.activations  # a change of each by a change of others
+    for node, factor in ((0, 1.001), (n // 2, 0.999)):
+        change = np.zeros(n)
+        change[node] = (factor - 1) * graph.activations[node]
+        expected = np.linalg.solve(through, change)
+        logits = graph.edges[-len(graph.logit_tokens) :, :n] @ (expected / graph.activations)
+        found = graph.effects({node: factor})
+        np.testing.assert_allclose(found[:n], expected, rtol=1e-3, atol=1e-7)
+        np.testing.assert_allclose(found[-len(logits) :], logits, rtol=1e-3, atol=1e-7)
+    off = graph.effects(dict.fromkeys(range(n), 0.0))
+    np.testing.assert_allclose(off[:n], -graph.activations, rtol=1e-6)
+    assert (graph.effects({0: 50.0})[:n] >= -graph.activations * 1.0001).all()
+    with pytest.raises(RequestError, match=f"nodes 0 to {n - 1}"):
+        graph.effects({n: 0.0})
+
+
+def test_interventions_are_on_the_features_of_the_nodes(pair, tmp_path):
+    """An intervention at another position, layer or feature than its node's."""
+    llm, transcoders = llama_session(pair), Transcoders.load(save_single(tmp_path / "t"))
+    session = llm.interp
+    session.catalog.transcoders["mine"] = transcoders
+    graph = attribute(llm, IDS, transcoders, max_features=10_000)
+    node = next(i for i, (layer, _, _) in enumerate(graph.features.tolist()) if layer == L - 1)
+    layer, position, feature = graph.features[node].tolist()
+    (edit,) = graph.interventions({node: 3.0}, "mine")
+    name = f"blocks.{layer}.hook_mlp_out"
+    _, before = session.run_with_cache(IDS, names=[name])
+    _, after = session.run_with_cache(IDS, names=[name], interventions=[edit])
+    expected = np.zeros((len(IDS), D), np.float32)
+    decoder = transcoders.layers[layer].decoders(np.array([feature]))[0, 0]
+    expected[position] = 2 * graph.activations[node] * decoder
+    np.testing.assert_allclose(after[name][0] - before[name][0], expected, atol=1e-4)
+
+
 def test_what_is_refused(pair, tmp_path):
     """Several prompts, tokens that are not tokens, hooks that are of another width, recurrent layers."""
     session, transcoders = llama_session(pair), Transcoders.load(save_single(tmp_path / "t"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kukri.errors import RequestError
+from kukri.errors import HookError, RequestError
 from kukri.interp import patching, plots
 from tests.interp.tl_models import session
 
@@ -73,11 +73,31 @@ def test_a_sweep_over_latent_attention(name, axes, backend):
     check_sweep("deepseek_v2", name, axes, backend)
 
 
-def check_sweep(model, name, axes, backend):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("name", "axes", "layers"),
+    [
+        ("resid_pre", "layer pos", (0, 2)),
+        ("mixer_out", "layer pos", (0, 2)),
+        ("mlp_out", "layer pos", (1, 3)),
+        ("z", "layer head", (3,)),
+        ("v", "layer pos head", (3,)),
+    ],
+)
+def test_a_sweep_over_recurrent_layers(name, axes, layers, backend):
+    """A state that begins at a cell's token, or that cells share; a layer without this activation."""
+    check_sweep("qwen3_5_text", name, axes, backend, layers)
+    if name == "z":
+        llm = SimpleNamespace(interp=session("qwen3_5_text", backend))
+        with pytest.raises(HookError, match=r"blocks.0.attn.hook_z"):
+            patching.sweep(llm, CORRUPT, metric, name, lambda i: None, axes)
+
+
+def check_sweep(model, name, axes, backend, layers=(0, 2)):
     own = session(model, backend)
     llm = SimpleNamespace(interp=own)
     _, clean = own.run_with_cache(CLEAN)
-    for layer in (0, 2):
+    for layer in layers:
         expected = cell_by_cell(own, name, axes, clean[name, layer], layer, metric)
         found = patching.sweep(
             llm, CORRUPT, metric, name, lambda i: clean[name, i], axes, logits="last", layers=[layer]
