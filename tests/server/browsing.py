@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from playwright import sync_api as playwright
 
 PROBES = Path(__file__).with_name("page_probes.js").read_text(encoding="utf-8")
 PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1440, "height": 900}
+SHOTS = os.environ.get("KUKRI_SHOTS")  # a directory for pictures of the page, to be looked at
 
 
 class Visit:
@@ -65,3 +68,10 @@ def visiting(browser, url: str, **options) -> Iterator[Visit]:
         yield Visit(context, url)
     finally:
         context.close()
+
+
+def shoot(visit: Visit, name: str) -> None:
+    """Takes a picture of the page, if somebody wants to look at it."""
+    if SHOTS:
+        width = visit.page.evaluate("innerWidth")
+        visit.page.screenshot(path=Path(SHOTS) / f"{name}-{width}.png")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,12 +10,9 @@ import pytest
 from kukri.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from tests.fake_hub import TINY
-from tests.server.browsing import PHONE, visiting
+from tests.server.browsing import DESKTOP, PHONE, shoot, visiting
 from tests.server.live_server import serving
 from tests.tiny_gguf import write_tiny
-
-DESKTOP = {"width": 1440, "height": 900}
-SHOTS = os.environ.get("KUKRI_SHOTS")  # a directory for pictures of the page, to be looked at
 
 
 @contextmanager
@@ -35,12 +31,6 @@ def spec_of(folder: Path) -> ModelSpec:
 
 def row(visit, name: str):
     return visit.page.locator(f"#library li[data-name='{name}']").first
-
-
-def shoot(visit, name: str) -> None:
-    if SHOTS:
-        width = visit.page.viewport_size["width"]
-        visit.page.screenshot(path=Path(SHOTS) / f"{name}-{width}.png")
 
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])

@@ -6,6 +6,8 @@ Conversations live in the browser; the server keeps an answer until its stream i
 from __future__ import annotations
 
 import asyncio
+import math
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from starlette.types import Scope
 from kukri import __version__
 from kukri.errors import KukriError
 from kukri.formats.repos import is_offline
+from kukri.sampling import SampledToken
 from kukri.sampling.fields import FieldFacts
 from kukri.server.access import check_manages_models
 from kukri.server.body import Refused
@@ -32,11 +35,13 @@ from kukri.server.errors import ForbiddenError
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
+from kukri.server.openai.logprobs import token_string
 from kukri.server.page.library import models_here, models_to_download
 from kukri.server.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.sampling_fields import FACTS
 from kukri.server.schema import ChatMessage, MaxTokens, Sampling, conversation
 from kukri.system_message import DEFAULT_SYSTEM, opening
+from kukri.tokenizer import Tokenizer
 
 OPEN_S = 5.0  # until the stream of an answer has to be opened
 _UI = Path(__file__).parent / "ui"
@@ -78,6 +83,7 @@ class PageBody(Sampling):
     refused: ClassVar[Refused] = {"stream": ((True,), "the page's answers are streams")}
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: MaxTokens | None = None
+    top_logprobs: Annotated[int, Field(ge=1, le=20)] | None = None  # tokens come with their probabilities
 
 
 def add_page(app: FastAPI, registry: ModelRegistry) -> None:
@@ -139,11 +145,11 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
         asked = ChatRequest(
             messages=messages,
             model=body.model,
-            sampling=body.sampling(max_tokens=body.max_tokens),
+            sampling=body.sampling(max_tokens=body.max_tokens, logprobs=body.top_logprobs),
             names={"prompt": "messages"},
         )
         chat = await served.open(asked, request.scope)
-        reply = Reply(served, chat.call, PageWriter(chat), stream=True, tells_progress=True)
+        reply = Reply(served, chat.call, PageWriter(chat, served.tokenizer), stream=True, tells_progress=True)
         name = unopened.add(served, chat.call, reply)
         return html("answer.html", name=name)
 
@@ -209,12 +215,14 @@ class UnopenedAnswers:
 
 class PageWriter(AnswerWriter):
     """Writes an answer as events: `progress` while its prompt is read, `delta` while it grows, then `end` or
-    `failed`. Their data is JSON.
+    `failed`. Their data is JSON. If the request asked for log-probabilities, `delta` has tokens.
     """
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, tokenizer: Tokenizer) -> None:
         super().__init__(chat.call, chat.choices, stream=True, progress=True)
         self._answer = chat.choices[0].answer
+        self._tokenizer = tokenizer
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def end(self) -> bytes:
         """Why the answer ended."""
@@ -233,10 +241,23 @@ class PageWriter(AnswerWriter):
 
     def _news(self, i: int, events: Sequence[PartEvent]) -> str:
         """An event with the text that came; none while a character or a stop string is not whole."""
-        (thoughts, _), (content, _) = grown(events, "reasoning"), grown(events)
-        if not (thoughts or content):
+        (thoughts, _), (content, tokens) = grown(events, "reasoning"), grown(events)
+        if not (thoughts or content or tokens):
             return ""
-        return _event("delta", thoughts=thoughts, content=content, **self._counts()).decode()
+        told = {"tokens": [self._token(token) for _, token in tokens]} if tokens else {}
+        return _event("delta", thoughts=thoughts, content=content, **told, **self._counts()).decode()
+
+    def _token(self, token: SampledToken) -> list[Any]:
+        """A token's text, its probability, and the same of the likeliest ones.
+
+        Of a character's pieces the last has its text.
+        """
+        text = self._decoder.decode(self._tokenizer.token_bytes(token.id))
+        likeliest = [
+            [text if i == token.id else token_string(self._tokenizer, i), _probability(value)]
+            for i, value in token.top_logprobs or ()
+        ]
+        return [text, _probability(token.logprob), likeliest]
 
     def _counts(self) -> dict[str, Any]:
         return {
@@ -244,6 +265,10 @@ class PageWriter(AnswerWriter):
             "n_generated": self._answer.n_tokens,
             "tokens_per_s": round(self._answer.request.timings.decode_tokens_per_s, 1),
         }
+
+
+def _probability(logprob: float | None) -> float:
+    return round(math.exp(logprob or 0.0), 5)
 
 
 def _event(kind: str, **data: Any) -> bytes:

@@ -29,7 +29,10 @@ export function save(conversation) {
 
 export const remove = (id) => localStorage.removeItem(PREFIX + id)
 
-export const write = (name, value) => localStorage.setItem(name, JSON.stringify(value))
+// Tokens and their probabilities would fill it soon.
+const isKept = (name, value) => (name === "tokens" || name === "isFormatted" ? undefined : value)
+
+export const write = (name, value) => localStorage.setItem(name, JSON.stringify(value, isKept))
 
 export function read(name) {
   try {

@@ -4,12 +4,14 @@ import * as store from "./conversations.js"
 import * as images from "./images.js"
 import * as library from "./library.js"
 import { show } from "./markdown.js"
+import * as tokens from "./tokens.js"
 import * as versions from "./versions.js"
 
 const $ = (id) => document.getElementById(id)
 const messages = $("messages"), prompt = $("prompt"), stream = $("stream")
 const ENDS = { length: "cut at the limit", stopped: "stopped", failed: "broken off" }
-const SETTINGS = "kukri.settings", MODEL = "kukri.model", KEY = "kukri.key"
+const N_LIKELIEST = 5 // tokens that are shown where one was chosen
+const SETTINGS = "kukri.settings", ODDS = "kukri.probabilities", MODEL = "kukri.model", KEY = "kukri.key"
 
 let chat = store.all()[0] ?? store.create()
 let live = null // the answer that grows
@@ -67,7 +69,11 @@ async function addImages(files) {
 }
 
 function drawAnswer(article, message) {
-  show(article.querySelector(".body"), message.content)
+  const button = article.querySelector("[data-do=tokens]")
+  button.hidden = !message.tokens
+  button.textContent = message.isFormatted ? "Tokens" : "Formatted"
+  if (message.tokens && !message.isFormatted) tokens.show(article.querySelector(".body"), message.tokens)
+  else show(article.querySelector(".body"), message.content)
   article.querySelector("details").hidden = !message.thoughts
   article.querySelector(".thoughts").textContent = message.thoughts ?? ""
   article.querySelector(".actions").hidden = message === live
@@ -169,6 +175,7 @@ function keep() {
 function question() {
   const body = { model: $("sampling").dataset.model, messages: [] }
   for (const { name, value } of inputs()) if (value !== "") body[name] = Number(value)
+  if ($("probabilities").checked) body.top_logprobs = N_LIKELIEST
   if (chat.system.trim()) body.messages.push({ role: "system", content: chat.system })
   for (const { role, content, images: names } of chat.messages) {
     const shown = (names ?? []).map(images.address).filter(Boolean)
@@ -188,9 +195,10 @@ function setBusy(isBusy) {
   messages.ariaBusy = String(isBusy)
 }
 
-function grow({ thoughts, content, ...numbers }) {
+function grow({ thoughts, content, tokens: fresh, ...numbers }) {
   live.thoughts += thoughts
   live.content += content
+  if (fresh) (live.tokens ??= []).push(...fresh)
   live.numbers = numbers
   frame ||= requestAnimationFrame(paint)
 }
@@ -290,6 +298,12 @@ const actions = {
   cancel: drawChat,
   copy: (button) => copy(chat.messages[button.closest("article").dataset.index].content, button),
   "copy-code": (button) => copy(button.closest("figure").querySelector("code").textContent, button),
+  tokens(button) {
+    const { index } = button.closest("article").dataset
+    chat.messages[index].isFormatted = !chat.messages[index].isFormatted
+    button.closest("article").replaceWith(draw(chat.messages[index], index))
+    messages.querySelector(`[data-index="${index}"] [data-do=tokens]`).focus()
+  },
   regenerate(button) {
     const index = Number(button.closest("article").dataset.index)
     const others = versions.begin(chat.messages, index)
@@ -497,6 +511,8 @@ function begin() {
 
 const lacksKey = () => "needsKey" in document.body.dataset && !sessionStorage.getItem(KEY)
 
+$("probabilities").checked = store.read(ODDS) ?? false
+$("probabilities").addEventListener("change", ({ target }) => store.write(ODDS, target.checked))
 $("theme").value = document.documentElement.dataset.theme
 drawChat()
 document.addEventListener("DOMContentLoaded", begin) // after htmx has read the page
