@@ -53,6 +53,7 @@ ALLOWED["cli"] = BELOW_THE_FACES | {"bench", "terminal"}
 ALLOWED["__main__"] = {"cli"}
 ALLOWED["__init__"] = {*LAYERS, "tokenizer", "sampling"}
 
+OPTIONAL = ("kernels.pytorch", "kernels.gpu", "scale", "stages")  # only their own tests need them
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 
 
@@ -222,3 +223,18 @@ def test_imports_stay_light(statement, unwanted):
     script = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not unwanted & set(done.stdout.split())
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+def test_gpu_and_cluster_parts_are_optional(smollm2_path):
+    """Catches an engine, command line or server that needs a part which most people do not run."""
+    script = (
+        "import sys\n"
+        f"sys.modules |= dict.fromkeys({[f'kukri.{name}' for name in OPTIONAL]})\n"
+        "import kukri.cli, kukri.server.app\n"
+        "from kukri import LLM\n"
+        f"with LLM({str(smollm2_path)!r}) as llm:\n"
+        "    print(llm.generate('The capital of France is', max_tokens=1, temperature=0).text)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "Paris", done.stderr

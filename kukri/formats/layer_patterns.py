@@ -1,23 +1,62 @@
-"""Which layers a rule names, and the RoPE of those with a window: for both formats."""
+"""What files of either format say of their layers: patterns of them, and the RoPE of those with a window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import UnsupportedError
 from kukri.models import Architecture
 
-
-def is_nth(layer: int, interval: int) -> bool:
-    """True for each layer at the end of `interval` layers; 0: for none."""
-    return interval > 0 and layer % interval == interval - 1
+Pattern = Sequence[bool] | int  # a truth for each layer, or n: for all but one of each n; 0: for all
 
 
-def every_nth_full(n_layers: int, interval: int, architecture: Architecture) -> list[bool]:
-    """Which layers have a window: all but one of each `interval`, the last or the first; 0: all."""
-    return [not is_nth(i - architecture.is_full_first, interval) for i in range(n_layers)]
+def spread(pattern: Pattern, n_layers: int, is_false_first: bool = False) -> list[bool]:
+    """A pattern's truth for each layer; the one of each n that is false is the last, or the first."""
+    if not isinstance(pattern, int):
+        return list(pattern)
+    return [not pattern or (i - is_false_first) % pattern != pattern - 1 for i in range(n_layers)]
+
+
+def interval(truths: Sequence[bool], among: Iterable[int], is_false_first: bool = False) -> int | None:
+    """The first of these n whose pattern the truths are."""
+    truths = list(truths)
+    return next((n for n in among if spread(n, len(truths), is_false_first) == truths), None)
+
+
+def layers_of(
+    architecture: Architecture,
+    n_layers: int,
+    *,
+    window: int | None,
+    windowed: Pattern,
+    recurrent: Pattern | None,
+    n_dense: int,
+    sizes: Sequence[Mapping[str, Any]] = (),
+) -> tuple[LayerConfig, ...]:
+    """The layers of a model, by what a file of either format says of them.
+
+    `window` is the size that the file states, None without one, and `windowed` which layers have it;
+    `recurrent` is None if none are; the first `n_dense` have an MLP where others have a mixture. `sizes` are
+    fields of each layer that differ from the model's. What else a file says of layers is read by its
+    architecture (`read_hf`, `read_gguf`).
+    """
+    if window is not None and not architecture.is_causal:
+        window = one_sided(window)
+    has_window = spread(windowed, n_layers, architecture.is_full_first)
+    is_recurrent = [False] * n_layers if recurrent is None else spread(recurrent, n_layers)
+    return tuple(
+        LayerConfig(
+            architecture.has_rope,
+            window if has_window[i] else None,
+            is_recurrent=is_recurrent[i],
+            is_dense=i < n_dense,
+            **(sizes[i] if sizes else {}),
+        )
+        for i in range(n_layers)
+    )
 
 
 def one_sided(window: int) -> int:

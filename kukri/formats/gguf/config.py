@@ -29,7 +29,7 @@ from kukri.formats.facts import (
 )
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.rope_keys import ROPE_KEYS, read_rope, rope_keys
-from kukri.formats.layer_patterns import every_nth_full, is_nth, local_rope, one_sided, with_local_rope
+from kukri.formats.layer_patterns import Pattern, interval, layers_of, local_rope, spread, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.architecture import ExpertKeys
 from kukri.models.keys import Keys
@@ -335,23 +335,20 @@ def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str
         heads = (config.attention(i).n_kv_heads for i in range(config.n_layers))
         counts = [0 if is_recurrent else n for n, is_recurrent in zip(heads, recurrent)]
         return keys | {_KV_HEADS: np.array(counts, np.int32)}
-    for n in range(2, len(recurrent) + 1):
-        if recurrent == [not is_nth(i, n) for i in range(len(recurrent))]:
-            return keys | {_INTERVAL: n}
-    return keys | {_RECURRENT: np.array(recurrent)}
+    n = interval(recurrent, range(2, len(recurrent) + 1))
+    return keys | ({_RECURRENT: np.array(recurrent)} if n is None else {_INTERVAL: n})
 
 
-def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:
+def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern | None:
     """Which layers are recurrent."""
     own = architecture.recurrent
     if own is None:
-        return [False] * n_layers
+        return None
     if not own.gguf_interval:
         return [count == 0 for count in keys.each(_KV_HEADS, n_layers, least=0)]
     if keys.has(_RECURRENT):
         return [bool(entry) for entry in keys.each(_RECURRENT, n_layers, least=0, most=1)]
-    interval = keys.whole(_INTERVAL, own.gguf_interval)
-    return [not is_nth(i, interval) for i in range(n_layers)]
+    return keys.whole(_INTERVAL, own.gguf_interval)
 
 
 def _n_rows(gguf: GGUFFile, name: str) -> int:
@@ -400,31 +397,24 @@ def _embedding_shape(gguf: GGUFFile) -> tuple[int, int]:
 
 
 def _layers(keys: Keys, architecture: Architecture, numbers: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
-    """Which layers rotate, which see a window only, and what of their sizes differs from the model's."""
     n_layers: int = numbers["n_layers"]
-    if not architecture.has_rope:
+    if not architecture.has_rope:  # BERT's kind, whose files say nothing of layers
         return (LayerConfig(use_rope=False),) * n_layers
-    window = keys.whole(_WINDOW, 0, least=0) or None
-    if window is not None and not architecture.is_causal:
-        window = one_sided(window)
-    windowed, recurrent = _windowed(keys, architecture, n_layers), _recurrent(keys, architecture, n_layers)
-    n_kv_heads, d_ffn = (
-        [
+    sizes = {
+        field: [
             None if n in (0, numbers[field]) else n
             for n in by_layer(keys, "gguf", architecture, field, numbers)
         ]
         for field in ("n_kv_heads", "d_ffn")
-    )
-    n_dense = leading_dense(keys, "gguf", architecture, n_layers)
-    return tuple(
-        LayerConfig(
-            window=window if windowed[i] else None,
-            n_kv_heads=n_kv_heads[i],
-            d_ffn=d_ffn[i],
-            is_recurrent=recurrent[i],
-            is_dense=i < n_dense,
-        )
-        for i in range(n_layers)
+    }
+    return layers_of(
+        architecture,
+        n_layers,
+        window=keys.whole(_WINDOW, 0, least=0) or None,
+        windowed=_windowed(keys, architecture, n_layers),
+        recurrent=_recurrent(keys, architecture, n_layers),
+        n_dense=leading_dense(keys, "gguf", architecture, n_layers),
+        sizes=[dict(zip(sizes, own)) for own in zip(*sizes.values())],
     )
 
 
@@ -436,12 +426,12 @@ def _without_rope(keys: Keys, layers: Sequence[LayerConfig]) -> tuple[LayerConfi
     return tuple(replace(layer, use_rope=i not in nope) for i, layer in enumerate(layers))
 
 
-def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:
+def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern:
     """Which layers the window is for: a truth for each, or n, if every n-th layer sees everything."""
     if not keys.has(_PATTERN):
-        return every_nth_full(n_layers, architecture.full_interval, architecture)
+        return architecture.full_interval
     if type(keys.value(_PATTERN)) is int:
-        return every_nth_full(n_layers, keys.whole(_PATTERN, least=0), architecture)
+        return keys.whole(_PATTERN, least=0)
     pattern = keys.items(_PATTERN, int)
     if len(pattern) != n_layers:
         raise keys.error(_PATTERN, f"has {len(pattern)} entries for {n_layers} layers")
@@ -466,9 +456,8 @@ def _pattern_key(windowed: list[bool], architecture: Architecture) -> dict[str, 
 
     A reader that knows no key for an architecture takes its usual layers; where it knows one it takes n.
     """
-    if windowed == every_nth_full(len(windowed), architecture.full_interval, architecture):
+    if windowed == spread(architecture.full_interval, len(windowed), architecture.is_full_first):
         return {}
-    for n in (0, *range(2, len(windowed))) if architecture.full_interval else ():
-        if windowed == every_nth_full(len(windowed), n, architecture):
-            return {_PATTERN: n}
-    return {_PATTERN: np.array(windowed)}
+    known = (0, *range(2, len(windowed))) if architecture.full_interval else ()
+    n = interval(windowed, known, architecture.is_full_first)
+    return {_PATTERN: np.array(windowed) if n is None else n}

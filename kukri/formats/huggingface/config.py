@@ -23,7 +23,7 @@ from kukri.formats.facts import (
     write_recurrent,
 )
 from kukri.formats.huggingface.rope_keys import LAYER_TYPES, local_rope_keys, read_ropes, scaling_keys
-from kukri.formats.layer_patterns import every_nth_full, is_nth, one_sided, with_local_rope
+from kukri.formats.layer_patterns import Pattern, layers_of, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.keys import Keys
 
@@ -421,28 +421,29 @@ def _labels(keys: Keys) -> tuple[str, ...]:
 
 
 def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[LayerConfig, ...]:
-    """Which layers see a window, which are recurrent, and which have an MLP in place of a mixture."""
-    windows, recurrent = _windows(keys, architecture, n_layers), _recurrent(keys, architecture, n_layers)
-    n_dense = leading_dense(keys, "hf", architecture, n_layers)
-    return tuple(
-        LayerConfig(architecture.has_rope, window, is_recurrent=is_recurrent, is_dense=i < n_dense)
-        for i, (window, is_recurrent) in enumerate(zip(windows, recurrent))
+    window = _window(keys, architecture)
+    return layers_of(
+        architecture,
+        n_layers,
+        window=window,
+        windowed=0 if window is None else _windowed(keys, architecture, n_layers),
+        recurrent=_recurrent(keys, architecture, n_layers),
+        n_dense=leading_dense(keys, "hf", architecture, n_layers),
     )
 
 
-def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> list[bool]:
+def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern | None:
     """Which layers are recurrent, by the rules of each configuration class."""
     own = architecture.recurrent
     if own is None:
-        return [False] * n_layers
+        return None
     if keys.value("layer_types") is not None:
         types = keys.first("layer_types", str, n_layers)
         if unknown := set(types) - {"full_attention", "attention", *own.layer_types}:
             known = f"{own.attention_type} and {own.layer_types[0]}"
             raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs {known} here")
         return [kind in own.layer_types for kind in types]
-    interval = keys.whole(_INTERVAL, 4) if _INTERVAL in architecture.reads else 0
-    return [not is_nth(i, interval) for i in range(n_layers)]
+    return keys.whole(_INTERVAL, 4) if _INTERVAL in architecture.reads else 0
 
 
 def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
@@ -454,29 +455,29 @@ def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str
     return write_recurrent(config.recurrent, "hf", architecture, config.d_model) | {"layer_types": types}
 
 
-def _windows(keys: Keys, architecture: Architecture, n_layers: int) -> list[int | None]:
-    """Visible tokens of each layer, None for all."""
+def _window(keys: Keys, architecture: Architecture) -> int | None:
+    """The size of windows, None if no layer has one."""
     reads = architecture.reads
     if "sliding_window" not in reads or keys.value("sliding_window") is None:
-        return [None] * n_layers
+        return None
     if "use_sliding_window" in reads and not keys.flag("use_sliding_window"):
-        return [None] * n_layers
-    window = keys.whole("sliding_window")
-    if not architecture.is_causal:
-        window = one_sided(window)
+        return None
+    return keys.whole("sliding_window")
+
+
+def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern:
+    """Which layers have the window, by the rules of each configuration class."""
+    reads = architecture.reads
     if "layer_types" in reads and keys.value("layer_types") is not None:
         types = keys.first("layer_types", str, n_layers)
         if unknown := set(types) - set(LAYER_TYPES):
             raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs full and sliding")
-        return [window if kind == "sliding_attention" else None for kind in types]
+        return [kind == "sliding_attention" for kind in types]
     if "max_window_layers" in reads:
         first = keys.whole("max_window_layers", least=0)
-        return [window if layer >= first else None for layer in range(n_layers)]
-    interval = architecture.full_interval
-    if "sliding_window_pattern" in reads:
-        interval = keys.whole("sliding_window_pattern", interval)
-    windowed = every_nth_full(n_layers, interval, architecture)
-    return [window if has_window else None for has_window in windowed]
+        return [layer >= first for layer in range(n_layers)]
+    stated, usual = "sliding_window_pattern" in reads, architecture.full_interval
+    return keys.whole("sliding_window_pattern", usual) if stated else usual
 
 
 def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[str, Any]:
