@@ -23,7 +23,7 @@ class Client:
     """
 
     name: str
-    package: str  # of npm, or of PyPI if it has "==" in it
+    package: str  # on npm, or on PyPI if it has "==" in it
     program: str
     command: tuple[str, ...]
     set_up: Callable[[Path, str], dict[str, str]]

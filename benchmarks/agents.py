@@ -105,9 +105,9 @@ class Outcome:
     session: int
     n_requests: int
     refused: dict[str, int]  # path -> status, of those that got no 2xx
-    n_results: int  # of tools, in the longest conversation that the model was sent
+    n_results: int  # results of tools, in the longest conversation that the model was sent
     is_done: bool
-    first_token_s: float | None  # of the first request with tools
+    first_token_s: float | None  # in the first request with tools
     seconds: float
     is_timeout: bool
 

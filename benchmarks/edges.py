@@ -23,7 +23,7 @@ from kukri.interp.gradients import logit_difference
 _NAMES = ("Mary", "John", "Tom", "James", "Anna", "Paul", "Sarah", "David", "Kate", "Mark")
 _PLACES = ("store", "park", "school", "office", "garden")
 _THINGS = ("drink", "book", "ring", "ball")
-_STEPS = 5  # of EAP-IG
+_STEPS = 5  # steps of EAP-IG
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EdgesReport:
     eap_s: float
     eap_ig_s: float
     atp_star_s: float
-    patch_s: float  # of one edge
+    patch_s: float  # seconds for one edge
 
 
 def ioi_prompts(llm: LLM, n: int) -> tuple[list[list[int]], list[list[int]], list[int], list[int]]:

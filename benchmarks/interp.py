@@ -245,7 +245,7 @@ def measure_crowd(path: Path, n_threads: int, rounds: int, say: Say) -> CrowdRep
 
 
 def measure_features(path: Path, n_threads: int, rounds: int, say: Say) -> FeaturesReport:
-    """Measures streams of which some are read, and as many without, by turns."""
+    """Measures streams of which some are read, and as many without, in turns."""
     rng = np.random.default_rng(1)
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -105,7 +105,7 @@ PROSE = (
     Task("a novel", "The rain had stopped in the night, and when Anna opened the window", False, _N_PROSE),
 )
 _TEMPERATURES = (0.0, 0.7)
-_RIGHT = (1.0, 0.8, 0.0)  # of a prediction
+_RIGHT = (1.0, 0.8, 0.0)  # shares of a prediction
 
 
 @dataclass(frozen=True)

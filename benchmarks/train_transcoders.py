@@ -25,7 +25,7 @@ _CONTEXT = 128
 _LAYERS_AT_ONCE = 5  # whose activations are in memory
 _TEXTS_AT_ONCE = 16
 _BATCH = 1024  # tokens
-_HELD_OUT = 0.1  # of the tokens
+_HELD_OUT = 0.1  # share of the tokens
 _OUTLIER = 10.0  # medians of the outputs' norm, above which a token is left out
 _OPENERS = (
     "The history of", "In biology,", "Once upon a time", "def ", "The president of", "A recent study",

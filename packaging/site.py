@@ -17,7 +17,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "reporting.md",
 }
-MODULES = {  # beside the names of `kukri` itself
+MODULES = {  # next to the names of `kukri` itself
     "Errors": ["kukri.errors"],
     "Interpretability": [
         f"kukri.interp.{name}"

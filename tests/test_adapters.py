@@ -369,7 +369,7 @@ def test_vectors_and_ranks_with_an_adapter(llm: LLM) -> None:
 
 
 def test_a_cross_encoder_with_an_adapter(tmp_path: Path) -> None:
-    """Names of an encoder's matrices behind PEFT's prefix, and scores of the model alone."""
+    """Names of an encoder's matrices after PEFT's prefix, and scores of the model alone."""
     from tests.models.tiny_encoders import save
 
     hf = save(tmp_path / "model", "bert", "ForSequenceClassification", num_labels=1)

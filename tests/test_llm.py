@@ -376,7 +376,7 @@ def test_closing_a_stream_frees_its_pages(fresh: LLM) -> None:
 
 
 def test_streams_may_interleave(fresh: LLM) -> None:
-    """Tokens of one stream told to the other, or a stream that waits forever behind another."""
+    """Tokens of one stream told to the other, or a stream that waits forever for another."""
     want = [fresh.generate(prompt, GREEDY).text for prompt in ("one", "two")]
     streams = [fresh.stream(prompt, GREEDY) for prompt in ("one", "two")]
     texts = ["", ""]

@@ -191,6 +191,12 @@ _PARTS = {
 }
 _BIASES = {"use_conv_bias": ("conv1d",), "use_bias": ("in_proj", "out_proj")}
 
+_MIXTURE = {
+    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"),
+    *("moe_shared_expert_intermediate_size", "routed_scaling_factor", "norm_topk_prob"),
+    *("n_shared_experts", "moe_latent_size"),
+}
+
 NEMOTRON_H = Architecture(
     "nemotron_h",
     NemotronH,
@@ -214,9 +220,7 @@ NEMOTRON_H = Architecture(
         *("time_step_max", "time_step_limit", "time_step_floor", "residual_in_fp32", "mamba_proj_bias"),
         *("rescale_prenorm_residual", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
         *("num_nextn_predict_layers", "moe_shared_expert_overlap", "output_router_logits"),
-        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-        *("moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor", "n_group"),
-        *("topk_group", "norm_topk_prob"),
+        *_MIXTURE,
     },
     fixed={"time_step_min": _LEAST_STEP, "mamba_hidden_act": "silu"},
     defaults={
@@ -243,11 +247,6 @@ NEMOTRON_H = Architecture(
     read_gguf=_read_gguf,
     write_gguf=_write_gguf,
 )  # fmt: skip
-_MIXTURE = {
-    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"),
-    *("moe_shared_expert_intermediate_size", "routed_scaling_factor", "norm_topk_prob"),
-    *("n_shared_experts", "moe_latent_size"),
-}
 
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,

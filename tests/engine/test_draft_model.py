@@ -93,7 +93,7 @@ def make(
 def test_a_draft_model_changes_no_token(
     n_wrong: int, max_requests: int, max_step_tokens: int, n_pages: int, n_in_flight: int, events: list
 ) -> None:
-    """Its cache out of step with the text, its pages lost, a rejected draft kept: under
+    """A cache out of step with the text, pages that are lost, a rejected draft kept: under
     arrivals, aborts, preemption, other kinds of drafts next to it."""
     engine = make(n_wrong, 96, n_pages, max_requests=max_requests, max_step_tokens=max_step_tokens)
     live: list[tuple[Request, list[int]]] = []

@@ -42,7 +42,7 @@ def steps_until(engine: Engine, request: Request) -> int:
 
 @pytest.mark.parametrize("client", ["a", "b"])
 def test_a_short_prompt_begins_at_once_beside_long_ones(client: str) -> None:
-    """A chat that waits for another's whole document, whether in the queue or behind it in each step."""
+    """A chat that waits for another's whole document, whether in the queue or in each step."""
     engine = make()
     long = [arrive(engine, 900, seed, client="a") for seed in range(3)]
     for _ in range(3):

@@ -30,7 +30,7 @@ def arrays_of(batch: ForwardBatch) -> dict[str, np.ndarray]:
     return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
-def test_a_batch_moved_on_is_the_batch_made_anew() -> None:
+def test_a_batch_moved_on_is_the_batch_made_again() -> None:
     """A position, slot, length or page that stays where it was, within a page and from page to page."""
     limits = StepLimits(max_tokens=8, max_sequences=4, max_logit_rows=4, max_pages=6)
     requests = [
@@ -42,9 +42,9 @@ def test_a_batch_moved_on_is_the_batch_made_anew() -> None:
     chunks = [Chunk(request, start, 1, 1) for request, start in zip(requests, (3, 14, 31), strict=True)]
     moved = BatchBuilder(StepInputs.zeros(limits), PAGE)
     for _ in range(40):
-        anew = BatchBuilder(StepInputs.zeros(limits), PAGE).build(chunks)
+        again = BatchBuilder(StepInputs.zeros(limits), PAGE).build(chunks)
         got = moved.build(chunks)
-        for name, array in arrays_of(anew).items():
+        for name, array in arrays_of(again).items():
             np.testing.assert_array_equal(arrays_of(got)[name], array, name)
         for chunk in chunks:
             chunk.start += 1

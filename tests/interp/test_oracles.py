@@ -34,7 +34,7 @@ def llm() -> Any:
 
 
 def activations(llm: LLM, text: str, n: int = 1) -> np.ndarray:
-    """Of the last n tokens, after block 8: [n, D]."""
+    """The stream at the last n tokens, after block 8: [n, D]."""
     _, cache = llm.run_with_cache(text, names="blocks.8.hook_resid_post")
     return cache["resid_post", 8][0, -n:]
 

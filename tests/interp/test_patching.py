@@ -30,7 +30,7 @@ SWEEPS = [
 
 
 def metric(logits):
-    """Of the last position, and of every text."""
+    """A number that depends on the last position of every text."""
     return logits[0, -1, 7] - logits[1, -1, 9]
 
 

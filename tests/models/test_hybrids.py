@@ -286,7 +286,7 @@ def test_states_of_odd_widths_run_on_the_reference(tmp_path: Path, caplog: pytes
 
 
 def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:
-    """A draft model whose state stays behind what was rejected."""
+    """A draft model whose state keeps what was rejected."""
     with pytest.raises(KukriError, match="recurrent layers cannot be the draft model") as caught:
         LLM(saved[0], draft_model=saved[0])
     assert "\n" not in str(caught.value)

@@ -204,7 +204,7 @@ def _granite_hybrid(n_experts: int, position: str) -> Tiny:
     )  # fmt: skip
 
 
-_MSCALE = 0.1 * 0.707 * np.log(8.0) + 1  # of YaRN's factor and DeepSeek's mscale
+_MSCALE = 0.1 * 0.707 * np.log(8.0) + 1  # YaRN's factor and DeepSeek's mscale make it
 _LATENT_KEYS = {
     **{"attention.key_length": 48, "attention.value_length": 32, "attention.key_length_mla": 48},
     **{"attention.value_length_mla": 16, "attention.kv_lora_rank": 32},
@@ -571,7 +571,7 @@ def make(
         for key, buffer in hf.named_buffers():
             if key.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(1))
-            elif key.endswith("bias"):  # of routers
+            elif key.endswith("bias"):  # routers' biases
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     sizes = {"d_head": D_HEAD, "d_ffn": F, **tiny.facts}
     config = ModelConfig(
@@ -648,7 +648,7 @@ def _turned_tail(key: str, array: np.ndarray, latent: LatentConfig, turn: Any) -
 
 
 def _gates(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of rows of queries and gates, head by head, both [heads, D_HEAD, D]."""
+    """Rows of queries and gates, head by head, both [heads, D_HEAD, D]."""
     heads = rows.reshape(HEADS, 2, D_HEAD, -1)
     return heads[:, 0], heads[:, 1]
 
@@ -684,7 +684,7 @@ def _canonical(key: str, architecture: str, layers: Sequence[LayerConfig]) -> st
         key = key.replace("gpt_neox.", "model.").replace("lm_head", "embed_out")
     key = key.replace("feed_forward.experts.", "mlp.experts.")  # which are one tensor in transformers
     key = key.replace(".gate.moe_statics.", ".moe_statics.")  # as files have it
-    if architecture.startswith("nemotron_h"):  # of which several modules have one name
+    if architecture.startswith("nemotron_h"):  # several of its modules have one name
         return _of_nemotron_h(key, layers)
     for stored, modules in ARCHITECTURES[architecture].joined.items():
         if len(modules) == 1:

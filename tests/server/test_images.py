@@ -175,7 +175,7 @@ def test_anthropic_s_client_sends_images(served, llm):
 
 
 def test_ollama_s_client_sends_images(served, llm):
-    """Catches images that are beside the text, as Ollama has them, in another place than before it."""
+    """Catches images that come next to the text, as Ollama has them, in another place than before it."""
     client = ollama.Client(served.url)
     want = llm.chat([user(shown(RED, TALL, "Well?"))], **LIKELIEST)
     options = {"temperature": 0, "num_predict": N}

@@ -247,7 +247,7 @@ def test_tokens_there_and_back(served, offline):
 
 
 def test_a_seed_repeats_an_answer(served):
-    """Catches a seed or temperature that stays behind."""
+    """Catches a seed or temperature that the next request inherits."""
     create = served.client.completions.create
     options = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
     texts = [create(seed=seed, **options).choices[0].text for seed in (1, 1, 2)]

@@ -181,7 +181,7 @@ def test_a_model_that_never_fits_is_refused_in_one_line(files):
         assert states(served)["red"] == "loaded"
 
 
-def test_a_changed_file_is_loaded_anew(files, answers, tmp_path):
+def test_a_changed_file_is_loaded_again(files, answers, tmp_path):
     """Catches a server that must be restarted for a new version of a model."""
     path = tmp_path / "model.gguf"
     shutil.copy(files["red"], path)

@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[OpenAI]:
-    """It raises APIResponseValidationError, of whole answers and of each event of a stream."""
+    """A client that raises APIResponseValidationError, for whole answers and of each event of a stream."""
     with OpenAI(
         base_url=f"{server.url}/v1",
         api_key="none",

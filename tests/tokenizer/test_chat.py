@@ -371,7 +371,7 @@ def test_variables_that_json_cannot_hold_are_refused():
 
 
 def test_a_processs_end_is_its_templates():
-    """Catches processes that stay behind."""
+    """Catches processes that outlive their work."""
     template = ChatTemplate("x")
     template.render(USER)
     process = template._process._process

@@ -83,7 +83,7 @@ def gemma_model() -> sentencepiece.SentencePieceProcessor:
 
 
 def gemma_json(trained: sentencepiece.SentencePieceProcessor) -> HFTokenizer:
-    """That model as Gemma's tokenizer.json has it: byte fallback, ▁ for spaces, BOS in front."""
+    """The same model as Gemma's tokenizer.json has it: byte fallback, ▁ for spaces, BOS in front."""
     pieces = {trained.id_to_piece(i): i for i in range(trained.get_piece_size())}
     scores = {piece: trained.get_score(i) for piece, i in pieces.items()}
     special = [piece for piece, i in pieces.items() if trained.is_control(i) or trained.is_unknown(i)]

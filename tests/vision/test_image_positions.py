@@ -111,8 +111,8 @@ def test_bits_do_not_depend_on_chunks_or_company(
         assert company[0].output_ids == alone
 
 
-def test_later_turns_are_as_if_computed_anew(saved: tuple[str, Path, Any], llm: LLM) -> None:
-    """Catches positions that begin anew after a cached prefix, and drafts at others than their tokens."""
+def test_later_turns_are_as_if_computed_afresh(saved: tuple[str, Path, Any], llm: LLM) -> None:
+    """Catches positions that begin again after a cached prefix, and drafts at others than their tokens."""
     name, directory, _ = saved
     turn = prompt(name, TEXT, image(name, 1, 4), " first question abcabcabcabc")
     request = ask(llm.engine, turn)
@@ -125,8 +125,8 @@ def test_later_turns_are_as_if_computed_anew(saved: tuple[str, Path, Any], llm: 
     drafted = ask(llm.engine, second, 24, speculation="ngram", prediction=tuple(again.output_ids))
     finish(llm.engine, drafted)
     assert drafted.n_accepted > 0
-    with LLM(directory, max_requests=1, prefix_cache=False) as anew:
-        want = our_tokens(anew.engine, second, 24, speculation="off")
+    with LLM(directory, max_requests=1, prefix_cache=False) as alone:
+        want = our_tokens(alone.engine, second, 24, speculation="off")
     assert again.output_ids == drafted.output_ids == want
 
 

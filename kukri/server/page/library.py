@@ -9,7 +9,7 @@ from pathlib import Path
 from kukri.errors import KukriError
 from kukri.formats import hub
 from kukri.formats.headers import read_headers
-from kukri.formats.known_models import KNOWN_MODELS, KnownModel, machine_gb
+from kukri.formats.known_models import KNOWN_MODELS, machine_gb
 from kukri.host.os_calls import memory_bytes
 from kukri.server.models.entry import ModelEntry
 
@@ -62,10 +62,6 @@ def models_to_download(entries: Iterable[ModelEntry]) -> list[Shelved]:
         if here.isdisjoint((one.name, one.repo))
     ]
     return [*packaged, *sorted(known, key=lambda model: model.needs_gb)]
-
-
-def _parameters(model: KnownModel) -> str:
-    return f"{model.n_billion:g}B parameters"
 
 
 def _shelved(name: str, good_for: str, n_bytes: float, where: str, *facts: str) -> Shelved:

@@ -352,9 +352,8 @@ class Recorder:
         if spec.group <= MAX_TILE_ROWS:
             yield q, y, spec
             return
-        n_tiles = -(
-            -spec.n_heads // MAX_TILE_ROWS
-        )  # all of about one size: small tiles keep more sums in registers
+        # all of about one size: small tiles keep more sums in registers
+        n_tiles = -(-spec.n_heads // MAX_TILE_ROWS)
         counts = [(spec.n_heads + i) // n_tiles for i in range(n_tiles)]
         widths = [n * spec.d_head for n in counts]
         first = 0
