@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -192,7 +192,7 @@ class TextEncoder:
         sequence without tokens and for ids outside the vocabulary, ContextLengthError for one that is too
         long.
         """
-        self._check(texts)
+        self.check(texts)
         pooling = pooling or self.config.pooling
         made: list[Request] = []
         for ids in texts:
@@ -217,6 +217,13 @@ class TextEncoder:
             )
         return made
 
+    def token_requests(
+        self, engine: RequestMaker, texts: Sequence[Sequence[int]], **options: Any
+    ) -> list[Request]:
+        """The requests whose `rows` are the states [T, D] of the tokens of texts; else as `requests`."""
+        self.check(texts)
+        return [engine.make_output_request(ids, "hidden", **options) for ids in texts]
+
     def pair_requests(
         self,
         engine: RequestMaker,
@@ -227,7 +234,7 @@ class TextEncoder:
         adapter: str | None = None,
     ) -> list[Request]:
         """The requests whose `rows` are the outputs [1, labels or V] for pairs of texts; not queued."""
-        self._check(pairs)
+        self.check(pairs)
         return [
             engine.make_output_request(
                 ids,
@@ -263,6 +270,12 @@ class TextEncoder:
         return (
             normalized(vectors) if (self.config.normalizes if normalize is None else normalize) else vectors
         )
+
+    def token_vectors(self, states: FloatArray, *, normalize: bool = True) -> FloatArray:
+        """The vectors float32 [T, width] of tokens' states [T, D]: dense layers applied, and normalized."""
+        for layer in self._dense:
+            states = layer(states)
+        return normalized(states) if normalize else states
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raises RequestError for a number of dimensions that vectors cannot be cut to."""
@@ -338,7 +351,10 @@ class TextEncoder:
                 len(found.truncated), len(found.ids), self.max_tokens,
             )  # fmt: skip
 
-    def _check(self, texts: Sequence[Sequence[int]]) -> None:
+    def check(self, texts: Sequence[Sequence[int]]) -> None:
+        """Raises RequestError for a text without tokens or with ids outside the vocabulary, and
+        ContextLengthError for one that is too long.
+        """
         n_vocab = self.model.config.n_vocab
         for ids in texts:
             if not ids:

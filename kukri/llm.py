@@ -271,27 +271,23 @@ class LLM:
         """
         from kukri import tasks
 
-        return tasks.answer(
-            self.model,
-            self._outputs,
-            self.tokenizer,
-            question,
-            context,
-            top_k=top_k,
-            max_answer_tokens=max_answer_tokens,
-        )
+        passage = tasks.read_question(self.config, self.tokenizer, question, context)
+        outputs = self._outputs(passage.ids)
+        return tasks.answers(passage, outputs, top_k=top_k, max_answer_tokens=max_answer_tokens)
 
     def classify(self, text: str) -> list[Label]:
         """Scores a text's labels, best first; for `...ForSequenceClassification`, else UnsupportedError."""
         from kukri import tasks
 
-        return tasks.classify(self.model, self._outputs, self.tokenizer, text)
+        ids = tasks.read_text(self.config, self.tokenizer, text)
+        return tasks.labels(self.config.head, self._outputs(ids)[tasks.classified_row(self.config, ids)])
 
     def classify_tokens(self, text: str) -> list[TokenLabel]:
         """Labels each token of a text; for `...ForTokenClassification`, else UnsupportedError."""
         from kukri import tasks
 
-        return tasks.classify_tokens(self.model, self._outputs, self.tokenizer, text)
+        passage = tasks.read_tokens(self.config, self.tokenizer, text)
+        return tasks.token_labels(self.config.head, passage, self._outputs(passage.ids))
 
     def embed(
         self,

@@ -1,24 +1,22 @@
 """Tasks other than generation: extractive question answering and classification.
 
 Scores are computed as transformers' pipelines compute them. Offsets count characters of the caller's text.
-The model's outputs come from requests to the engine (`Request.output`).
+A text is read to token ids, whose outputs come from a request to the engine (`Request.output`); then they are
+made into answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import HeadConfig
+from kukri.config import HeadConfig, ModelConfig
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.kernels.arrays import FloatArray
-from kukri.models import Model
 from kukri.tokenizer import Tokenizer
-
-Outputs = Callable[[list[int]], FloatArray]  # token ids -> the outputs of the model's head [T, width]
 
 
 @dataclass(frozen=True)
@@ -50,31 +48,38 @@ class TokenLabel:
     stop: int
 
 
-def answer(
-    model: Model,
-    outputs: Outputs,
-    tokenizer: Tokenizer,
-    question: str,
-    context: str,
-    *,
-    top_k: int,
-    max_answer_tokens: int,
-) -> list[Span]:
-    """The `top_k` most probable spans of the context, the best first.
+@dataclass(frozen=True)
+class Passage:
+    """A text as token ids, and for each the characters of `text` that it has: None for others' tokens."""
+
+    text: str
+    ids: list[int]
+    spans: list[tuple[int, int] | None]
+
+
+def read_question(config: ModelConfig, tokenizer: Tokenizer, question: str, context: str) -> Passage:
+    """The context after the question. Raises UnsupportedError for a model without a head for answers,
+    RequestError for an empty context, ContextLengthError for one that is too long.
+    """
+    _require(config, "question_answering")
+    passage = Passage(context, *tokenizer.encode_spans(context, before=question))
+    if not any(passage.spans):
+        raise RequestError("the context is empty: there is nothing to answer with", param="context")
+    _check_length(config, passage.ids)
+    return passage
+
+
+def answers(passage: Passage, outputs: FloatArray, *, top_k: int, max_answer_tokens: int) -> list[Span]:
+    """The `top_k` most probable spans of the context by the head's outputs [T, 2], the best first.
 
     A span's score is the probability of its first token as a start times that of its last as an end.
     """
-    _require(model, "question_answering")
     for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens)):
         if value < 1:
             raise RequestError(f"{name} must be at least 1, not {value}", param=name)
-    ids, spans = tokenizer.encode_spans(context, before=question)
-    inside = np.array([i for i, span in enumerate(spans) if span is not None], np.int64)
-    if not len(inside):
-        raise RequestError("the context is empty: there is nothing to answer with", param="context")
-    _check_length(model, ids)
-    logits = outputs(ids)[inside]
-    starts, ends = _probabilities(logits[:, 0]), _probabilities(logits[:, 1])
+    inside = [i for i, span in enumerate(passage.spans) if span is not None]
+    logits = outputs[inside]
+    starts, ends = probabilities(logits[:, 0]), probabilities(logits[:, 1])
     n_tokens, n_longest = len(inside), min(max_answer_tokens, len(inside))
     scores = np.zeros((n_tokens, n_longest))  # [first token, tokens after it]
     for n_more in range(n_longest):
@@ -84,43 +89,63 @@ def answer(
         first, n_more = divmod(int(index), n_longest)
         if len(found) == min(top_k, scores.size) or first + n_more >= n_tokens:
             break
-        begin, end = spans[inside[first]], spans[inside[first + n_more]]
+        begin, end = passage.spans[inside[first]], passage.spans[inside[first + n_more]]
         assert begin is not None, "the tokens inside have spans"
         assert end is not None, "the tokens inside have spans"
-        start, stop = _without_spaces(context, begin[0], end[1])
-        found.append(Span(context[start:stop], float(scores[first, n_more]), start, stop))
+        start, stop = _without_spaces(passage.text, begin[0], end[1])
+        found.append(Span(passage.text[start:stop], float(scores[first, n_more]), start, stop))
     return found
 
 
-def classify(model: Model, outputs: Outputs, tokenizer: Tokenizer, text: str) -> list[Label]:
-    """Every label with its score, the best first."""
-    head = _require(model, "sequence_classification")
+def read_text(config: ModelConfig, tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text to classify. Raises as `read_question` does."""
+    _require(config, "sequence_classification")
     ids = tokenizer.encode(text, add_special=True)
-    _check_length(model, ids)
-    # an encoder's first token stands for the text, the last one in a model that sees only earlier tokens
-    logits = outputs(ids)[last_token(ids, head.pad_id) if model.config.is_causal else 0]
+    _check_length(config, ids)
+    return ids
+
+
+def classified_row(config: ModelConfig, ids: Sequence[int]) -> int:
+    """The token whose outputs are those of the text: an encoder's first, of other models the last."""
+    return last_token(ids, config.head.pad_id) % len(ids) if config.is_causal else 0
+
+
+def label_scores(head: HeadConfig, outputs: FloatArray) -> npt.NDArray[np.float64]:
+    """The score of each label, in the order of the head's, by its outputs [labels] for a text."""
     if head.problem_type == "regression":
-        scores: npt.NDArray[np.float64] = logits.astype(np.float64)
-    elif head.problem_type == "multi_label_classification" or len(logits) == 1:
-        scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    else:
-        scores = _probabilities(logits)
-    best_first = np.argsort(-scores, kind="stable")
-    return [Label(head.labels[i], float(scores[i])) for i in best_first]
+        return outputs.astype(np.float64)
+    if head.problem_type == "multi_label_classification" or len(outputs) == 1:
+        scores: npt.NDArray[np.float64] = 1 / (1 + np.exp(-outputs.astype(np.float64)))
+        return scores
+    return probabilities(outputs)
 
 
-def classify_tokens(model: Model, outputs: Outputs, tokenizer: Tokenizer, text: str) -> list[TokenLabel]:
-    """A label for each token of the text; tokens that the model wants around it are left out."""
-    head = _require(model, "token_classification")
-    ids, spans = tokenizer.encode_spans(text)
-    labels: list[TokenLabel] = []
-    _check_length(model, ids)
-    for logits, span in zip(outputs(ids), spans, strict=True):
+def labels(head: HeadConfig, outputs: FloatArray) -> list[Label]:
+    """Every label with its score, the best first."""
+    scores = label_scores(head, outputs)
+    return [Label(head.labels[i], float(scores[i])) for i in np.argsort(-scores, kind="stable")]
+
+
+def read_tokens(config: ModelConfig, tokenizer: Tokenizer, text: str) -> Passage:
+    """A text whose tokens are to be classified. Raises as `read_question` does."""
+    _require(config, "token_classification")
+    passage = Passage(text, *tokenizer.encode_spans(text))
+    _check_length(config, passage.ids)
+    return passage
+
+
+def token_labels(head: HeadConfig, passage: Passage, outputs: FloatArray) -> list[TokenLabel]:
+    """A label for each token of the text by the head's outputs [T, labels]; tokens that the model wants
+    around it are left out.
+    """
+    found: list[TokenLabel] = []
+    for logits, span in zip(outputs, passage.spans, strict=True):
         if span is not None:
-            scores = _probabilities(logits)
-            best, (start, stop) = int(scores.argmax()), _without_spaces(text, *span)
-            labels.append(TokenLabel(text[start:stop], head.labels[best], float(scores[best]), start, stop))
-    return labels
+            scores = probabilities(logits)
+            best, (start, stop) = int(scores.argmax()), _without_spaces(passage.text, *span)
+            label = head.labels[best]
+            found.append(TokenLabel(passage.text[start:stop], label, float(scores[best]), start, stop))
+    return found
 
 
 def last_token(ids: Sequence[int], pad_id: int | None) -> int:
@@ -128,8 +153,8 @@ def last_token(ids: Sequence[int], pad_id: int | None) -> int:
     return max((i for i, token in enumerate(ids) if token != pad_id), default=0 if pad_id is not None else -1)
 
 
-def _require(model: Model, kind: str) -> HeadConfig:
-    head = model.config.head
+def _require(config: ModelConfig, kind: str) -> HeadConfig:
+    head = config.head
     if head.kind != kind:
         raise UnsupportedError(
             f"this checkpoint has a head for {_words(head.kind)}; this needs one for {_words(kind)}"
@@ -141,18 +166,18 @@ def _words(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def _check_length(model: Model, ids: Sequence[int]) -> None:
+def _check_length(config: ModelConfig, ids: Sequence[int]) -> None:
     """Raises RequestError for a sequence without tokens, ContextLengthError for one that is too long."""
     if not ids:
         raise RequestError("a text is empty, and the model adds no token of its own", param="texts")
-    if len(ids) > model.config.max_context:
-        raise ContextLengthError(len(ids), model.config.max_context)
+    if len(ids) > config.max_context:
+        raise ContextLengthError(len(ids), config.max_context)
 
 
-def _probabilities(logits: FloatArray) -> npt.NDArray[np.float64]:
-    """Softmax."""
-    weights: npt.NDArray[np.float64] = np.exp(logits.astype(np.float64) - logits.max())
-    weights /= weights.sum()
+def probabilities(logits: FloatArray) -> npt.NDArray[np.float64]:
+    """The softmax of each row [..., n]."""
+    weights: npt.NDArray[np.float64] = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
     return weights
 
 

@@ -57,8 +57,8 @@ class DenseLayer:
     activation: str  # identity or tanh
 
     def __call__(self, x: FloatArray) -> FloatArray:
-        """x [in] -> [out]."""
-        y: FloatArray = self.weight @ x
+        """x [..., in] -> [..., out]."""
+        y: FloatArray = x @ self.weight.T
         if self.bias is not None:
             y = y + self.bias
         return np.tanh(y) if self.activation == "tanh" else y

@@ -51,7 +51,7 @@ _One = Annotated[
     | Annotated[Content, Tag("list")],
     Discriminator(lambda value: "list[int]" if isinstance(value, list) else _kind_of(value)),
 ]
-_Input = Annotated[
+Input = Annotated[
     Annotated[str, Tag("str")]
     | Annotated[Mixed, Tag("list[int]")]
     | Annotated[MarkedText, Tag("union")]
@@ -65,8 +65,8 @@ class EmbeddingBody(Body):
     """A request to /v1/embeddings, and to llama.cpp's /embedding."""
 
     model: str | None = None
-    input: _Input | None = None
-    content: _Input | None = None  # as llama.cpp has it, whose form the answer has then
+    input: Input | None = None
+    content: Input | None = None  # as llama.cpp has it, whose form the answer has then
     embd_normalize: Annotated[int, Field(ge=-1, le=2)] | None = (
         None  # llama.cpp's: -1 for none, 2 for length 1
     )
@@ -98,9 +98,10 @@ async def embed(
 ) -> Response:
     """The response to an embedding request. A client that leaves ends the work."""
     try:
-        texts = await _encoded(served, body)
+        given: Any = body.content if body.input is None else body.input
+        texts = await encoded(served, given, body.prompt_name, truncate=bool(body.truncate))
     except RequestError as error:
-        raise _named(error) from None
+        raise named(error) from None
     empty = next((i for i, ids in enumerate(texts.ids) if not ids), None)
     if empty is not None:
         which = f"input[{empty}]" if len(texts.ids) > 1 else "input"
@@ -130,10 +131,10 @@ async def vectors_of(
     try:
         return await while_connected(http, _vectors(served, body, texts, http))
     except RequestError as error:
-        raise _named(error) from None
+        raise named(error) from None
 
 
-def _named(error: RequestError) -> RequestError:
+def named(error: RequestError) -> RequestError:
     """The error under the names of a body's fields."""
     if isinstance(error, ContextLengthError):
         error.param = "input"
@@ -173,11 +174,12 @@ async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope:
     return rows
 
 
-async def _encoded(served: ServedModel, body: EmbeddingBody) -> Encoded:
-    """The token ids of each text."""
-    given: Any = body.content if body.input is None else body.input
+async def encoded(
+    served: ServedModel, given: Any, prompt_name: str | None = None, *, truncate: bool = False
+) -> Encoded:
+    """The token ids of each text of an `Input`, as `TextEncoder.encode` makes them."""
     many = given if isinstance(given, list) and _kind_of(given) == "list[str]" else [given]
-    return await asyncio.to_thread(_ids, served, body, [_plain(one) for one in many])
+    return await asyncio.to_thread(_ids, served, [_plain(one) for one in many], prompt_name, truncate)
 
 
 def _plain(one: Any) -> str | list[int | str]:
@@ -190,10 +192,12 @@ def _plain(one: Any) -> str | list[int | str]:
     return found
 
 
-def _ids(served: ServedModel, body: EmbeddingBody, many: list[str | list[int | str]]) -> Encoded:
+def _ids(
+    served: ServedModel, many: list[str | list[int | str]], prompt_name: str | None, truncate: bool
+) -> Encoded:
     encoder = served.llm.text_encoder
     texts = [one for one in many if isinstance(one, str)]
-    found = encoder.encode(texts, prompt_name=body.prompt_name, truncate=bool(body.truncate))
+    found = encoder.encode(texts, prompt_name=prompt_name, truncate=truncate)
     if len(texts) == len(many):
         return found
     places = [i for i, one in enumerate(many) if isinstance(one, str)]
@@ -210,19 +214,25 @@ async def _vectors(
     served: ServedModel, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
 ) -> FloatArray:
     """The vectors [n, width] of all texts."""
-    llm, client = served.llm, http.scope["kukri.client"]
-    requests = llm.text_encoder.requests(
-        llm.engine,
-        texts,
-        body.pooling,
-        priority=client.priority(None),
-        client=client.queue(body.user),
-        prefix_scope=client.prefix_scope,
-        adapter=served.adapter_of(body.model, body.adapter),
-    )
+    llm = served.llm
+    options = request_options(served, http, body.model, body.user, body.adapter)
+    requests = llm.text_encoder.requests(llm.engine, texts, body.pooling, **options)
     rows = await rows_of(served, requests, http.scope)
     normalize = body.normalize if body.embd_normalize is None else body.embd_normalize == 2
     return llm.text_encoder.vectors(rows, normalize, body.dimensions)
+
+
+def request_options(
+    served: ServedModel, http: Request, model: str | None, user: str | None, adapter: str | None = None
+) -> dict[str, Any]:
+    """Whose a request is, its priority and its adapter, for `Engine.make_output_request`."""
+    client = http.scope["kukri.client"]
+    return {
+        "priority": client.priority(None),
+        "client": client.queue(user),
+        "prefix_scope": client.prefix_scope,
+        "adapter": served.adapter_of(model, adapter),
+    }
 
 
 def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:

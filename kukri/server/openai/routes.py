@@ -18,6 +18,7 @@ from kukri.server.openai.completions import complete
 from kukri.server.openai.decide import DecideBody, decide
 from kukri.server.openai.embeddings import EmbeddingBody, embed
 from kukri.server.openai.lists import listed
+from kukri.server.openai.pooling import AnswersBody, ClassifyBody, PoolingBody, answer, classify, pool
 from kukri.server.openai.rerank import RerankBody, ScoreBody, rerank, score
 from kukri.server.openai.response_store import ResponseStore
 from kukri.server.openai.responses import items_of, parse_response, respond
@@ -116,6 +117,24 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         """Scores pairs of texts."""
         served = await registry.served(body.model, request.scope)
         return await score(served, body, request)
+
+    @app.post("/classify", response_class=JSONResponse)
+    async def classified(body: ClassifyBody, request: Request) -> Response:
+        """The probability of each label for each text."""
+        served = await registry.served(body.model, request.scope)
+        return await classify(served, body, request)
+
+    @app.post("/pooling", response_class=JSONResponse)
+    async def pooled(body: PoolingBody, request: Request) -> Response:
+        """Vectors, or outputs of a head, of texts or of their tokens."""
+        served = await registry.served(body.model, request.scope)
+        return await pool(served, body, request)
+
+    @app.post("/v1/answers", response_class=JSONResponse)
+    async def answers(body: AnswersBody, request: Request) -> Response:
+        """The spans of a context that most probably answer a question."""
+        served = await registry.served(body.model, request.scope)
+        return await answer(served, body, request)
 
     @app.post("/v1/activations", responses=SAFETENSORS, response_class=Response)
     async def activations_of(body: ActivationsBody, request: Request) -> Response:
