@@ -5,10 +5,13 @@
     python -m benchmarks.conformance --python clients/bin/python litellm
     python -m venv evals && evals/bin/pip install "lm-eval[api]" transformers
     python -m benchmarks.conformance --python evals/bin/python lm_eval
+    clients/bin/pip install openai anthropic langchain-openai litellm llm smolagents openai-agents
+    python -m benchmarks.conformance --python clients/bin/python --loops --model qwen2.5-1.5b openai llm
 
 A server with the default model is started, unless `--url` names one; the cases run in a process of the
 clients' own environment (`conformance_cases.py`). instructor and pydantic-ai-slim[openai] want one
-each: these packages ask for different versions of openai.
+each: these packages ask for different versions of openai. `--loops` runs loops of three tool calls
+(`conformance_loops.py`), for which the model has to call tools by itself.
 """
 
 from __future__ import annotations
@@ -28,20 +31,21 @@ from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.huggingface_writer import tokenizer_files
 
-_CASES = Path(__file__).with_name("conformance_cases.py")
+_ROOT = Path(__file__).parent.parent
 _OPTIONS = ("--alias", hub.DEFAULT_MODEL, "--any-model", "--max-requests", "4", "--log-level", "warning")
 
 
-def run_cases(python: str, url: str, only: list[str]) -> list[dict[str, Any]]:
+def run_cases(python: str, url: str, only: list[str], *, has_loops: bool = False) -> list[dict[str, Any]]:
     """The outcome of each case: package, version, case, and the error of one that failed, else None."""
-    environment = {**os.environ, "PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    module = "benchmarks.conformance_loops" if has_loops else "benchmarks.conformance_cases"
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         environment["KUKRI_TOKENIZER_DIR"] = folder
         done = subprocess.run(
-            [python, str(_CASES), url, *only], stdout=subprocess.PIPE, text=True, env=environment
+            [python, "-m", module, url, *only], stdout=subprocess.PIPE, text=True, env=environment
         )
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"package"')]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -68,13 +72,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="Python with the client packages")
     parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
+    parser.add_argument("--model", help="the model of the server that is started; the default one")
+    parser.add_argument("--loops", action="store_true", help="loops of three tool calls")
     parser.add_argument("packages", nargs="*", help="those to run; all if none is named")
     given = parser.parse_args()
     if given.url:
-        outcomes = run_cases(given.python, given.url, given.packages)
+        outcomes = run_cases(given.python, given.url, given.packages, has_loops=given.loops)
     else:
-        with served(hub.resolve(), *_OPTIONS) as (_, url):
-            outcomes = run_cases(given.python, url, given.packages)
+        with served(hub.resolve(given.model), *_OPTIONS) as (_, url):
+            outcomes = run_cases(given.python, url, given.packages, has_loops=given.loops)
     print(table(outcomes))
     failed = [outcome for outcome in outcomes if outcome["error"] is not None]
     for outcome in failed:

@@ -1,6 +1,6 @@
 """The cases of `benchmarks.conformance`: run by the Python of an environment that has the client packages.
 
-    python conformance_cases.py URL [PACKAGE]...
+    python -m benchmarks.conformance_cases URL [PACKAGE]...
 
 Prints a line of JSON for each case. Nothing of kukri is imported. A package that is not installed is a
 failure of all its cases.
@@ -31,14 +31,15 @@ TOOL = {
     "type": "function",
     "function": {"name": "get_time", "description": "The time in a city", "parameters": PARAMETERS},
 }
-CASES: dict[str, list[Callable[[str], None]]] = {}
+Cases = dict[str, list[Callable[[str], None]]]  # by package
+CASES: Cases = {}
 
 
-def case(package: str) -> Callable[[Callable[[str], None]], Callable[[str], None]]:
+def case(package: str, cases: Cases = CASES) -> Callable[[Callable[[str], None]], Callable[[str], None]]:
     """Adds a case of a package: a function of the server's URL that fails by an exception."""
 
     def add(function: Callable[[str], None]) -> Callable[[str], None]:
-        CASES.setdefault(package, []).append(function)
+        cases.setdefault(package, []).append(function)
         return function
 
     return add
@@ -564,10 +565,10 @@ def perplexity(url: str) -> None:
     check(100 < found["word_perplexity,none"] < 200, found)  # offline: 137.8
 
 
-def main() -> None:
-    """Runs the cases of the named packages, or all."""
+def main(by_package: Cases = CASES) -> None:
+    """Runs the cases of the packages that the command line names, or all."""
     url, *only = sys.argv[1:]
-    for package, cases in CASES.items():
+    for package, cases in by_package.items():
         if only and package not in only:
             continue
         try:
@@ -581,7 +582,7 @@ def main() -> None:
             except Exception as raised:
                 error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
             outcome = {"package": package, "version": installed, "case": function.__name__, "error": error}
-            print(json.dumps(outcome), flush=True)
+            print(f"\n{json.dumps(outcome)}", flush=True)  # some packages print, and leave a line open
 
 
 if __name__ == "__main__":

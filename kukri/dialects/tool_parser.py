@@ -97,7 +97,12 @@ class ToolParser:
         self._events.append(delta)
 
     def _say(self, text: str) -> None:
-        """Emits content; white space at its end waits for what follows, and after a call it is dropped."""
+        """Emits content; white space at its end waits for what follows, and after a call it is dropped.
+
+        What a cut leaves within a call or right after one is no content, but a part of its form.
+        """
+        if self._is_after_call and self._is_cut:
+            return
         if self._is_after_call:
             text = text.lstrip()
         solid = text.rstrip()

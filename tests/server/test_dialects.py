@@ -142,13 +142,14 @@ def test_the_template_tells_the_dialect(template, tokens, expected):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_call_that_is_cut_off_is_the_beginning_of_it(family):
-    """Catches arguments that a cut makes up: the end of a call that never came."""
+    """Catches arguments that a cut makes up, and the form of a call, such as </tool_c, shown as content."""
     text, form = family.write(NESTED), dialect(family)
     ((_, whole),) = split(form, text)[2]
     told = 0
     for i in range(len(text)):
-        calls = split(form, [text[:i]], is_cut=True)[2]
+        _, content, calls = split(form, [text[:i]], is_cut=True)[:3]
         assert len(calls) <= 1
+        assert not (calls and content), (text[:i], content)
         for name, arguments in calls:
             assert name == "save"
             assert whole.startswith(arguments)
@@ -300,6 +301,16 @@ def test_an_end_that_a_model_forgets_is_added():
     text = "<tool_call>\n<function=save>\n<parameter=text>\nx\n</parameter>\n"
     assert split(QWEN_XML, [text])[2] == [("save", '{"text": "x"}')]
     assert split(QWEN_XML, [text], is_cut=True)[2] == [("save", '{"text": "x"')]
+
+
+def test_a_cut_in_the_mark_of_another_call_shows_nothing():
+    """Catches a stray < as the content of an answer that was cut in its second call."""
+    first, second = (QWEN.write([call]) for call in TWO)
+    for i in range(len(second)):
+        _, content, calls = everywhere(HERMES, f"{first}\n{second[:i]}", is_cut=True)[:3]
+        assert content == ""
+        assert calls[0][0] == TWO[0][0]
+    assert everywhere(HERMES, f"{first}\nSo a < b", is_cut=True)[1].endswith("So a < b")
 
 
 def test_thoughts_that_the_prompt_began_end_in_the_answer():
