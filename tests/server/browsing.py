@@ -14,6 +14,10 @@ from playwright import sync_api as playwright
 PROBES = Path(__file__).with_name("page_probes.js").read_text(encoding="utf-8")
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1440, "height": 900}
+LOOKS = [  # of a phone and a desktop, as `visiting` takes them
+    {"viewport": PHONE, "color_scheme": "dark"},
+    {"viewport": DESKTOP, "color_scheme": "light"},
+]
 SHOTS = os.environ.get("KUKRI_SHOTS")  # a directory for pictures of the page, to be looked at
 
 
@@ -51,6 +55,12 @@ class Visit:
             assert time.monotonic() < deadline, text
             time.sleep(0.01)
         return text
+
+    def check_access(self) -> None:
+        """What can be read is not too faint (WCAG AA), and everything has a name."""
+        faint = {name: ratio for name, ratio in self.page.evaluate("probes.contrasts()") if ratio < 4.5}
+        assert faint == {}
+        assert self.page.evaluate("probes.problems()") == []
 
     def answers(self) -> list[str]:
         return self.page.locator(".assistant .body").all_inner_texts()

@@ -10,15 +10,15 @@ import pytest
 from kukri.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from tests.fake_hub import TINY
-from tests.server.browsing import DESKTOP, PHONE, shoot, visiting
+from tests.server.browsing import LOOKS, shoot, visiting
 from tests.server.live_server import serving
 from tests.tiny_gguf import write_tiny
 
 
 @contextmanager
-def library(browser, viewport=DESKTOP, **settings):
+def library(browser, look=LOOKS[1], **settings):
     """The page of a server without a model, its library open."""
-    with serving(None, **settings) as served, visiting(browser, served.url, viewport=viewport) as visit:
+    with serving(None, **settings) as served, visiting(browser, served.url, **look) as visit:
         visit.page.click("#open-settings")
         visit.page.click("#open-library")
         visit.page.wait_for_selector("#others li")
@@ -33,11 +33,13 @@ def row(visit, name: str):
     return visit.page.locator(f"#library li[data-name='{name}']").first
 
 
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_a_model_is_downloaded_and_used(browser, tiny_hub, viewport):
+@pytest.mark.parametrize(
+    "look", [LOOKS[0], pytest.param(LOOKS[1], marks=pytest.mark.slow)], ids=["phone", "desktop"]
+)
+def test_a_model_is_downloaded_and_used(browser, tiny_hub, look):
     """Catches a download without progress, one that cannot be cancelled, or a model that nobody can use."""
     tiny_hub.stall_at = 21_000_000
-    with library(browser, viewport, manages_models=True) as visit:
+    with library(browser, look, manages_models=True) as visit:
         page = visit.page
         assert page.inner_text("#here") == "No model yet."
         known = row(visit, "qwen3-0.6b").inner_text()
@@ -46,11 +48,12 @@ def test_a_model_is_downloaded_and_used(browser, tiny_hub, viewport):
         assert "apache-2.0" in known
         for element in ("#library", "#pull", "#others li button"):
             edge = page.evaluate("s => document.querySelector(s).getBoundingClientRect().right", element)
-            assert edge <= viewport["width"], element
+            assert edge <= look["viewport"]["width"], element
         page.fill("#pull input", TINY)
         page.keyboard.press("Enter")
         page.wait_for_selector("text=21.0 MB of 25.0 MB")
         assert page.locator("#library progress").evaluate("bar => bar.value / bar.max") == 20 * 2**20 / 25e6
+        visit.check_access()
         shoot(visit, "library")
         row(visit, TINY).get_by_text("Cancel", exact=True).click()
         page.wait_for_selector("text=Cancelled.")
@@ -84,6 +87,7 @@ def test_what_cannot_be_downloaded_is_said_in_a_line(browser, tiny_hub):
             visit.page.fill("#pull input", name)
             visit.page.keyboard.press("Enter")
             row(visit, name).locator(".wrong").get_by_text(why).wait_for()
+        visit.check_access()
         shoot(visit, "library-errors")
 
 

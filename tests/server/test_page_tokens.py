@@ -8,17 +8,17 @@ import math
 import pytest
 
 from kukri.system_message import opening
-from tests.server.browsing import DESKTOP, PHONE, shoot, visiting
+from tests.server.browsing import LOOKS, shoot, visiting
 from tests.server.live_server import MODEL
 
 QUESTION = "What is the capital of France?"
-VIEWPORTS = pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+BOTH = pytest.mark.parametrize("look", LOOKS, ids=["phone", "desktop"])
 
 
-@VIEWPORTS
-def test_tokens_show_what_else_could_have_stood_there(browser, site, offline, viewport):
+@BOTH
+def test_tokens_show_what_else_could_have_stood_there(browser, site, offline, look):
     """Catches probabilities of other tokens, ones that nobody can see, and a cost for those who want none."""
-    with visiting(browser, site.url, viewport=viewport) as visit:
+    with visiting(browser, site.url, **look) as visit:
         page = visit.ready().page
         visit.be_greedy()
         visit.ask(QUESTION)
@@ -45,7 +45,8 @@ def test_tokens_show_what_else_could_have_stood_there(browser, site, offline, vi
         assert page.locator("#odds .chosen code").inner_text() == spans.nth(1).inner_text().replace(" ", "␣")
         box = page.locator("#odds").bounding_box()
         assert box["x"] >= 0
-        assert box["x"] + box["width"] <= viewport["width"]
+        assert box["x"] + box["width"] <= look["viewport"]["width"]
+        visit.check_access()
         shoot(visit, "tokens")
         page.focus(".tokens")
         page.keyboard.press("ArrowRight")
@@ -57,10 +58,10 @@ def test_tokens_show_what_else_could_have_stood_there(browser, site, offline, vi
         assert visit.said == []
 
 
-@VIEWPORTS
-def test_an_edited_turn_is_turned_back_to(browser, site, forced, viewport):
+@BOTH
+def test_an_edited_turn_is_turned_back_to(browser, site, forced, look):
     """Catches buttons of versions that a phone has no room for."""
-    with visiting(browser, site.url, viewport=viewport) as visit:
+    with visiting(browser, site.url, **look) as visit:
         page = visit.ready().page
         forced("Paris is the capital of France.")
         visit.ask(QUESTION)
@@ -78,7 +79,7 @@ def test_an_edited_turn_is_turned_back_to(browser, site, forced, viewport):
         assert page.locator(".versions:visible").inner_text().replace("\n", "") == "‹1/2›"
         assert page.get_by_label("Earlier version").first.is_disabled()
         right = page.locator(".versions:visible").bounding_box()
-        assert right["x"] + right["width"] <= viewport["width"]
+        assert right["x"] + right["width"] <= look["viewport"]["width"]
 
 
 def test_pieces_of_a_character_and_control_tokens_are_shown(site, forced):
