@@ -61,36 +61,53 @@ class VisionConfig:
         return (self.side // self.merge) ** 2
 
 
+def read_blocks(
+    keys: Keys,
+    name: str,
+    norm_eps: float,
+    max_patches: int,
+    n_positions: int,
+    *,
+    n_layers: str = "num_hidden_layers",
+    n_heads: str = "num_attention_heads",
+    rotates: bool = False,
+) -> ModelConfig:
+    """An encoder's blocks by the keys of `vision_config`; families name the numbers of layers and heads.
+
+    Up to `max_patches` are computed at once, with learned embeddings of `n_positions`. A head that rotates
+    does so in four parts.
+    """
+    d_model, heads = keys.whole("hidden_size", most=1 << 16), keys.whole(n_heads, most=1 << 12)
+    if d_model % ((4 if rotates else 1) * heads):
+        parts = " of 4 parts" if rotates else ""
+        raise keys.error("hidden_size", f"is {d_model}, not a multiple of {heads} heads{parts}")
+    d_head, layers = d_model // heads, keys.whole(n_layers, most=1 << 10)
+    return ModelConfig(
+        architecture=name,
+        n_layers=layers,
+        d_model=d_model,
+        n_heads=heads,
+        n_kv_heads=heads,
+        d_head=d_head,
+        d_ffn=keys.whole("intermediate_size", most=1 << 18),
+        n_vocab=1,
+        norm_eps=norm_eps,
+        max_context=max_patches,
+        tie_embeddings=False,
+        rope=RopeConfig(rotary_dim=d_head) if rotates else RopeConfig(),
+        layers=(LayerConfig(use_rope=rotates),) * layers,
+        is_causal=False,
+        n_positions=n_positions,
+    )
+
+
 def siglip_config(keys: Keys, name: str) -> ModelConfig:
     """The blocks of a SigLIP encoder (Zhai et al. 2023), by the keys of config.json's `vision_config`."""
-    d_model, n_heads = (
-        keys.whole("hidden_size", most=1 << 16),
-        keys.whole("num_attention_heads", most=1 << 12),
-    )
-    n_layers = keys.whole("num_hidden_layers", most=1 << 10)
     image_size, patch_size = keys.whole("image_size", most=1 << 13), keys.whole("patch_size", most=1 << 10)
     keys.expect("num_channels", 3)
     keys.expect("hidden_act", "gelu_pytorch_tanh")
-    if d_model % n_heads:
-        raise keys.error("hidden_size", f"is {d_model}, not a multiple of {n_heads} heads")
     n_patches = max((image_size // patch_size) ** 2, 1)
-    return ModelConfig(
-        architecture=name,
-        n_layers=n_layers,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        d_head=d_model // n_heads,
-        d_ffn=keys.whole("intermediate_size", most=1 << 18),
-        n_vocab=1,
-        norm_eps=keys.positive("layer_norm_eps"),
-        max_context=n_patches,
-        tie_embeddings=False,
-        rope=RopeConfig(),
-        layers=(LayerConfig(use_rope=False),) * n_layers,
-        is_causal=False,
-        n_positions=n_patches,
-    )
+    return read_blocks(keys, name, keys.positive("layer_norm_eps"), n_patches, n_patches)
 
 
 # Of keys that `vision_config` leaves out, by transformers' classes.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.config import ModelConfig, RopeConfig
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.constants import RopeFrequencies
@@ -21,7 +21,7 @@ from kukri.models.layers import Linear
 from kukri.models.llama import Block
 from kukri.models.rope import inverse_frequencies
 from kukri.models.weights import Parameter, WeightSource
-from kukri.vision.config import VisionConfig
+from kukri.vision.config import VisionConfig, read_blocks
 from kukri.vision.encoder import ImagePart
 from kukri.vision.encoders.siglip import SiglipAttention
 from kukri.vision.image import ImageInput
@@ -118,28 +118,10 @@ def grid_of_blocks(grid: tuple[int, int], merge: int) -> IntArray:
 
 def read_rotated(keys: Keys, vision: Keys, d_text: int, name: str, *, side: int, **more: Any) -> VisionConfig:
     """The configuration, by the keys of Qwen's `vision_config`; `more` are fields of `VisionConfig`."""
-    d_model, n_heads = vision.whole("hidden_size", most=1 << 16), vision.whole("num_heads", most=1 << 12)
-    n_layers, patch_size = vision.whole("depth", most=1 << 10), vision.whole("patch_size", most=1 << 10)
+    patch_size = vision.whole("patch_size", most=1 << 10)
     vision.expect("in_channels", 3)
-    if d_model % (4 * n_heads):
-        raise vision.error("hidden_size", f"is {d_model}, not a multiple of {n_heads} heads of 4 parts")
-    encoder = ModelConfig(
-        architecture=name,
-        n_layers=n_layers,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        d_head=d_model // n_heads,
-        d_ffn=vision.whole("intermediate_size", most=1 << 18),
-        n_vocab=1,
-        norm_eps=1e-6,
-        max_context=MOST_PATCHES,
-        tie_embeddings=False,
-        rope=RopeConfig(rotary_dim=d_model // n_heads),
-        layers=(LayerConfig(),) * n_layers,
-        is_causal=False,
-        n_positions=side**2,
-    )
+    named: Any = {"n_layers": "depth", "n_heads": "num_heads"}
+    encoder = read_blocks(vision, name, 1e-6, MOST_PATCHES, side**2, rotates=True, **named)
     config = VisionConfig(
         name,
         encoder,
