@@ -357,6 +357,10 @@ class Engine(RequestMaker):
         """Aborts a request; its pages are free at once."""
         self.finish(request, "abort")
 
+    def keep(self, request: Request) -> None:
+        """Keeps the pages of a request that has ended longer than others: its conversation will continue."""
+        self.residence.keep(request)
+
     def close(self) -> None:
         """Waits until prefixes that are to be saved are on the disk. No step may follow."""
         if self.saved_prefixes is not None:

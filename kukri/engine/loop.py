@@ -96,6 +96,12 @@ class EngineLoop:
         """Aborts a request before the next step; its pages are free then."""
         self.finish(request, "abort")
 
+    def keep(self, request: Request) -> None:
+        """Keeps the pages of a request that has ended longer than others: its conversation will continue."""
+        with self._wake:
+            self._commands.append(lambda: self.engine.keep(request))
+            self._wake.notify()
+
     def call(self, command: Callable[[], None]) -> Future[None]:
         """Runs a command of the engine between two steps; the future has what it raised.
 

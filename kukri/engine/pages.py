@@ -3,7 +3,8 @@
 A full page can be *cached*: found again by its tokens and all those before it. Its key is the SHA-256 of the
 key of the page before it and its own tokens, with the digests of the images that some are rows of, so no two
 contexts are taken for one another, and a page has the same key in every process. A cached page without owners
-keeps its contents until its space is needed, least recently used first.
+keeps its contents until its space is needed, least recently used first; those of a conversation that is about
+to continue go last (`keep`).
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class PagePool:
         # taken from the end: the page freed last is the warmest, and untouched pages cost no memory
         self._free = list(range(n_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # idle pages whose space is used last
         self._n_owners = [0] * n_pages
         self._page_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
@@ -78,7 +80,7 @@ class PagePool:
     @property
     def n_free(self) -> int:
         """Pages without owners: they can be allocated."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._kept)
 
     @property
     def n_cached(self) -> int:
@@ -112,8 +114,9 @@ class PagePool:
     def share(self, pages: Iterable[int]) -> None:
         """Adds an owner to pages that are held or idle."""
         for page in pages:
-            assert self._n_owners[page] > 0 or page in self._idle, f"page {page} is free and cannot be shared"
+            assert self._n_owners[page] > 0 or self.is_idle(page), f"page {page} is free and cannot be shared"
             self._idle.pop(page, None)
+            self._kept.pop(page, None)
             self._n_owners[page] += 1
 
     def free(self, pages: Sequence[int], *, first_out: bool = False) -> None:
@@ -154,7 +157,7 @@ class PagePool:
 
     def is_idle(self, page: int) -> bool:
         """True if a page that is cached has no owner."""
-        return page in self._idle
+        return page in self._idle or page in self._kept
 
     def key(self, page: int) -> PageKey:
         """The key of a cached page."""
@@ -201,10 +204,25 @@ class PagePool:
         self._page_of[key], self._key_of[page] = page, key
         return page
 
+    def keep(self, keys: Sequence[PageKey]) -> None:
+        """Makes the idle pages of a text, by their keys in order, outlast others until they are used again.
+
+        This holds for at most half of the pool, the newest.
+        """
+        for key in reversed(keys):  # a prefix outlives what came after it
+            page = self._page_of.get(key)
+            if page is not None and self.is_idle(page):
+                self._idle.pop(page, None)
+                self._kept.pop(page, None)
+                self._kept[page] = None
+        while len(self._kept) > self.n_pages // 2:
+            self._idle[self._kept.popitem(last=False)[0]] = None
+
     def forget(self) -> None:
         """Forgets every cached prefix, whose pages are then as any other."""
-        self._free += reversed(self._idle)
+        self._free += reversed([*self._idle, *self._kept])
         self._idle.clear()
+        self._kept.clear()
         self._aside.clear()
         self._page_of.clear()
         self._key_of.clear()
@@ -216,17 +234,19 @@ class PagePool:
             assert n_owners == held[page], f"page {page} counts {n_owners} owners and has {held[page]}"
         free = set(self._free)
         assert len(free) == len(self._free), "a page is on the free list twice"
-        assert free.isdisjoint(self._idle), "a page is free and idle"
-        assert free.union(self._idle) == {p for p, n in enumerate(self._n_owners) if n == 0}, (
+        idle = self._idle | self._kept
+        assert len(idle) == len(self._idle) + len(self._kept), "a page is kept, and not"
+        assert free.isdisjoint(idle), "a page is free and idle"
+        assert free.union(idle) == {p for p, n in enumerate(self._n_owners) if n == 0}, (
             "the free list is wrong"
         )
-        assert self._idle.keys() <= self._key_of.keys() | self._aside.keys(), "an idle page cannot be found"
+        assert idle.keys() <= self._key_of.keys() | self._aside.keys(), "an idle page cannot be found"
         assert self._aside.keys() <= self._idle.keys() - self._key_of.keys(), "a page set aside is held"
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages disagree"
 
     def _evict(self) -> int:
-        """Evicts the least recently used idle page."""
-        page, _ = self._idle.popitem(last=False)
+        """Evicts the least recently used idle page, of those that are kept only if there is no other."""
+        page, _ = (self._idle or self._kept).popitem(last=False)
         if page in self._aside:
             del self._aside[page]
         else:

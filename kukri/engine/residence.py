@@ -346,6 +346,13 @@ class Residence:
         request.first_pages = [0] * len(self.pools)
         request.n_pages = request.n_cached = request.n_cached_pages = 0
 
+    def keep(self, request: Request) -> None:
+        """Keeps what a request that has ended left in the cache longer than others."""
+        for pool in self.pools:
+            pool.keep(request.page_keys)
+        if self.states is not None:
+            self.states.touch(request.page_keys)
+
     def forget(self) -> None:
         """Forgets every cached prefix and snapshot."""
         for pool in self.pools:

@@ -57,6 +57,11 @@ class StatePool:
             self._snapshots.move_to_end(key)
         return self._snapshots.get(key)
 
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """The snapshots after some pages count as used now."""
+        for key in keys:
+            self.find(key)
+
     def drop(self, key: PageKey) -> None:
         """Forgets a snapshot, if it is there."""
         slot = self._snapshots.pop(key, None)

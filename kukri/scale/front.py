@@ -238,6 +238,9 @@ class ReplicaLoop:
         """Aborts a request."""
         self.finish(request, "abort")
 
+    def keep(self, request: Request) -> None:
+        """Does nothing: a replica forgets a request when it ends."""
+
     def drain(self, timeout_s: float | None) -> bool:
         """Refuses new requests and waits for those there are; False if some were left at the end."""
         with self._changed:

@@ -60,3 +60,46 @@ def test_the_page_freed_last_is_used_first() -> None:
         pages = pool.allocate(3)
         assert max(pages) < 3
         pool.free(pages)
+
+
+def cached(pool: PagePool, text: str, n: int) -> list[bytes]:
+    """The keys of n cached pages that nobody holds."""
+    keys = [f"{text}{i}".encode() for i in range(n)]
+    pages = pool.allocate(n)
+    for page, key in zip(pages, keys):
+        pool.cache(page, key)
+    pool.free(pages)
+    return keys
+
+
+def test_kept_pages_are_used_last() -> None:
+    """A conversation that waits for a tool forgotten before those that nobody continues, or kept forever."""
+    pool = PagePool(12, 16)
+    waits, old, new = (cached(pool, text, 4) for text in ("a", "b", "c"))
+    pool.keep(waits)
+    pool.check_integrity([])
+    held = pool.allocate(6)
+    assert [len(pool.find(keys)) for keys in (waits, old, new)] == [4, 0, 2], "ends are forgotten first"
+    held += pool.allocate(3)
+    assert [len(pool.find(keys)) for keys in (waits, new)] == [3, 0]
+    pool.check_integrity([held])
+    pool.free(held)
+    again = pool.find(waits)
+    pool.share(again)
+    pool.free(again)  # it has continued, and is as others from now on
+    newer = cached(pool, "d", 6)
+    held = pool.allocate(pool.n_free - 6)
+    assert [len(pool.find(keys)) for keys in (waits, newer)] == [0, 6]
+    pool.check_integrity([held])
+
+
+def test_no_more_than_half_of_the_pool_is_kept() -> None:
+    """A pool full of conversations that never continue, in which nothing else is ever found."""
+    pool = PagePool(12, 16)
+    first, second, third = (cached(pool, text, 4) for text in ("a", "b", "c"))
+    pool.keep(second)
+    pool.keep(first)
+    held = pool.allocate(6)
+    assert [len(pool.find(keys)) for keys in (first, second, third)] == [4, 2, 0]
+    pool.forget()
+    pool.check_integrity([held])

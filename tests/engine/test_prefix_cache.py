@@ -164,6 +164,25 @@ def test_hooks_see_every_token_and_leave_no_prefix_behind() -> None:
     assert [under.n_prefix_hit, after.n_prefix_hit, again.n_prefix_hit] == [0, 0, 48]
 
 
+@pytest.mark.parametrize("options", [{}, {"has_states": True, "snapshot_bytes": 1 << 12}])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_conversation_that_is_kept_outlives_others(options: dict[str, Any], is_kept: bool) -> None:
+    """Catches a conversation that waits for a tool and is forgotten first, as it is the oldest."""
+    engine, _ = make_engine(max_context=256, n_pages=16, **options)
+    prompt = prompt_of(96)
+    request = add(engine, prompt, greedy(4))
+    finish(engine)
+    if is_kept:
+        engine.keep(request)
+    for seed in range(1, 5):
+        add(engine, prompt_of(96, seed), greedy(2))
+        finish(engine)
+    more = add(engine, [*prompt, *request.output_ids, *prompt_of(10, 9)], greedy(2))
+    finish(engine)
+    assert more.n_prefix_hit >= 80 if is_kept else more.n_prefix_hit == 0
+    engine.check_integrity()
+
+
 def test_a_request_under_way_when_a_hook_came_shares_nothing() -> None:
     """Half of a prefix computed under a hook that is gone, found by a later request."""
     engine, _ = make_engine(max_context=128)

@@ -27,6 +27,21 @@ def written(calls: list[tuple[str, dict[str, Any]]]) -> str:
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_conversations_that_wait_for_a_tool_are_kept(served, monkeypatch, stream):
+    """Catches pages that others use while a tool runs, and answers without a call that are kept too."""
+    kept = []
+    monkeypatch.setattr(type(served.served.bridge.loop), "keep", lambda loop, request: kept.append(request))
+    body = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "stream": stream}
+    for text, n in (("It is noon.", 0), (written(CALLS), 1)):
+        force(served.served, monkeypatch, text)
+        with served.http() as http:
+            assert http.post("/v1/chat/completions", json=body).status_code == 200
+        assert len(kept) == n
+    assert kept[0].finish_reason == "stop"
+    assert len(kept[0].page_keys) >= kept[0].n_prompt // 16
+
+
 def test_the_system_prompt_shows_the_tools(served):
     """Catches tools that the model never sees, a system text that is lost, and tools shown without need."""
     system = {"role": "system", "content": "Be brief."}

@@ -60,14 +60,17 @@ class Choice:
         *,
         toolbox: Toolbox | None = None,
         on_missed: Callable[[Sequence[str]], None] | None = None,
+        on_called: Callable[[], None] | None = None,
     ) -> None:
         """`parser` splits the text; with a toolbox there may be calls in it.
 
-        `on_missed` gets the marks of what looked like calls and was not taken.
+        `on_missed` gets the marks of what looked like calls and was not taken, `on_called` is called once the
+        answer has ended with calls.
         """
         self.answer = answer
         self.parts: list[Part] = []
-        self._parser, self._toolbox, self._on_missed = parser, toolbox, on_missed
+        self._parser, self._toolbox = parser, toolbox
+        self._on_missed, self._on_called = on_missed, on_called
         self._unsplit: list[PlacedToken] = []  # perhaps of the reasoning
         self._settled: list[PlacedToken] = []  # not of the reasoning
         self._has_called = False
@@ -108,7 +111,8 @@ class Choice:
         answer = self.answer
         events: list[PartEvent] = []
         pieces: list[Piece] = self._parser.push(answer.take_text())
-        if answer.finish_reason is not None and not self.is_over:
+        has_ended = answer.finish_reason is not None and not self.is_over
+        if has_ended:
             self.is_over = True
             pieces += self._parser.flush(is_cut=answer.finish_reason != "stop")
             if self._parser.missed and self._on_missed is not None:
@@ -126,6 +130,8 @@ class Choice:
             self._grow_tokens(events, tokens)
         if self.is_over:
             self._close(events)
+            if has_ended and self.finish_reason == "tool_calls" and self._on_called is not None:
+                self._on_called()
         return events
 
     def add_empty(self) -> list[PartEvent]:

@@ -44,6 +44,9 @@ class RequestLoop(Protocol):
     def abort(self, request: Request) -> None:
         """Aborts a request."""
 
+    def keep(self, request: Request) -> None:
+        """Keeps the pages of a request that has ended longer than others, if it can."""
+
     def drain(self, timeout_s: float | None) -> bool:
         """Refuses new requests and waits for those there are; False if some were left at the end."""
 

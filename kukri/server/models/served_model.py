@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -197,8 +198,15 @@ class ServedModel:
             )
         except RequestError as error:
             raise request.error(error) from None
+        keep = self.bridge.loop.keep
         choices = [
-            Choice(answer, self.prompts.parser(ids, toolbox), toolbox=toolbox, on_missed=self._on_missed)
+            Choice(
+                answer,
+                self.prompts.parser(ids, toolbox),
+                toolbox=toolbox,
+                on_missed=self._on_missed,
+                on_called=partial(keep, answer.request),
+            )
             for answer in call.answers
         ]
         return Chat(call, choices)
