@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -249,7 +250,10 @@ def test_models_are_pulled_and_deleted_if_allowed(tiny_hub):
         steps = [step.status for step in client.pull(TINY, stream=True)]
         assert (steps[0], steps[-1]) == ("pulling manifest", "success")
         assert client.generate(TINY, "Hi", options={"num_predict": 2}).eval_count == 2
-        assert f"{TINY}:latest" in [model.model for model in client.list().models]
+        time.sleep(1.1)  # until the cache is looked at again, which has it by its file's name
+        assert [model.model for model in client.list().models] == [f"{TINY}:latest"]
+        assert client.generate(f"{TINY}:tiny.gguf", "Hi", options={"num_predict": 2}).eval_count == 2
+        assert len(client.ps().models) == 1, "one model of two names is loaded once"
         assert client.delete(TINY).status == "success"
         assert client.list().models == []
         with pytest.raises(ollama.ResponseError, match="no file and no repository org/none"):

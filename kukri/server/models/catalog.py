@@ -77,8 +77,15 @@ class Catalog:
         return [one for one in self.entries if not one.is_deleted and client.may_use(one.spec.names)]
 
     async def add_cached(self, name: str) -> None:
-        """Serves a model of the cache by a name that `kukri pull` takes. Raises KukriError without it."""
-        self._add(name, await asyncio.to_thread(cached_path, name), is_cached=True)
+        """Serves a model of the cache by a name that `kukri pull` takes, besides others that it may have.
+
+        Raises KukriError if it is not in the cache.
+        """
+        path = await asyncio.to_thread(cached_path, name)
+        if (same := self._at(path)) is None:
+            self._add(name, path, is_cached=True)
+        elif self.named(name) is None:
+            same.add_name(name)
 
     async def add_preset(self, entry: ModelEntry, preset: Preset) -> None:
         """Serves a model under the name of a preset too, now and after a restart.
@@ -166,11 +173,15 @@ class Catalog:
                 yield _Found(model.name, model.path, True)
 
     def _add(self, name: str, path: Path, is_cached: bool) -> None:
-        """Serves the model at a path, unless the name is taken."""
-        if all(name not in entry.names for entry in self.entries):
+        """Serves the model at a path, unless it is served already or the name is taken."""
+        if self._at(path) is None and all(name not in entry.names for entry in self.entries):
             entry = ModelEntry(ModelSpec((name,), ModelOptions(model=str(path))))
             entry.found, entry.is_cached = path, is_cached
             self.entries.append(entry)
+
+    def _at(self, path: Path) -> ModelEntry | None:
+        """The model that was found at a path."""
+        return next((one for one in self.entries if one.found == path and not one.is_deleted), None)
 
 
 def _gone(places: Iterable[Path]) -> set[Path]:

@@ -72,6 +72,12 @@ class ModelEntry:
         if self.served is not None:
             self.served.rename(self.spec.names, presets)
 
+    def add_name(self, name: str) -> None:
+        """Serves it under another name too, loaded or not."""
+        self.spec = replace(self.spec, names=(*self.spec.names, name))
+        if self.served is not None:
+            self.served.rename(self.spec.names, self.spec.presets)
+
     @property
     def is_ready(self) -> bool:
         """True if requests can use it now."""
