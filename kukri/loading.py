@@ -20,7 +20,6 @@ from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.headers import Headers, read_headers
-from kukri.formats.huggingface.image_processor import read_image_processor
 from kukri.formats.huggingface.weights import packed_type
 from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
@@ -62,6 +61,8 @@ class ReadModel:
     tokenizer: Tokenizer
     model: Model
     vision: VisionModel | None  # the encoder of images, of a model that sees
+    image_processor: ImageProcessor | None  # which prepares images for it
+    mmproj: Path | None  # the encoder's file, if it has one of its own
     default_params: SamplingParams  # as the files advise
     text_encoder: TextEncoder
 
@@ -73,7 +74,6 @@ class LoadedModel(ReadModel):
     engine_config: EngineConfig
     backend: Backend
     engine: Engine
-    image_processor: ImageProcessor | None = None  # for a model that sees
 
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
@@ -149,7 +149,8 @@ def _on_backend(
     identity = b""
     if options.prefix_dir is not None and read.config.is_causal:
         kv_type, directory = cache_type(engine_config, backend), Path(options.prefix_dir).expanduser()
-        identity = model_identity(read.path, model.config, options.quantize, kv_type, backend, directory)
+        files = (read.path, *([read.mmproj] if read.mmproj else []))
+        identity = model_identity(files, model.config, options.quantize, kv_type, backend, directory)
     engine = Engine(
         model,
         backend,
@@ -162,19 +163,16 @@ def _on_backend(
     )
     for name, adapter in options.adapters.items():
         engine.load_adapter(name, read_adapter(Path(adapter).expanduser(), model))
-    return LoadedModel(
-        **vars(read),
-        engine_config=engine_config,
-        backend=backend,
-        engine=engine,
-        image_processor=None if engine.vision is None else read_image_processor(read.path),
-    )
+    if engine.vision is None:
+        read = replace(read, image_processor=None)
+    return LoadedModel(**vars(read), engine_config=engine_config, backend=backend, engine=engine)
 
 
 def read_model(options: ModelOptions) -> ReadModel:
     """Reads a model's files, without its weights. Raises KukriError on files that do not work."""
     path = hub.resolve(options.model)
-    with open_checkpoint(path, options.quantize) as checkpoint:
+    mmproj = None if options.mmproj is None else Path(options.mmproj).expanduser()
+    with open_checkpoint(path, options.quantize, mmproj) as checkpoint:
         defaults = default_params(checkpoint.sampling or hub.known_sampling(path))
         config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
         tokenizer = load_tokenizer(checkpoint.tokenizer)
@@ -187,10 +185,13 @@ def read_model(options: ModelOptions) -> ReadModel:
         used = _within(config, options.max_context)
         model = load_model(checkpoint.weights(used), used)
         vision = checkpoint.load_vision()
+        image_processor = None if vision is None else checkpoint.image_processor()
         text_encoder = TextEncoder(
             model, tokenizer, checkpoint.embedding, checkpoint.dense, options.max_context
         )
-    return ReadModel(path, config, tokenizer, model, vision, defaults, text_encoder)
+    return ReadModel(
+        path, config, tokenizer, model, vision, image_processor, checkpoint.mmproj, defaults, text_encoder
+    )
 
 
 def read_weights(path: Path, options: ModelOptions) -> tuple[ModelConfig, Model]:

@@ -7,7 +7,7 @@ arithmetic of the backend on this processor.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -26,18 +26,25 @@ _CODE = ("config.py", "formats", "kernels", "models", "quant", "stages", "vision
 
 
 def model_identity(
-    path: Path, config: ModelConfig, quantize: str | None, kv_type: KVType, backend: Backend, directory: Path
+    paths: Sequence[Path],
+    config: ModelConfig,
+    quantize: str | None,
+    kv_type: KVType,
+    backend: Backend,
+    directory: Path,
 ) -> bytes:
-    """The hash. `directory` keeps the digests of model files, so that each is read once.
+    """The hash of a model at these paths.
 
-    Raises ConfigError if the directory cannot be trusted.
+    `directory` keeps the digests of model files, so that each is read once. Raises ConfigError if it
+    cannot be trusted.
     """
     scaling = config.rope.scaling
     has_fixed_context = scaling is None or scaling.kind in ("linear", "yarn", "llama3")
     facts = replace(config, name="", max_context=1 if has_fixed_context else config.max_context)
     digest = sha256(f"{backend.arithmetic}\n{kv_type}\n{quantize}\n{facts!r}\n".encode())
     digest.update(code_digest())
-    digest.update(_files_digest(path, directory))
+    for path in paths:
+        digest.update(_files_digest(path, directory))
     return digest.digest()
 
 

@@ -233,6 +233,12 @@ class ModelOptions:
         flag="--kv-memory",
         metavar="SIZE",
     )
+    mmproj: str | None = declared(
+        as_path,
+        "The encoder of images of a GGUF model. [default: a file with mmproj in its name next to it]",
+        "generating",
+        metavar="FILE",
+    )
     chat_template: str | None = declared(as_text, "Source of a Jinja template that replaces the file's.")
     control_vectors: Mapping[str, Any] | None = declared(
         _readers,
@@ -301,6 +307,7 @@ class ModelKeywords(TypedDict, total=False):
     max_prompt_tokens: int | None
     max_step_ms: int | None
     kv_bytes: int | None
+    mmproj: str | os.PathLike[str] | None
     chat_template: str | None
     control_vectors: Mapping[str, Any] | None
     probes: Mapping[str, Any] | None

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kukri.config import EmbeddingConfig, ModelConfig
-from kukri.errors import ConfigError, brief, brief_list, reading
+from kukri.errors import ConfigError, FormatError, brief, brief_list, reading
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.vision import MmprojWeights, find_mmproj, read_mmproj, width_of
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
 from kukri.formats.huggingface.directory import TokenizerFiles, directory_config, tokenizer_files
+from kukri.formats.huggingface.image_processor import read_image_processor
 from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
 from kukri.formats.sentence_transformers import DenseLayer, directory_embedding, gguf_dense, gguf_embedding
 from kukri.models import ARCHITECTURES
+from kukri.models.keys import Keys
 from kukri.models.weights import WeightSource
 from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionModel, load_vision
+from kukri.vision.processors import ImageProcessor
 
 _log = logging.getLogger("kukri.formats")
 
@@ -43,27 +47,43 @@ class Checkpoint:
     dense: tuple[DenseLayer, ...] = ()  # on top of pooled vectors
     vision: VisionConfig | None = None  # the encoder of images, if one runs
     load_vision: Callable[[], VisionModel | None] = lambda: None
+    image_processor: Callable[[], ImageProcessor | None] = lambda: None
+    mmproj: Path | None = None  # the file of the encoder, if it has one of its own
 
 
 @contextmanager
-def open_checkpoint(path: Path, quantize: str | None = None) -> Iterator[Checkpoint]:
+def open_checkpoint(
+    path: Path, quantize: str | None = None, mmproj: Path | None = None
+) -> Iterator[Checkpoint]:
     """The model at a path, open within the `with` block; weights taken in it stay valid after.
 
-    `quantize` names the type that the matrices of a directory are packed to. Raises ConfigError for one that
-    cannot be had, and what the files' readers raise.
+    `quantize` names the type that the matrices of a directory are packed to, and `mmproj` the file of a GGUF
+    model's encoder of images, which is else found by its name. Raises ConfigError for one that cannot be had,
+    and what the files' readers raise.
     """
     if quantize is not None:
         packed_type(quantize)
     if path.is_dir():
+        if mmproj is not None:
+            raise ConfigError(
+                f"mmproj (--mmproj) is for GGUF models: {path} has its encoder in its own files"
+            )
         with reading(path):
             directory = _open_directory(path, quantize)
         yield directory
         return
     if quantize is not None:
         raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
-    with GGUFFile(path) as gguf:
+    with ExitStack() as files:
+        gguf = files.enter_context(GGUFFile(path))
         with reading(path):
             opened = _open_gguf(gguf, path)
+        named = mmproj or find_mmproj(path)
+        if named is not None:
+            with reading(named):
+                opened = _with_mmproj(
+                    opened, gguf, files.enter_context(GGUFFile(named)), is_named=bool(mmproj)
+                )
         yield opened
 
 
@@ -74,6 +94,31 @@ def _open_gguf(gguf: GGUFFile, path: Path) -> Checkpoint:
     config = model_config(gguf)
     dense = gguf_dense(gguf) if ARCHITECTURES[config.architecture].has_dense else ()
     return Checkpoint(path, config, gguf, partial(GGUFWeights, gguf), advice, embedding, dense)
+
+
+def _with_mmproj(opened: Checkpoint, gguf: GGUFFile, file: GGUFFile, *, is_named: bool) -> Checkpoint:
+    """The checkpoint with the encoder of a file; without it if that was found by name and is another's."""
+    d_text = opened.config.d_model
+    if not is_named and width_of(file) != d_text:
+        _log.warning("%s is of another model than %s, which is opened without it", file.path, opened.path)
+        return opened
+
+    def token_id(token: str) -> int:
+        tokens = Keys(gguf.metadata, gguf.path).items("tokenizer.ggml.tokens", str)
+        if token not in tokens:
+            raise FormatError(
+                f"has no token {token!r}, which marks images before {file.path}", path=gguf.path
+            )
+        return tokens.index(token)
+
+    family, config, processor = read_mmproj(file, d_text, opened.config.norm_eps, token_id)
+    return replace(
+        opened,
+        vision=config,
+        load_vision=lambda: load_vision(MmprojWeights(file, config), family, config),
+        image_processor=lambda: processor,
+        mmproj=file.path,
+    )
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
@@ -97,6 +142,7 @@ def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
             if family is None or vision is None
             else load_vision(VisionWeights(directory, family, quantize), family, vision)
         ),
+        image_processor=lambda: None if vision is None else read_image_processor(directory),
     )
 
 

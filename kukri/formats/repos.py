@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from kukri.errors import DownloadError, UnsupportedError, brief_list
-from kukri.formats.gguf.split import part_name, part_of
+from kukri.formats.gguf.split import is_mmproj, part_name, part_of
 from kukri.formats.known_models import KNOWN_MODELS
 
 # progress(done_bytes, total_bytes): called now and then during a download; the total is 0 if nobody knows it
@@ -161,7 +161,7 @@ def _gguf_models(files: list[str]) -> dict[str, list[str]]:
     """First file -> all files of each GGUF model; projectors for images are not models."""
     models: dict[str, list[str]] = {}
     for file in files:
-        if file.endswith(".gguf") and "mmproj" not in file.lower():
+        if file.endswith(".gguf") and not is_mmproj(file):
             split = part_of(file)
             models.setdefault(part_name(split[0], 1, split[2]) if split else file, []).append(file)
     return models

@@ -75,6 +75,7 @@ class Architecture:
 
     # GGUF
     gguf: str = ""  # general.architecture; "": the name
+    gguf_seeing: str = ""  # and where tokens of images have several positions, if that is another
     gguf_epsilon: str = "attention.layer_norm_rms_epsilon"
     interleaved_rope: bool = (
         False  # rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together

@@ -9,6 +9,7 @@ QWEN2 = Architecture(
     "qwen2",
     Llama,
     "Qwen2ForCausalLM",
+    gguf_seeing="qwen2vl",
     reads={"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
     ignores={"attention_bias"},
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},

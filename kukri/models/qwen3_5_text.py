@@ -97,7 +97,7 @@ def _with_gates(keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def _with_sections(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys[_SECTIONS] = np.array([11, 11, 10, 0], np.int32)  # which other readers want
+    keys.setdefault(_SECTIONS, np.array([11, 11, 10, 0], np.int32))  # which other readers want
 
 
 QWEN3_5_TEXT = Architecture(
@@ -105,7 +105,6 @@ QWEN3_5_TEXT = Architecture(
     Qwen35,
     "Qwen3_5ForCausalLM",
     gguf="qwen35",
-    gguf_reads={_SECTIONS},  # a text's positions are the same in each
     read_gguf=_with_gates,
     read_hf=_with_gates,
     write_gguf=_with_sections,

@@ -25,6 +25,8 @@ QWEN3_MOE = Architecture(
     Qwen3Moe,
     "Qwen3MoeForCausalLM",
     gguf="qwen3moe",
+    gguf_seeing="qwen3vlmoe",
+    gguf_reads=QWEN3.gguf_reads,
     reads=QWEN3.reads - {"max_window_layers", "layer_types"},
     ignores={"output_router_logits", "router_aux_loss_coef", "max_window_layers"},
     fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},

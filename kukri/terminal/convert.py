@@ -21,17 +21,20 @@ from kukri.formats.convert import (
     with_recipe,
     write,
 )
+from kukri.formats.gguf.mmproj_writer import write_mmproj
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.formats.huggingface.writer import write_directory
 from kukri.formats.imatrix import read_imatrix
 from kukri.models import load_model
 from kukri.models.weights import TakenWeights
+from kukri.quant.blocks import dequantize
 from kukri.quant.recipes import Recipe, recipe_named, shipped_recipes
 from kukri.terminal.files import check_parent
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
+from kukri.tokenizer import load_tokenizer
 
 FLOATS = ("F32", "F16", "BF16")
 
@@ -61,7 +64,26 @@ def convert_model(
             check_target(source, target)
             with progress(plan) as on_tensor:
                 write(plan, target, on_tensor)
+            _write_encoder(source, target)
         _report(plan, target, dry_run=dry_run, as_json=as_json)
+
+
+def _write_encoder(source: Path, target: Path) -> None:
+    """Writes the encoder of images of a directory, if one runs, next to the text's file."""
+    if not source.is_dir():
+        return
+    with open_checkpoint(source) as checkpoint:
+        if checkpoint.vision is None:
+            return
+        break_id = load_tokenizer(checkpoint.tokenizer).vocabulary.id_of.get("[IMG_BREAK]")
+        others = {}
+        if break_id is not None:  # Pixtral's, which llama.cpp puts at the ends of rows itself
+            shape = (checkpoint.config.n_vocab, checkpoint.config.d_model)
+            rows = checkpoint.weights(checkpoint.config).matrix("model.embed_tokens.weight", shape)
+            others["v.token_embd.img_break"] = dequantize(rows.data[break_id : break_id + 1], rows.type)[0]
+        path = target.with_name(f"mmproj-{target.name}")
+        write_mmproj(source, checkpoint.config.d_model, path, others)
+    print(f"wrote {path}: the encoder of images", file=sys.stderr)
 
 
 def source_path(model: str | None) -> Path:
@@ -127,6 +149,7 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         with open_gguf(source) as conversion:
             yield conversion
         return
+    from kukri.formats.gguf.config import deep_keys
     from kukri.formats.sentence_transformers import dense_tensors, gguf_keys
     from kukri.tokenizer.gguf_writer import tokenizer_metadata
 
@@ -135,6 +158,8 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         assert isinstance(checkpoint.tokenizer, TokenizerFiles)
         config, dense = checkpoint.config, checkpoint.dense
         text = tokenizer_metadata(checkpoint.tokenizer) | gguf_keys(config, checkpoint.embedding, dense)
+        if checkpoint.vision is not None and checkpoint.vision.deep_layers:  # whose rows llama.cpp adds
+            text |= deep_keys(config, len(checkpoint.vision.deep_layers))
         yield of_directory(source, config, text, dense_tensors(config, dense))
 
 

@@ -72,6 +72,7 @@ class VisionFamily:
     names: Mapping[str, tuple[str, ...]]
     unused: str = ""  # pattern of names: tensors of images that files carry and the encoder may leave
     transposed: Set[str] = frozenset()  # matrices that are (in, out) in the files
+    lacks_one: Set[str] = frozenset()  # vectors that Hugging Face's files hold 1 too small
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of config.json's keys
     vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # those in `vision_config`
 

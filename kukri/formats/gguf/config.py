@@ -28,7 +28,7 @@ from kukri.formats.facts import (
     write_recurrent,
 )
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.rope_keys import ROPE_KEYS, read_rope, rope_keys
+from kukri.formats.gguf.rope_keys import ROPE_KEYS, SECTIONS_KEY, has_sections, read_rope, rope_keys
 from kukri.formats.layer_patterns import Pattern, interval, layers_of, local_rope, spread, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.architecture import ExpertKeys
@@ -188,12 +188,24 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
         **_recurrent_keys(config, architecture),
     }
     architecture.write_gguf(config, keys)
+    name = gguf_architecture(config)
     return {
-        "general.architecture": architecture.gguf,
+        "general.architecture": name,
         "general.type": "model",
-        "general.name": config.name or architecture.gguf,
-        **{f"{architecture.gguf}.{key}": value for key, value in keys.items()},
+        "general.name": config.name or name,
+        **{f"{name}.{key}": value for key, value in keys.items()},
     }
+
+
+def gguf_architecture(config: ModelConfig) -> str:
+    """The value of general.architecture, and what keys begin with."""
+    architecture = ARCHITECTURES[config.architecture]
+    return (config.rope.axes and architecture.gguf_seeing) or architecture.gguf
+
+
+def deep_keys(config: ModelConfig, n_layers: int) -> dict[str, Any]:
+    """The key of a text to whose first layers an encoder of images adds rows."""
+    return {f"{gguf_architecture(config)}.n_deepstack_layers": n_layers}
 
 
 def unknown_keys(gguf: GGUFFile) -> list[str]:
@@ -252,9 +264,11 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
             architecture.name == name,
         )
 
-    named = [a for a in ARCHITECTURES.values() if a.gguf == name]
+    named = [a for a in ARCHITECTURES.values() if name in (a.gguf, a.gguf_seeing)]
     if not named:
         known = ", ".join(sorted({a.gguf for a in ARCHITECTURES.values()}))
+        if name == "clip":
+            known += "; an encoder of images is opened with its text model, by --mmproj"
         message = f"architecture {brief(name)} is not supported: kukri runs {known}"
         raise UnsupportedError(f"{gguf.path}: {message}")
     architecture = max(named, key=fits)
@@ -278,7 +292,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     read_here |= {_LOCAL_THETA} if architecture.local_rope else set()
     if architecture.recurrent is not None:
         read_here |= {*architecture.recurrent.gguf.values(), _INTERVAL, _RECURRENT}
-    read_here |= architecture.gguf_reads
+    read_here |= architecture.gguf_reads | ({SECTIONS_KEY} if has_sections(architecture) else set())
     read_here |= {fact.gguf for fact in mixture_facts(architecture)}
     if architecture.experts is not None:
         read_here |= {LEADING_DENSE} if architecture.experts.n_dense else set()

@@ -15,7 +15,7 @@ from kukri.formats.facts import SCALING_FACTS, write_scaling
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.models import Architecture
 from kukri.models.keys import Keys
-from kukri.models.rope import attention_factor
+from kukri.models.rope import attention_factor, section_axes
 
 # Tensors that are configuration: divisors of RoPE's frequencies.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -23,6 +23,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 DYNAMIC_KEY = "rope.scaling.dynamic_factor"
 # kukri's own: others round the bounds of YaRN, or do not, as the architecture has it
 TRUNCATE_KEY = "rope.scaling.yarn_truncate"
+SECTIONS_KEY = "rope.dimension_sections"
 _ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 ROPE_KEYS = frozenset(
     [
@@ -41,7 +42,23 @@ def read_rope(
     if rotary_dim % 2:
         raise keys.error("rope.dimension_count", f"is {rotary_dim}, which is odd")
     theta = keys.positive("rope.freq_base", 10000.0)
-    return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context))
+    axes = _axes(keys, rotary_dim, architecture)
+    return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context), axes)
+
+
+def has_sections(architecture: Architecture) -> bool:
+    """True if tokens of images may have several positions, which those of text have alike."""
+    return bool(architecture.gguf_seeing) or "mrope_interleaved" in architecture.defaults
+
+
+def _axes(keys: Keys, rotary_dim: int, architecture: Architecture) -> tuple[int, ...]:
+    """The axis of each pair of dimensions, of a model whose tokens have several positions."""
+    if not has_sections(architecture) or not keys.has(SECTIONS_KEY):
+        return ()
+    sections = keys.items(SECTIONS_KEY, int)[:3]  # a fourth is for other kinds of tokens
+    if len(sections) < 3 or min(sections) < 0 or sum(sections) != rotary_dim // 2:
+        return ()  # images are refused; texts need none
+    return section_axes(sections, interleaved=bool(architecture.defaults.get("mrope_interleaved")))
 
 
 def _scaling(keys: Keys, gguf: GGUFFile, architecture: Architecture, max_context: int) -> RopeScaling | None:
@@ -120,7 +137,9 @@ def _divisors(gguf: GGUFFile, field: str) -> tuple[float, ...]:
 def rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     """The keys of a configuration's RoPE. Raises UnsupportedError for a scaling without a key."""
     rope = config.rope
-    keys = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.rotary_dim}
+    keys: dict[str, Any] = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.rotary_dim}
+    if rope.axes:
+        keys[SECTIONS_KEY] = np.array([*(rope.axes.count(axis) for axis in range(3)), 0], np.int32)
     return keys | (_scaling_keys(rope.scaling, architecture) if rope.scaling else {})
 
 

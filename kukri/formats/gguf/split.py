@@ -1,4 +1,4 @@
-"""Names of the parts of a split GGUF model: `name-00001-of-00003.gguf`, as llama-gguf-split makes them."""
+"""Names of GGUF files: the parts of a split model, `name-00001-of-00003.gguf`, and encoders of images."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def part_paths(path: Path, count: int) -> list[Path] | None:
     if named is None or named[2] != count:
         return None
     return [path.with_name(part_name(named[0], number, count)) for number in range(1, count + 1)]
+
+
+def is_mmproj(name: str) -> bool:
+    """True for the name of a file that holds an encoder of images."""
+    return name.lower().endswith(".gguf") and "mmproj" in name.lower()

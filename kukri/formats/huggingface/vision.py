@@ -83,7 +83,8 @@ class VisionWeights:
     def vector(self, name: str, size: int) -> FloatArray:
         """See WeightSource.vector."""
         data, kind = self._take(name, (size,))
-        return np.ascontiguousarray(dequantize(data.reshape(1, -1), kind).reshape(size))
+        values = np.ascontiguousarray(dequantize(data.reshape(1, -1), kind).reshape(size))
+        return values + np.float32(1) if name in self._family.lacks_one else values
 
     def has(self, name: str) -> bool:
         """See WeightSource.has."""

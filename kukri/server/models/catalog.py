@@ -12,6 +12,7 @@ from typing import NamedTuple
 from starlette.types import Scope
 
 from kukri.errors import KukriError, RequestError
+from kukri.formats.gguf.split import is_mmproj
 from kukri.formats.hub import MODELS
 from kukri.formats.model_cache import cached_models, cached_path
 from kukri.formats.repos import parse_name
@@ -189,9 +190,13 @@ def _gone(places: Iterable[Path]) -> set[Path]:
 
 
 def models_in(directory: Path) -> Iterator[tuple[str, Path]]:
-    """The models of a directory: each .gguf file, by its stem, and each safetensors directory."""
+    """The models of a directory: each .gguf file but encoders of images, by its stem, and each safetensors
+    directory.
+    """
     with suppress(OSError):
         for path in sorted(directory.iterdir()):
+            if is_mmproj(path.name):
+                continue
             if path.suffix == ".gguf" and path.is_file():
                 yield path.stem, path
             elif (path / "config.json").is_file():

@@ -9,7 +9,6 @@ from math import isqrt
 from typing import Any
 
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Tensor
 from kukri.models.keys import Keys
 from kukri.models.layers import Linear, RMSNorm
@@ -26,7 +25,6 @@ class Gemma3Vision(Siglip):
         super().__init__(config, source)
         encoder = config.encoder
         self.pooled_norm = RMSNorm(source, "projector.norm", encoder.d_model, encoder.norm_eps)
-        self.pooled_norm.weight = Vector(self.pooled_norm.weight.data + 1, self.pooled_norm.weight.name)
         self.projector = Linear(source, ["projector"], (config.d_text,), encoder.d_model)
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
@@ -75,6 +73,7 @@ GEMMA3_VISION = VisionFamily(
     },
     unused=TOWER_HEAD,
     transposed={"projector.weight"},
+    lacks_one={"projector.norm.weight"},
     defaults={"mm_tokens_per_image": 256, "image_token_index": 262144},
     vision_defaults={
         **SIGLIP_DEFAULTS,

@@ -1,0 +1,307 @@
+"""Encoders of images in GGUF files of their own: written, found and read as those of directories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from kukri import LLM
+from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.vision import find_mmproj
+from kukri.formats.gguf.writer import write_gguf
+from kukri.terminal.convert import convert_model
+from tests.test_llm_safetensors import byte_tokenizer
+from tests.vision.pictures import picture
+from tests.vision.tiny_vision import (
+    IMAGE_TOKEN,
+    image,
+    our_logits,
+    our_tokens,
+    prompt,
+    relative,
+    save,
+    their_inputs,
+    their_tokens,
+)
+
+BOUND = 3e-3  # of the CPU
+HALF = [0.5, 0.5, 0.5]
+# the token of images, and the facts of preprocessor_config.json
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("<image_soft_token>", {"image_processor_type": "Gemma3", "size": {"height": 64, "width": 64}}),
+    "idefics3": (
+        "<image>",
+        {
+            "image_processor_type": "Idefics3",
+            **{"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}},
+        },
+    ),
+    "lfm2_vl": (
+        "<image>",
+        {"image_processor_type": "Lfm2Vl", "encoder_patch_size": 4, "downsample_factor": 2},
+    ),
+    "mistral3": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
+    "qwen2_5_vl": (
+        "<|image_pad|>",
+        {
+            "image_processor_type": "Qwen2VL",
+            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
+        },
+    ),
+    "qwen3_vl": (
+        "<|image_pad|>",
+        {
+            "image_processor_type": "Qwen2VL",
+            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
+        },
+    ),
+    "qwen3_5": (
+        "<|image_pad|>",
+        {
+            "image_processor_type": "Qwen2VL",
+            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
+        },
+    ),
+}
+
+
+def save_with_processor(directory: Path, name: str) -> Any:
+    """As `save`, with a token of images at its place and a processor."""
+    theirs = save(directory, name)
+    token, stated = FAMILIES[name]
+    tokenizer = byte_tokenizer()
+    others = [f"<other {i}>" for i in range(IMAGE_TOKEN - len(tokenizer))]
+    if name == "mistral3":
+        others[0] = "[IMG_BREAK]"
+    tokenizer.add_special_tokens({"additional_special_tokens": [*others, token]})
+    assert tokenizer.convert_tokens_to_ids(token) == IMAGE_TOKEN
+    tokenizer.save_pretrained(directory)
+    stated = {**stated, "image_mean": HALF, "image_std": HALF}
+    (directory / "preprocessor_config.json").write_text(json.dumps(stated))
+    (directory / "processor_config.json").write_text(
+        json.dumps({"spatial_merge_size": 2, "image_seq_length": 16, "patch_size": 4})
+    )
+    return theirs
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    """A family's name, transformers' model, and the folder of `hf`, `tiny.gguf` and `mmproj-tiny.gguf`."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "hf").mkdir()
+    theirs = save_with_processor(folder / "hf", request.param)
+    convert_model(folder / "hf", folder / "tiny.gguf", "F32", dry_run=False, as_json=True)
+    return request.param, theirs, folder
+
+
+@pytest.fixture(scope="module")
+def run(pair: tuple[str, Any, Path]) -> Iterator[tuple[str, Any, LLM, Path]]:
+    """As `pair`, with kukri's model of the GGUF files."""
+    name, theirs, folder = pair
+    with LLM(folder / "tiny.gguf", n_threads=1, max_requests=2) as llm:
+        yield name, theirs, llm, folder
+
+
+def test_logits_and_tokens_are_transformers_own(run: tuple[str, Any, LLM, Path]) -> None:
+    """Catches a tensor under another's name, rows or colours in another order, a lost offset or section."""
+    name, theirs, llm, _ = run
+    asked = prompt(name, "ab", image(name, 2, 3), "cd", image(name, 1, 4), "what?")
+    with torch.no_grad():
+        want = theirs(**their_inputs(name, asked)).logits[0].numpy()
+        answer = their_tokens(theirs, name, asked, 12)
+    assert relative(our_logits(llm.engine, asked), want) < BOUND
+    assert our_tokens(llm.engine, asked, 12) == answer
+
+
+def test_encoder_and_processor_are_those_of_the_directory(run: tuple[str, Any, LLM, Path]) -> None:
+    """Catches a key that is read or written in another sense, so that pictures come in another size."""
+    name, _, llm, folder = run
+    with LLM(folder / "hf", backend="reference") as other:
+        assert llm.engine.vision is not None
+        assert other.engine.vision is not None
+        ours, want = llm.engine.vision.config, other.engine.vision.config
+        assert llm.image_processor == other.image_processor
+    if name in ("qwen2_5_vl", "qwen3_5", "qwen3_vl"):
+        assert ours == want
+    assert (ours.family, ours.merge, ours.image_token_id) == (want.family, want.merge, IMAGE_TOKEN)
+
+
+def test_names_and_keys_are_those_of_the_gguf_package(pair: tuple[str, Any, Path]) -> None:
+    """Catches a name or key that llama.cpp does not look for."""
+    _, _, folder = pair
+    constants = gguf.constants
+    known = {
+        constants.TENSOR_NAMES[tensor]
+        for tensor in constants.MODEL_TENSORS[constants.MODEL_ARCH.MMPROJ]
+        if tensor.name.startswith("V_")
+    }
+    with GGUFFile(folder / "mmproj-tiny.gguf") as file:
+        for name in file.tensors:
+            stem = name.removesuffix(".1").removesuffix(".weight").removesuffix(".bias")
+            assert stem in {each.format(bid=i) for each in known for i in range(4)}, name
+        vision = constants.Keys.ClipVision
+        groups = (constants.Keys.Clip, vision, vision.Attention, vision.Projector, constants.Keys.General)
+        keys = {value for group in groups for value in vars(group).values() if isinstance(value, str)}
+        assert set(file.metadata) <= keys
+        projectors = {v for v in vars(constants.VisionProjectorType).values() if isinstance(v, str)}
+        assert file.metadata["clip.projector_type"] in projectors
+
+
+def changed(source: Path, target: Path, keys: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
+    """A copy of a GGUF file with other keys and tensors; None takes one away."""
+    with GGUFFile(source) as file:
+        metadata = {**{key: file.metadata[key] for key in file.metadata}, **keys}
+        kept = {n: (t.type, file.data(n).copy(), t.shape) for n, t in file.tensors.items()}
+        kept = {n: t for n, t in {**kept, **(tensors or {})}.items() if t is not None}
+        write_gguf(target, {key: value for key, value in metadata.items() if value is not None}, kept)
+    return target
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "the text's own keys": ({"general.architecture": "llama"}, "holds no encoder"),
+    "another width": ({"clip.vision.projection_dim": 4096}, "projection_dim.*is 4096"),
+    "an unknown family": ({"clip.projector_type": "minicpmv"}, "projector_type.*'minicpmv'"),
+    "no family": ({"clip.projector_type": None}, "projector_type.*missing"),
+    "another activation": ({"clip.use_gelu": None}, "use_gelu"),
+    "no layers stated": ({"clip.vision.block_count": None}, "block_count.*missing"),
+    "endless layers": ({"clip.vision.block_count": 2**31 - 1}, "block_count.*not between"),
+    "more layers than there are": ({"clip.vision.block_count": 9}, "v.blk.3.*missing"),
+    "endless heads": ({"clip.vision.attention.head_count": 2**31 - 1}, "num_attention_heads"),
+    "endless tiles": ({"clip.vision.image_size": 2**31 - 8}, "image_size"),
+    "larger tiles": ({"clip.vision.image_size": 64}, "position_embd.*shape"),
+    "wider patches": ({"clip.vision.patch_size": 16}, "shape"),
+    "no patches": ({"clip.vision.patch_size": 0}, "patch_size.*not between"),
+    "endless width": ({"clip.vision.embedding_length": 2**31 - 1}, "hidden_size.*not between"),
+    "endless merging": ({"clip.vision.projector.scale_factor": 2**31 - 1}, "scale_factor"),
+    "no epsilon": ({"clip.vision.attention.layer_norm_epsilon": float("nan")}, "layer_norm_epsilon"),
+    "two colours": ({"clip.vision.image_mean": [0.5, 0.5]}, "image_mean"),
+    "words for colours": ({"clip.vision.image_std": "white"}, "image_std"),
+}
+
+
+@pytest.fixture(scope="module")
+def idefics3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a GGUF model that sees."""
+    folder = tmp_path_factory.mktemp("idefics3")
+    (folder / "hf").mkdir()
+    save_with_processor(folder / "hf", "idefics3")
+    convert_model(folder / "hf", folder / "tiny.gguf", "F32", dry_run=False, as_json=True)
+    return folder
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_broken_file_is_refused(case: str, idefics3: Path, tmp_path: Path) -> None:
+    """Catches a number of a hostile file that decides how much memory is taken, or is believed."""
+    keys, message = WRONG[case]
+    path = changed(idefics3 / "mmproj-tiny.gguf", tmp_path / "mmproj.gguf", keys)
+    with pytest.raises(KukriError, match=message):
+        LLM(idefics3 / "tiny.gguf", mmproj=path, backend="reference")
+
+
+def test_tensors_are_all_there_and_none_is_left(idefics3: Path, tmp_path: Path) -> None:
+    """Catches an encoder that runs without a part of it, or with one that nobody reads."""
+    source, text = idefics3 / "mmproj-tiny.gguf", idefics3 / "tiny.gguf"
+    lost = changed(source, tmp_path / "lost.gguf", {}, {"v.blk.1.ffn_up.bias": None})
+    with pytest.raises(FormatError, match=r"v\.blk\.1\.ffn_up\.bias.*is missing|is missing.*ffn_up"):
+        LLM(text, mmproj=lost, backend="reference")
+    with GGUFFile(source) as file:
+        one = file.tensors["v.post_ln.bias"]
+        more = {"v.class_embd": (one.type, file.data(one.name).copy(), one.shape)}
+        path = changed(source, tmp_path / "more.gguf", {}, more)
+    with pytest.raises(UnusedTensorError, match=r"takes: 'v\.class_embd"):
+        LLM(text, mmproj=path, backend="reference")
+
+
+def test_an_encoder_is_no_model_and_no_directory_needs_one(idefics3: Path) -> None:
+    """Catches a message that leaves a user alone with the wrong one of two files."""
+    with pytest.raises(UnsupportedError, match=r"'clip'.*--mmproj"):
+        LLM(idefics3 / "mmproj-tiny.gguf", backend="reference")
+    with pytest.raises(ConfigError, match="is for GGUF models"):
+        LLM(idefics3 / "hf", mmproj=idefics3 / "mmproj-tiny.gguf", backend="reference")
+
+
+def test_a_file_is_found_by_its_name(tmp_path: Path) -> None:
+    """Catches the encoder of another model in a folder of many, or one that is missed."""
+    model = tmp_path / "SmolVLM-256M-Instruct-Q8_0.gguf"
+    names = ["SmolVLM-256M-Instruct-Q8_0.gguf", "gemma-3-4b-Q4_0.gguf", "mmproj-gemma-3-4b-F16.gguf"]
+    for name in names:
+        (tmp_path / name).touch()
+    assert find_mmproj(model) is None
+    for name in ("mmproj-BF16.gguf", "mmproj-SmolVLM-256M-Instruct-f16.gguf"):
+        (tmp_path / name).touch()
+        assert find_mmproj(model) == tmp_path / name
+    assert find_mmproj(tmp_path / names[1]) == tmp_path / names[2]
+    assert find_mmproj(tmp_path) is None
+
+
+def test_another_models_encoder_next_to_a_text_model_is_left_alone(
+    idefics3: Path, tmp_path: Path, caplog: Any
+) -> None:
+    """Catches a text model that no longer opens because of a file next to it."""
+    (tmp_path / "tiny.gguf").write_bytes((idefics3 / "tiny.gguf").read_bytes())
+    changed(idefics3 / "mmproj-tiny.gguf", tmp_path / "mmproj.gguf", {"clip.vision.projection_dim": 4096})
+    with LLM(tmp_path / "tiny.gguf", backend="reference") as llm:
+        assert llm.image_processor is None
+    assert "is of another model" in caplog.text
+
+
+def test_pages_of_another_encoder_are_not_found(idefics3: Path, tmp_path: Path) -> None:
+    """Catches saved prefixes with an image in them that outlive a change of the encoder alone."""
+    source, text = idefics3 / "mmproj-tiny.gguf", idefics3 / "tiny.gguf"
+    with GGUFFile(source) as file:
+        one = file.tensors["mm.model.fc.weight"]
+        other = {one.name: (one.type, (2 * file.array(one.name)).view(np.uint8), one.shape)}
+        path = changed(source, tmp_path / "mmproj.gguf", {}, other)
+    asked, found = prompt("idefics3", "a" * 90, image("idefics3", 2), "b" * 60), []
+    for mmproj, n_encoded in ((source, 1), (path, 1), (source, 0)):
+        with LLM(text, mmproj=mmproj, prefix_dir=tmp_path / "pages") as llm:
+            found.append(our_tokens(llm.engine, asked, 6))
+            assert llm.engine.encodings is not None
+            assert llm.engine.encodings.n_encoded == n_encoded
+    assert found[0] == found[2]
+
+
+# height and width that neither of both resizes
+SIZES = {
+    **{"gemma3": (64, 64), "idefics3": (32, 32), "lfm2_vl": (64, 64), "mistral3": (48, 32)},
+    **{"qwen2_5_vl": (120, 128), "qwen3_vl": (40, 24), "qwen3_5": (40, 24)},
+}
+
+
+@pytest.mark.slow
+def test_libmtmd_makes_the_same_rows(pair: tuple[str, Any, Path], tmp_path: Path) -> None:
+    """Catches a file that only kukri understands: run with llama-cpp-python that has libmtmd."""
+    pytest.importorskip("llama_cpp.mtmd_cpp", exc_type=Exception)
+    from benchmarks.llama_mtmd import LibMtmd
+
+    name, _, folder = pair
+    # the side of Qwen2.5-VL's windows is a constant there
+    keys = {"clip.vision.window_size": 112, "clip.vision.image_max_pixels": 1 << 16}
+    mmproj = changed(folder / "mmproj-tiny.gguf", tmp_path / "m.gguf", keys if name == "qwen2_5_vl" else {})
+    seen = picture(*SIZES[name])
+    with LLM(folder / "tiny.gguf", mmproj=mmproj, n_threads=1) as llm:
+        assert llm.image_processor is not None
+        assert llm.engine.encodings is not None
+        made, rows = llm.image_processor.prepare(seen), None
+        while rows is None:
+            rows = llm.engine.encodings.advance(made, is_brief=False)
+    other = LibMtmd(folder / "tiny.gguf", mmproj, 1)
+    want = other.rows(seen)
+    other.close()
+    if name == "mistral3":  # with a row of [IMG_BREAK] after each row but the last
+        with GGUFFile(mmproj) as file:
+            ends = file.array("v.token_embd.img_break")
+        is_end = (want == ends).all(axis=1)
+        assert is_end.sum() == SIZES[name][0] // 8 - 1
+        want = want[~is_end]
+    assert rows.shape == want.shape
+    # its GELU is a table of float16
+    assert relative(rows, want) < 0.01
