@@ -30,7 +30,7 @@ from kukri.server.neuronpedia.routes import add_neuronpedia_routes
 from kukri.server.ollama.routes import add_ollama_routes
 from kukri.server.openai.batch_routes import add_batch_routes
 from kukri.server.openai.batches import Batches
-from kukri.server.openai.response_store import ResponseStore
+from kukri.server.openai.response_store import ResponseFiles, ResponseStore
 from kukri.server.openai.routes import add_adapter_routes, add_openai_routes
 from kukri.server.openai.token_routes import add_token_routes
 from kukri.server.openapi import ERRORS, drop_validation_errors
@@ -75,6 +75,7 @@ def create_app(
                 await batches.stop()
             await registry.stop()
             await bodies.close()
+            await asyncio.to_thread(app.state.responses.close)
             if traces is not None:
                 await asyncio.to_thread(traces.close)
             log.info("stopped")
@@ -88,7 +89,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry, app.state.failure = registry, None
-    app.state.responses, app.state.bodies = ResponseStore(), bodies
+    files = None if settings.response_dir is None else ResponseFiles(settings.response_dir, registry.keys)
+    app.state.responses, app.state.bodies = ResponseStore(files=files), bodies
     app.router.route_class = CheckedRoute
     app.add_exception_handler(KukriError, on_kukri_error)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -178,6 +178,9 @@ class ServerSettings:
     max_activation_bytes: int = _size("Maximum activations per request.", "--max-activations", 64 << 20)
     any_model: bool = _switch("Accept any model name in requests.", "--any-model")
     batch_dir: Path | None = _path("Serve /v1/files and /v1/batches, stored here.", "DIR")
+    response_dir: Path | None = _path(
+        "Keep the responses that previous_response_id continues in this directory, too.", "DIR"
+    )
     max_waiting: int = _count("Maximum requests in the queue; more get a 503.", 256)
     max_body_bytes: int = _size("Maximum request size; larger ones get a 413.", "--max-body", 2 << 20)
     max_image_bytes: int = _size(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from kukri.errors import RequestError
+from kukri.errors import ConfigError, RequestError
 from kukri.server.errors import NotFoundError
-from kukri.server.openai.response_store import ResponseStore
+from kukri.server.keys import KeyRing
+from kukri.server.openai.response_store import ResponseFiles, ResponseStore
 from kukri.server.openai.responses import parse_response
 from kukri.server.openai.responses_schema import ResponseBody
 from kukri.tokenizer.messages import ROLES, checked_messages
@@ -257,6 +259,49 @@ def test_the_store_is_bounded_and_each_owners_own():
     for name in list(store._stored):
         store.forget("a", name)
     assert store._n_bytes == 0
+
+
+def test_responses_outlive_the_server(tmp_path, caplog):
+    """Catches responses that are lost with the process, that others may read, or that are damaged."""
+    keys = KeyRing(["first-key-of-some-length", "second-key-of-some-length"])
+    here, other = keys.clients
+
+    def opened(max_bytes=1 << 20):
+        store = ResponseStore(max_bytes, ResponseFiles(tmp_path / "responses", keys))
+        return store, *(asyncio.run(store.owner(client)) for client in (here, other))
+
+    store, owner, stranger = opened()
+    for i in range(4):
+        output = [{"id": f"msg_{i}", "content": "x" * 1000}]
+        given = [{"id": f"in_{i}", "content": "é"}]
+        store.add(owner, f"resp_{i - 1}" if i else None, given, {"id": f"resp_{i}", "output": output})
+    before = store.items_before(owner, "resp_3")
+    store.forget(owner, "resp_2")
+    store.close()
+    files = sorted((tmp_path / "responses").glob("*.json"))
+    assert [path.stem for path in files] == ["resp_0", "resp_1", "resp_3"]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert not any(here.digest.hex() in path.read_text() for path in files)
+    again, owner, stranger = opened()
+    assert again.items_before(owner, "resp_1") == before[:4]
+    assert again.find(owner, "resp_3").n_input == 1
+    with pytest.raises(NotFoundError):
+        again.find(stranger, "resp_1")
+    again.close()
+    files[1].write_bytes(files[1].read_bytes().replace(b"xx", b"xy", 1))
+    last, owner, _ = opened(max_bytes=store._n_bytes // 2)
+    last.close()
+    assert [path.stem for path in sorted((tmp_path / "responses").glob("*.json"))] == ["resp_0"]
+    assert last.find(owner, "resp_0").response["id"] == "resp_0", "which was used last"
+    assert "resp_1.json is damaged" in caplog.text
+
+
+def test_a_directory_that_others_may_write_to_keeps_no_responses(tmp_path):
+    """Catches answers that another user has put there."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="other users may write"):
+        ResponseFiles(tmp_path / "open", KeyRing([]))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,27 @@
-"""Responses that `previous_response_id` continues: kept in memory, the oldest forgotten first."""
+"""Responses that `previous_response_id` continues: in memory, and on disk if wanted. The oldest go first."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
-from kukri.errors import RequestError
+from kukri.errors import ConfigError, RequestError
+from kukri.host.private_files import UNFINISHED, make_private, open_private, write_private
 from kukri.server.errors import NotFoundError
+from kukri.server.keys import Client, KeyRing
+from kukri.server.openai.owners import Owners
 
+log = logging.getLogger("kukri.server")
+_ID = re.compile(r"resp_[0-9A-Za-z]{1,64}")
 MAX_BYTES = 64 << 20  # all responses together, as JSON
 _MAX_CONVERSATION = 8 << 20  # bytes of the responses that one continues
 
@@ -25,13 +37,98 @@ class StoredResponse:
     response: dict[str, Any]
     n_bytes: int
 
+    @property
+    def id(self) -> str:
+        """The name by which others continue it."""
+        name: str = self.response["id"]
+        return name
+
+
+class ResponseFiles:
+    """Responses on disk: a private file each, written and removed on a thread, in order.
+
+    A file that is damaged is removed. Attributes: owners, what is written down of clients.
+    """
+
+    def __init__(self, directory: Path, keys: KeyRing) -> None:
+        """Makes the directory. Raises ConfigError if it cannot be used, or others may write to it."""
+        self.directory = directory
+        try:
+            make_private(directory)
+            self.owners = Owners(directory, keys)
+            for path in directory.glob(f"{UNFINISHED}*"):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"responses cannot be kept in {directory}: {error.strerror}") from None
+        self._thread = ThreadPoolExecutor(1, "kukri-responses")
+
+    def load(self) -> Iterator[StoredResponse]:
+        """The responses of earlier processes, those used last at the end."""
+        paths = [path for path in self.directory.glob("*.json") if _ID.fullmatch(path.stem)]
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
+            try:
+                with open_private(path) as file:
+                    digest, _, data = file.read(MAX_BYTES).partition(b"\n")
+                if sha256(data).hexdigest().encode() != digest:
+                    raise ConfigError(f"{path} is damaged")
+                yield StoredResponse(**json.loads(data))
+            except (OSError, ConfigError, ValueError, TypeError) as error:
+                log.warning("a stored response is forgotten: %s", error)
+                path.unlink(missing_ok=True)
+
+    def save(self, stored: StoredResponse) -> None:
+        """Writes a response."""
+        self._do(lambda: write_private(self._path(stored.id), _written(stored)))
+
+    def remove(self, response_id: str) -> None:
+        """Removes a response."""
+        self._do(lambda: self._path(response_id).unlink(missing_ok=True))
+
+    def touch(self, response_id: str) -> None:
+        """Notes that a response was used."""
+        self._do(lambda: os.utime(self._path(response_id)))
+
+    def close(self) -> None:
+        """Waits until all is done."""
+        self._thread.shutdown()
+
+    def _path(self, response_id: str) -> Path:
+        return self.directory / f"{response_id}.json"
+
+    def _do(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except OSError as error:
+                log.warning("responses in %s: %s", self.directory, error)
+
+        self._thread.submit(run)
+
+
+def _written(stored: StoredResponse) -> bytes:
+    """A response's file: the hash of the line that follows."""
+    data = json.dumps(asdict(stored)).encode()
+    return sha256(data).hexdigest().encode() + b"\n" + data
+
 
 class ResponseStore:
     """The responses of all clients, each seen only by its owner. Belongs to the event loop."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes, self._n_bytes = max_bytes, 0
+    def __init__(self, max_bytes: int = MAX_BYTES, files: ResponseFiles | None = None) -> None:
+        """`files` keeps them on disk, too, and has those of earlier processes."""
+        self._max_bytes, self._n_bytes, self._files = max_bytes, 0, files
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # those used last at the end
+        for stored in files.load() if files is not None else ():
+            self._put(stored)
+
+    async def owner(self, client: Client) -> str:
+        """The owner that a client is."""
+        return client.owner if self._files is None else await self._files.owners.of(client)
+
+    def close(self) -> None:
+        """Waits until all is on the disk."""
+        if self._files is not None:
+            self._files.close()
 
     def add(
         self,
@@ -46,10 +143,20 @@ class ResponseStore:
         if n_bytes > self._max_bytes // 4:
             return
         stored = StoredResponse(owner, previous, items, len(given), response, n_bytes)
-        self._stored[response["id"]] = stored
-        self._n_bytes += n_bytes
+        if self._files is not None:
+            self._files.save(stored)
+        self._put(stored)
+
+    def _put(self, stored: StoredResponse) -> None:
+        self._stored[stored.id] = stored
+        self._n_bytes += stored.n_bytes
         while self._n_bytes > self._max_bytes:
-            self._n_bytes -= self._stored.popitem(last=False)[1].n_bytes
+            self._drop(next(iter(self._stored)))
+
+    def _drop(self, response_id: str) -> None:
+        self._n_bytes -= self._stored.pop(response_id).n_bytes
+        if self._files is not None:
+            self._files.remove(response_id)
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
         """A response. Raises NotFoundError if the owner has none of that id."""
@@ -60,8 +167,8 @@ class ResponseStore:
 
     def forget(self, owner: str, response_id: str) -> None:
         """Removes a response. Raises NotFoundError."""
-        self._n_bytes -= self.find(owner, response_id).n_bytes
-        del self._stored[response_id]
+        self.find(owner, response_id)
+        self._drop(response_id)
 
     def items_before(self, owner: str, previous: str | None) -> list[dict[str, Any]]:
         """The items of a conversation up to a response, which counts as used. Raises RequestError."""
@@ -77,6 +184,8 @@ class ResponseStore:
                     code="previous_response_not_found",
                 ) from None
             self._stored.move_to_end(one)
+            if self._files is not None:
+                self._files.touch(one)
             one, n_bytes = chain[-1].previous, n_bytes + chain[-1].n_bytes
             if n_bytes > _MAX_CONVERSATION:
                 raise RequestError(

@@ -69,21 +69,23 @@ async def respond(served: ServedModel, body: ResponseBody, http: Request) -> Res
     model = served.check_model(body.model)
     tools = ResponseTools.of(body)
     http.scope["kukri.left_out"] = tools.left_out
-    items = items_of(body, http)
+    store: ResponseStore = http.app.state.responses
+    owner = await store.owner(http.scope["kukri.client"])
+    items = items_of(body, store, owner)
     chat = await served.open(parse_response(body, items), http.scope)
     keep = None
     if body.store is not False:
         own = items[-len(_own_items(body)) :]
-        owner, store = http.scope["kukri.client"].owner, http.app.state.responses
         keep = partial(_keep, store, owner, body.previous_response_id, own)
     writer = ResponseWriter(served, chat, body, model, tools, keep)
     tells_progress = bool(body.return_progress)
     return Reply(served, chat.call, writer, stream=bool(body.stream), tells_progress=tells_progress)
 
 
-def items_of(body: ResponseBody, http: Request) -> list[Item]:
-    """The items of a conversation, with those of the response that it continues. Raises RequestError."""
-    store, owner = http.app.state.responses, http.scope["kukri.client"].owner
+def items_of(body: ResponseBody, store: ResponseStore, owner: str) -> list[Item]:
+    """The items of a conversation, with those of the owner's response that it continues. Raises
+    RequestError.
+    """
     earlier = _ITEMS.validate_python(store.items_before(owner, body.previous_response_id))
     found = earlier + _own_items(body)
     references = {item.id for item in found if isinstance(item, ItemReference)}

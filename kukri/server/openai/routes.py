@@ -49,9 +49,10 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     @app.get("/v1/responses/{response_id}")
     async def stored_response(response_id: str, request: Request) -> JSONResponse:
-        """A response that is still in memory."""
+        """A response that is still stored."""
         store: ResponseStore = app.state.responses
-        return JSONResponse(store.find(request.scope["kukri.client"].owner, response_id).response)
+        owner = await store.owner(request.scope["kukri.client"])
+        return JSONResponse(store.find(owner, response_id).response)
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def stored_input(
@@ -63,7 +64,7 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
     ) -> JSONResponse:
         """The items of its own input, the last first: those after an id, so many at most."""
         store: ResponseStore = app.state.responses
-        stored = store.find(request.scope["kukri.client"].owner, response_id)
+        stored = store.find(await store.owner(request.scope["kukri.client"]), response_id)
         items = stored.items[: stored.n_input]
         return listed(items if order == "asc" else items[::-1], limit, after)
 
@@ -71,7 +72,7 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def forget_response(response_id: str, request: Request) -> JSONResponse:
         """Forgets it."""
         store: ResponseStore = app.state.responses
-        store.forget(request.scope["kukri.client"].owner, response_id)
+        store.forget(await store.owner(request.scope["kukri.client"]), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.post("/v1/chat/completions/input_tokens", response_class=JSONResponse)
@@ -87,7 +88,9 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def response_tokens(body: ResponseBody, request: Request) -> JSONResponse:
         """Counts the tokens of a response's input."""
         served = await registry.served(body.model, request.scope)
-        n_tokens = await served.n_prompt_tokens(parse_response(body, items_of(body, request)))
+        store: ResponseStore = app.state.responses
+        items = items_of(body, store, await store.owner(request.scope["kukri.client"]))
+        n_tokens = await served.n_prompt_tokens(parse_response(body, items))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": n_tokens})
 
     @app.post("/v1/decide", response_class=JSONResponse)
