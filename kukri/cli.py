@@ -342,7 +342,8 @@ def rerank(
 ) -> None:
     """Rank documents by a query (default model: minilm).
 
-    A cross-encoder reads both together; for other models embeddings are compared.
+    A cross-encoder reads both together, and ColBERT compares their tokens; for other models embeddings are
+    compared.
     """
     from kukri.terminal.embed import model_and_texts, show_ranking
 

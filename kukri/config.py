@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -342,8 +343,25 @@ Pooling = Literal["mean", "last", "cls"]
 
 
 @dataclass(frozen=True)
+class LateInteraction:
+    """How a text becomes a vector for each token (ColBERT), according to the model's files.
+
+    A prefix is a token that follows the first; "" for none. `query_tokens` and `document_tokens` are the
+    longest, prefix included.
+    """
+
+    query_prefix: str = "[Q] "
+    document_prefix: str = "[D] "
+    query_tokens: int = 32
+    document_tokens: int = 180
+    expands: bool = True  # queries, with mask tokens up to `query_tokens`
+    sees_expansion: bool = False  # True: those are seen by other tokens
+    skipped: tuple[str, ...] = tuple(string.punctuation)  # tokens of documents that have no vector
+
+
+@dataclass(frozen=True)
 class EmbeddingConfig:
-    """How a text becomes one vector, according to the model's files."""
+    """How a text becomes a vector, according to the model's files."""
 
     pooling: Pooling = "mean"  # how the tokens' hidden states become one; "cls" takes the first
     normalizes: bool = True  # to length 1
@@ -353,6 +371,7 @@ class EmbeddingConfig:
     score: str = "sigmoid"  # what makes a score of a cross-encoder's output: sigmoid or identity
     # for language models that rank: a prompt with {query} and {document}, which they answer with yes or no
     pair_template: str = ""
+    late: LateInteraction | None = None  # for models with a vector for each token
 
 
 KVType = Literal["f16", "q8_0", "q4", "fp8", "f32"]

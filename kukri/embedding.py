@@ -19,6 +19,7 @@ from kukri.engine import Request, RequestMaker
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.formats.sentence_transformers import DenseLayer
 from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.late_interaction import LateEncoder
 from kukri.models import Model
 from kukri.tokenizer import Tokenizer
 from kukri.tokenizer.tokenizer import as_text
@@ -41,6 +42,8 @@ class Encoded:
 
     ids: list[list[int]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)
+    is_query: bool = False  # True for queries of a model with late interaction
+    n_unseen: list[int] = field(default_factory=list)  # tokens at each one's end that no other sees
 
 
 class PairJudge:
@@ -99,6 +102,10 @@ class TextEncoder:
                 raise UnsupportedError(f"a dense layer takes {layer.weight.shape[1]} numbers, not {width}")
             width = len(layer.weight)
         self.width = width  # numbers per vector
+        self.late: LateEncoder | None = None
+        if config.late is not None:
+            self.late = LateEncoder(tokenizer, config.late, model.config, max_context)
+            self.max_tokens = min(limit, max_context or limit)
         self.judge: PairJudge | None = None
         if config.pair_template and self.model.config.is_causal:
             self.judge = PairJudge(tokenizer, config.pair_template, self.model.config.head)
@@ -122,20 +129,40 @@ class TextEncoder:
         A text beyond the limit is cut with `truncate`, which is logged as a warning, and raises
         ContextLengthError without. Raises RequestError for a prompt name that the model does not have.
         """
-        before = self._prompt(prompt, prompt_name)
+        return self._encoded(texts, self._prompt(prompt, prompt_name), self.max_tokens, truncate)
+
+    def encode_tokens(
+        self, texts: Sequence[str], *, prompt_name: str | None = None, truncate: bool = False
+    ) -> Encoded:
+        """The token ids of texts that get a vector for each token.
+
+        With late interaction they are queries if `prompt_name` is "query", else documents; the rest is as
+        `encode` says.
+        """
+        if self.late is None:
+            return self.encode(texts, prompt_name=prompt_name, truncate=truncate)
+        if prompt_name not in (None, "query", "document"):
+            raise RequestError(f"texts are a query or a document, not {prompt_name!r}", param="prompt_name")
+        is_query = prompt_name == "query"
+        found = self._encoded(texts, "", self.late.room(is_query), truncate)
+        marked = [self.late.marked(ids, is_query) for ids in found.ids]
+        return Encoded([ids for ids, _ in marked], found.truncated, is_query, [n for _, n in marked])
+
+    def _encoded(self, texts: Sequence[str], before: str, n_most: int, truncate: bool) -> Encoded:
+        """The token ids of texts after a prompt, `n_most` of each; see `encode`."""
         found = Encoded()
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 raise RequestError(f"text must be str, not {type(text).__name__}", param="texts")
-            most = None if truncate else self.max_tokens
+            most = None if truncate else n_most
             ids = self.tokenizer.encode(before + text, add_special=True, max_tokens=most)
-            if len(ids) > self.max_tokens:
+            if len(ids) > n_most:
                 if not truncate:
-                    raise ContextLengthError(len(ids), self.max_tokens)
+                    raise ContextLengthError(len(ids), n_most)
                 found.truncated.append(i)
-                ids = self._cut(ids)
+                ids = self._cut(ids, n_most)
             found.ids.append(ids)
-        self._report(found)
+        self._report(found, n_most)
         return found
 
     def encode_pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> Encoded:
@@ -192,6 +219,12 @@ class TextEncoder:
         sequence without tokens and for ids outside the vocabulary, ContextLengthError for one that is too
         long.
         """
+        if self.late is not None:
+            raise RequestError(
+                "the model has a vector for each token and none for a text: use embed_tokens, /v1/embeddings "
+                "or /pooling",
+                param="model",
+            )
         self.check(texts)
         pooling = pooling or self.config.pooling
         made: list[Request] = []
@@ -217,12 +250,14 @@ class TextEncoder:
             )
         return made
 
-    def token_requests(
-        self, engine: RequestMaker, texts: Sequence[Sequence[int]], **options: Any
-    ) -> list[Request]:
+    def token_requests(self, engine: RequestMaker, texts: Encoded, **options: Any) -> list[Request]:
         """The requests whose `rows` are the states [T, D] of the tokens of texts; else as `requests`."""
-        self.check(texts)
-        return [engine.make_output_request(ids, "hidden", **options) for ids in texts]
+        self.check(texts.ids)
+        n_unseen = texts.n_unseen or [0] * len(texts.ids)
+        return [
+            engine.make_output_request(ids, "hidden", n_unseen=n, **options)
+            for ids, n in zip(texts.ids, n_unseen, strict=True)
+        ]
 
     def pair_requests(
         self,
@@ -271,11 +306,21 @@ class TextEncoder:
             normalized(vectors) if (self.config.normalizes if normalize is None else normalize) else vectors
         )
 
-    def token_vectors(self, states: FloatArray, *, normalize: bool = True) -> FloatArray:
-        """The vectors float32 [T, width] of tokens' states [T, D]: dense layers applied, and normalized."""
-        for layer in self._dense:
-            states = layer(states)
-        return normalized(states) if normalize else states
+    def token_vectors(
+        self, texts: Encoded, states: Sequence[FloatArray], *, normalize: bool = True
+    ) -> list[FloatArray]:
+        """The vectors float32 [T, width] of the tokens of each text by their states [T, D].
+
+        Dense layers are applied. With late interaction, skipped tokens of documents have none.
+        """
+        found = []
+        for ids, vectors in zip(texts.ids, states, strict=True):
+            for layer in self._dense:
+                vectors = layer(vectors)
+            if self.late is not None:
+                vectors = self.late.kept(ids, vectors, texts.is_query)
+            found.append(normalized(vectors) if normalize else vectors)
+        return found
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raises RequestError for a number of dimensions that vectors cannot be cut to."""
@@ -344,11 +389,11 @@ class TextEncoder:
         n_last = int(self.tokenizer.add_eos and len(ids) > n_tokens)
         return ids[: max(n_tokens - n_last, 0)] + ids[len(ids) - n_last :] if n_last else ids[:n_tokens]
 
-    def _report(self, found: Encoded) -> None:
+    def _report(self, found: Encoded, n_most: int | None = None) -> None:
         if found.truncated:
             logger.warning(
                 "%d of %d texts were truncated to %d tokens",
-                len(found.truncated), len(found.ids), self.max_tokens,
+                len(found.truncated), len(found.ids), n_most or self.max_tokens,
             )  # fmt: skip
 
     def check(self, texts: Sequence[Sequence[int]]) -> None:

@@ -24,6 +24,7 @@ from kukri.formats.adapters import read_adapter
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.taps import Hook
+from kukri.late_interaction import max_sim
 from kukri.loading import Progress, open_model
 from kukri.model_options import ModelKeywords, ModelOptions
 from kukri.models import Forward
@@ -325,6 +326,28 @@ class LLM:
         vectors = encoder.vectors(self.calls.compute(requests), normalize, dimensions)
         return vectors[0] if isinstance(texts, str) else vectors
 
+    def embed_tokens(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+        adapter: str | None = None,
+    ) -> Any:
+        """A vector for each token: float32 [tokens, width] for a text, a list of such for several.
+
+        Of models with late interaction (ColBERT) they are a query's with `prompt_name="query"`, expanded as
+        the files say, else a document's, without those of punctuation; `kukri.late_interaction.max_sim`
+        compares the two. Of other models they are the last norm's outputs. Else as `embed`.
+        """
+        encoder = self.text_encoder
+        many = [texts] if isinstance(texts, str) else texts
+        encoded = encoder.encode_tokens(many, prompt_name=prompt_name, truncate=truncate)
+        requests = encoder.token_requests(self.calls.engine, encoded, adapter=adapter)
+        vectors = encoder.token_vectors(encoded, self.calls.compute(requests), normalize=normalize)
+        return vectors[0] if isinstance(texts, str) else vectors
+
     def rerank(
         self,
         query: str,
@@ -337,7 +360,8 @@ class LLM:
         """Ranks documents by how well they answer the query: the `top_n` best, the best first.
 
         A cross-encoder (`...ForSequenceClassification` with one label) reads query and document together, and
-        its score is what sentence-transformers gives; of other models it is the cosine of their embeddings.
+        its score is what sentence-transformers gives. A model with late interaction (ColBERT) compares tokens
+        by MaxSim, other models the cosine of their embeddings.
         `truncate` and `adapter` are those of `embed`.
         """
         if isinstance(documents, str) or not isinstance(query, str):
@@ -350,6 +374,12 @@ class LLM:
             pairs = encoder.encode_pairs(query, documents, truncate=truncate)
             requests = encoder.pair_requests(self.calls.engine, pairs.ids, adapter=adapter)
             scores = encoder.scores(self.calls.compute(requests))
+        elif encoder.late is not None:
+            asked, found = (
+                self.embed_tokens(texts, prompt_name=name, truncate=truncate, adapter=adapter)
+                for texts, name in ((query, "query"), (documents, "document"))
+            )
+            scores = [max_sim(asked, vectors) for vectors in found]
         else:
             for_query, for_document = encoder.rank_prompts()
             asked, found = (

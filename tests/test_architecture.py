@@ -24,6 +24,7 @@ LAYERS = (
         "formats",
         "engine",
         "tasks",
+        "late_interaction",
         "embedding",
         "model_identity",
         "stages",
@@ -37,6 +38,7 @@ ALLOWED["tokenizer"] = {"errors", "formats"}
 ALLOWED["sampling"] = {"config", "errors", "kernels"}
 ALLOWED["dialects"] = {"errors", "sampling", "tokenizer"}
 ALLOWED["tasks"] |= {"tokenizer"}
+ALLOWED["late_interaction"] |= {"tokenizer"}
 ALLOWED["embedding"] |= {"tokenizer"}
 ALLOWED["engine"] |= {"sampling", "tokenizer"}
 for part in ("loading", "calls", "llm", "async_llm"):

@@ -44,7 +44,8 @@ class Chunk:
     """Tokens `start` to `start + n_tokens - 1` of a sequence; the last `n_logits` of them want logits.
 
     The last `n_drafts` are draft tokens, which lie in its `tokens` beyond its own; or `n_after` tokens follow
-    those that want logits. `saves`: (number of tokens, slot) of copies of the state after so many.
+    those that want logits. No token sees the last `n_unseen`. `saves`: (number of tokens, slot) of copies of
+    the state after so many.
     """
 
     sequence: CachedSequence
@@ -53,6 +54,7 @@ class Chunk:
     n_logits: int
     n_drafts: int = 0
     n_after: int = 0
+    n_unseen: int = 0
     saves: Sequence[tuple[int, int]] = ()
 
 
@@ -121,7 +123,7 @@ class BatchBuilder:
                     inputs.state_saves[t + n_past - start - 1] = slot
             t += n_tokens
             inputs.query_start[s + 1] = t
-            inputs.context_len[s] = stop
+            inputs.context_len[s] = stop - chunk.n_unseen
             if self._has_adapters:
                 inputs.adapters[s] = sequence.adapter_slot
             stop_row = t - chunk.n_drafts - chunk.n_after

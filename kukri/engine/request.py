@@ -74,7 +74,7 @@ class Request:
         "leader",
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_found", "n_generated_at_loss", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt",
-        "n_replayed", "n_tokens", "next_row", "output",
+        "n_replayed", "n_tokens", "n_unseen", "next_row", "output",
         "page_keys", "page_rows", "params", "passed", "prefix_root", "priority", "prompt_logprobs",
         "rows",
         "sampled",
@@ -102,6 +102,7 @@ class Request:
         first_row: int = 0,
         stop_row: int | None = None,
         token_types: IntArray | None = None,
+        n_unseen: int = 0,
         prefix_root: PageKey = ROOT,
         images: RequestImages | None = None,
     ) -> None:
@@ -121,6 +122,7 @@ class Request:
         self.first_row = self.next_row = first_row  # the next token whose row of output is wanted
         self.stop_row = self.max_length if stop_row is None else stop_row
         self.token_types = token_types  # [n_prompt]: of a pair of texts; None: all 0
+        self.n_unseen = n_unseen  # its last tokens, which no token sees; of encoders
         self.images = images  # the prompt's images
         self.adapter: LoadedAdapter | None = None
         self.rows: FloatArray | None = None  # see the class; "pooled" is a sum until its end

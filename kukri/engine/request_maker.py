@@ -122,6 +122,7 @@ class RequestMaker(ABC):
         first_row: int = 0,
         stop_row: int | None = None,
         token_types: IntArray | None = None,
+        n_unseen: int = 0,
         priority: int = 0,
         client: str = "",
         prefix_scope: str = "",
@@ -129,8 +130,8 @@ class RequestMaker(ABC):
     ) -> Request:
         """A request for the rows of `output` of the tokens from `first_row` to `stop_row` - 1: see `Request`.
 
-        `token_types` tell the texts of a pair apart, int32 of as many. It is checked, and not yet queued.
-        Raises what `make_requests` raises.
+        `token_types` tell the texts of a pair apart, int32 of as many. No token sees the last `n_unseen`, of
+        an encoder. It is checked, and not yet queued. Raises what `make_requests` raises.
         """
         ids, seen = self._checked_prompt(token_ids)
         request = Request(
@@ -147,6 +148,7 @@ class RequestMaker(ABC):
             first_row=first_row,
             stop_row=stop_row,
             token_types=token_types,
+            n_unseen=n_unseen,
             prefix_root=self._prefix_root(prefix_scope),
             images=self._images(seen),
         )

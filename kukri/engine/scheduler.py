@@ -423,7 +423,10 @@ class Scheduler:
         n_to_come = self.max_requests - len(self.running)  # requests, each of which wants a state
         saves = self.residence.snapshots(request, start, start + n_tokens, n_to_come)
         first, n_all, request.n_replayed = start - n_replayed, n_tokens + n_replayed, 0
-        step.chunks.append(ScheduledChunk(request, first, n_all, n_logits, n_after=n_after, saves=saves))
+        chunk = ScheduledChunk(
+            request, first, n_all, n_logits, n_after=n_after, n_unseen=request.n_unseen, saves=saves
+        )
+        step.chunks.append(chunk)
         if request.saved_state is not None:
             if request.saved_state.contents is not None:
                 step.state_writes.append((request.state_slot, request.saved_state.contents))

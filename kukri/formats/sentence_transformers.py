@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import MAX_CONTEXT, EmbeddingConfig, ModelConfig, Pooling
+from kukri.config import MAX_CONTEXT, EmbeddingConfig, LateInteraction, ModelConfig, Pooling
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files
@@ -45,6 +45,7 @@ PAIR_TEMPLATE = (
     "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+_SETTINGS = "config_sentence_transformers.json"
 _JUDGES, _README = "qwen3-reranker", 1 << 16
 
 
@@ -99,7 +100,8 @@ def _directory_embedding(
                 )
     template = PAIR_TEMPLATE if _judges_pairs(directory, stated) else ""
     score = _score(directory, stated)
-    config = EmbeddingConfig(pooling, normalizes, max_tokens, prompts, default, score, template)
+    late = _late_interaction(directory)
+    config = EmbeddingConfig(pooling, normalizes, max_tokens, prompts, default, score, template, late)
     return config, tuple(layers)
 
 
@@ -145,6 +147,8 @@ def gguf_keys(
     model: ModelConfig, embedding: EmbeddingConfig, layers: Sequence[DenseLayer] = ()
 ) -> dict[str, Any]:
     """GGUF's keys of an encoder's pooling, token types and dense layers; of others those of ranking."""
+    if embedding.late is not None:
+        raise UnsupportedError("GGUF has no place for a vector of each token (ColBERT): keep the safetensors")
     number = next(number for number, pooling in _GGUF_POOLINGS.items() if pooling == embedding.pooling)
     pooling_key = f"{ARCHITECTURES[model.architecture].gguf}.pooling_type"
     if model.is_causal:
@@ -213,6 +217,7 @@ def _dense(directory: Path) -> DenseLayer:
     stated = read_json(path)
     keys = Keys(stated, path)
     n_in, n_out = (keys.whole(name, most=_MAX_WIDTH) for name in ("in_features", "out_features"))
+    keys.expect("use_residual", False)
     activation = _activation(stated.get("activation_function"), path)
     if activation == "sigmoid":
         raise keys.unsupported("activation_function", "is Sigmoid: kukri runs Identity and Tanh")
@@ -231,9 +236,28 @@ def _dense(directory: Path) -> DenseLayer:
     return DenseLayer(tensor("linear.weight", (n_out, n_in)), bias, activation)
 
 
+def _late_interaction(directory: Path) -> LateInteraction | None:
+    """PyLate's settings of a model with a vector for each token; None for others."""
+    path = directory / _SETTINGS
+    keys = Keys(read_json(path) if path.is_file() else {}, path)
+    if str(keys.value("similarity_fn_name")).lower() != "maxsim":
+        return None
+    usual = LateInteraction()
+    words = keys.value("skiplist_words")
+    return LateInteraction(
+        keys.text("query_prefix", usual.query_prefix),
+        keys.text("document_prefix", usual.document_prefix),
+        keys.whole("query_length", usual.query_tokens, most=MAX_CONTEXT),
+        keys.whole("document_length", usual.document_tokens, most=MAX_CONTEXT),
+        keys.flag("do_query_expansion", usual.expands),
+        keys.flag("attend_to_expansion_tokens", usual.sees_expansion),
+        usual.skipped if words is None else tuple(keys.items("skiplist_words", str)),
+    )
+
+
 def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
     """The prompts by name, and the name of the one that is used if none is chosen."""
-    path = directory / "config_sentence_transformers.json"
+    path = directory / _SETTINGS
     if not path.is_file():
         return {}, None
     stated = read_json(path)

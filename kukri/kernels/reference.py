@@ -309,7 +309,7 @@ class ReferenceOps:
             page_table = self._pages(spec, batch).page_table[s]
             keys, values = read_pages(self.cache, spec.kv_layer, page_table, n_context)
             for t in range(start, stop):
-                position = n_context - (stop - t)  # all of the cache comes before this step
+                position = int(batch.positions[t])
                 first = 0 if spec.window is None else max(0, position + 1 - spec.window)
                 n_visible = min(
                     n_context, position + 1 + (0 if spec.is_causal else (spec.window or n_context) - 1)

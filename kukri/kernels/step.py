@@ -25,7 +25,8 @@ class ForwardBatch:
     """One step: T new tokens of S sequences, back to back, no padding. All arrays int32.
 
     `slots[t]` = page * B + offset says where token t's key and value go. Sequence s owns tokens
-    query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the new ones included.
+    query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the new ones included. An
+    encoder's last new tokens may lie beyond those: they see the others and are seen by none.
     `page_table[s]` lists its pages in order (unused entries are 0). Both are of the cache's first pool
     (`cache.pool_windows`); `other_pools` has the others', where entries before the window are 0 too. Without
     any the first pool's stand for all. `logit_rows` are the tokens (indices into T) whose logits are wanted.

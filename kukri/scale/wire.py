@@ -73,7 +73,7 @@ def request_to_json(request: Request) -> dict[str, Any]:
     if request.output != "tokens":
         types = None if request.token_types is None else request.token_types.tolist()
         rows = {"first_row": request.first_row, "stop_row": request.stop_row, "token_types": types}
-        return {**found, "output": request.output, **rows}
+        return {**found, "output": request.output, **rows, "n_unseen": request.n_unseen}
     return {**found, "params": params_to_json(request.params), "generated": request.output_ids}
 
 
@@ -88,6 +88,7 @@ def request_from_json(given: Mapping[str, Any], maker: RequestMaker, params: Sam
             first_row=given["first_row"],
             stop_row=given["stop_row"],
             token_types=None if types is None else np.array(types, np.int32),
+            n_unseen=given["n_unseen"],
             **sender,
         )
     (request,) = maker.make_requests(given["prompt"], params, **sender)

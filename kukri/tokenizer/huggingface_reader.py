@@ -265,6 +265,12 @@ class Parts:
             raise FormatError(message, path=self.files.path.with_name("tokenizer_config.json"))
         return text
 
+    def _mask_id(self) -> int | None:
+        """The id of the mask token; models that do not use it may name one that they do not have."""
+        stated = self.files.settings.get("mask_token")
+        text = stated.get("content") if isinstance(stated, dict) else stated
+        return self.id_of.get(text) if isinstance(text, str) else None
+
     def _tokens(self) -> list[str]:
         """Texts by id, "" if there is none."""
         tokens = [""] * self.files.n_vocab
@@ -294,6 +300,7 @@ class Parts:
             bos_id=ids["bos_token"],
             eos_id=ids["eos_token"],
             unk_id=ids["unk_token"],
+            mask_id=self._mask_id(),
             eos_ids=frozenset(ends),
             special_ids=frozenset(self.id_of[token] for token in self.special_texts),
         )

@@ -64,6 +64,7 @@ class Vocabulary:
     bos_id: int | None
     eos_id: int | None
     unk_id: int | None
+    mask_id: int | None
     eos_ids: frozenset[int]
     special_ids: frozenset[int]
 
@@ -156,6 +157,7 @@ def read_vocabulary(keys: TokenizerKeys) -> Vocabulary:
         bos_id=ids["bos"],
         eos_id=ids["eos"],
         unk_id=ids["unknown"],
+        mask_id=keys.token_id("mask", None, len(tokens)),
         eos_ids=ends,
         special_ids=frozenset(specials),
     )

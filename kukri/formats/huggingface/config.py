@@ -393,6 +393,8 @@ def _head(keys: Keys, architecture: Architecture) -> HeadConfig:
     classes = keys.value("architectures")
     if not isinstance(classes, list) or not classes or not isinstance(classes[0], str):
         return HeadConfig(default)
+    if architecture.is_causal and "Bidirectional" in classes[0]:
+        raise keys.unsupported("architectures", f"is {brief(classes[0])}: kukri runs the causal model alone")
     kind = next((kind for ending, kind in _HEAD_CLASSES.items() if classes[0].endswith(ending)), None)
     if kind is None or not kind.endswith("classification"):
         return HeadConfig(kind or default)

@@ -124,9 +124,10 @@ class DeviceBatch:
     def _attention_groups(self, is_causal: bool, window: int | None, pool: int) -> list[AttentionGroup]:
         batch = self.host
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
+        ends = (batch.positions[batch.query_start[1:] - 1] + 1).tolist()  # tokens, seen or not
 
         def group(sequences: list[int], first: list[int], n: int, seen: list[int]) -> AttentionGroup:
-            """n tokens of each sequence, from `first` on, whose contexts end with the last of them."""
+            """n tokens of each sequence, from `first` on; `seen` are those up to the last of them."""
             n_keys = seen if is_causal else [contexts[s] for s in sequences]
             first_keys = [max(context - n + 1 - (window or context), 0) for context in seen]
             first_page = min(first_keys) // PAGE_TOKENS
@@ -142,15 +143,15 @@ class DeviceBatch:
         groups = []
         decoding = [s for s in range(batch.n_sequences) if starts[s + 1] - starts[s] == 1]
         if decoding and self.mask is None:
-            groups.append(group(decoding, [starts[s] for s in decoding], 1, [contexts[s] for s in decoding]))
+            groups.append(group(decoding, [starts[s] for s in decoding], 1, [ends[s] for s in decoding]))
         for s in range(batch.n_sequences):
             start, stop = starts[s], starts[s + 1]
             if self.mask is not None:
-                groups.append(group([s], [start], stop - start, [contexts[s]]))
+                groups.append(group([s], [start], stop - start, [ends[s]]))
             elif stop - start > 1:
                 for first in range(start, stop, _QUERY_TOKENS):
                     last = min(stop, first + _QUERY_TOKENS)
-                    groups.append(group([s], [first], last - first, [contexts[s] - (stop - last)]))
+                    groups.append(group([s], [first], last - first, [ends[s] - (stop - last)]))
         return groups
 
 
@@ -243,12 +244,14 @@ def check_indices(batch: ForwardBatch, n_pages: Sequence[int], n_states: int | N
     """
     starts, contexts, n_tokens = batch.query_start, batch.context_len, batch.n_tokens
     lengths = np.diff(starts)
-    if starts[0] != 0 or starts[-1] != n_tokens or (lengths < 1).any() or (contexts < lengths).any():
+    covers = starts[0] == 0 and starts[-1] == n_tokens and (lengths > 0).all()
+    ends = batch.positions[starts[1:] - 1] + 1 if covers else lengths
+    if not covers or (ends < lengths).any() or (contexts < 1).any():
         raise ShapeError("bad step: sequences that do not cover the step's tokens")
     places = batch.page_table.shape[1]
     n_used = -(-contexts // PAGE_TOKENS)
-    if (n_used > places).any():
-        raise ShapeError("bad step: a context longer than the page table")
+    if (n_used > places).any() or (contexts > ends).any():
+        raise ShapeError("bad step: a context longer than the page table or the sequence")
     checks = [("logit row outside the step", batch.logit_rows, n_tokens)]
     for pool, n in enumerate(n_pages):
         used = batch.pages(pool).page_table[np.arange(places) < n_used[:, None]]

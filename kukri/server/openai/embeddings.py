@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from kukri.embedding import Encoded
+from kukri.embedding import Encoded, TextEncoder
 from kukri.engine import Request as EngineRequest
 from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.kernels.arrays import FloatArray
@@ -99,14 +99,24 @@ async def embed(
     """The response to an embedding request. A client that leaves ends the work."""
     try:
         given: Any = body.content if body.input is None else body.input
-        texts = await encoded(served, given, body.prompt_name, truncate=bool(body.truncate))
+        of_tokens = _checked_late(served.llm.text_encoder, body)
+        texts = await encoded(
+            served, given, body.prompt_name, truncate=bool(body.truncate), of_tokens=of_tokens
+        )
     except RequestError as error:
         raise named(error) from None
     empty = next((i for i, ids in enumerate(texts.ids) if not ids), None)
     if empty is not None:
         which = f"input[{empty}]" if len(texts.ids) > 1 else "input"
         raise RequestError(f"{which} is empty, and the model adds no token of its own", param=which)
-    vectors = await vectors_of(served, body, texts.ids, http)
+    vectors: Sequence[FloatArray] | FloatArray | None
+    if of_tokens:
+        options = request_options(served, http, body.model, body.user, body.adapter)
+        normalize = body.normalize is not False and body.embd_normalize != -1
+        work = token_vectors_of(served, texts, http, options, normalize=normalize)
+        vectors = await while_connected(http, work)
+    else:
+        vectors = await vectors_of(served, body, texts.ids, http)
     if vectors is None:
         return SILENCE
     model = served.check_model(body.model)
@@ -132,6 +142,23 @@ async def vectors_of(
         return await while_connected(http, _vectors(served, body, texts, http))
     except RequestError as error:
         raise named(error) from None
+
+
+async def token_vectors_of(
+    served: ServedModel, texts: Encoded, http: Request, options: dict[str, Any], *, normalize: bool = True
+) -> list[FloatArray]:
+    """The vectors [tokens, width] of the tokens of each text; `options` are those of `request_options`."""
+    encoder = served.llm.text_encoder
+    requests = encoder.token_requests(served.llm.engine, texts, **options)
+    rows = await rows_of(served, requests, http.scope)
+    return await asyncio.to_thread(encoder.token_vectors, texts, rows, normalize=normalize)
+
+
+def _checked_late(encoder: TextEncoder, body: EmbeddingBody) -> bool:
+    """True for a model with a vector for each token. Raises RequestError for fields that it cannot honor."""
+    if encoder.late is not None and (body.pooling or body.dimensions not in (None, encoder.width)):
+        raise RequestError("the model has a vector for each token: pooling and dimensions do not apply")
+    return encoder.late is not None
 
 
 def named(error: RequestError) -> RequestError:
@@ -175,11 +202,17 @@ async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope:
 
 
 async def encoded(
-    served: ServedModel, given: Any, prompt_name: str | None = None, *, truncate: bool = False
+    served: ServedModel,
+    given: Any,
+    prompt_name: str | None = None,
+    *,
+    truncate: bool = False,
+    of_tokens: bool = False,
 ) -> Encoded:
-    """The token ids of each text of an `Input`, as `TextEncoder.encode` makes them."""
+    """The token ids of each text of an `Input`, as `TextEncoder.encode` or `encode_tokens` makes them."""
     many = given if isinstance(given, list) and _kind_of(given) == "list[str]" else [given]
-    return await asyncio.to_thread(_ids, served, [_plain(one) for one in many], prompt_name, truncate)
+    plain = [_plain(one) for one in many]
+    return await asyncio.to_thread(_ids, served, plain, prompt_name, truncate, of_tokens)
 
 
 def _plain(one: Any) -> str | list[int | str]:
@@ -193,13 +226,20 @@ def _plain(one: Any) -> str | list[int | str]:
 
 
 def _ids(
-    served: ServedModel, many: list[str | list[int | str]], prompt_name: str | None, truncate: bool
+    served: ServedModel,
+    many: list[str | list[int | str]],
+    prompt_name: str | None,
+    truncate: bool,
+    of_tokens: bool,
 ) -> Encoded:
     encoder = served.llm.text_encoder
     texts = [one for one in many if isinstance(one, str)]
-    found = encoder.encode(texts, prompt_name=prompt_name, truncate=truncate)
+    encode = encoder.encode_tokens if of_tokens else encoder.encode
+    found = encode(texts, prompt_name=prompt_name, truncate=truncate)
     if len(texts) == len(many):
         return found
+    if encoder.late is not None:
+        raise RequestError("the model marks queries and documents: give texts, not token ids")
     places = [i for i, one in enumerate(many) if isinstance(one, str)]
     encoded = dict(zip(places, found.ids, strict=True))
     for i, one in enumerate(many):
@@ -235,7 +275,7 @@ def request_options(
     }
 
 
-def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:
+def _body(head: dict[str, Any], vectors: Iterable[FloatArray], as_base64: bool) -> bytes:
     """The JSON of the response; a vector at a time, so that other threads get their turn."""
     items = []
     for i, vector in enumerate(vectors):
@@ -246,9 +286,10 @@ def _body(head: dict[str, Any], vectors: FloatArray, as_base64: bool) -> bytes:
     return f'{json.dumps(head)[:-1]}, "data": [{", ".join(items)}]}}'.encode()
 
 
-def _llama_cpp_body(vectors: FloatArray) -> bytes:
-    """The JSON of the response as llama.cpp's server has it: a list of vectors for each text, here of one."""
-    items = [json.dumps({"index": i, "embedding": [vector.tolist()]}) for i, vector in enumerate(vectors)]
+def _llama_cpp_body(vectors: Iterable[FloatArray]) -> bytes:
+    """The JSON of the response as llama.cpp's server has it: a list of vectors for each text."""
+    lists = (np.atleast_2d(vector).tolist() for vector in vectors)
+    items = [json.dumps({"index": i, "embedding": one}) for i, one in enumerate(lists)]
     return f"[{', '.join(items)}]".encode()
 
 

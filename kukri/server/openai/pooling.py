@@ -25,6 +25,7 @@ from kukri.server.openai.embeddings import (
     named,
     request_options,
     rows_of,
+    token_vectors_of,
     while_connected,
 )
 
@@ -136,7 +137,8 @@ async def _pooled(
         has, wants = (kind.replace("_", " ") for kind in (head.kind, _HEADS[task]))
         raise RequestError(f"the model has a head for {has}; {task} needs one for {wants}", param="model")
     try:
-        texts = await encoded(served, body.input, prompt_name, truncate=bool(body.truncate))
+        of_tokens, cuts = task == "token_embed", bool(body.truncate)
+        texts = await encoded(served, body.input, prompt_name, truncate=cuts, of_tokens=of_tokens)
         encoder.check(texts.ids)
     except RequestError as error:
         raise named(error) from None
@@ -147,9 +149,8 @@ async def _pooled(
         vectors = encoder.vectors(await rows_of(served, requests, http.scope), normalize=is_active)
         return list(vectors), n_tokens
     if task == "token_embed":
-        requests = encoder.token_requests(llm.engine, texts.ids, **options)
-        rows = await rows_of(served, requests, http.scope)
-        return [encoder.token_vectors(row, normalize=is_active) for row in rows], n_tokens
+        rows = await token_vectors_of(served, texts, http, options, normalize=is_active)
+        return list(rows), n_tokens
     outputs = await _outputs(served, body, texts.ids, http, of_text=task == "classify")
     if task == "classify":
         rows = [row[0] for row in outputs]

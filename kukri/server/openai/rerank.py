@@ -13,9 +13,16 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.embedding import normalized, ranked
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
+from kukri.late_interaction import max_sim
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
-from kukri.server.openai.embeddings import SILENCE, rows_of, while_connected
+from kukri.server.openai.embeddings import (
+    SILENCE,
+    request_options,
+    rows_of,
+    token_vectors_of,
+    while_connected,
+)
 
 _MAX_DOCUMENTS = 2048
 _Text = Annotated[str, Field(min_length=1)]
@@ -150,6 +157,16 @@ async def _scored(
             )
             rows = await rows_of(served, requests, http.scope)
             return encoder.scores(rows), sum(map(len, pairs.ids)), pairs.truncated
+        if encoder.late is not None:
+            asked = await asyncio.to_thread(
+                encoder.encode_tokens, [query], prompt_name="query", truncate=cuts
+            )
+            texts = await asyncio.to_thread(encoder.encode_tokens, documents, truncate=cuts)
+            options = request_options(served, http, body.model, body.user)
+            (wanted,) = await token_vectors_of(served, asked, http, options)
+            found = await token_vectors_of(served, texts, http, options)
+            scores = await asyncio.to_thread(lambda: [max_sim(wanted, vectors) for vectors in found])
+            return scores, sum(map(len, [*asked.ids, *texts.ids])), texts.truncated
         for_query, for_document = encoder.rank_prompts()
         asked = await asyncio.to_thread(encoder.encode, [query], prompt_name=for_query, truncate=cuts)
         texts = await asyncio.to_thread(encoder.encode, documents, prompt_name=for_document, truncate=cuts)

@@ -77,15 +77,18 @@ def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types, 
         start = load_i32(starts + 4 * s)
         stop = load_i32(starts + 4 * s + 4)
         context = load_i32(load_i64(batch + CONTEXT_LEN) + 4 * s)
-        if stop <= start or context < stop - start:
+        if stop <= start or stop > n_tokens:
+            return 4
+        end = load_i32(load_i64(batch + POSITIONS) + 4 * (stop - 1)) + 1
+        if context <= 0 or context > end or end < stop - start:
             return 4
         n_used = (context + PAGE_TOKENS - 1) // PAGE_TOKENS
-        if n_used > max_pages or context > n_positions:
+        if n_used > max_pages or end > n_positions:
             return 5
         if _outside(load_i64(batch + PAGE_TABLE) + 4 * s * load_i64(batch + MAX_PAGES), n_used, n_pages):
             return 6
         for t in range(start, stop):
-            if load_i32(load_i64(batch + POSITIONS) + 4 * t) != context - (stop - t):
+            if load_i32(load_i64(batch + POSITIONS) + 4 * t) != end - (stop - t):
                 return 7
     rotates_by = load_i64(batch + ROPE_POSITIONS)
     if rotates_by != load_i64(batch + POSITIONS) and _outside(rotates_by, n_tokens, n_positions):
@@ -233,7 +236,8 @@ def attention_work(tile, batch, group_tokens, most_tokens, n_ahead, window):
         entry_tokens = max(group_tokens, min(most_tokens, (stop - start) // _LEAST_ENTRIES))
         for token in range(start, stop, entry_tokens):
             n_tokens = min(entry_tokens, stop - token)
-            visible = _context(batch, sequence) - max(stop - token - n_tokens - n_ahead, 0)
+            last = load_i32(load_i64(batch + POSITIONS) + 4 * (token + n_tokens - 1))
+            visible = min(_context(batch, sequence), last + 1 + n_ahead)
             first_chunk = _first_chunk(batch, token, window)
             chunk_stop = (visible + CHUNK_TOKENS - 1) // CHUNK_TOKENS
             is_split = stop - start <= group_tokens and chunk_stop - first_chunk > 1
