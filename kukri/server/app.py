@@ -33,7 +33,7 @@ from kukri.server.openai.batches import Batches
 from kukri.server.openai.response_store import ResponseFiles, ResponseStore
 from kukri.server.openai.routes import add_adapter_routes, add_openai_routes
 from kukri.server.openai.token_routes import add_token_routes
-from kukri.server.openapi import ERRORS, drop_validation_errors
+from kukri.server.openapi import ERRORS, add_document
 from kukri.server.page.routes import add_page
 from kukri.server.settings import ModelSpec, ServerSettings
 from kukri.traces import open_traces
@@ -85,6 +85,7 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         responses=ERRORS,
+        openapi_url=None,  # see add_document
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
@@ -122,7 +123,7 @@ def create_app(
     _add_state_routes(app, registry)
     if settings.has_page:
         add_page(app, registry)
-    drop_validation_errors(app)
+    add_document(app)
     return app
 
 

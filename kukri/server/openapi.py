@@ -1,10 +1,13 @@
-"""Descriptions of answers and errors in the OpenAPI document."""
+"""The OpenAPI document, and its descriptions of answers and errors."""
 
 from __future__ import annotations
 
+from functools import cache, partial
+from threading import Lock
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 Responses = dict[int | str, dict[str, Any]]  # as FastAPI takes them
@@ -52,11 +55,28 @@ LINES = _answer("The answer", "application/json", "application/x-ndjson")
 SAFETENSORS = _answer("The tensors", "application/vnd.safetensors")
 
 
-def drop_validation_errors(app: FastAPI) -> None:
-    """Takes FastAPI's 422 out of the OpenAPI document: a wrong body is a 400 here."""
+def add_document(app: FastAPI) -> None:
+    """Serves the OpenAPI document of the routes that the application has so far.
+
+    It is made when somebody first asks: that takes as long as the rest of the application's start. A thread
+    makes it, so that streams continue meanwhile.
+    """
+    lock, made = Lock(), cache(partial(_document, app))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def document(request: Request) -> JSONResponse:
+        with lock:
+            described = made()
+        prefix = request.scope.get("root_path", "")
+        return JSONResponse(described | ({"servers": [{"url": prefix}]} if prefix else {}))
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document without its 422: a wrong body is a 400 here."""
     document = app.openapi()
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
+    return document

@@ -120,9 +120,10 @@ def test_the_time_of_stages_is_traced(collector: Collector, tiny_path: Path) -> 
         assert 0 < computed_s < elapsed_s < span.end_s - span.start_s
 
 
-def test_a_collector_that_is_away_harms_nobody(tiny_path: Path) -> None:
+def test_a_collector_that_is_away_harms_nobody(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches requests that wait for the collector, or fail with it."""
     pytest.importorskip("opentelemetry.sdk")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")  # seconds that its last spans are tried for
     url = "http://127.0.0.1:9"
     with LLM(tiny_path, n_threads=1) as llm, serving(llm, traces=url) as server, server.http() as http:
         started_s = time.monotonic()
