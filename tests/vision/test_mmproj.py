@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.vision import find_mmproj
 from kukri.formats.gguf.writer import write_gguf
 from kukri.terminal.convert import convert_model
-from tests.test_llm_safetensors import byte_tokenizer
 from tests.vision.pictures import picture
+from tests.vision.tiny_checkpoints import FAMILIES, save_with_processor
 from tests.vision.tiny_vision import (
     IMAGE_TOKEN,
     image,
@@ -27,69 +26,11 @@ from tests.vision.tiny_vision import (
     our_tokens,
     prompt,
     relative,
-    save,
     their_inputs,
     their_tokens,
 )
 
 BOUND = 3e-3  # of the CPU
-HALF = [0.5, 0.5, 0.5]
-# the token of images, and the facts of preprocessor_config.json
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("<image_soft_token>", {"image_processor_type": "Gemma3", "size": {"height": 64, "width": 64}}),
-    "idefics3": (
-        "<image>",
-        {
-            "image_processor_type": "Idefics3",
-            **{"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}},
-        },
-    ),
-    "lfm2_vl": (
-        "<image>",
-        {"image_processor_type": "Lfm2Vl", "encoder_patch_size": 4, "downsample_factor": 2},
-    ),
-    "mistral3": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
-    "qwen2_5_vl": (
-        "<|image_pad|>",
-        {
-            "image_processor_type": "Qwen2VL",
-            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
-        },
-    ),
-    "qwen3_vl": (
-        "<|image_pad|>",
-        {
-            "image_processor_type": "Qwen2VL",
-            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
-        },
-    ),
-    "qwen3_5": (
-        "<|image_pad|>",
-        {
-            "image_processor_type": "Qwen2VL",
-            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
-        },
-    ),
-}
-
-
-def save_with_processor(directory: Path, name: str) -> Any:
-    """As `save`, with a token of images at its place and a processor."""
-    theirs = save(directory, name)
-    token, stated = FAMILIES[name]
-    tokenizer = byte_tokenizer()
-    others = [f"<other {i}>" for i in range(IMAGE_TOKEN - len(tokenizer))]
-    if name == "mistral3":
-        others[0] = "[IMG_BREAK]"
-    tokenizer.add_special_tokens({"additional_special_tokens": [*others, token]})
-    assert tokenizer.convert_tokens_to_ids(token) == IMAGE_TOKEN
-    tokenizer.save_pretrained(directory)
-    stated = {**stated, "image_mean": HALF, "image_std": HALF}
-    (directory / "preprocessor_config.json").write_text(json.dumps(stated))
-    (directory / "processor_config.json").write_text(
-        json.dumps({"spatial_merge_size": 2, "image_seq_length": 16, "patch_size": 4})
-    )
-    return theirs
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -1,0 +1,77 @@
+"""Tiny random models that see, with what else their checkpoints hold: a processor, its tokens, a template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.test_llm_safetensors import byte_tokenizer
+from tests.vision.tiny_vision import IMAGE_TOKEN, save
+
+HALF = [0.5, 0.5, 0.5]
+# the token of images, and the facts of preprocessor_config.json
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("<image_soft_token>", {"image_processor_type": "Gemma3", "size": {"height": 64, "width": 64}}),
+    "idefics3": (
+        "<image>",
+        {
+            "image_processor_type": "Idefics3",
+            **{"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}},
+        },
+    ),
+    "lfm2_vl": (
+        "<image>",
+        {"image_processor_type": "Lfm2Vl", "encoder_patch_size": 4, "downsample_factor": 2},
+    ),
+    "mistral3": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
+    "qwen2_5_vl": (
+        "<|image_pad|>",
+        {
+            "image_processor_type": "Qwen2VL",
+            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
+        },
+    ),
+    "qwen3_vl": (
+        "<|image_pad|>",
+        {
+            "image_processor_type": "Qwen2VL",
+            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
+        },
+    ),
+    "qwen3_5": (
+        "<|image_pad|>",
+        {
+            "image_processor_type": "Qwen2VL",
+            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
+        },
+    ),
+}
+
+
+# of a text's pictures and words, as they come
+TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ IMAGE }}{% else %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def save_with_processor(directory: Path, name: str) -> Any:
+    """As `save`, with a token of images at its place, a processor and a template."""
+    theirs = save(directory, name)
+    token, stated = FAMILIES[name]
+    tokenizer = byte_tokenizer()
+    others = [f"<other {i}>" for i in range(IMAGE_TOKEN - len(tokenizer))]
+    if name == "mistral3":
+        others[:2] = "[IMG_BREAK]", "[IMG_END]"
+    tokenizer.add_special_tokens({"additional_special_tokens": [*others, token]})
+    assert tokenizer.convert_tokens_to_ids(token) == IMAGE_TOKEN
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(token))
+    tokenizer.save_pretrained(directory)
+    stated = {**stated, "image_mean": HALF, "image_std": HALF}
+    (directory / "preprocessor_config.json").write_text(json.dumps(stated))
+    (directory / "processor_config.json").write_text(
+        json.dumps({"spatial_merge_size": 2, "image_seq_length": 16, "patch_size": 4})
+    )
+    return theirs
