@@ -570,9 +570,7 @@ class LLM:
                 yield
 
         options = self.options
-        catalog = Catalog(
-            self.config, options.control_vectors, options.probes, options.saes, options.transcoders
-        )
+        catalog = Catalog(self.config, **options.readers)
         kv_type: KVType | None = "f32" if options.kv_type == "f32" else None
         token_bytes = self.tokenizer.token_bytes
         return Session(self.model, self._backend, encode, token_bytes, alone, catalog, kv_type)

@@ -274,9 +274,14 @@ class ModelOptions:
     )
 
     @property
+    def readers(self) -> dict[str, Any]:
+        """What is loaded to steer the model or read its activations, by option."""
+        return {name: getattr(self, name) for name in READERS}
+
+    @property
     def has_readers(self) -> bool:
-        """True if something is loaded that steers the model or reads its activations."""
-        return any(getattr(self, name) for name in READERS)
+        """True if any is given."""
+        return any(self.readers.values())
 
     def __post_init__(self) -> None:
         read_fields(self)

@@ -51,7 +51,7 @@ _FACTS = (
     Fact("max_context", "context_length", "max_position_embeddings", most=MAX_CONTEXT),
 )
 
-# Of architectures that have them (`Architecture.numbers`). Absent, or 0 in GGUF: ModelConfig's default.
+# For architectures that have them (`Architecture.numbers`). Absent, or 0 in GGUF: ModelConfig's default.
 OPTIONAL_FACTS = (
     Fact("attention_scale", "attention.scale", "attention_multiplier", float),
     Fact("embedding_scale", "embedding_scale", "embedding_multiplier", float),

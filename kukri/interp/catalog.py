@@ -23,7 +23,7 @@ class Catalog:
     def __init__(
         self,
         config: ModelConfig,
-        vectors: Mapping[str, Any] | None = None,
+        control_vectors: Mapping[str, Any] | None = None,
         probes: Mapping[str, Any] | None = None,
         saes: Mapping[str, Any] | None = None,
         transcoders: Mapping[str, Any] | None = None,
@@ -33,7 +33,7 @@ class Catalog:
         self.probes: dict[str, Probe] = {}
         self.saes: dict[str, SparseAutoencoder] = {}
         self.transcoders: dict[str, Transcoders] = {}
-        for name, given in (vectors or {}).items():
+        for name, given in (control_vectors or {}).items():
             vector = ControlVector.load(given) if _is_path(given) else ControlVector(given)
             vector.check(_checked(name), config.n_layers, config.d_model)
             self.vectors[name] = vector

@@ -110,7 +110,7 @@ def siglip_config(keys: Keys, name: str) -> ModelConfig:
     return read_blocks(keys, name, keys.positive("layer_norm_eps"), n_patches, n_patches)
 
 
-# Of keys that `vision_config` leaves out, by transformers' classes.
+# For keys that `vision_config` leaves out: the values of transformers' classes
 SIGLIP_DEFAULTS: Mapping[str, Any] = {
     "num_channels": 3,
     "hidden_act": "gelu_pytorch_tanh",

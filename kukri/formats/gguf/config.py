@@ -45,7 +45,7 @@ _LOCAL_THETA = "rope.freq_base_swa"
 _KV_HEADS, _INTERVAL = "attention.head_count_kv", "full_attention_interval"
 _RECURRENT = "attention.recurrent_layers"
 
-# Of mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
+# For mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
 # and the function that makes them of logits, 1 softmax, 3 softmax of the chosen ones; 0 says nothing.
 _EXPERT_NORM, _EXPERT_FUNCTION = "expert_weights_norm", "expert_gating_func"
 _FUNCTIONS = {False: (0, 1), True: (0, 1, 3)}
@@ -65,7 +65,7 @@ IGNORED_KEYS = frozenset(
         *("time_decay_extra_dim", "time_mix_extra_dim", "deepstack_mapping", "attention.rope_pattern"),
     ]
 )
-# Of these families one key below says how many there are, and the others nothing while that is 0.
+# In these families one key below says how many there are, and the others nothing while that is 0.
 IGNORED_FAMILIES = re.compile(
     r"(expert|moe|ssm|wkv|kda|posnet|convnext|shortconv|altup|hrm|hyper_connection|attention\.indexer"
     r"|swiglu_clamp|activation|dense_\d)[._a-z].*|interleave_moe_layer_step"
