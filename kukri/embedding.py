@@ -17,7 +17,7 @@ import numpy as np
 from kukri.config import EmbeddingConfig, HeadConfig, Pooling
 from kukri.engine import Request, RequestMaker
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
-from kukri.formats.sentence_transformers import DenseLayer
+from kukri.formats.sentence_transformers import PAIR_INSTRUCTION, DenseLayer
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.late_interaction import LateEncoder
 from kukri.models import Model
@@ -62,11 +62,11 @@ class PairJudge:
                 raise UnsupportedError('ranking needs a vocabulary with the tokens "yes" and "no"')
             self.columns = [each[0] for each in ids]
 
-    def encode(self, query: str, document: str) -> list[int]:
-        """The ids of the prompt; control tokens written in either text stay text."""
-        specials = self.tokenizer.special_texts
-        texts = {"{query}": as_text(query, specials), "{document}": as_text(document, specials)}
-        parts = re.split(r"(\{query\}|\{document\})", self.template)
+    def encode(self, query: str, document: str, instruction: str | None = None) -> list[int]:
+        """The ids of the prompt; control tokens written in any of the texts stay text."""
+        texts = {"{query}": query, "{document}": document, PAIR_INSTRUCTION: instruction or PAIR_INSTRUCTION}
+        texts = {part: as_text(text, self.tokenizer.special_texts) for part, text in texts.items()}
+        parts = re.split(rf"(\{{query\}}|\{{document\}}|{PAIR_INSTRUCTION})", self.template)
         return self.tokenizer.encode_marked("".join(texts.get(part, part) for part in parts))
 
     def cut(self, ids: list[int], n_tokens: int) -> list[int]:
@@ -165,16 +165,23 @@ class TextEncoder:
         self._report(found, n_most)
         return found
 
-    def encode_pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> Encoded:
+    def encode_pairs(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        truncate: bool = False,
+        instruction: str | None = None,
+    ) -> Encoded:
         """The token ids of the query and each document: BOS, query, EOS, document, EOS, with one EOS more
         before the document for models that want it.
 
-        Of a language model it is a prompt with both. With `truncate` the longer of the two is cut until both
-        fit, of a prompt the document; else as `encode`.
+        Of a language model it is a prompt with both, and the instruction in place of the usual one. With
+        `truncate` the longer of the two is cut until both fit, of a prompt the document; else as `encode`.
         """
         found = Encoded()
         if self.judge is not None:
-            return self._encode_prompts(self.judge, query, documents, truncate)
+            return self._encode_prompts(self.judge, query, documents, truncate, instruction)
         first = self.tokenizer.encode(query, add_special=True)
         for i, document in enumerate(documents):
             second = self._second(document)
@@ -189,11 +196,16 @@ class TextEncoder:
         return found
 
     def _encode_prompts(
-        self, judge: PairJudge, query: str, documents: Sequence[str], truncate: bool
+        self,
+        judge: PairJudge,
+        query: str,
+        documents: Sequence[str],
+        truncate: bool,
+        instruction: str | None,
     ) -> Encoded:
         found = Encoded()
         for i, document in enumerate(documents):
-            ids = judge.encode(query, document)
+            ids = judge.encode(query, document, instruction)
             if len(ids) > self.max_tokens:
                 if not truncate:
                     raise ContextLengthError(len(ids), self.max_tokens)
@@ -337,9 +349,15 @@ class TextEncoder:
                 f"dimensions must be from 1 to {self.width}, not {dimensions}", param="dimensions"
             )
 
-    def check_ranks(self) -> None:
-        """Raises UnsupportedError for a model that cannot rank documents."""
+    def check_ranks(self, instruction: str | None = None) -> None:
+        """Raises UnsupportedError for a model that cannot rank documents, RequestError for an instruction to
+        one that has no place for it.
+        """
         head = self.model.config.head
+        if instruction is not None and (self.judge is None or PAIR_INSTRUCTION not in self.judge.template):
+            raise RequestError(
+                "the model takes no instruction: only Qwen3-Reranker does", param="instruction"
+            )
         if self.judge is not None:
             return
         if head.kind not in ("none", "language_model") and not (

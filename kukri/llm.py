@@ -354,6 +354,7 @@ class LLM:
         documents: Sequence[str],
         *,
         top_n: int | None = None,
+        instruction: str | None = None,
         truncate: bool = False,
         adapter: str | None = None,
     ) -> list[Ranked]:
@@ -361,17 +362,18 @@ class LLM:
 
         A cross-encoder (`...ForSequenceClassification` with one label) reads query and document together, and
         its score is what sentence-transformers gives. A model with late interaction (ColBERT) compares tokens
-        by MaxSim, other models the cosine of their embeddings.
-        `truncate` and `adapter` are those of `embed`.
+        by MaxSim, other models the cosine of their embeddings. Qwen3-Reranker scores by the probability of
+        yes; `instruction` says what makes a document fit, in place of an answer to a web search. `truncate`
+        and `adapter` are those of `embed`.
         """
         if isinstance(documents, str) or not isinstance(query, str):
             raise RequestError("query must be a text and documents a list of texts", param="documents")
         if top_n is not None and top_n < 1:
             raise RequestError(f"top_n must be at least 1, not {top_n}", param="top_n")
         encoder = self.text_encoder
-        encoder.check_ranks()
+        encoder.check_ranks(instruction)
         if encoder.is_cross_encoder:
-            pairs = encoder.encode_pairs(query, documents, truncate=truncate)
+            pairs = encoder.encode_pairs(query, documents, truncate=truncate, instruction=instruction)
             requests = encoder.pair_requests(self.calls.engine, pairs.ids, adapter=adapter)
             scores = encoder.scores(self.calls.compute(requests))
         elif encoder.late is not None:

@@ -39,10 +39,11 @@ _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
 # Where GGUF files have the prompt for a query and a document, as llama.cpp's converter writes it, and the
 # prompt that Qwen3-Reranker was trained on.
 PAIR_KEY = "tokenizer.chat_template.rerank"
+PAIR_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 PAIR_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+    f"<Instruct>: {PAIR_INSTRUCTION}\n"
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 _SETTINGS = "config_sentence_transformers.json"

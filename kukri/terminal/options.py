@@ -409,6 +409,7 @@ class RerankOptions:
     """Options of `kukri rerank`, as `LLM.rerank` has them."""
 
     top_n: int | None = option("Print only the N best.", metavar="N")
+    instruction: str | None = option("What makes a document fit, for Qwen3-Reranker.", metavar="TEXT")
     truncate: bool = option("Truncate texts that are too long.", "--truncate", default=False)
 
 

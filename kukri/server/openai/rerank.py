@@ -45,6 +45,7 @@ class RerankBody(Body):
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=_MAX_DOCUMENTS)]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None  # None is true, as Jina has it
+    instruction: Annotated[str, Field(min_length=1)] | None = None
     truncate: bool | None = None
     user: str | None = None
 
@@ -55,6 +56,7 @@ class ScoreBody(Body):
     model: str | None = None
     text_1: _Texts
     text_2: _Texts
+    instruction: Annotated[str, Field(min_length=1)] | None = None
     truncate: bool | None = None
     user: str | None = None
 
@@ -149,9 +151,11 @@ async def _scored(
     sender, adapter = http.scope["kukri.client"], served.adapter_of(body.model)
     priority, client = sender.priority(None), sender.queue(body.user)
     try:
-        encoder.check_ranks()
+        encoder.check_ranks(body.instruction)
         if encoder.is_cross_encoder:
-            pairs = await asyncio.to_thread(encoder.encode_pairs, query, documents, truncate=cuts)
+            pairs = await asyncio.to_thread(
+                encoder.encode_pairs, query, documents, truncate=cuts, instruction=body.instruction
+            )
             requests = encoder.pair_requests(
                 llm.engine, pairs.ids, priority=priority, client=client, adapter=adapter
             )
@@ -184,6 +188,8 @@ async def _scored(
         error.param = "documents"
         raise
     except (RequestError, UnsupportedError) as error:
-        raise RequestError(str(error), param="documents") from None
+        is_named = isinstance(error, RequestError) and error.param == "instruction"
+        param = "instruction" if is_named else "documents"
+        raise RequestError(str(error), param=param) from None
     vectors = normalized(encoder.vectors(rows, normalize=True))
     return (vectors[1:] @ vectors[0]).astype(np.float64).tolist(), sum(map(len, ids)), texts.truncated
