@@ -113,7 +113,7 @@ def commit(checkout: Path) -> str:
 
 def main() -> None:
     """Runs the experiment."""
-    experiment = Experiment("checkouts", "Compare this checkout with another one, by turns.")
+    experiment = Experiment("checkouts", "Compare this checkout with another one, alternating.")
     experiment.options.add_argument("checkout", type=Path, help="the other checkout")
     experiment.count("-r", "--rounds", 5, "rounds")
     experiment.count("-p", "--prompt-tokens", 512, "tokens of the prompt that is prefilled")

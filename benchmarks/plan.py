@@ -98,7 +98,7 @@ def plan(model: str | None, users: LoadOfUsers, loading: dict[str, Any], *, as_j
             ("load", f"{load.rate:.2f} requests a second, {found.tokens_per_s:,.0f} tokens a second"),
             *_facts(found),
             ("step", ", ".join(f"{1e3 * value:.3f} ms {name}" for name, value in _named(costs))),
-            ("by turns", f"first token {_ms(in_turn.first_token_p99_s)} (99%), "
+            ("in turn", f"first token {_ms(in_turn.first_token_p99_s)} (99%), "
                          f"{in_turn.hit_rate:.0%} of prompt tokens from the cache"),
         ]
     )  # fmt: skip

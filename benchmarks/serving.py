@@ -258,7 +258,7 @@ def _tables(report: ServingReport) -> Iterator[Table | str]:
     )
     one, own = (report.shared.median(name) for name in ("one prompt", "own prompts"))
     yield (
-        f"{many} behind one prompt of {_LONG_PROMPT} tokens: {one:.0f} tokens/s, behind prompts of their own "
+        f"{many} that share one prompt of {_LONG_PROMPT} tokens: {one:.0f} tokens/s, with their own "
         f"{own:.0f} ({report.shared.median_ratio:.2f} times)"
     )
     if http is not None:

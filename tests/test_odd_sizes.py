@@ -40,7 +40,7 @@ def test_odd_sizes_run_on_the_cpu_backend(tmp_path: Path, sizes: dict[str, Any],
 
 @pytest.mark.parametrize("sizes", _SIZES, ids=str)
 def test_results_do_not_depend_on_the_batch(tmp_path: Path, sizes: dict[str, Any]) -> None:
-    """Catches a token that reads what another left behind its columns."""
+    """Catches a token that reads what another left after its columns."""
     path = write_tiny(tmp_path / "odd.gguf", replace(tiny_config(), **sizes))
     texts = [[7, 8, 9], list(range(40)), [200] * 17]
     with LLM(path) as llm:

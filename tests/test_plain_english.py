@@ -17,10 +17,10 @@ PACKAGE = Path(kukri.__file__).parent
 SPEAKERS = {"warn", "warning", "error", "info", "exception", "Option", "Argument", "refused"}
 # What people wrote here before, and what they meant.
 ACCENTS = {
-    r"\bbehind\b": "after",
-    r"\bbeside\b": "besides, alongside or next to",
+    r"\b[Bb]ehind\b": "after",
+    r"\b[Bb]eside\b": "besides, alongside or next to",
     r"\b(is|are|was|were) none\b(?! (loaded|of|here))": "is not one",
-    r"\b(goes|go|went|going) on\b": "continue",
+    r"\b([Gg]oes|[Gg]o|went|[Gg]oing) on\b": "continue",
     r"\banew\b": "again",
     r"\bfor ever\b": "forever",
     r"\ban own\b": "one of its own",
@@ -114,6 +114,7 @@ def faults(source: str) -> list[str]:
         'def f():\n    """Those that are left."""',
         'def f():\n    """The state behind a token."""',
         "x = 1  # a step that goes on",
+        "x = 1  # Behind a token the state is saved.",
     ],
 )
 def test_faults_are_found(source: str) -> None:

@@ -111,7 +111,7 @@ def write_tiny(
 ) -> Path:
     """Writes the file and gives its path; `metadata` sets keys, `.` written `__`, and None removes one.
 
-    Behind the bytes come control tokens, the last of which ends a text, and `plain` ones that every text has.
+    After the bytes come control tokens, the last of which ends a text, and `plain` ones that every text has.
     """
     config = config or tiny_config()
     letters = [chr(b) for b in [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]]

@@ -44,7 +44,7 @@ class HeldMemory:
 def paged_cache(trial: Trial) -> Iterator[Row]:
     """The engine serves the mix, and the pages held are counted in each step: the most at once is shown.
 
-    Beside it stands the most that the same requests would hold in one piece each, taken when they begin. How
+    Next to it stands the most that the same requests would hold in one piece each, taken when they begin. How
     large a piece must be is the question: the whole context where no limit is known, at best the prompt and
     all of the answer. The shorter requests are next to the context, the more pages save.
     """

@@ -9,7 +9,7 @@ Hugging Face's, they are found:
     token_embd: keep                  # as it is in the source
     '^blk\\.(\\d+)\\.ln': {rename: 'blk.\\1.attn_norm'}
 
-Of several patterns that match, the last counts. A pattern that matches nothing is an error. Beside `base` a
+Of several patterns that match, the last counts. A pattern that matches nothing is an error. Besides `base` a
 recipe may state `activations: per-token`, which files keep for their Q4_0 matrices (`kukri.quant.per_token`),
 and `about`, a line of description. `kukri quantize --list-recipes` shows those in the directory recipes/.
 """

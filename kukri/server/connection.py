@@ -80,7 +80,7 @@ def protocol_with_timeout(timeout_s: float) -> type[asyncio.Protocol]:
             self._watch_headers()
 
         def data_received(self, data: bytes) -> None:
-            """Goes on to wait, or ends the wait."""
+            """Takes bytes, and waits for more of the headers or for none."""
             super().data_received(data)
             self._watch_headers()
 

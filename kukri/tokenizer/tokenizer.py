@@ -156,7 +156,7 @@ class Tokenizer:
     ) -> tuple[list[int], list[tuple[int, int] | None]]:
         """The ids of a text, after those of `before` if given, with BOS and EOS as the model wants them.
 
-        Beside each token its characters in `text`, (start, stop), or None for other tokens. Control tokens
+        With each token come its characters in `text`, (start, stop), or None for other tokens. Control tokens
         written in either stay text. Raises RequestError unless both are str.
         """
         texts = [text] if before is None else [before, text]

@@ -124,7 +124,7 @@ def test_texts_of_every_kind_are_text():
     assert (answer.n_tokens, answer.n_prompt, answer.e2e_s) == (8, None, 9.0)
     assert answer.tpot_s == 1.0
     answer.take(b'{"usage": {"completion_tokens": 1%s}, "choices": null}' % (400 * b"0"), 10.0)
-    assert answer.tpot_s == 3.5, "a count that no float holds is none"
+    assert answer.tpot_s == 3.5, "a number that no float holds is not a count"
 
 
 def test_percentiles_are_numpys():

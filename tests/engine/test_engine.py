@@ -218,7 +218,7 @@ def test_failed_and_aborted_requests_leave_pages_for_others() -> None:
         assert engine.pool.n_free == engine.pool.n_pages
 
 
-def test_a_failed_step_frees_everything_and_the_engine_goes_on() -> None:
+def test_a_failed_step_frees_everything_and_the_engine_continues() -> None:
     """Pages leaked, or requests stuck, after a hook or the user stopped a step."""
     for error in (HookError("the hook on x raised"), KeyboardInterrupt(), ValueError("deep inside")):
         engine, backend = make_engine(max_requests=2)

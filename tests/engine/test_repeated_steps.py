@@ -61,7 +61,7 @@ def repeats(engine: Engine) -> bool:
     return step.is_repeat
 
 
-def test_steps_go_on_until_other_requests_run() -> None:
+def test_steps_continue_until_other_requests_run() -> None:
     """A step of those that ran before, while a request waits, has ended, or was aborted."""
     engine, _ = make_engine(max_requests=3, max_step_tokens=64)
     first, second = (add(engine, prompt_of(20, i), greedy(n)) for i, n in enumerate((60, 8)))
@@ -77,7 +77,7 @@ def test_steps_go_on_until_other_requests_run() -> None:
     assert second.output_ids == expected_output(prompt_of(20, 1), 8)
 
 
-def test_a_step_that_goes_on_is_not_launched_twice() -> None:
+def test_a_step_that_continues_is_not_launched_twice() -> None:
     """A token computed by two steps in flight."""
     engine, _ = make_engine(max_requests=2, max_step_tokens=64)
     request = add(engine, prompt_of(20), greedy(30))
@@ -93,7 +93,7 @@ def test_a_step_that_goes_on_is_not_launched_twice() -> None:
     assert request.output_ids == expected_output(prompt_of(20), 30)
 
 
-def test_an_abort_in_flight_of_a_step_that_goes_on() -> None:
+def test_an_abort_in_flight_of_a_step_that_continues() -> None:
     """A token for a request that has ended, or a page that it keeps."""
     engine, _ = make_engine(max_requests=2, max_step_tokens=64)
     stays, leaves = (add(engine, prompt_of(20, i), greedy(30)) for i in range(2))
@@ -173,7 +173,7 @@ def test_a_step_that_cannot_continue_takes_no_pages() -> None:
     assert [request.n_pages for request in requests] == [1, 1]
 
 
-def test_steps_go_on_while_those_that_wait_find_no_room() -> None:
+def test_steps_continue_while_those_that_wait_find_no_room() -> None:
     """A server whose steps take longest when it is full; one who waits for a place that has become free."""
     for limit in ({"max_requests": 2}, {"max_requests": 3, "n_pages": 7}):
         engine, _ = make_engine(max_context=64, max_step_tokens=64, **limit)

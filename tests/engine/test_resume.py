@@ -52,7 +52,7 @@ def run(llm: LLM, request: Request) -> list[float | None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_request_goes_on_as_if_nothing_had_happened(llm: LLM, kind: str) -> None:
+def test_a_resumed_request_continues_as_if_nothing_had_happened(llm: LLM, kind: str) -> None:
     """Catches random numbers, penalties, grammars or mirostat that begin again."""
     params, prompt = params_of(llm, kind), llm.tokenizer.encode("Once upon a time, far away")
     whole = llm.engine.make_request(prompt, params)

@@ -320,7 +320,7 @@ def followed(tokens: list[int], given: Sequence[int] = ()) -> LookupDrafts:
     return drafts
 
 
-def test_a_text_is_expected_to_go_on_as_before() -> None:
+def test_a_text_is_expected_to_continue_as_before() -> None:
     """The oldest place followed, or one by a single token."""
     assert followed([1, 2, 3, 4, 5, 6, 1, 2]).propose(3) == [3, 4, 5]
     assert followed([1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).propose(2) == [4, 9]

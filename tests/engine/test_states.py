@@ -53,7 +53,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert run(engine, shared + ends[0]).n_prefix_hit == 128
 
 
-def test_the_next_turn_goes_on_behind_the_answer() -> None:
+def test_the_next_turn_continues_after_the_answer() -> None:
     """An answer whose state is lost with its request, or one for each of its pages."""
     engine = hybrid()
     prompt = prompt_of(20)

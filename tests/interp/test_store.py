@@ -71,7 +71,7 @@ def test_a_store_holds_the_activations(llm, tmp_path):
     np.testing.assert_array_equal(np.sort(mixed, axis=0), np.sort(whole[FULL[0]].astype(np.float32), axis=0))
 
 
-def test_a_store_goes_on_where_it_stopped(llm, tmp_path):
+def test_a_store_continues_where_it_stopped(llm, tmp_path):
     """Shards that are computed twice, or belong to other texts."""
     folder = tmp_path / "s"
     report = write(llm, folder, shuffle=5)

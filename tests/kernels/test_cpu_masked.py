@@ -67,7 +67,7 @@ def test_masked_attention_with_sinks(backend):
     assert not got[20 // 3].any()
 
 
-def test_masked_attention_ignores_what_lies_behind_the_context(backend):
+def test_masked_attention_ignores_what_lies_after_the_context(backend):
     """Would catch NaN of an earlier owner of the last page."""
     rng = np.random.default_rng(3)
     program, batch, past = attention_case(rng, 2, 2, 32, None, [37], [5])

@@ -125,7 +125,7 @@ def test_steps_and_neighbours_change_no_bit(backend, kind, case):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["cpu", "reference"])
-def test_saved_states_go_on_to_the_bit(backend, kind, case):
+def test_saved_states_continue_to_the_bit(backend, kind, case):
     """A state saved a token early or late, or a piece of it; a save that changes the rest."""
     runs = Runs(backend if kind == "cpu" else ReferenceBackend(), case)
     want = runs.step([(1, 0, 100)])

@@ -127,7 +127,7 @@ def test_padded_batches(name: str, side: str, backend: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_goes_on_from_its_cache(side: str, backend: Any) -> None:
+def test_a_padded_batch_continues_from_its_cache(side: str, backend: Any) -> None:
     """Columns taken for places in the cache once pads lie before them."""
     model = bound("llama", backend)
     mask = np.ones((2, 25), np.int64)

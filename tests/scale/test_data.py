@@ -155,7 +155,7 @@ rows.map_batches(
 
 
 @pytest.mark.ray
-def test_a_job_that_is_killed_goes_on(tmp_path: Path) -> None:
+def test_a_job_that_is_killed_continues(tmp_path: Path) -> None:
     """A job is killed with its Ray amid its rows, then run again: each row is in the output once."""
     pytest.importorskip("ray")
     import pandas

@@ -135,7 +135,7 @@ def test_a_stuck_engine_is_left(
 ) -> None:
     """Catches requests that wait for a step that never ends, and a replica that gets more of them."""
     monkeypatch.setattr("kukri.engine.loop._STALL_S", 3.0)
-    goes_on = threading.Event()
+    may_continue = threading.Event()
 
     async def check() -> None:
         async with cluster(options, 2) as made:
@@ -143,18 +143,18 @@ def test_a_stuck_engine_is_left(
             await until(lambda: made.loop.n_generated > 100)
             stuck = made.replicas["replica-1"]
             step = stuck._llm.engine.step
-            monkeypatch.setattr(stuck._llm.engine, "step", lambda: [goes_on.wait(), step()][1])
+            monkeypatch.setattr(stuck._llm.engine, "step", lambda: [may_continue.wait(), step()][1])
             async with asyncio.timeout(60):
                 assert [plain(one.body) for one in await work] == expected
             assert list(made.loop.replicas) == ["replica-2"]
             assert not stuck.is_well
-            goes_on.set()
+            may_continue.set()
             await made.joined(2)
 
     try:
         asyncio.run(check())
     finally:
-        goes_on.set()
+        may_continue.set()
 
 
 def test_a_front_waits_for_replicas_and_then_for_none(options: ModelOptions) -> None:

@@ -14,7 +14,7 @@ from tests.scale.clusters import cluster, until
 from tests.tiny_gguf import tiny_config, write_tiny
 
 
-def test_a_trace_goes_on_in_the_replicas(tmp_path: Path) -> None:
+def test_a_trace_continues_in_the_replicas(tmp_path: Path) -> None:
     """Catches a trace that ends at the front, and a replica that died which nobody sees."""
     pytest.importorskip("opentelemetry.sdk")
     path = write_tiny(tmp_path / "tiny.gguf", tiny_config(max_context=1024))

@@ -54,7 +54,7 @@ def undisturbed(server: ClusterServer) -> Answers:
 @pytest.mark.parametrize(
     ("what", "times"), [("replica", 10), ("neighbor", 2), ("controller", 1), ("stopped", 1), ("machine", 2)]
 )
-def test_streams_and_batches_go_on_when_something_is_killed(
+def test_streams_and_batches_continue_when_something_is_killed(
     victims: Victims, undisturbed: Answers, what: str, times: int
 ) -> None:
     """Twelve streams and a batch at a time: none may break, none may differ, no line be lost or doubled."""

@@ -70,7 +70,7 @@ def whereabouts(llm: LLM) -> dict[str, Any]:
     return {"node": found["Address"]["NodeID"], "pid": found["Pid"]}
 
 
-def test_stages_go_on_elsewhere(path: Path, machines: Any) -> None:
+def test_stages_continue_elsewhere(path: Path, machines: Any) -> None:
     """Catches a stage on the engine's machine while another one is free, texts that change when the stage is
     killed or its machine goes, and stages that outlive their engine.
     """

@@ -98,7 +98,7 @@ def test_a_batch_is_answered_in_order(tiny: LLM, tmp_path: Path) -> None:
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_restart_goes_on_where_it_was(tiny: LLM, tmp_path: Path) -> None:
+def test_a_restart_continues_where_it_was(tiny: LLM, tmp_path: Path) -> None:
     """Catches a batch that is lost with its server, or answered from the beginning again."""
     with serving(tiny, batch_dir=tmp_path) as server:
         asker = client(server)

@@ -75,7 +75,7 @@ def kill_stage(llm: LLM) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_streams_go_on_when_a_stage_is_killed(path: Path, cut: tuple[LLM, Served]) -> None:
+def test_streams_continue_when_a_stage_is_killed(path: Path, cut: tuple[LLM, Served]) -> None:
     """Catches streams that break, begin again, or continue with other tokens."""
     llm, server = cut
     with LLM(path, **OPTIONS) as whole:

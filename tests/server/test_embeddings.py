@@ -61,7 +61,7 @@ def test_every_form_of_input_gives_the_models_vectors(served, offline):
             check_embeddings(http.post("/v1/embeddings", json=body).json())
 
 
-def test_streams_go_on_beside_many_texts(served, offline):
+def test_streams_continue_beside_many_texts(served, offline):
     """Catches an answer that embeddings change, and one that stands still until they are done."""
     options = {"temperature": 0, "max_tokens": 100}
     expected = offline.generate("1, 2, 3,", ignore_eos=True, **options).text

@@ -68,7 +68,7 @@ def running_streams(server, n: int):
             thread.join(30)
 
 
-def test_bombs_of_schemas_are_refused_while_streams_go_on(small):
+def test_bombs_of_schemas_are_refused_while_streams_continue(small):
     """Catches a schema that is compiled for a minute, and one that stands in the way of all others."""
     with serving(small) as server, server.http() as http:
 

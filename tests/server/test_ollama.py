@@ -306,11 +306,11 @@ def test_a_name_that_any_model_answers_for_deletes_nothing(cached):
 def test_a_model_that_is_being_deleted_is_not_loaded_again(cached, monkeypatch):
     """Catches a request between unloading and deletion, whose model stays in memory and in no list."""
     write_tiny_cached(cached)
-    begun, goes_on = threading.Event(), threading.Event()
+    begun, may_continue = threading.Event(), threading.Event()
 
     def remove(name: str) -> int:
         begun.set()
-        assert goes_on.wait(20)
+        assert may_continue.wait(20)
         return remove_files(name)
 
     monkeypatch.setattr(ollama_models, "remove", remove)
@@ -322,7 +322,7 @@ def test_a_model_that_is_being_deleted_is_not_loaded_again(cached, monkeypatch):
         assert begun.wait(20)
         with pytest.raises(ollama.ResponseError, match="does not exist"):
             client.generate(cached, "Hi")
-        goes_on.set()
+        may_continue.set()
         assert deleted.result(20).status == "success"
         assert (served.registry.entries, entry.served) == ([], None)
 

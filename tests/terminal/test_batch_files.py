@@ -108,7 +108,7 @@ def test_results_come_in_order_and_bad_lines_are_error_lines(smollm2_path, tmp_p
     assert target.read_bytes() == before
 
 
-def test_ctrl_c_loses_nothing_and_the_next_run_goes_on(smollm2_path, tmp_path):
+def test_ctrl_c_loses_nothing_and_the_next_run_continues(smollm2_path, tmp_path):
     """Catches results that were held back for their order, and requests that are answered again."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     part = tmp_path / "out.jsonl.part"

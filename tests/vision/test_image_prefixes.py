@@ -150,7 +150,7 @@ def test_bits_do_not_depend_on_chunks_or_company(directory: Path, llm: LLM, step
         finish(other.engine, *company)
 
 
-def test_slices_change_no_bit_and_streams_go_on(engine: Engine) -> None:
+def test_slices_change_no_bit_and_streams_continue(engine: Engine) -> None:
     """Catches an image that stops others' tokens, and a cut that loses something between two slices."""
     asked = prompt(NAME, image(NAME, 3, 1), "?")
     want = our_tokens(engine, asked, 6)

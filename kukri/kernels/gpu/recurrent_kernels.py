@@ -3,7 +3,7 @@
 A program has one sequence of the step and some columns, and takes the sequence's tokens one after another,
 as no column needs another's state: so a result depends on nothing but its own sequence, and chunks change no
 bit. States are float32, in the slots of `state_slots`; a sequence whose tokens are all in the step begins
-with zeros. Behind token t the state is copied to slot `state_saves[t]`, if that is not -1. Sums are trees.
+with zeros. After token t the state is copied to slot `state_saves[t]`, if that is not -1. Sums are trees.
 """
 
 import triton
