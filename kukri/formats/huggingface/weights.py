@@ -59,18 +59,15 @@ _ONE_ROW = re.compile(r".+\.(?:shared_expert_gate\.weight|moe_statics\.e_score_c
 
 # The model below a head, or on its own, has other names in front than a language model's.
 _PREFIXES = (
-    *(
-        "model.",
-        "transformer.",
-        "bert.",
-        "nomic_bert.",
-        "roberta.",
-        "model.language_model.",
-        "language_model.model.",
-        "model.text_model.",
-        "backbone.",
-        "gpt_neox.",
-    ),
+    "model.",
+    "transformer.",
+    "bert.",
+    "nomic_bert.",
+    "roberta.",
+    "model.language_model.",
+    "language_model.model.",
+    "model.text_model.",
+    "backbone.",
     "",
 )
 
@@ -390,7 +387,8 @@ def is_of_images(name: str) -> bool:
 def model_prefix(names: Collection[str], architecture: Architecture) -> str:
     """The name prefix of the model below a head, in a checkpoint with tensors of these names."""
     embedding = architecture.embedding.removeprefix("model.")
-    found = (prefix for prefix in _PREFIXES if f"{prefix}{embedding}.weight" in names)
+    prefixes = (architecture.hf_prefix, *_PREFIXES)
+    found = (prefix for prefix in prefixes if f"{prefix}{embedding}.weight" in names)
     return next(found, _PREFIXES[0])
 
 
