@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -114,6 +115,28 @@ def test_texts_that_are_too_long_are_refused_or_cut(tmp_path: Path) -> None:
             np.testing.assert_allclose(found, wanted, atol=1e-5)
         with pytest.raises(RequestError, match="embed_tokens"):
             llm.embed("a")
+
+
+def test_stanfords_format_is_read(tmp_path: Path) -> None:
+    """A dense layer that is left out, and settings under other names."""
+    hf = save_late(tmp_path, "bert")
+    tensors = {f"bert.{name}": tensor for name, tensor in hf.state_dict().items()}
+    tensors |= load_file(tmp_path / "1_Dense" / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["HF_ColBERT"]}))
+    for name in ("modules.json", "config_sentence_transformers.json"):
+        (tmp_path / name).unlink()
+    stated: dict[str, Any] = {"query_token_id": "[Q] ", "doc_token_id": "[D] ", "query_maxlen": 20}
+    stated |= {"doc_maxlen": 40, "attend_to_mask_tokens": False, "mask_punctuation": True}
+    (tmp_path / "artifact.metadata").write_text(json.dumps(stated))
+    with LLM(tmp_path, backend="reference") as llm:
+        for text, name in ((QUERY, "query"), *((text, "document") for text in DOCUMENTS)):
+            wanted = defined(tmp_path, hf, text, name == "query")
+            np.testing.assert_allclose(llm.embed_tokens(text, prompt_name=name), wanted, atol=1e-5)
+    (tmp_path / "artifact.metadata").unlink()  # then its own prefixes, which this tokenizer does not have
+    with pytest.raises(UnsupportedError, match="unused0"):
+        LLM(tmp_path, backend="reference")
 
 
 @pytest.mark.parametrize(

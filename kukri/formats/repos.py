@@ -31,7 +31,7 @@ _TEXT_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
     *("preprocessor_config.json", "processor_config.json"),
-    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "artifact.metadata"),
 )
 _MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # files of sentence-transformers
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")

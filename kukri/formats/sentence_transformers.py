@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from kukri.config import MAX_CONTEXT, EmbeddingConfig, LateInteraction, ModelCon
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files
+from kukri.formats.huggingface.weights import RUNS
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import FloatArray
 from kukri.models import ARCHITECTURES
@@ -47,6 +48,7 @@ PAIR_TEMPLATE = (
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 _SETTINGS = "config_sentence_transformers.json"
+_STANFORDS, _METADATA = "HF_ColBERT", "artifact.metadata"  # the class in config.json, and its settings
 _JUDGES, _README = "qwen3-reranker", 1 << 16
 
 
@@ -102,6 +104,8 @@ def _directory_embedding(
     template = PAIR_TEMPLATE if _judges_pairs(directory, stated) else ""
     score = _score(directory, stated)
     late = _late_interaction(directory)
+    if stated.get("architectures") == [_STANFORDS] and not (directory / "modules.json").is_file():
+        late, layers = _stanfords_settings(directory), [_stanfords_dense(directory)]
     config = EmbeddingConfig(pooling, normalizes, max_tokens, prompts, default, score, template, late)
     return config, tuple(layers)
 
@@ -222,19 +226,43 @@ def _dense(directory: Path) -> DenseLayer:
     activation = _activation(stated.get("activation_function"), path)
     if activation == "sigmoid":
         raise keys.unsupported("activation_function", "is Sigmoid: kukri runs Identity and Tanh")
+    bias = _tensor(directory, "linear.bias", (n_out,)) if stated.get("bias", True) else None
+    return DenseLayer(_tensor(directory, "linear.weight", (n_out, n_in)), bias, activation)
+
+
+def _tensor(directory: Path, name: str, shape: tuple[int, ...] | None = None) -> FloatArray:
+    """A float tensor of a shape; without one, any matrix that can be a dense layer's."""
     files = open_files(directory)
+    if name not in files:
+        raise FormatError("is missing", path=directory, tensor=name)
+    found = files[name].tensors[name]
+    is_matrix = len(found.shape) == 2 and min(found.shape) >= 1 and max(found.shape) <= _MAX_WIDTH
+    if not (is_matrix if shape is None else found.shape == shape) or found.dtype not in RUNS:
+        wanted = "a dense layer's" if shape is None else shape
+        raise FormatError(f"is {found.dtype} {found.shape}, not {wanted}", path=directory, tensor=name)
+    rows = files[name].data(found).reshape(found.shape[0] if len(found.shape) > 1 else 1, -1)
+    return dequantize(rows.copy(), QUANT_TYPES[found.dtype]).reshape(found.shape)
 
-    def tensor(name: str, shape: tuple[int, ...]) -> FloatArray:
-        if name not in files:
-            raise FormatError("is missing", path=directory, tensor=name)
-        found = files[name].tensors[name]
-        if found.shape != shape or found.dtype not in ("F32", "F16", "BF16"):
-            raise FormatError(f"is {found.dtype} {found.shape}, not {shape}", path=directory, tensor=name)
-        rows = files[name].data(found).reshape(shape[0] if len(shape) > 1 else 1, -1)
-        return dequantize(rows.copy(), QUANT_TYPES[found.dtype]).reshape(shape)
 
-    bias = tensor("linear.bias", (n_out,)) if stated.get("bias", True) else None
-    return DenseLayer(tensor("linear.weight", (n_out, n_in)), bias, activation)
+def _stanfords_dense(directory: Path) -> DenseLayer:
+    """The dense layer of a model in Stanford's format: a tensor alongside the encoder's."""
+    return DenseLayer(_tensor(directory, "linear.weight"), None, "identity")
+
+
+def _stanfords_settings(directory: Path) -> LateInteraction:
+    """The settings of a model in Stanford's format, under the names of its artifact.metadata."""
+    path = directory / _METADATA
+    keys = Keys(read_json(path) if path.is_file() else {}, path)
+    usual = LateInteraction("[unused0]", "[unused1]")
+    return replace(
+        usual,
+        query_prefix=keys.text("query_token_id", usual.query_prefix),
+        document_prefix=keys.text("doc_token_id", usual.document_prefix),
+        query_tokens=keys.whole("query_maxlen", usual.query_tokens, most=MAX_CONTEXT),
+        document_tokens=keys.whole("doc_maxlen", usual.document_tokens, most=MAX_CONTEXT),
+        sees_expansion=keys.flag("attend_to_mask_tokens", usual.sees_expansion),
+        skipped=usual.skipped if keys.flag("mask_punctuation", True) else (),
+    )
 
 
 def _late_interaction(directory: Path) -> LateInteraction | None:

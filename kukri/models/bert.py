@@ -79,7 +79,7 @@ BERT = Architecture(
     has_rope=False,
     layers="model.encoder.layer",
     embedding="model.embeddings.word_embeddings",
-    unused=r"model\.pooler\.dense\..+|cls\..+",
+    unused=r"model\.pooler\.dense\..+|cls\..+|linear\.weight",  # the last is ColBERT's dense layer
     gguf_epsilon="attention.layer_norm_epsilon",
     tensor_names={
         "model.embeddings.word_embeddings": "token_embd",
