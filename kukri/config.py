@@ -119,6 +119,7 @@ class LayerConfig:
     d_ffn: int | None = None
     attention_scale: float | None = None  # multiplies scores; the model's is d_head ** -0.5
     is_recurrent: bool = False  # True: keeps a state in place of keys and values
+    has_state: bool = False  # True: keeps a state besides keys and values
     is_mlp: bool = False  # True: is an MLP or a mixture, and nothing else
     is_dense: bool = False  # True: has an MLP where the model's other layers have a mixture
     kv_from: int | None = None  # an earlier layer whose keys and values it reads; None: its own
@@ -177,6 +178,7 @@ class RecurrentConfig:
     d_state: int = 0  # width of keys and queries
     d_head: int = 0  # width of a head's values
     are_tiled: bool = False  # heads of a group lie n_groups apart, as in GGUF, not side by side
+    has_norm: bool = True  # a state space's result is normed
 
     def __post_init__(self) -> None:
         """Raises ConfigError on sizes that no layer can have."""
@@ -184,6 +186,19 @@ class RecurrentConfig:
             raise ConfigError(f"a recurrent layer's convolution of {self.n_taps} taps: it needs at least 2")
         if self.n_heads and (self.n_groups < 1 or self.n_heads % self.n_groups):
             raise ConfigError(f"{self.n_heads} heads of a recurrent layer in {self.n_groups} groups")
+
+
+@dataclass(frozen=True)
+class MultiplierConfig:
+    """What the inputs and results of a layer's parts are multiplied by (Falcon-H1)."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    # a state space's gate, its convolution's inputs (values, keys and queries), and its steps
+    state_inputs: tuple[float, ...] = (1.0,) * 5
+    state_out: float = 1.0
+    gate: float = 1.0  # an MLP's, before the activation
+    down: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -257,6 +272,7 @@ class ModelConfig:
     mixture: MixtureConfig | None = None
     recurrent: RecurrentConfig | None = None
     latent: LatentConfig | None = None
+    multipliers: MultiplierConfig = MultiplierConfig()
     has_gates: bool = False  # attention's result is gated, by further rows of q's matrix
     # numbers that only some architectures have (`Architecture.numbers`)
     attention_scale: float | None = None  # multiplies scores; None: d_head ** -0.5
@@ -295,7 +311,7 @@ class ModelConfig:
                 self._check_shared(i, layer, layer.kv_from)
         if not self.norm_eps > 0:
             raise ConfigError(f"norm_eps must be above 0, not {self.norm_eps}")
-        if self.recurrent is None and any(layer.is_recurrent for layer in self.layers):
+        if self.recurrent is None and any(layer.is_recurrent or layer.has_state for layer in self.layers):
             raise ConfigError("recurrent layers without their sizes")
 
     def _check_shared(self, i: int, layer: AttentionConfig, source: int) -> None:

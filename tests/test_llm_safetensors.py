@@ -367,6 +367,22 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
     "gpt_neox": (tr.GPTNeoXConfig, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "falcon_h1": (
+        tr.FalconH1Config,
+        {
+            **{"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 32},
+            **{"embedding_multiplier": 4.0, "lm_head_multiplier": 0.25, "key_multiplier": 0.375},
+            **{"attention_out_multiplier": 0.75, "ssm_in_multiplier": 1.5, "ssm_out_multiplier": 0.5},
+            **{"mlp_multipliers": [0.75, 1.25], "ssm_multipliers": [0.5, 1.25, 0.75, 1.5, 0.875]},
+        },
+    ),
+    "falcon_h1-normed": (
+        tr.FalconH1Config,
+        {
+            **{"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16},
+            **{"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+        },
+    ),
     "nemotron_h": (tr.NemotronHConfig, {**NEMOTRON_H, "mlp_bias": True}),
     "nemotron_h_moe": (
         tr.NemotronHConfig,

@@ -203,6 +203,11 @@ def _of_safetensors(
             rows = np.take(rows.view(f"u{type.block_bytes}"), columns, axis=1).view(np.uint8)
         return rows if len(tensor.shape) > 1 else rows.reshape(1, -1)
 
+    factors = _factors(config, hf_name(stored_name, config.architecture))
+
+    def read_multiplied() -> ByteArray:
+        return (dequantize(read(), type) * np.float32(factors).reshape(-1, 1)).view(np.uint8)
+
     def read_norm() -> ByteArray:
         return (dequantize(read(), type) + offset).view(np.uint8)
 
@@ -215,6 +220,8 @@ def _of_safetensors(
     if has_columns and stored_name.endswith(".ssm_norm.weight") and config.recurrent is not None:
         n_groups = config.recurrent.n_groups
         shape = shape if n_groups == 1 else (n_groups, n_rows // n_groups)
+    if factors is not None:
+        return Step(stored_name, shape, _F32, type, read_multiplied, name)
     if is_decay(name):
         return Step(stored_name, shape, _F32, _F32, read_decay, name)
     if offset := norm_offset(name, config):
@@ -229,6 +236,15 @@ def _of_safetensors(
     if is_convolution(name) and len(shape) == 3:
         shape = (shape[0], shape[2])
     return Step(stored_name, shape, type, _F32 if is_small else type, read, name)
+
+
+def _factors(config: ModelConfig, name: str) -> Any:
+    """What GGUF files have a matrix, or each of its rows, multiplied by; None if by nothing."""
+    factors_of = ARCHITECTURES[config.architecture].gguf_factors
+    if factors_of is None or not name.endswith(".weight"):
+        return None
+    factors = factors_of(config, re.sub(r"model\.layers\.\d+\.|\.weight$", "", name))
+    return None if np.all(np.equal(factors, 1)) else factors
 
 
 def _of_array(name: str, values: FloatArray) -> Step:

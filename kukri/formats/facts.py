@@ -179,7 +179,7 @@ def read_recurrent(
     if architecture.recurrent is None:
         return None
     named = architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf
-    found = {field: keys.whole(key, most=MAX_STATE) for field, key in named.items()}
+    found: dict[str, Any] = {field: keys.whole(key, most=MAX_STATE) for field, key in named.items()}
     if "expansion" in found:
         found["d_inner"] = found.pop("expansion") * d_model
     if "d_inner" in found:

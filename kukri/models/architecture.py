@@ -84,6 +84,7 @@ class Architecture:
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # for absent keys, without their prefix
     gguf_reads: Set[str] = frozenset()  # keys that `read_gguf` reads, or that change nothing here
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # if they differ from Llama's
+    gguf_bare: tuple[str, ...] = ()  # ends of names of tensors without ".weight"
 
     # layers with a window, in both formats
     full_interval: int = 0  # each n-th layer has none if a file does not list them; 0: all have one
@@ -116,6 +117,8 @@ class Architecture:
     recurrent: RecurrentKeys | None = None  # for layers that keep a state
     aliases: Mapping[str, str] = field(default_factory=dict)  # older keys of config.json, which win
     respelled: Callable[[dict[str, Any]], dict[str, Any]] = dict  # config.json in one of several spellings
+    # what GGUF files have a module's matrix, or each of its rows, multiplied by
+    gguf_factors: Callable[[ModelConfig, str], Any] | None = None
     hf_layers: Set[str] = frozenset()  # fields of LayerConfig that `write_hf` writes
 
     # what no field says: changes the fields of `ModelConfig` that the common keys gave, or the keys to write

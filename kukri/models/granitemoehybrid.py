@@ -33,36 +33,52 @@ class Mamba2:
 
     limits = (0.0, inf)
 
-    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, source: WeightSource, name: str, config: ModelConfig, layer: int, entry: int | None = None
+    ) -> None:
+        """`entry` is its place in the cache; None: the layer's."""
         own = config.recurrent
         assert own is not None, "the configuration's readers see to that"
         n, n_heads, n_keys = own.n_heads * own.d_head, own.n_heads, own.n_groups * own.d_state
         self.layer, self.widths = layer, (n, n_keys, n_keys)
+        entry = layer if entry is None else entry
         widths = (n, sum(self.widths), n_heads)
         self.into = Linear(source, [f"{name}.in_proj"], widths, config.d_model)
-        self.conv = Convolution(source, f"{name}.conv1d", widths[1], own.n_taps, layer, is_activated=True)
+        self.conv = Convolution(source, f"{name}.conv1d", widths[1], own.n_taps, entry, is_activated=True)
         a, d, dt_bias = (
             Vector(source.vector(f"{name}.{part}", n_heads), f"{name}.{part}")
             for part in ("A_log.weight", "D.weight", "dt_proj.bias")
         )
         sizes = (n_heads, own.n_groups, own.d_state, own.d_head)
-        self.spec = ScanSpec(layer, *sizes, a, d, dt_bias, self.limits)
-        stored = f"{name}.norm.weight"
-        self.norms = [Vector(part, stored) for part in np.split(source.vector(stored, n), own.n_groups)]
+        self.spec = ScanSpec(entry, *sizes, a, d, dt_bias, self.limits)
+        self.norms: list[Vector] = []
+        if own.has_norm:
+            stored = f"{name}.norm.weight"
+            self.norms = [Vector(part, stored) for part in np.split(source.vector(stored, n), own.n_groups)]
         self.eps = config.norm_eps
         self.out: Any = Linear(source, [f"{name}.out_proj"], (config.d_model,), n)
         self.cache_layer = state_layer(self.conv.states, (("scan", (n_heads, own.d_state, own.d_head)),))
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's states."""
-        z, xbc, dt = self.into.parts(ops, x)
+        z, xbc, dt = self.inputs(ops, x)
         xbc = ops.tap("mamba.hook_xbc", self.layer, ops.conv(xbc, self.conv.spec, batch))
         x, b, c = ops.split(xbc, self.widths)
         y = ops.tap("mamba.hook_read", self.layer, ops.scan(x, b, c, dt, self.spec, batch))
-        groups = ops.split(ops.gated(y, z, "silu"), [len(weight) for weight in self.norms])
-        normed = [ops.rms_norm(x, weight, self.eps) for x, weight in zip(groups, self.norms)]
-        y = normed[0] if len(normed) == 1 else ops.join_heads(normed, 1)
+        y = self.normed(ops, ops.gated(y, z, "silu"))
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
+
+    def inputs(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:
+        """The gate, the convolution's inputs and the steps, of x [T, D]."""
+        return self.into.parts(ops, x)
+
+    def normed(self, ops: Ops, y: Tensor) -> Tensor:
+        """y [T, n], each group after its norm, if there is one."""
+        if not self.norms:
+            return y
+        groups = ops.split(y, [len(weight) for weight in self.norms])
+        found = [ops.rms_norm(x, weight, self.eps) for x, weight in zip(groups, self.norms)]
+        return found[0] if len(found) == 1 else ops.join_heads(found, 1)
 
 
 class SharedMixture(ScaledMixture):
@@ -107,11 +123,16 @@ _POSITION, _ROTATES = "position_embedding_type", "rope.scaling.finetuned"
 
 
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    """Whether layers rotate; the width of a state's head, which follows from others and may say so."""
+    """Whether layers rotate, and the width of a state's head."""
     kind = keys.value(_POSITION)
     if kind not in (None, "nope", "rope"):
         raise keys.unsupported(_POSITION, f"is {brief(kind)}: kukri runs rope and nope")
     set_rotating(facts, [kind == "rope"] * facts["n_layers"])
+    check_head_width(keys, facts)
+
+
+def check_head_width(keys: Keys, facts: dict[str, Any]) -> None:
+    """Raises FormatError unless the width of a state's head, which follows from others, says so."""
     width, own = keys.value("mamba_d_head", "auto"), facts["recurrent"]
     if width not in ("auto", own.d_head):
         message = f"is {brief(width)}, but {own.n_heads} heads of a width of {own.n_heads * own.d_head}"

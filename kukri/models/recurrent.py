@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kukri.config import RecurrentConfig
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import StateLayer
 from kukri.kernels.constants import Vector
 from kukri.kernels.specs import ConvSpec
@@ -30,6 +32,12 @@ class Convolution:
             bias = Vector(source.vector(f"{name}.bias", n), f"{name}.bias")
         self.spec = ConvSpec(layer, n_taps, Vector(taps, f"{name}.weight"), bias, is_activated)
         self.states = (("conv", (n_taps - 1, n)),)
+
+    def multiply(self, factors: FloatArray) -> None:
+        """Multiplies the input of each channel by its factor [n]: the taps are what has them."""
+        taps = self.spec.taps
+        data = (taps.data.reshape(self.spec.n_taps, -1) * factors).reshape(-1)
+        self.spec = replace(self.spec, taps=Vector(data, taps.name))
 
 
 def tiled_heads(name: str, recurrent: RecurrentConfig) -> tuple[Any, Any]:

@@ -90,13 +90,13 @@ class StagedBackend:
 
         That is of the pool of which the most is in one memory: its layers may be the most of the cache.
         """
-        layout, weights = self._model.cache_layout, self._weights
+        layout, weights, n_layers = self._model.cache_layout, self._weights, self._model.config.n_layers
         whole = self._pool_bytes(layout)
         free: dict[str, int] = {}
         own: dict[str, list[int]] = {}  # bytes of a page of each pool
         for layers, room in zip(self.cut, self._rooms, strict=True):
             free[room.memory] = free.get(room.memory, room.free_bytes) - weights.held(layers)
-            part, before = self._pool_bytes(stage_layout(layout, layers)), own.get(room.memory)
+            part, before = self._pool_bytes(stage_layout(layout, layers, n_layers)), own.get(room.memory)
             own[room.memory] = part if before is None else [a + b for a, b in zip(before, part)]
         shares = ((n, zip(whole, own[name])) for name, n in free.items())
         left = min(n * total // held for n, pools in shares for total, held in pools if held)

@@ -36,15 +36,18 @@ class StageProgram:
             return end.activations
 
 
-def stage_layout(layout: CacheLayout, layers: range) -> tuple[KVLayer | StateLayer, ...]:
-    """The layout of a stage's cache: entries for all layers, of which those of others take no memory."""
+def stage_layout(layout: CacheLayout, layers: range, n_layers: int) -> tuple[KVLayer | StateLayer, ...]:
+    """The layout of a stage's cache: entries for all layers, of which those of others take no memory.
+
+    A model of `n_layers` has an entry for each, or keys and values for each and then states.
+    """
     some = next((entry for entry in layout if isinstance(entry, KVLayer)), KVLayer(0, 64))
 
     def elsewhere(entry: KVLayer | StateLayer) -> KVLayer:
         """A layer of a size that the cache's type can hold, in its pool: all stages number pools alike."""
         return replace(entry if isinstance(entry, KVLayer) else some, n_kv_heads=0)
 
-    return tuple(entry if i in layers else elsewhere(entry) for i, entry in enumerate(layout))
+    return tuple(entry if i % n_layers in layers else elsewhere(entry) for i, entry in enumerate(layout))
 
 
 class _EndOfPartError(Exception):

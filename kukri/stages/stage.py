@@ -27,7 +27,7 @@ class Stage:
         kv_type: KVType,
     ) -> None:
         self._model, self._backend, self._layers = model, backend, layers
-        layout = stage_layout(model.cache_layout, layers)
+        layout = stage_layout(model.cache_layout, layers, model.config.n_layers)
         self.cache = backend.new_cache(layout, n_pages, n_states, kv_type)
 
     def compile(self, program: Program, limits: StepLimits) -> CompiledProgram:

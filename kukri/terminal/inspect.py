@@ -179,7 +179,8 @@ def _config_report(headers: Headers) -> dict[str, Any]:
         "kv_bytes_full_context": kv_bytes * config.max_context,
         "kv_bytes_per_token_mha": kv_bytes * config.n_heads // config.n_kv_heads,
         "recurrent_layers": "".join(
-            "S" if layer.is_recurrent else "M" if layer.is_mlp else "A" for layer in config.layers
+            "S" if layer.is_recurrent else "B" if layer.has_state else "M" if layer.is_mlp else "A"
+            for layer in config.layers
         ),
         "state_bytes": state_bytes(layout),
         "gqa_saves": 1 - config.n_kv_heads / config.n_heads,
@@ -302,11 +303,11 @@ def _config_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         )
     states = []
     if config["recurrent"] is not None:
-        kinds, mlps = _grouped(report["recurrent_layers"]), ""
-        if "M" in report["recurrent_layers"]:
-            mlps = ", M is an MLP or a mixture"
+        kinds = _grouped(report["recurrent_layers"])
+        others = {"M": ", M is an MLP or a mixture", "B": ", B does both"}
+        more = "".join(text for letter, text in others.items() if letter in report["recurrent_layers"])
         states = [
-            ("recurrent layers", f"{kinds}   S keeps a state, A attends{mlps}"),
+            ("recurrent layers", f"{kinds}   S keeps a state, A attends{more}"),
             ("state", f"{n_bytes_text(report['state_bytes'])} per sequence, of any length"),
         ]
     return [

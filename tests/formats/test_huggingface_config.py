@@ -72,7 +72,7 @@ def test_transformers_own_files_are_read(kind, full):
     assert ours.rope.rotary_dim == int(heads * rope.get("partial_rotary_factor", 1))
     assert (ours.rope.scaling.kind if ours.rope.scaling else "default") == rope["rope_type"]
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * 8
-    assert [layer.is_recurrent for layer in ours.layers] == [
+    assert [layer.is_recurrent or layer.has_state for layer in ours.layers] == [
         "attention" not in k or "linear" in k for k in kinds
     ]
     assert ours.name == "dir"

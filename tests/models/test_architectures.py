@@ -142,7 +142,7 @@ def test_packed_weights_run_on_the_cpu(name: str, tmp_path: Path, reference: Bac
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.015
 
 
-@pytest.mark.parametrize("name", [*HYBRIDS, *GEMMA4, *LATENT[::3]])
+@pytest.mark.parametrize("name", [*HYBRIDS, "falcon_h1", *GEMMA4, *LATENT[::3]])
 def test_packed_weights_of_other_layers_run_on_the_cpu(name: str, tmp_path: Path, reference: Backend) -> None:
     """The same of recurrent layers, and of those with shared keys and embeddings of their own."""
     test_packed_weights_run_on_the_cpu(name, tmp_path, reference)
@@ -254,6 +254,9 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     assert windows["gpt_oss"] == {7, None}
     for name in HYBRIDS:
         assert {layer.is_recurrent for layer in configs[name].layers} == {True, False}
+    for name in ("falcon_h1", "falcon_h1-normed"):
+        assert {layer.has_state for layer in configs[name].layers} == {True}
+        assert 1 not in vars(configs[name].multipliers).values()
     assert windows["olmo3"] == windows["gemma2"] == windows["gemma3_text"] == {None, 7}
     assert all(window < N_TOKENS for found in windows.values() for window in found if window is not None)
     assert make("qwen2")[0].config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
@@ -335,6 +338,8 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("stablelm", "input_layernorm.bias", "self_attn.o_proj.bias"),
         ("phi", "input_layernorm.bias", "post_attention_layernorm.weight"),
         ("phi", "mlp.fc1.bias", "mlp.gate_proj.weight"),
+        ("falcon_h1", "mamba.in_proj.weight", "mamba.norm.weight"),
+        ("falcon_h1-normed", "mamba.norm.weight", "mlp.gate_proj.weight"),
     ],
 )
 def test_the_tensors_are_those_of_the_architecture(name: str, has: str, lacks: str) -> None:

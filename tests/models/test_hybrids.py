@@ -16,8 +16,9 @@ import transformers
 
 from kukri import LLM, SamplingParams
 from kukri.errors import FormatError, KukriError, RequestError, UnsupportedError
-from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.config import model_config, model_metadata
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.huggingface.config import hf_model_config
 from kukri.terminal.inspect import show_model
 from tests.models.tiny_models import TINY, write
 from tests.models.tiny_models import make as make_tiny
@@ -290,3 +291,31 @@ def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:
     with pytest.raises(KukriError, match="recurrent layers cannot be the draft model") as caught:
         LLM(saved[0], draft_model=saved[0])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers' has 4 numbers, not 5"),
+        ({"mlp_multipliers": [1.0, -1.0]}, "mlp_multipliers' must be a finite number above 0"),
+        ({"mlp_multipliers": 2.0}, "mlp_multipliers' must be a list of numbers"),
+        ({"key_multiplier": 0}, "key_multiplier' must be a finite number above 0"),
+        ({"lm_head_multiplier": "1"}, "lm_head_multiplier' must be a number"),
+        ({"mamba_rms_norm": True}, "mamba_norm_before_gate' is true: kukri runs norms after the gate"),
+        ({"attention_bias": True}, "attention_bias' is True: kukri runs False alone"),
+        ({"mamba_d_head": 8}, "mamba_d_head' is 8, but 8 heads of a width of 128 have 16"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_keys_of_falcon_h1(keys: dict[str, Any], message: str) -> None:
+    """A multiplier that is left out, or a bias that is multiplied by another number than its row."""
+    sizes = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}
+    with pytest.raises(KukriError, match=message):
+        hf_model_config({**TINY_HF, "model_type": "falcon_h1", **sizes, **keys}, Path("config.json"))
+
+
+def test_multipliers_of_tied_matrices_are_not_lost() -> None:
+    """A GGUF file whose embeddings have the head's multiplier, or the head theirs."""
+    config = make_tiny("falcon_h1")[1]
+    with pytest.raises(UnsupportedError, match="embeddings and logits that are one matrix"):
+        model_metadata(replace(config, tie_embeddings=True))

@@ -18,6 +18,7 @@ from kukri.config import (
     LayerConfig,
     MixtureConfig,
     ModelConfig,
+    MultiplierConfig,
     RecurrentConfig,
     RopeConfig,
     RopeScaling,
@@ -263,7 +264,32 @@ def _nemotron_h(mlp: str, **own: Any) -> Tiny:
     )  # fmt: skip
 
 
+_FALCON_INPUTS = (0.5, 1.25, 0.75, 1.5, 0.875)
+
+
+def _falcon_h1(has_norm: bool) -> Tiny:
+    """Two groups of states in every layer, and no multiplier that is 1."""
+    return Tiny(
+        "FalconH1", "falcon-h1",
+        {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24,
+         "initializer_range": 0.1,  # float32 itself is 2e-4 off at 0.15
+         "mamba_rms_norm": has_norm, "mamba_norm_before_gate": False, "embedding_multiplier": 3.0,
+         "lm_head_multiplier": 0.5, "key_multiplier": 0.75, "attention_in_multiplier": 1.25,
+         "attention_out_multiplier": 0.875, "ssm_in_multiplier": 1.5, "ssm_out_multiplier": 0.625,
+         "mlp_multipliers": [1.125, 0.75], "ssm_multipliers": list(_FALCON_INPUTS)},
+        layers=(LayerConfig(has_state=True),) * N_LAYERS,
+        recurrent=RecurrentConfig(4, 8, 2, 24, 16, has_norm=has_norm),
+        facts={"embedding_scale": 3.0, "logits_divisor": 2.0, "attention_scale": 0.75 * D_HEAD**-0.5,
+               "multipliers": MultiplierConfig(1.25, 0.875, tuple(1.5 * m for m in _FALCON_INPUTS),
+                                               0.625, 1.125, 0.75)},
+        keys={"ssm.conv_kernel": 4, "ssm.time_step_rank": 8, "ssm.group_count": 2, "ssm.state_size": 24,
+              "ssm.inner_size": 128, "attention.key_length": D_HEAD},
+    )  # fmt: skip
+
+
 TINY: dict[str, Tiny] = {
+    "falcon_h1": _falcon_h1(False),
+    "falcon_h1-normed": _falcon_h1(True),
     "nemotron_h": _nemotron_h("mlp"),
     "nemotron_h_moe": _nemotron_h(
         "moe",
@@ -759,7 +785,7 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == tiny.gguf_arch)
     names = gguf.get_tensor_name_map(arch, N_LAYERS)
     tensors: dict[str, Any] = {}
-    for key, array in _fused(name, source.arrays).items():
+    for key, array in _multiplied(name, _fused(name, source.arrays)).items():
         in_pairs = tiny.gguf_arch in _IN_PAIRS
         if config.latent is not None and tiny.gguf_arch == "deepseek2":
             array = _turned_tail(key, array, config.latent, lambda rows: _interleaved(rows, D_HEAD))
@@ -830,6 +856,23 @@ def _fused(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     return made
 
 
+def _multiplied(name: str, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """Falcon-H1's matrices with the multipliers in them, as llama.cpp's converter has them."""
+    if not name.startswith("falcon_h1"):
+        return arrays
+    hf = TINY[name].hf
+    attention, (gate, down) = hf["attention_in_multiplier"], hf["mlp_multipliers"]
+    rows = np.repeat(hf["ssm_multipliers"], (128, 128, 48, 48, 8)).astype(np.float32)[:, None]
+    factors = {
+        **{"q_proj": attention, "k_proj": attention * hf["key_multiplier"], "v_proj": attention},
+        **{"o_proj": hf["attention_out_multiplier"], "gate_proj": gate, "down_proj": down},
+        **{"mamba.in_proj": hf["ssm_in_multiplier"] * rows, "mamba.out_proj": hf["ssm_out_multiplier"]},
+        **{"lm_head": hf["lm_head_multiplier"], "embed_tokens": hf["embedding_multiplier"]},
+    }
+    found = {key: next((f for part, f in factors.items() if f".{part}." in f".{key}"), 1) for key in arrays}
+    return {key: (array * found[key]).astype(np.float32) for key, array in arrays.items()}
+
+
 def _gemma4_name(key: str) -> str | None:
     """The names that the `gguf` package leaves to llama.cpp's converter."""
     scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
@@ -872,4 +915,12 @@ def as_read(name: str, config: ModelConfig) -> ModelConfig:
     if architecture.startswith("qwen3_5") and config.recurrent is not None:
         are_tiled = config.recurrent.n_heads != config.recurrent.n_groups
         config = replace(config, recurrent=replace(config.recurrent, are_tiled=are_tiled))
+    if architecture == "falcon_h1":  # whose matrices hold them
+        none = {
+            "multipliers": MultiplierConfig(),
+            "embedding_scale": 1.0,
+            "logits_divisor": 1.0,
+            "attention_scale": None,
+        }
+        config = replace(config, **none)  # type: ignore[arg-type]
     return replace(config, architecture=architecture, rope=rope, name="tiny")

@@ -73,6 +73,6 @@ def test_the_cache_of_a_stage_that_has_the_layers_without_windows_fits() -> None
     sizes = cost.pool_sizes(n_bytes, 64, 1 << 20)
     assert sizes[0] > 10 * sizes[1] > 0
     for part, room in zip(backend.cut, rooms, strict=True):
-        pools = pool_layouts(stage_layout(model.cache_layout, part))
+        pools = pool_layouts(stage_layout(model.cache_layout, part, model.config.n_layers))
         held = sum(n * local.page_bytes(own, "f16") for n, own in zip(sizes, pools, strict=True))
         assert held + weights.held(part) <= room.free_bytes

@@ -118,7 +118,7 @@ def test_changes_outside_of_the_cache_are_refused() -> None:
 def test_layers_of_other_stages_take_no_memory(kv_type: KVType) -> None:
     """Catches a type of cache that cannot hold a layer without heads."""
     layout = (StateLayer((("conv", (2, 64)),)), KVLayer(2, 64), KVLayer(2, 64))
-    own = stage_layout(layout, range(1, 2))
+    own = stage_layout(layout, range(1, 2), 3)
     for name in ("cpu", "torch") if find_spec("torch") else ("cpu",):
         backend = make_backend(name, 1)
         cache = backend.new_cache(own, 3, 0, kv_type)
@@ -144,7 +144,7 @@ def test_the_parts_of_a_model_are_the_model(name: str) -> None:
     x = None
     for layers in (range(1), range(1, config.n_layers)):
         program = StageProgram(model, layers, config.n_layers, config.d_model)
-        layout = stage_layout(model.cache_layout, layers)
+        layout = stage_layout(model.cache_layout, layers, config.n_layers)
         cache = backend.new_cache(layout, 3, 2, "f32")
         assert backend.page_bytes(layout, "f32") <= backend.page_bytes(model.cache_layout, "f32")
         compiled = backend.compile(program, cache, limits)

@@ -57,13 +57,13 @@ def gguf_name(name: str, architecture: str = "llama") -> str:
         if match["prefix"] == (layers if in_layer else None):
             prefix = f"blk.{match['layer']}." if in_layer else ""
             stored = f"{prefix}{table[match['module']]}"
-            return stored if stored.endswith(_BARE) else f"{stored}.{match['kind']}"
+            return stored if stored.endswith(_bare(architecture)) else f"{stored}.{match['kind']}"
     raise _unknown(name)
 
 
 def hf_name(name: str, architecture: str = "llama") -> str:
     """`output_norm.weight` -> `model.norm.weight`. Raises UnsupportedError for a name it does not know."""
-    match = _pattern("blk").fullmatch(f"{name}.weight" if name.endswith(_BARE) else name)
+    match = _pattern("blk").fullmatch(f"{name}.weight" if name.endswith(_bare(architecture)) else name)
     if match and match["module"] in (table := _reverse_table(architecture)):
         module = table[match["module"]]
         in_layer = _OUTSIDE.fullmatch(module) is None
@@ -84,6 +84,11 @@ def _pattern(layers: str) -> re.Pattern[str]:
     return re.compile(
         rf"(?:(?P<prefix>{re.escape(layers)})\.(?P<layer>0|[1-9]\d*)\.)?(?P<module>.+)\.(?P<kind>weight|bias)"
     )
+
+
+def _bare(architecture: str) -> tuple[str, ...]:
+    """The ends of names that have no kind."""
+    return _BARE + ARCHITECTURES[architecture].gguf_bare
 
 
 @cache
