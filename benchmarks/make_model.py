@@ -8,7 +8,7 @@ merges that covers any text. One tensor is in memory at a time. kukri and llama.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -25,7 +25,10 @@ from kukri.quant.mixes import MIXES, mix_types
 from kukri.quant.types import QUANT_TYPES, QuantType
 
 DEVIATION = 0.02
-_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>")
+_SPECIAL = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"),
+    *("<image>", "<fake_token_around_image>", "<global-img>", "<|image_pad|>"),  # of images
+)
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -103,8 +106,10 @@ SHAPES = {
 }
 
 
-def make_model(path: Path, shape: Shape, mix: str, name: str, seed: int = 0) -> None:
-    """Writes the file; it appears complete or not at all."""
+def make_model(
+    path: Path, shape: Shape, mix: str, name: str, seed: int = 0, keys: Mapping[str, Any] | None = None
+) -> None:
+    """Writes the file, with further keys; it appears complete or not at all."""
     shapes = tensor_shapes(shape)
     types = mix_types(mix, shapes, shape.n_heads // shape.n_kv_heads)
     random = np.random.default_rng(seed)
@@ -117,7 +122,7 @@ def make_model(path: Path, shape: Shape, mix: str, name: str, seed: int = 0) -> 
             type = types.get(tensor, QUANT_TYPES["F32"])  # routers
             type = QUANT_TYPES["F32"] if "conv" in tensor.split(".")[-2] else type
             tensors[tensor] = (type, _maker(random, type, dims), dims)
-    write_gguf(path, _metadata(shape, mix, name), tensors)
+    write_gguf(path, {**_metadata(shape, mix, name), **(keys or {})}, tensors)
 
 
 def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:

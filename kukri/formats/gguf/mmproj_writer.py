@@ -17,10 +17,11 @@ from kukri.formats.huggingface.image_processor import read_image_processor
 from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import FloatArray
-from kukri.models.weights import TakenWeights
+from kukri.models.weights import TakenWeights, WeightSource
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType
 from kukri.vision.config import VisionConfig
+from kukri.vision.encoder import VisionFamily
 from kukri.vision.pixels import Scale
 from kukri.vision.processors import ImageProcessor
 from kukri.vision.processors.idefics3 import Idefics3Processor
@@ -43,7 +44,19 @@ def write_mmproj(directory: Path, d_text: int, target: Path, others: Mapping[str
         raise UnsupportedError(
             f"{directory} does not say how images are prepared: add its preprocessor_config.json"
         )
-    weights = TakenWeights(VisionWeights(directory, family))
+    write_encoder(target, VisionWeights(directory, family), family, config, processor, others)
+
+
+def write_encoder(
+    target: Path,
+    source: WeightSource,
+    family: VisionFamily,
+    config: VisionConfig,
+    processor: ImageProcessor,
+    others: Mapping[str, FloatArray],
+) -> None:
+    """Writes an encoder with the weights of `source`; see `write_mmproj`."""
+    weights = TakenWeights(source)
     family.model(config, weights)
     weights.done()
     tensors: dict[str, TensorSource] = {}
