@@ -272,15 +272,9 @@ class TextEncoder:
         ]
 
     def pair_requests(
-        self,
-        engine: RequestMaker,
-        pairs: Sequence[Sequence[int]],
-        *,
-        priority: int = 0,
-        client: str = "",
-        adapter: str | None = None,
+        self, engine: RequestMaker, pairs: Sequence[Sequence[int]], **options: Any
     ) -> list[Request]:
-        """The requests whose `rows` are the outputs [1, labels or V] for pairs of texts; not queued."""
+        """The requests whose `rows` are the outputs [1, labels or V] for pairs; else as `requests`."""
         self.check(pairs)
         return [
             engine.make_output_request(
@@ -289,9 +283,7 @@ class TextEncoder:
                 first_row=0 if self.judge is None else len(ids) - 1,
                 stop_row=1 if self.judge is None else None,
                 token_types=self.token_types(ids),
-                priority=priority,
-                client=client,
-                adapter=adapter,
+                **options,
             )
             for ids in pairs
         ]

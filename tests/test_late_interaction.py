@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError, UnsupportedError
+from kukri.sampling import SamplingParams
+from kukri.scale.wire import request_from_json, request_to_json
 from kukri.terminal.convert import convert_model
 from tests.models.tiny_colbert import PREFIXES, WIDTH, defined, save_late
 from tests.server.live_server import MODEL, serving
@@ -115,6 +117,16 @@ def test_texts_that_are_too_long_are_refused_or_cut(tmp_path: Path) -> None:
             np.testing.assert_allclose(found, wanted, atol=1e-5)
         with pytest.raises(RequestError, match="embed_tokens"):
             llm.embed("a")
+
+
+def test_a_replica_hears_what_nobody_sees(tmp_path: Path) -> None:
+    """Mask tokens that all see, as soon as the engine is in another process."""
+    save_late(tmp_path, "bert")
+    with LLM(tmp_path, backend="reference") as llm:
+        encoded = llm.text_encoder.encode_tokens([QUERY], prompt_name="query")
+        (sent,) = llm.text_encoder.token_requests(llm.engine, encoded)
+        got = request_from_json(json.loads(json.dumps(request_to_json(sent))), llm.engine, SamplingParams())
+        assert got.n_unseen == sent.n_unseen > 5
 
 
 def test_stanfords_format_is_read(tmp_path: Path) -> None:

@@ -148,17 +148,14 @@ async def _scored(
 ) -> tuple[list[float], int, list[int]]:
     """Each document's score, the tokens read, and the places of texts that were cut."""
     llm, encoder, cuts = served.llm, served.llm.text_encoder, bool(body.truncate)
-    sender, adapter = http.scope["kukri.client"], served.adapter_of(body.model)
-    priority, client = sender.priority(None), sender.queue(body.user)
+    options = request_options(served, http, body.model, body.user)
     try:
         encoder.check_ranks(body.instruction)
         if encoder.is_cross_encoder:
             pairs = await asyncio.to_thread(
                 encoder.encode_pairs, query, documents, truncate=cuts, instruction=body.instruction
             )
-            requests = encoder.pair_requests(
-                llm.engine, pairs.ids, priority=priority, client=client, adapter=adapter
-            )
+            requests = encoder.pair_requests(llm.engine, pairs.ids, **options)
             rows = await rows_of(served, requests, http.scope)
             return encoder.scores(rows), sum(map(len, pairs.ids)), pairs.truncated
         if encoder.late is not None:
@@ -166,7 +163,6 @@ async def _scored(
                 encoder.encode_tokens, [query], prompt_name="query", truncate=cuts
             )
             texts = await asyncio.to_thread(encoder.encode_tokens, documents, truncate=cuts)
-            options = request_options(served, http, body.model, body.user)
             (wanted,) = await token_vectors_of(served, asked, http, options)
             found = await token_vectors_of(served, texts, http, options)
             scores = await asyncio.to_thread(lambda: [max_sim(wanted, vectors) for vectors in found])
@@ -175,14 +171,7 @@ async def _scored(
         asked = await asyncio.to_thread(encoder.encode, [query], prompt_name=for_query, truncate=cuts)
         texts = await asyncio.to_thread(encoder.encode, documents, prompt_name=for_document, truncate=cuts)
         ids = [*asked.ids, *texts.ids]
-        requests = encoder.requests(
-            llm.engine,
-            ids,
-            priority=priority,
-            client=client,
-            prefix_scope=sender.prefix_scope,
-            adapter=adapter,
-        )
+        requests = encoder.requests(llm.engine, ids, **options)
         rows = await rows_of(served, requests, http.scope)
     except ContextLengthError as error:
         error.param = "documents"
