@@ -75,7 +75,18 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "qwen2", "phi3", "gemma2", "granite-plain", "lfm2", "deepseek_v2", "minicpm3", "falcon_h1"],
+    [
+        "llama",
+        "qwen2",
+        "phi3",
+        "gemma2",
+        "granite-plain",
+        "lfm2",
+        "deepseek_v2",
+        "minicpm3",
+        "falcon_h1",
+        "nemotron_h",
+    ],
 )
 def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None:
     """A matrix under another name, a part of a fused one, an update next to a norm or factor, a scale."""

@@ -22,6 +22,7 @@ from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.huggingface.safetensors import SafetensorsFile
+from kukri.formats.huggingface.weights import parts_of
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import LowRank, Weight
@@ -104,7 +105,7 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
         if match is None:
             raise FormatError("is neither lora_A nor lora_B of a linear layer", path=weights, tensor=name)
         module = match["module"].removeprefix("base_model.model.")
-        matrix = _canonical(module, matrices)
+        matrix = _canonical(module, matrices, model)
         if matrix is None:
             raise _no_matrix(module, matrices, weights, name)
         if tensor.dtype not in _FLOATS:
@@ -177,11 +178,16 @@ def _of_module(stated: Mapping[str, Any], key: str, module: str, path: Path) -> 
     return None
 
 
-def _canonical(module: str, matrices: Mapping[str, Any]) -> str | None:
-    """The name of the matrix of a module as PEFT names it: with or without what is in front of the layers."""
+def _canonical(module: str, matrices: Mapping[str, Any], model: Model) -> str | None:
+    """The name of the matrix of a module as PEFT names it: with or without what is in front of the layers.
+
+    A module of several matrices has none.
+    """
     stripped = [module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix)]
     candidates = [module, f"model.{module}", *(f"model.{name}" for name in stripped)]
-    return next((f"{name}.weight" for name in candidates if f"{name}.weight" in matrices), None)
+    architecture = ARCHITECTURES[model.config.architecture]
+    named = (parts_of(f"{name}.weight", architecture) for name in candidates)
+    return next((parts[0] for parts in named if len(parts) == 1 and parts[0] in matrices), None)
 
 
 def _is_copy(name: str, shape: tuple[int, ...], model: Model) -> bool:
@@ -192,7 +198,7 @@ def _is_copy(name: str, shape: tuple[int, ...], model: Model) -> bool:
     stored = {parameter.name: parameter.shape for parameter in model.parameters}
     embedding = f"{ARCHITECTURES[model.config.architecture].embedding}.weight"
     copied = {name: stored[name] for name in (embedding, "lm_head.weight") if name in stored}
-    matrix = _canonical(match["module"], copied)
+    matrix = _canonical(match["module"], copied, model)
     return matrix is not None and copied[matrix] == shape
 
 

@@ -16,11 +16,14 @@ from benchmarks.make_model import SHAPES, make_model
 from kukri import LLM, SamplingParams
 from kukri.config import RopeConfig
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
+from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.config import hf_config, hf_model_config
 from kukri.interp import patching
 from kukri.quant.mixes import mix_types
 from tests.interp.test_patching import CLEAN, CORRUPT, cell_by_cell, metric
 from tests.interp.tl_models import session
+from tests.models import tiny_models
 from tests.models.lora_files import merged, random_updates, write_peft
 from tests.models.tiny_models import make
 from tests.test_llm_safetensors import GEMMA4, TINY, theirs
@@ -232,3 +235,15 @@ def test_layers_that_share_cannot_be_cut(directories: dict[str, tuple[Path, Any]
     """A stage that reads keys of another, which it does not have."""
     with pytest.raises(ConfigError, match="cannot be cut into stages"):
         LLM(directories["gemma4_text"][0], stages=2)
+
+
+def test_gguf_whose_layers_all_read_others_is_refused(tmp_path: Path) -> None:
+    """A layer that would read its own keys, which it does not make."""
+    _, config, source = make("gemma4_text")
+    tiny = tiny_models.TINY["gemma4_text"]
+    with pytest.MonkeyPatch.context() as patch:
+        keys = {**(tiny.keys or {}), "attention.shared_kv_layers": 4}
+        patch.setitem(tiny_models.TINY, "gemma4_text", replace(tiny, keys=keys))
+        path = tiny_models.write(tmp_path / "m.gguf", "gemma4_text", config, source)
+    with GGUFFile(path) as file, pytest.raises(FormatError, match=r"shared_kv_layers.*between 0 and 3"):
+        model_config(file)

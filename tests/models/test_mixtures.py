@@ -16,11 +16,16 @@ from safetensors.numpy import load_file, save_file
 from kukri import LLM, SamplingParams
 from kukri.bench.card import model_card
 from kukri.errors import FormatError, KukriError
+from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.gguf.writer import write_gguf
+from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.terminal.inspect import show_model
+from tests.models.tiny_models import make as make_tiny
+from tests.models.tiny_models import write
 from tests.test_llm_safetensors import N_VOCAB, exact_logits, make
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 30).tolist()
@@ -293,4 +298,18 @@ def test_wrong_gguf_files(saved: Path, tmp_path: Path, change: Any, keys: Any, m
     write_gguf(tmp_path / "wrong.gguf", metadata, stored)
     with pytest.raises(FormatError, match=message) as caught:
         LLM(tmp_path / "wrong.gguf", backend="reference")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("n", [7, 9])
+def test_a_router_bias_of_another_length_in_gguf(n: int, tmp_path: Path) -> None:
+    """Experts chosen by numbers that lie after the bias, or a bias of experts that there are not."""
+    _, config, source = make_tiny("glm4_moe")
+    bias = "model.layers.3.mlp.gate.e_score_correction.bias"
+    source.arrays[bias] = np.resize(source.arrays[bias], n)
+    file = GGUFFile(write(tmp_path / "m.gguf", "glm4_moe", config, source))
+    read = model_config(file)
+    message = rf"blk.3.exp_probs_b.bias'.*has shape \({n},\) where the configuration asks for \(8,\)"
+    with pytest.raises(FormatError, match=message) as caught:
+        load_model(GGUFWeights(file, read), read)
     assert "\n" not in str(caught.value)
