@@ -15,7 +15,7 @@ from tests.server.test_images import sent, shown, user
 from tests.test_llm_safetensors import byte_tokenizer
 from tests.vision.pictures import picture
 from tests.vision.test_processors import reference
-from tests.vision.tiny_checkpoints import FAMILIES, HALF, save_with_processor
+from tests.vision.tiny_checkpoints import FAMILIES, MEAN, STD, save_with_processor
 from tests.vision.tiny_vision import IMAGE_TOKEN
 
 N = 8  # tokens of an answer
@@ -32,7 +32,7 @@ def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
 
 def their_answer(name: str, model: Any, before: str, after: str) -> list[int]:
     """The likeliest tokens after two texts with WIDE between them, by transformers' processor and model."""
-    stated = {**FAMILIES[name][1], "image_mean": HALF, "image_std": HALF}
+    stated = {**FAMILIES[name][1], "image_mean": MEAN, "image_std": STD}
     stated["image_processor_type"] += "ImageProcessor"
     more = {"patch_size": 8} if name == "mistral3" else {}  # a square of 2 x 2 patches of 4
     made = reference({**stated, **more})(images=[Image.fromarray(WIDE)], return_tensors="pt")

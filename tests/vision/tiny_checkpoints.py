@@ -9,7 +9,7 @@ from typing import Any
 from tests.test_llm_safetensors import byte_tokenizer
 from tests.vision.tiny_vision import IMAGE_TOKEN, save
 
-HALF = [0.5, 0.5, 0.5]
+MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]  # CLIP's
 # the token of images, and the facts of preprocessor_config.json
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("<image_soft_token>", {"image_processor_type": "Gemma3", "size": {"height": 64, "width": 64}}),
@@ -69,7 +69,7 @@ def save_with_processor(directory: Path, name: str) -> Any:
     assert tokenizer.convert_tokens_to_ids(token) == IMAGE_TOKEN
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(token))
     tokenizer.save_pretrained(directory)
-    stated = {**stated, "image_mean": HALF, "image_std": HALF}
+    stated = {**stated, "image_mean": MEAN, "image_std": STD}
     (directory / "preprocessor_config.json").write_text(json.dumps(stated))
     (directory / "processor_config.json").write_text(
         json.dumps({"spatial_merge_size": 2, "image_seq_length": 16, "patch_size": 4})

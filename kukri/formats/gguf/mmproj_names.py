@@ -33,6 +33,7 @@ _IN_LAYER = {  # by the last part of a name: families have their own ones
     **dict.fromkeys(("down_proj", "fc2", "linear_fc2"), "ffn_down"),
 }
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?:\w+\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+_OUTSIDE = re.compile(r"(?P<module>.+)(?P<kind>\.(?:weight(?:\.1)?|bias))")  # .1: of the second frame
 _DEEP = re.compile(r"deep\.(?P<index>\d+)\.(?:linear_)?(?P<module>norm|fc1|fc2)\.(?P<kind>weight|bias)")
 
 
@@ -127,11 +128,9 @@ def stored_name(name: str, config: VisionConfig) -> str:
         return f"v.blk.{layer['layer']}.{module}.{layer['kind']}"
     if deep := _DEEP.fullmatch(name):
         return f"v.deepstack.{config.deep_layers[int(deep['index'])]}.{deep['module']}.{deep['kind']}"
-    module, _, kind = name.partition(".weight")
-    if not _:
-        module, _, kind = name.partition(".bias")
+    outside = _OUTSIDE.fullmatch(name)
     names = {**_SHARED, **clip_of(config).names}
-    return f"{names[module]}{_}{kind}" if module in names else name
+    return f"{names[outside['module']]}{outside['kind']}" if outside and outside["module"] in names else name
 
 
 def clip_of(config: VisionConfig) -> Clip:
