@@ -88,7 +88,8 @@ def effects(path: Path, folder: Path, n_threads: int | None, n: int, max_feature
     """What graphs predict of `n` interventions, and what these do."""
     predicted: list[float] = []
     measured: list[float] = []
-    with LLM(path, n_threads=n_threads, transcoders={"mlps": folder}) as llm:
+    # in float32, by PyTorch: the rounding of packed inputs is as large as what most features do
+    with LLM(path, backend="torch", n_threads=n_threads, transcoders={"mlps": folder}) as llm:
         transcoders = Transcoders.load(folder)
         for i, prompt in enumerate(_PROMPTS):
             graph = attribute(llm, prompt, transcoders, max_features=max_features, max_logits=1)
