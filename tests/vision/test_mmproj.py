@@ -14,6 +14,7 @@ import torch
 
 from kukri import LLM
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
+from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.vision import find_mmproj
 from kukri.formats.gguf.writer import write_gguf
@@ -250,3 +251,21 @@ def test_libmtmd_makes_the_same_rows(pair: tuple[str, Any, Path], tmp_path: Path
     assert rows.shape == want.shape
     # its GELU is a table of float16
     assert relative(rows, want) < 0.01
+
+
+def test_changed_bytes_are_refused_or_change_numbers(pair: tuple[str, Any, Path], tmp_path: Path) -> None:
+    """Catches a parser's own error, or memory that a file merely claims."""
+    name, _, folder = pair
+    whole, random = (folder / "mmproj-tiny.gguf").read_bytes(), np.random.default_rng(len(name))
+    path, n_refused = tmp_path / "mmproj.gguf", 0
+    for _ in range(20):
+        changed = bytearray(whole)
+        for place in random.integers(0, 6000, 3):
+            changed[place] = random.integers(0, 256)
+        path.write_bytes(changed)
+        try:
+            with open_checkpoint(folder / "tiny.gguf", None, path) as checkpoint:
+                checkpoint.load_vision()
+        except KukriError:
+            n_refused += 1
+    assert n_refused > 0
