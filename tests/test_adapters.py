@@ -33,6 +33,7 @@ from tests.test_llm_safetensors import N_VOCAB, make, theirs
 IDS = np.random.default_rng(0).integers(0, 250, 40).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 NAMES = ("one", "two", "three")
+NEOX = ("dense", "dense_h_to_4h", "dense_4h_to_h")
 CONVOLUTION = ("in_proj", "out_proj", "w1", "w2", "w3")  # and the MLP, of LFM2
 
 
@@ -86,12 +87,13 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-4) -> None:
         "minicpm3",
         "falcon_h1",
         "nemotron_h",
+        "gpt_neox",
     ],
 )
 def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None:
     """A matrix under another name, a part of a fused one, an update next to a norm or factor, a scale."""
     directory, model = make(tmp_path / "model", kind)
-    updates = random_updates(model, (*ATTENTION, *LATENT, *MLP, *CONVOLUTION), rank=4)
+    updates = random_updates(model, (*ATTENTION, *LATENT, *MLP, *CONVOLUTION, *NEOX), rank=4)
     path = write_peft(tmp_path / "adapter", updates, alpha=6.0)
     want = theirs(merged(model, updates, 1.5), IDS)
     assert np.abs(want - theirs(model, IDS)).max() > 0.05, "the premise: the adapter changes something"

@@ -183,9 +183,10 @@ def _canonical(module: str, matrices: Mapping[str, Any], model: Model) -> str | 
 
     A module of several matrices has none.
     """
-    stripped = [module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix)]
-    candidates = [module, f"model.{module}", *(f"model.{name}" for name in stripped)]
     architecture = ARCHITECTURES[model.config.architecture]
+    prefixes = (architecture.hf_prefix, *_PREFIXES)
+    stripped = [module.removeprefix(prefix) for prefix in prefixes if module.startswith(prefix)]
+    candidates = [module, f"model.{module}", *(f"model.{name}" for name in stripped)]
     named = (parts_of(f"{name}.weight", architecture) for name in candidates)
     return next((parts[0] for parts in named if len(parts) == 1 and parts[0] in matrices), None)
 
