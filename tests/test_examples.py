@@ -35,7 +35,7 @@ def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES} == set(EXPECTED)
 
 
-SLOW = ("ioi.py", "sae.py")
+SLOW = ("ioi.py", "pictures.py", "sae.py")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,9 @@ def save(directory: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_text_runs_and_is_converted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_text_runs_and_is_converted(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Tensors of images that are an error or are written; text without its own model's configuration."""
     model = save(tmp_path / "hf", name)
     with torch.no_grad():
@@ -98,6 +100,10 @@ def test_the_text_runs_and_is_converted(name: str, tmp_path: Path, caplog: pytes
     )
     assert ("tensors of images are left out: kukri runs the text" in caplog.text) == (name not in SEES)
     convert_model(tmp_path / "hf", tmp_path / "m.gguf", None, dry_run=False, as_json=True)
+    assert ("is left out: " in capsys.readouterr().err) == (name in SEES), (
+        "nothing says how to prepare images"
+    )
+    assert not list(tmp_path.glob("mmproj*"))
     np.testing.assert_allclose(
         exact_logits(tmp_path / "m.gguf", IDS), want, atol=2e-4 * max(1, np.abs(want).max())
     )

@@ -75,6 +75,13 @@ def _write_encoder(source: Path, target: Path) -> None:
     with open_checkpoint(source) as checkpoint:
         if checkpoint.vision is None:
             return
+        if checkpoint.image_processor() is None:
+            print(
+                f"the encoder of images is left out: {source} has no preprocessor_config.json, "
+                "which says how they are prepared",
+                file=sys.stderr,
+            )
+            return
         break_id = load_tokenizer(checkpoint.tokenizer).vocabulary.id_of.get("[IMG_BREAK]")
         others = {}
         if break_id is not None:  # Pixtral's, which llama.cpp puts at the ends of rows itself
