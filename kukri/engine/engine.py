@@ -129,7 +129,8 @@ class Engine(RequestMaker):
         n_tokens = config.max_step_tokens if is_causal else max(config.max_step_tokens, self.max_context)
         n_rows = min(MOST_ROWS, n_tokens) if is_large else n_tokens
         max_rows = config.max_requests + n_rows
-        limits = StepLimits(n_tokens, config.max_requests, max_rows, self._max_pages)
+        sizes = n_tokens, config.max_requests, max_rows, self._max_pages
+        limits = StepLimits(*sizes, hides_tokens=not is_causal)
         try:
             self.runner = Runner(model, backend, layout, pool_sizes, limits, kv_type, n_states)
         except MemoryError:

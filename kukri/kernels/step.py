@@ -90,6 +90,7 @@ class StepLimits:
     """The largest step a compiled program must take: T, S, N and pages per sequence.
 
     `mask_heads` is the first size of the mask that every step brings, 1 or H; 0 for steps without one.
+    With `hides_tokens` the contexts of an encoder may end before their sequences.
     """
 
     max_tokens: int
@@ -97,6 +98,7 @@ class StepLimits:
     max_logit_rows: int
     max_pages: int
     mask_heads: int = 0
+    hides_tokens: bool = field(default=False, kw_only=True)
 
 
 @dataclass(eq=False)

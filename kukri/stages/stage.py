@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kukri.errors import StageError
 from kukri.kernels.backend import Backend, CompiledProgram
@@ -34,7 +35,7 @@ class Stage:
         """The part of a program of this model that the stage runs."""
         config = self._model.config
         part = StageProgram(program, self._layers, config.n_layers, config.d_model)
-        return self._backend.compile(part, self.cache, limits)
+        return self._backend.compile(part, self.cache, replace(limits, hides_tokens=not config.is_causal))
 
     def change(self, kind: Kind, body: memoryview) -> None:
         """Does a change to the cache. Raises StageError on pages and slots that there are not."""

@@ -603,7 +603,7 @@ def corrupt(batch, name, value):
         ("slots", 32 * PAGE_TOKENS),
         ("positions", 2),
         ("query_start", 3),
-        ("context_len", 0),
+        ("context_len", 3),
         ("context_len", 10_000),
         ("page_table", 32),
         ("page_table", -1),

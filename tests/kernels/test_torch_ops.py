@@ -234,7 +234,7 @@ def test_logits():
         ({"slots": [0, 64]}, "slot"),
         ({"logit_rows": [2]}, "logit row"),
         ({"query_start": [0, 3]}, "cover"),
-        ({"context_len": [0]}, "cover"),
+        ({"context_len": [1]}, "cover"),
         ({"context_len": [33]}, "longer than the page table"),
         ({"page_table": [[4, 0]]}, "page outside"),
         ({"page_table": [[-1, 0]]}, "page outside"),

@@ -104,7 +104,8 @@ class GpuProgram(TorchProgram):
         if self._graphs is None or not self._graphs.takes(batch):
             return super().__call__(batch, on_tap, start=start, stop=stop)
         check_sizes(batch, self._limits)
-        check_indices(batch, self._ops.cache.n_pages, self._ops.cache.n_slots)
+        cache = self._ops.cache
+        check_indices(batch, cache.n_pages, cache.n_slots, self._limits.hides_tokens)
         if batch.inputs is not self.inputs:
             self.inputs.copy(batch)
         with torch.no_grad():

@@ -148,7 +148,8 @@ class TorchProgram:
     ) -> TensorLogits:
         """See CompiledProgram. Everything before `start` is computed, and replaced there."""
         check_sizes(batch, self._limits)
-        check_indices(batch, self._ops.cache.n_pages, self._ops.cache.n_slots)
+        cache = self._ops.cache
+        check_indices(batch, cache.n_pages, cache.n_slots, self._limits.hides_tokens)
         check_adapters(batch, self._ops.adapters)
         if batch.inputs is not self.inputs:
             self.inputs.copy(batch)
