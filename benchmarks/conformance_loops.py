@@ -55,6 +55,14 @@ class Hall:
         self.opened.append(color)
         return DOORS.get(color.lower().removesuffix(" door"), f"There is no {color} door.")
 
+    def answer(self, turns: list[Any], message: Any) -> bool:
+        """Adds a message of OpenAI's chats to the turns, and what its calls gave; False if it has none."""
+        turns.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
+        for call in message.tool_calls or ():
+            result = self.open_door(**json.loads(call.function.arguments))
+            turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        return bool(message.tool_calls)
+
     def check(self, answer: str | None) -> None:
         """Raises unless the three doors were opened in turn and the answer has the word."""
         check([color.lower() for color in self.opened] == list(DOORS), (self.opened, answer))
@@ -93,12 +101,8 @@ def chat(url: str, is_stream: bool) -> None:
                 message: Any = stream.get_final_completion().choices[0].message
         else:
             message = client.chat.completions.create(messages=messages, **given).choices[0].message
-        messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
-        if not message.tool_calls:
+        if not hall.answer(messages, message):
             break
-        for call in message.tool_calls:
-            result = hall.open_door(**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     hall.check(message.content)
 
 
@@ -204,12 +208,8 @@ def _litellm_loop(url: str, is_stream: bool, **server: str) -> None:
         if is_stream:
             answer = litellm.stream_chunk_builder(list(answer))
         message = answer.choices[0].message
-        turns.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
-        if not message.tool_calls:
+        if not hall.answer(turns, message):
             break
-        for call in message.tool_calls:
-            result = hall.open_door(**json.loads(call.function.arguments))
-            turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
     hall.check(message.content)
 
 

@@ -117,7 +117,9 @@ class ImagesReport:
 
 def main() -> None:
     """Measures and reports."""
-    experiment = Experiment("images", "Seconds to encode a picture beside libmtmd.", with_model=False)
+    experiment = Experiment(
+        "images", "Seconds to encode a picture, alternating with libmtmd.", with_model=False
+    )
     experiment.count("-r", "--rounds", 3, "rounds")
     experiment.options.add_argument("--shape", choices=PAIRS, default="smolvlm-256m", help="which encoder")
     given = experiment.parse()

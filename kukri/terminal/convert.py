@@ -75,7 +75,8 @@ def _write_encoder(source: Path, target: Path) -> None:
     with open_checkpoint(source) as checkpoint:
         if checkpoint.vision is None:
             return
-        if checkpoint.image_processor() is None:
+        processor = checkpoint.image_processor()
+        if processor is None:
             print(
                 f"the encoder of images is left out: {source} has no preprocessor_config.json, "
                 "which says how they are prepared",
@@ -89,7 +90,7 @@ def _write_encoder(source: Path, target: Path) -> None:
             rows = checkpoint.weights(checkpoint.config).matrix("model.embed_tokens.weight", shape)
             others["v.token_embd.img_break"] = dequantize(rows.data[break_id : break_id + 1], rows.type)[0]
         path = target.with_name(f"mmproj-{target.name}")
-        write_mmproj(source, checkpoint.config.d_model, path, others)
+        write_mmproj(source, checkpoint.config.d_model, path, processor, others)
     print(f"wrote {path}: the encoder of images", file=sys.stderr)
 
 

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import UnsupportedError
 from kukri.formats.gguf.mmproj_names import clip_of, interleaved_rows, stored_name
 from kukri.formats.gguf.writer import TensorSource, write_gguf
-from kukri.formats.huggingface.image_processor import read_image_processor
 from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import FloatArray
@@ -29,21 +27,23 @@ from kukri.vision.processors.pixtral import PixtralProcessor
 from kukri.vision.processors.qwen import QwenProcessor
 
 
-def write_mmproj(directory: Path, d_text: int, target: Path, others: Mapping[str, FloatArray]) -> None:
+def write_mmproj(
+    directory: Path,
+    d_text: int,
+    target: Path,
+    processor: ImageProcessor,
+    others: Mapping[str, FloatArray],
+) -> None:
     """Writes the encoder of a directory that sees, before a text of the width `d_text`.
 
-    `others` are further tensors, by llama.cpp's names. Convolutions and positions become float32; other
-    matrices stay as they are. Raises FormatError and UnsupportedError for what cannot be read or written.
+    `processor` is the directory's, and `others` are further tensors, by llama.cpp's names. Convolutions and
+    positions become float32; other matrices stay as they are. Raises FormatError and UnsupportedError for
+    what cannot be read or written.
     """
     stated = read_json(directory / "config.json")
     family, config = vision_family(stated), vision_config(stated, directory / "config.json", d_text)
-    processor = read_image_processor(directory)
     assert family is not None, "the directory sees"
     assert config is not None, "and its family is known"
-    if processor is None:
-        raise UnsupportedError(
-            f"{directory} does not say how images are prepared: add its preprocessor_config.json"
-        )
     write_encoder(target, VisionWeights(directory, family), family, config, processor, others)
 
 

@@ -36,7 +36,7 @@ from kukri.server.models.bridge import LiveCall
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.openai.logprobs import token_string
-from kukri.server.page.library import models_here, models_to_download
+from kukri.server.page.model_library import models_here, models_to_download
 from kukri.server.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.sampling_fields import FACTS
 from kukri.server.schema import ChatMessage, MaxTokens, Sampling, conversation
