@@ -284,8 +284,9 @@ async def soak(path: Path, seconds: float, n_clients: int, seed: int, n_threads:
             await _check_idle(http, load, report)
             await _end_by_signal(server, load)
     report.actions, report.statuses = dict(load.actions), dict(load.statuses)
-    if any("Traceback" in line for line in server.log):
-        load.fail("the server's log has a traceback")
+    first = next((i for i, line in enumerate(server.log) if "Traceback" in line), None)
+    if first is not None:
+        load.fail("the server's log has a traceback: " + "".join(server.log[first : first + 40]))
     return report
 
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -139,6 +140,8 @@ class Middleware:
                 await refusal(scope, receive, send_with_id)
             else:
                 await self._app(scope, self._limited(self._bound(scope), receive), send_with_id)
+        except ClientDisconnect:
+            pass  # while it sent its body: nobody waits for an answer
         except BaseException as error:
             failure_of("the request", error)  # raises again what ends the task, or the program
             log.exception("request failed", extra={"request_id": request_id})

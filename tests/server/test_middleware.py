@@ -276,6 +276,21 @@ def test_a_client_that_leaves_frees_its_pages(served, stream):
     assert status().n_generated - n_generated < LONG["max_tokens"]
 
 
+def test_a_client_that_leaves_before_its_body_has_come_is_no_failure(served, caplog):
+    """Catches a traceback in the log, and a 500 in the metrics, for each connection that breaks."""
+    caplog.set_level(logging.INFO, "kukri.server")
+    host, port = served.url.removeprefix("http://").split(":")
+    paths = "/v1/chat/completions", "/v1/completions"
+    for path in paths:
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port)), timeout=20) as leaving:
+            leaving.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        served.wait_until(lambda path=path: any(getattr(r, "path", "") == path for r in caplog.records))
+    ended = [r for r in caplog.records if r.message == "request"]
+    assert [r.status for r in ended if r.path in paths] == [0, 0]
+    assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
 def test_a_client_that_leaves_the_queue_is_forgotten(small):
     """Catches requests of the queue that outlive their clients."""
     with serving(small) as server, streaming(server, LONG) as one, streaming(server, LONG) as two:
