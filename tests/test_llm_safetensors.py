@@ -26,6 +26,7 @@ from kukri.models import ARCHITECTURES, load_model
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.models import token_by_token  # noqa: F401
+from tests.models.minicpm_class import MiniCPMConfig
 
 N_VOCAB = 272  # 12 rows more than there are tokens, as Qwen pads
 TINY = {
@@ -357,6 +358,11 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "deepseek_v3": (tr.DeepseekV3Config, {**LATENT_MOE, "n_group": 2, "attention_bias": True}),
     "glm4_moe_lite": (tr.Glm4MoeLiteConfig, LATENT_MOE),
     "minicpm3": (tr.MiniCPM3Config, LATENT),
+    "minicpm": (MiniCPMConfig, {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
+    "minicpm-longrope": (
+        MiniCPMConfig,
+        {"rope_parameters": LONGROPE, "scale_emb": 12, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "ministral3": (
         tr.Ministral3Config,
         {

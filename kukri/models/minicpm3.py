@@ -6,13 +6,10 @@ from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
-from kukri.models import latent
+from kukri.models import latent, minicpm
 from kukri.models.architecture import Architecture
 from kukri.models.granite import Granite, GraniteBlock
 from kukri.models.keys import Keys
-
-# readers of GGUF take these numbers: no key says them
-_GGUF_EMBEDDING, _GGUF_DEPTH, _GGUF_BASE = 12.0, 1.4, 256
 
 
 class MiniCPM3Block(GraniteBlock):
@@ -27,41 +24,28 @@ class MiniCPM3(Granite):
     block_type = MiniCPM3Block
 
 
-def _multipliers(facts: dict[str, Any], embedding: float, depth: float, base: float) -> None:
-    facts |= {
-        "embedding_scale": embedding,
-        "residual_scale": depth / facts["n_layers"] ** 0.5,
-        "logits_divisor": facts["d_model"] / base,
-    }
-
-
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     latent.read_hf(keys, facts)
-    depth = keys.positive("scale_depth", most=1e4)
-    _multipliers(facts, keys.positive("scale_emb", most=1e4), depth, keys.whole("dim_model_base"))
+    minicpm.read_hf(keys, facts)
 
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     latent.write_hf(config, keys)
-    keys |= {
-        "scale_emb": config.embedding_scale,
-        "scale_depth": config.residual_scale * config.n_layers**0.5,
-        "dim_model_base": round(config.d_model / config.logits_divisor),
-    }
+    minicpm.write_hf(config, keys)
 
 
 def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
     latent.read_gguf(keys, facts)
-    _multipliers(facts, _GGUF_EMBEDDING, _GGUF_DEPTH, _GGUF_BASE)
+    facts |= minicpm.multipliers(facts, minicpm.EMBEDDING, minicpm.DEPTH, minicpm.BASE)
 
 
 def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
     """Raises UnsupportedError for numbers that no key says."""
     own = (config.embedding_scale, config.residual_scale * config.n_layers**0.5)
-    if any(abs(a - b) > 1e-4 for a, b in zip(own, (_GGUF_EMBEDDING, _GGUF_DEPTH))):
+    if any(abs(a - b) > 1e-4 for a, b in zip(own, (minicpm.EMBEDDING, minicpm.DEPTH))):
         raise UnsupportedError("GGUF has no key for multipliers other than MiniCPM3-4B's")
-    if round(config.d_model / config.logits_divisor) != _GGUF_BASE:
-        raise UnsupportedError(f"GGUF has no key for a dim_model_base other than {_GGUF_BASE}")
+    if round(config.d_model / config.logits_divisor) != minicpm.BASE:
+        raise UnsupportedError(f"GGUF has no key for a dim_model_base other than {minicpm.BASE}")
     latent.write_gguf(config, keys)
     d_head, d_value = keys.pop(latent.GGUF_KEY), keys.pop(latent.GGUF_VALUE)
     keys |= {
@@ -82,7 +66,7 @@ MINICPM3 = Architecture(
         for module, stored in latent.TENSOR_NAMES.items()
         if module not in ("self_attn.k_b_proj", "self_attn.v_b_proj")  # files hold them as one
     },
-    reads={*latent.HF_READS, "attention_bias", "mlp_bias", "scale_emb", "scale_depth", "dim_model_base"},
+    reads={*latent.HF_READS, "attention_bias", "mlp_bias", *minicpm.KEYS},
     ignores={"head_dim", "qk_head_dim"},
     defaults={
         **{"num_key_value_heads": None, "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64},

@@ -291,6 +291,13 @@ def test_phi2_has_its_own_names(config_of):
         config_of(keys)
 
 
+def test_minicpm_files_without_multipliers_are_the_first_ones(config_of):
+    """Multipliers of 1 where llama.cpp takes those of MiniCPM-2B."""
+    config = config_of(renamed("minicpm"))
+    found = (config.embedding_scale, config.residual_scale, config.logits_divisor)
+    assert found == pytest.approx((12, 1.4 / 2**0.5, 48 / 256))
+
+
 @pytest.mark.parametrize(
     "key",
     [

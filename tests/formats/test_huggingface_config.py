@@ -11,6 +11,7 @@ import transformers as tr
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.huggingface.config import hf_model_config, unknown_config_keys
 from kukri.models import ARCHITECTURES
+from tests.models import minicpm_class  # noqa: F401
 
 PATH = Path("dir/config.json")
 # decoders; tests/models/test_encoders.py reads the others' files
@@ -313,6 +314,8 @@ def test_rope_scaling_of_both_generations(parameters, more, facts):
             UnsupportedError,
             "'mamba' among types of layers",
         ),
+        ({"model_type": "minicpm", "sparse_config": {"x": 8192}}, UnsupportedError, "runs None alone"),
+        ({"model_type": "minicpm", "scale_emb": 0}, FormatError, "must be a finite number above 0"),
         ({"model_type": "granite", "residual_multiplier": 0}, FormatError, "must be a finite number above 0"),
         ({"model_type": "granite", "logits_scaling": "8"}, FormatError, "must be a number"),
     ],

@@ -28,7 +28,7 @@ from kukri.formats.huggingface.weights import is_convolution
 from kukri.kernels.quantize import quantize
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
-from tests.models import token_by_token  # noqa: F401
+from tests.models import minicpm_class, token_by_token  # noqa: F401
 from tests.models.tiny_llama import TorchSource
 from tests.tiny_gguf import _interleaved
 
@@ -400,6 +400,11 @@ TINY: dict[str, Tiny] = {
         facts={"embedding_scale": 3.0, "attention_scale": 0.375, "residual_scale": 0.625,
                "logits_divisor": 1.75},
         keys={"embedding_scale": 3.0, "attention.scale": 0.375, "residual_scale": 0.625, "logit_scale": 1.75},
+    ),
+    "minicpm": Tiny(
+        "MiniCPM", "minicpm", {"scale_emb": 3, "scale_depth": 1.25, "dim_model_base": 16}, tied=True,
+        facts={"embedding_scale": 3.0, "residual_scale": 0.625, "logits_divisor": 4.0},
+        keys={"embedding_scale": 3.0, "residual_scale": 0.625, "logit_scale": 4.0},
     ),
     "lfm2": Tiny(
         "Lfm2", "lfm2",
@@ -774,7 +779,7 @@ def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 # whose converter puts rows of q and k in pairs
 _IN_PAIRS = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "ernie4_5", "glm4", "olmo")
-_IN_PAIRS += ("cohere2", "arcee", "ernie4_5-moe", "mistral3")
+_IN_PAIRS += ("cohere2", "arcee", "ernie4_5-moe", "mistral3", "minicpm")
 _SHARED = re.compile(r"shared_mlp\.(?:gate|up|down)_proj")  # which gguf has under other models' name
 
 

@@ -149,8 +149,8 @@ def _scaling_keys(scaling: RopeScaling, architecture: Architecture) -> dict[str,
     if scaling.kind == "dynamic":
         return {DYNAMIC_KEY: float(scaling.factor), **write_scaling(scaling, "gguf", ("original_context",))}
     if scaling.kind == "longrope":
-        factor = attention_factor(scaling)
-        return {_ATTENTION_FACTORS[0]: factor, **write_scaling(scaling, "gguf", ("original_context",))}
+        stated = {"rope.scaling.type": scaling.kind, _ATTENTION_FACTORS[0]: attention_factor(scaling)}
+        return stated | write_scaling(scaling, "gguf", ("original_context",))
     fields: tuple[str, ...] = ("factor",)
     if scaling.kind == "yarn":
         fields = ("factor", "original_context", "beta_fast", "beta_slow")
