@@ -7,6 +7,8 @@
   default's: `python -m benchmarks.make_model qwen2.5-0.5b`.
 - **full**: a step of many streams while others wait that find no room, against one without. A round has both
   twice, in the order 1, 2, 2, 1: the contexts grow meanwhile, and with them each step's time.
+- **arrivals**: a step of the same streams in which a long prompt arrives that finds no room, whose beginning
+  is cached and which looks up drafts, against a step without.
 
 Prompts are random ids and sampling is greedy; the engine runs on its thread, as in a server.
 """
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -54,15 +57,16 @@ class FairnessReport:
     long_ms: float  # first token of the long prompt alone
     long_ratio: dict[str, float]  # its time next to a chat against alone
     full: Comparison  # ms of a step
+    arrivals: Comparison  # the same
 
 
 def measure(
     model: str | None, n_threads: int, n_streams: int, rounds: int, n_long: int = _LONG, say: Say = silent
 ) -> FairnessReport:
     """Measures both."""
-    path = model_path(model, _STREAM_PROMPT + _STEPS * (4 * rounds + 8))
+    path = model_path(model, _STREAM_PROMPT + _n_streamed(rounds))
     say("a full server")
-    with_waiters = _full(str(path), n_threads, n_streams, rounds)
+    with_waiters, arrivals = _full(path, n_threads, n_streams, rounds, n_long)
     kukri = Kukri(path, n_threads, _context(path, n_long), max_requests=n_streams, prefix_cache=False)
     n_long = min(n_long, kukri.llm.engine.max_context - 1)
     say(f"a chat next to a prompt of {n_long} tokens")
@@ -91,6 +95,7 @@ def measure(
             for name, case in cases.items()
         },
         with_waiters,
+        arrivals,
     )
 
 
@@ -161,16 +166,26 @@ class _User:
             self._changed.notify_all()
 
 
-def _full(path: str, n_threads: int, n_streams: int, rounds: int) -> Comparison:
-    """Milliseconds of a step of all streams, with twice as many requests as run and with just as many."""
-    context = _STREAM_PROMPT + _STEPS * (4 * rounds + 8)
-    kukri = Kukri(path, n_threads, context, max_requests=n_streams, prefix_cache=False)
+def _full(
+    path: Path, n_threads: int, n_streams: int, rounds: int, n_long: int
+) -> tuple[Comparison, Comparison]:
+    """Milliseconds of a step of all streams, with twice as many requests as run and with just as many; and
+    of one in which a prompt of up to `n_long` tokens arrives.
+    """
+    n_streamed = _n_streamed(rounds)
+    n_long = max(n_long, _STREAM_PROMPT + n_streamed)
+    kukri = Kukri(path, n_threads, _context(path, n_long), max_requests=n_streams)
     engine, random = kukri.llm.engine, np.random.default_rng(1)
+    n_long = min(n_long, engine.max_context - 2)
     prompts = random.integers(0, engine.model.config.n_vocab, (2 * n_streams, _STREAM_PROMPT))
-    requests = [engine.make_request(prompt, _greedy(context - _STREAM_PROMPT)) for prompt in prompts]
-    for request in requests[:n_streams]:
+    long = random.integers(0, engine.model.config.n_vocab, n_long)
+    engine.add_request(engine.make_request(long, _greedy(1)))
+    while engine.has_work:
+        engine.step()
+    streams = [engine.make_request(prompt, _greedy(n_streamed)) for prompt in prompts[:n_streams]]
+    for request in streams:
         engine.add_request(request)
-    while not all(request.n_generated > 4 for request in requests[:n_streams]):
+    while not all(request.n_generated > 4 for request in streams):
         engine.step()
 
     def step_ms(n_waiting: int) -> float:
@@ -188,14 +203,32 @@ def _full(path: str, n_threads: int, n_streams: int, rounds: int) -> Comparison:
             engine.abort(request)
         return 1e3 * median(times)
 
+    def arrivals_ms() -> tuple[float, float]:
+        """Every other step has an arrival: both kinds see the same load of the machine."""
+        times: tuple[list[float], list[float]] = [], []
+        for i in range(_STEPS):
+            new = engine.make_request(long, _greedy(2, speculation="ngram"))
+            started_s = time.perf_counter()
+            if i % 2 == 0:
+                engine.add_request(new)
+            engine.step()
+            times[i % 2].append(time.perf_counter() - started_s)
+            engine.abort(new)
+        return 1e3 * median(times[0]), 1e3 * median(times[1])
+
     rows = [[step_ms(n) for n in (n_streams, 0, 0, n_streams)] for _ in range(rounds + 1)][1:]
-    found = Comparison.of(("waiting", "none"), [((a + d) / 2, (b + c) / 2) for a, b, c, d in rows])
+    waiting = Comparison.of(("waiting", "none"), [((a + d) / 2, (b + c) / 2) for a, b, c, d in rows])
+    arrivals = Comparison.of(("arriving", "none"), [arrivals_ms() for _ in range(rounds + 1)][1:])
     kukri.close()
-    return found
+    return waiting, arrivals
 
 
-def _greedy(n_new: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True)
+def _n_streamed(rounds: int) -> int:
+    return _STEPS * (5 * rounds + 12)
+
+
+def _greedy(n_new: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True, **options)
 
 
 def _tables(report: FairnessReport) -> Iterator[Table | str]:
@@ -205,11 +238,10 @@ def _tables(report: FairnessReport) -> Iterator[Table | str]:
         rows.append([name, f"{ms:.0f}", ratio, str(report.steps[name]), of_long])
     title = f"first token of {_SHORT} tokens next to {report.n_long} ({report.long_ms / 1e3:.1f} s alone)"
     yield Table(title, ["", "ms", "of alone", "steps, at most", "the long one's time"], rows)
-    waiting, none = (report.full.median(name) for name in ("waiting", "none"))
-    yield (
-        f"a step of a full server: {waiting:.3f} ms while others wait, {none:.3f} ms while none does "
-        f"({report.full.median_ratio:.3f})"
-    )
+    for what, full in (("others wait", report.full), ("a long prompt arrives", report.arrivals)):
+        with_others, none = (full.median(name) for name in full.sides)
+        ratio = f"{full.median_ratio:.3f}"
+        yield f"a step of a full server: {with_others:.3f} ms while {what}, {none:.3f} ms without ({ratio})"
 
 
 def main() -> None:

@@ -122,7 +122,7 @@ class Engine(RequestMaker):
             identity=identity,
             vision=vision,
         )
-        self.max_draft_tokens = config.max_draft_tokens
+        self.max_draft_tokens, self.caches_prefixes = config.max_draft_tokens, config.caches_prefixes
         self._has_states = has_states(model.cache_layout)
         n_states = state_slots(config, layout, max(pool_sizes))
         is_large = model.config.head.kind == "language_model"

@@ -12,7 +12,7 @@ import numpy as np
 
 from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
-from kukri.engine.pages import ROOT, PageKey
+from kukri.engine.pages import ROOT, PageKey, page_key
 from kukri.engine.request_images import RequestImages
 from kukri.engine.saved_prefixes import SavedState
 from kukri.errors import KukriError, RequestError
@@ -170,6 +170,15 @@ class Request:
         """
         self.taps, self.drafts = taps, None
         self.is_cacheable = self.is_cacheable and not taps.edits
+
+    def hash_pages(self, n_pages: int, page_tokens: int) -> list[PageKey]:
+        """The keys of its first `n_pages` full pages, or of more: each is computed once in its life."""
+        keys, size = self.page_keys, page_tokens
+        for start in range(len(keys) * size, n_pages * size, size):
+            before = keys[-1] if keys else self.prefix_root
+            images = b"" if self.images is None else self.images.identity(start, start + size)
+            keys.append(page_key(self.tokens[start : start + size], before, images))
+        return keys
 
     @property
     def adapter_slot(self) -> int:

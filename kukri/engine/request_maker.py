@@ -37,6 +37,7 @@ class RequestMaker(ABC):
     """
 
     max_draft_tokens = 0  # per request and step, unless the request says
+    caches_prefixes = True  # False if no request begins with another's pages
 
     def __init__(
         self,
@@ -109,9 +110,8 @@ class RequestMaker(ABC):
                     images=self._images(seen),
                 )
             )
-            self._check_rows(requests[-1])
-            if adapter is not None:
-                self._use_adapter(adapter, requests[-1])
+            requests[-1].page_keys = requests[0].page_keys.copy()
+            self._finish(requests[-1], adapter)
         return requests
 
     def make_output_request(
@@ -152,10 +152,16 @@ class RequestMaker(ABC):
             prefix_root=self._prefix_root(prefix_scope),
             images=self._images(seen),
         )
+        self._finish(request, adapter)
+        return request
+
+    def _finish(self, request: Request, adapter: str | None) -> None:
+        """Checks a new request, gives it its adapter, and hashes its prompt: no step should wait for that."""
         self._check_rows(request)
         if adapter is not None:
             self._use_adapter(adapter, request)
-        return request
+        if self.caches_prefixes:
+            request.hash_pages(request.n_prompt // self.page_tokens, self.page_tokens)
 
     @property
     def adapter_names(self) -> tuple[str, ...]:

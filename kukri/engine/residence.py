@@ -7,13 +7,13 @@ it alone. Who runs, waits and is preempted is the scheduler's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kukri.engine.pages import PageKey, PagePool, check_fits, page_key
+from kukri.engine.pages import PageKey, PagePool, check_fits
 from kukri.engine.request import Request
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.states import StatePool, snapshot_places
@@ -96,8 +96,9 @@ class Residence:
         if not (self._uses_cache(request) and self._uses_cache(other)) or request.taps is not None:
             return 0
         n_pages = min(request.next_row, other.n_tokens) // self.page_tokens
-        keys = zip(self._keys(request, 0, n_pages), self._keys(other, 0, n_pages), strict=True)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], keys)) * self.page_tokens
+        keys, others = (one.hash_pages(n_pages, self.page_tokens) for one in (request, other))
+        # a key stands for all before it too
+        return bisect_left(range(n_pages), True, key=lambda i: keys[i] != others[i]) * self.page_tokens
 
     def admit(self, request: Request, prefix: Prefix, state_copies: list[tuple[int, int]]) -> None:
         """Gives a request the prefix that `find_room` found, or the pages of a leader that has its prompt.
@@ -138,7 +139,7 @@ class Residence:
         if not n_room:
             self._end_restoring(request, n_wanted)
             return 0
-        keys = list(self._keys(request, depth, depth + min(n_room, n_most)))
+        keys = self._keys(request, depth, depth + min(n_room, n_most))
         for key, contents in zip(keys, self.saved.read(keys, depth)):
             (page,) = pool.allocate(1)
             self.saved.write(page, contents)
@@ -158,7 +159,7 @@ class Residence:
         """
         if request.saved_state is None:
             first = request.n_pages
-            keys = list(self._keys(request, first, first + min(n_wanted, self.pools[0].n_free)))
+            keys = self._keys(request, first, first + min(n_wanted, self.pools[0].n_free))
             request.saved_state = saved.last_state(keys, first)
         return request.saved_state.n_pages
 
@@ -398,7 +399,7 @@ class Residence:
             return Prefix(0, [[] for _ in self.pools])
         whole = self.pools[0].window is None  # the first pool: its pages are all needed
         keys = self._keys(request, 0, request.next_row // self.page_tokens)
-        n_found = n_known = len(self.pools[0].find(keys) if whole else list(keys))
+        n_found = n_known = len(self.pools[0].find(keys) if whole else keys)
         known, n_before = request.page_keys, n_known + 1
         while n_known < n_before:
             n_before = n_known
@@ -427,16 +428,9 @@ class Residence:
         ends = (request.n_prompt - 1) // self.page_tokens, request.n_found // self.page_tokens
         return any(pool.first_needed(end * self.page_tokens) <= place < end for end in ends)
 
-    def _keys(self, request: Request, first: int, stop: int) -> Iterator[PageKey]:
-        """The keys of the request's pages `first` to `stop` - 1, each computed once in its life."""
-        keys, size = request.page_keys, self.page_tokens
-        for i in range(first, stop):
-            while len(keys) <= i:
-                n = len(keys) * size
-                before = keys[-1] if keys else request.prefix_root
-                images = b"" if request.images is None else request.images.identity(n, n + size)
-                keys.append(page_key(request.tokens[n : n + size], before, images))
-            yield keys[i]
+    def _keys(self, request: Request, first: int, stop: int) -> list[PageKey]:
+        """The keys of the request's pages `first` to `stop` - 1."""
+        return request.hash_pages(stop, self.page_tokens)[first:stop]
 
     def _count_found(self, request: Request, n_tokens: int) -> None:
         """Counts further tokens whose keys and values were found."""

@@ -28,7 +28,6 @@ from kukri.engine import EngineStatus, Request, RequestMaker, RequestState, Step
 from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
 from kukri.engine.loop import Deliver
-from kukri.engine.pages import page_keys
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.kernels.backend import Logits
@@ -217,8 +216,7 @@ class ReplicaLoop:
                 request.params = replace(request.params, seed=secrets.randbits(63))
             request.state = RequestState.WAITING
             # its last token is always computed
-            pages = request.tokens[: request.n_prompt - 1]
-            keys = list(page_keys(pages, self.engine.page_tokens, request.prefix_root))
+            keys = request.page_keys[: (request.n_prompt - 1) // self.engine.page_tokens]
             self._live[request.id] = _Live(request, keys, queued_s=request.arrived_s)
             self._queue.arrive(request)
         self._dispatch()

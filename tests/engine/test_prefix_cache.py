@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kukri.engine import Engine, Request, residence
+from kukri.engine import Engine, Request
+from kukri.engine.pages import page_key
 from kukri.sampling import SamplingParams
 from tests.engine.driving import add, finish, greedy, prompt_of, rows_of
 from tests.engine.fake_model import POISON, expected_output, make_engine
@@ -296,27 +297,29 @@ def test_pages_that_others_share_make_no_room() -> None:
     assert urgent.output_ids == expected_output(prompt_of(40, 3), 2)
 
 
-def test_the_pages_of_a_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two thousand hashes a step while a long known prompt waits for room."""
+def test_the_pages_of_a_prompt_are_hashed_once_and_in_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand hashes a step while a long known prompt waits for room, or in the first that sees it."""
     counted: list[int] = []
 
     def counting(tokens: object, *given: object) -> object:
         counted.append(1)
-        return keys(tokens, *given)  # type: ignore[arg-type]
+        return page_key(tokens, *given)  # type: ignore[arg-type]
 
-    keys = residence.page_key
-    monkeypatch.setattr(residence, "page_key", counting)
+    monkeypatch.setattr("kukri.engine.request.page_key", counting)
     engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=256, n_pages=8)
     (known,) = add_all(engine, prompt_of(100), greedy(2))
     finish(engine)
     (blocking,) = add_all(engine, prompt_of(100, 1), greedy(25))
     engine.step()
     counted.clear()
-    (waiting,) = add_all(engine, prompt_of(100), greedy(2))
+    waiting, alike = engine.make_requests(prompt_of(100), greedy(2, n=2))
+    assert len(counted) == waiting.n_prompt // 16
+    engine.add_request(waiting)
+    engine.add_request(alike)
     for _ in range(15):
         engine.step()
     assert waiting.n_cached == 0
-    assert len(counted) <= waiting.n_prompt // 16 + 1  # and the page that `blocking` has filled
+    assert len(counted) <= waiting.n_prompt // 16 + 1  # the page that `blocking` has filled
     finish(engine)
     assert waiting.output_ids == known.output_ids
     assert blocking.n_generated == 25
