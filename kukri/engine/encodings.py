@@ -1,8 +1,9 @@
 """Encodes images between steps, a little at a time, and keeps their rows of embeddings by digest.
 
 An encoder runs in programs of its own: one for a part of an image (`VisionModel.parts`), one for its
-projector. While others generate, a part is cut at its layers into slices of a few milliseconds. No bit of a
-row depends on slices, on other images, or on whether the row was kept.
+projector. While others generate, a part is cut into slices of some milliseconds: at its layers, and by rows
+where each row is computed alone (MLPs and the projector). No bit of a row depends on slices, on other images,
+or on whether the row was kept.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
 
-_SLICE_S = 0.005  # a slice of layers runs at least so long while others generate
+_SLICE_S = 0.005  # slices run at least so long while others generate
+_MLP_ROWS, _PROJECTED_ROWS = 512, 64  # most rows of a slice
 
 
 class Encodings:
@@ -80,23 +82,38 @@ class Encodings:
 
 
 class _Job:
-    """An image under way: the rows of its parts so far, and the hidden states of the part that is cut."""
+    """An image under way: the rows of its parts so far, and what is known of the part that is cut."""
 
     def __init__(self, image: ImageInput, model: VisionModel) -> None:
         self.image, self._parts = image, model.parts(image)
-        self.part: ImagePart = next(self._parts)
         self.rows: list[FloatArray] = []
-        self.n_cuts = 0
-        self.hidden: FloatArray | None = None
-        self.deep: dict[str, FloatArray] = {}  # other hidden states that the projector reads, by tap
+        self.next_part()
 
     def next_part(self) -> bool:
         """Moves on; False if there is no further part."""
-        self.n_cuts, self.hidden, self.deep = 0, None, {}
         following = next(self._parts, None)
-        if following is not None:
-            self.part = following
-        return following is not None
+        if following is None:
+            return False
+        self.part: ImagePart = following
+        self.n_cuts = 0
+        self.hidden: FloatArray | None = None  # hidden states at the last cut
+        self.deep: dict[str, list[FloatArray]] = {}  # others that the projector reads, by tap
+        self.merged: FloatArray | None = None  # all that the projector reads, once it is there
+        self.slices: list[FloatArray] = []  # the first rows of what follows
+        return True
+
+    @property
+    def n_sliced(self) -> int:
+        """Rows in `slices`."""
+        return sum(map(len, self.slices))
+
+    def add_slice(self, rows: FloatArray, n_rows: int) -> FloatArray | None:
+        """Adds a slice; all `n_rows` rows once they are there."""
+        self.slices.append(rows)
+        if self.n_sliced < n_rows:
+            return None
+        whole, self.slices = np.concatenate(self.slices), []
+        return whole
 
 
 class _EncoderPrograms:
@@ -115,33 +132,56 @@ class _EncoderPrograms:
         self._has_windows = [config.window > 0 and layer not in config.full_layers for layer in layers]
 
     def advance(self, job: _Job, *, is_brief: bool) -> bool:
-        """Runs a slice of the job's part, or what is left of it; True once its rows are there."""
-        part, page_tokens = job.part, self._backend.page_tokens
+        """Runs a slice of the job's part, or all up to the next cut that it needs; True once its rows are
+        there.
+        """
+        part = job.part
         encoder, projector = self._programs(len(part.patches), max(len(part.windows), 1))
+        if job.merged is None:
+            self._encode(job, encoder, is_brief=is_brief and self._backend.begins_at_taps)
+            return False
+        following = job.merged[job.n_sliced :][: _PROJECTED_ROWS if is_brief else None]
+        rows = projector(_batch(following, self._backend.page_tokens)).numpy().copy()
+        projected = job.add_slice(rows, len(job.merged))
+        if projected is None:
+            return False
+        job.rows.append(projected)
+        return True
+
+    def _encode(self, job: _Job, encoder: CompiledProgram, *, is_brief: bool) -> None:
+        """Runs a slice of the job's layers, or all up to the next cut that they need."""
+        part, first, n_rows = job.part, job.n_sliced, len(job.part.patches)
+        is_brief = is_brief or first > 0
         start = self._cuts[job.n_cuts - 1] if job.n_cuts else None
-        n_cuts = self._next_cut(job.n_cuts, is_brief=is_brief and self._backend.begins_at_taps)
+        n_cuts = self._next_cut(job.n_cuts, is_brief=is_brief)
         stop = None if n_cuts is None else self._cuts[n_cuts]
+        is_mlp = is_brief and job.n_cuts % 2 == 1
+        rows = slice(first, min(first + _MLP_ROWS, n_rows) if is_mlp else n_rows)
+        ends: list[FloatArray] = []
 
         def on_tap(name: str, x: FloatArray) -> None:
             if name == start and job.hidden is not None:
-                x[:] = job.hidden
+                x[:] = job.hidden[rows]
             elif name == stop:
-                job.hidden = x.copy()
+                ends.append(x.copy())
             if name in self._deep:
-                job.deep[name] = x.copy()
+                job.deep.setdefault(name, []).append(x.copy())
 
         # the layer whose attention comes next says what patches attend to
         layer = min((job.n_cuts + 1) // 2, len(self._has_windows) - 1)
-        lengths = part.windows if self._has_windows[layer] else ()
-        batch = _batch(part.patches, page_tokens, lengths, part.positions)
+        lengths = part.windows if self._has_windows[layer] and not is_mlp else ()
+        positions = None if part.positions is None else part.positions[:, rows]
+        batch = _batch(part.patches[rows], self._backend.page_tokens, lengths, positions)
         result = encoder(batch, on_tap, start=start, stop=stop)
-        if n_cuts is not None:
+        hidden = job.add_slice(result.numpy().copy() if n_cuts is None else ends[0], n_rows)
+        if hidden is None:
+            return
+        job.hidden = hidden
+        if n_cuts is None:
+            deep = [np.concatenate(job.deep[name]) for name in self._deep]
+            job.merged = self._model.merged(np.concatenate([hidden, *deep], axis=1), part.grid)
+        else:
             job.n_cuts = n_cuts + 1
-            return False
-        hidden = np.concatenate([result.numpy(), *(job.deep[name] for name in self._deep)], axis=1)
-        rows = projector(_batch(self._model.merged(hidden, part.grid), page_tokens))
-        job.rows.append(rows.numpy().copy())
-        return True
 
     def _next_cut(self, n_cuts: int, *, is_brief: bool) -> int | None:
         """The number of the cut that ends a slice: the next, or the one before layers that see more or less;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,28 @@ def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float
         rows = encodings.advance(seen, is_brief=False)
     assert rows.shape == want.shape
     assert relative(rows, want.numpy()) < bound
+
+
+def test_slices_change_no_bit(run: tuple[str, Any, LLM, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows lost or mixed up where a layer or the projector is cut, and a cut left half way."""
+    name, _, llm, _ = run
+    seen, encodings = image(name, 2, 7), llm.engine.encodings
+    assert encodings is not None
+    monkeypatch.setattr("kukri.engine.encodings._MLP_ROWS", 7)
+    monkeypatch.setattr("kukri.engine.encodings._PROJECTED_ROWS", 3)
+    monkeypatch.setattr(encodings, "_clock", iter(range(10**6)).__next__)  # a slice takes a second
+    found: list[Any] = []
+    n_slices: list[int] = []
+    for kinds in ((False,), (True,), (True, True, False)):  # whole, in slices, and both
+        turns, rows = cycle(kinds), None
+        n_slices.append(0)
+        while rows is None:
+            rows = encodings.advance(seen, is_brief=next(turns))
+            n_slices[-1] += 1
+        found.append(rows)
+    assert n_slices[1] > max(n_slices[0], 4)
+    for rows in found[1:]:
+        np.testing.assert_array_equal(rows, found[0])
 
 
 @pytest.mark.parametrize("side", [4, 14, 16, 24, 26, 27, 28, 30, 32, 37, 64])
