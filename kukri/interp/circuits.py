@@ -29,6 +29,7 @@ Indices = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (targets done, targets in all)
 _BATCH = 64  # targets that go back at once
 _UPDATES = 8  # times that the most influential features are chosen
+_PRUNED_BYTES = 32  # for each pair of nodes while the graph is pruned
 _BLOCK = 256  # rows of edges that are made absolute at a time
 _FINAL = "ln_final.hook_normalized"
 
@@ -243,6 +244,7 @@ def attribute(
     logit_share: float = 0.95,
     max_features: int = 2048,
     n_ignored: int = 1,
+    max_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> AttributionGraph:
     """The attribution graph of a text, or of token ids [T].
@@ -250,7 +252,9 @@ def attribute(
     Logits are the `targets`' (token ids), or the likeliest at the end that have `logit_share` of the
     probability, `max_logits` at most. Edges into features are computed for the `max_features` that have most
     influence on them. Positions before `n_ignored` have no features or errors, as in circuit-tracer: what
-    attention makes of a first token is of no text. Raises RequestError, ConfigError and UnsupportedError.
+    attention makes of a first token is of no text. A graph that would take more memory than `max_bytes`, the
+    model in float32 included, is refused before that is taken. Raises RequestError, ConfigError and
+    UnsupportedError.
     """
     session = llm.interp
     if not isinstance(transcoders, Transcoders):
@@ -261,17 +265,35 @@ def attribute(
         raise RequestError("an attribution graph is of one prompt", param="prompt")
     if max_features < 0 or not max_logits >= 1 or not n_ignored >= 0:
         raise RequestError("max_features and n_ignored must not be negative, max_logits at least 1")
-    run = _Run(session, texts[0], transcoders, n_ignored)
+    run = _Run(session, texts[0], transcoders, n_ignored, max_bytes)
     tokens, shares = run.logits(targets, max_logits, logit_share)
     return run.graph(prompt if isinstance(prompt, str) else "", tokens, shares, max_features, progress)
+
+
+def likeliest(logits: FloatArray, most: int, share: float) -> tuple[Indices, FloatArray]:
+    """The fewest tokens that have a share of the probability, `most` at most, and theirs, of logits [V]."""
+    shares = _probabilities(logits)
+    tokens = np.argsort(-shares, kind="stable")[:most]
+    n = int(np.searchsorted(np.cumsum(shares[tokens]), share)) + 1
+    return tokens[:n], shares[tokens[:n]].astype(np.float32)
+
+
+def _probabilities(logits: FloatArray) -> npt.NDArray[np.float64]:
+    shares = np.exp(logits.astype(np.float64) - logits.max())
+    found: npt.NDArray[np.float64] = shares / shares.sum()
+    return found
 
 
 class _Run:
     """The frozen run of a text, its sources, and what targets get from them."""
 
-    def __init__(self, session: Session, ids: Any, transcoders: Transcoders, n_ignored: int) -> None:
+    def __init__(
+        self, session: Session, ids: Any, transcoders: Transcoders, n_ignored: int, max_bytes: int | None
+    ) -> None:
         n_layers = session.config.n_layers
         self.session, self.ids, self.transcoders = session, ids, transcoders
+        self.max_bytes, self.n_bytes = max_bytes, 0
+        self._take(4 * session.model.n_parameters)
         self.reads = [_tap(session, transcoders.reads, i) for i in range(n_layers)]
         self.writes = [_tap(session, transcoders.writes, i) for i in range(n_layers)]
         skips = {i: one.skip for i, one in transcoders.layers.items() if one.skip is not None}
@@ -288,6 +310,7 @@ class _Run:
             active = layer.encode(x)
             chosen = active.positions >= n_ignored
             positions, features = active.positions[chosen], active.features[chosen]
+            self._take(4 * len(features) * (layer.n_written + 1) * layer.width)
             sizes = active.values[chosen]
             self.written.append(sizes[:, None, None] * layer.decoders(features))
             ends = np.searchsorted(positions, np.arange(n_tokens + 1))
@@ -307,22 +330,25 @@ class _Run:
         self.starts = np.cumsum([0, *map(len, rows)])
         self.embedded = self.tape.value("hook_embed")
 
+    def _take(self, n_bytes: int) -> None:
+        """Counts memory that is about to be taken. Raises RequestError if all is more than may be."""
+        self.n_bytes += n_bytes
+        if self.max_bytes is not None and self.n_bytes > self.max_bytes:
+            raise RequestError(
+                f"the graph takes {self.n_bytes >> 20:,} MiB of memory or more, of {self.max_bytes >> 20:,} "
+                "that it may: give a shorter prompt, or trace fewer features"
+            )
+
     def logits(
         self, targets: Sequence[int] | None, max_logits: int, logit_share: float
     ) -> tuple[Indices, FloatArray]:
         """The tokens whose logits are nodes, and their probabilities."""
-        logits = self.result[-1].astype(np.float64)
-        shares = np.exp(logits - logits.max())
-        shares /= shares.sum()
-        if targets is not None:
-            tokens = np.asarray(targets, np.int64)
-            if tokens.ndim != 1 or not len(tokens) or not ((tokens >= 0) & (tokens < len(logits))).all():
-                raise RequestError(f"targets are token ids from 0 to {len(logits) - 1}", param="targets")
-        else:
-            tokens = np.argsort(-shares, kind="stable")[:max_logits]
-            n = int(np.searchsorted(np.cumsum(shares[tokens]), logit_share)) + 1
-            tokens = tokens[:n]
-        return tokens, shares[tokens].astype(np.float32)
+        if targets is None:
+            return likeliest(self.result[-1], max_logits, logit_share)
+        tokens, n_vocab = np.asarray(targets, np.int64), self.result.shape[1]
+        if tokens.ndim != 1 or not len(tokens) or not ((tokens >= 0) & (tokens < n_vocab)).all():
+            raise RequestError(f"targets are token ids from 0 to {n_vocab - 1}", param="targets")
+        return tokens, _probabilities(self.result[-1])[tokens].astype(np.float32)
 
     def graph(
         self, prompt: str, tokens: Indices, shares: FloatArray, max_features: int, progress: Progress | None
@@ -331,6 +357,8 @@ class _Run:
         n, n_logits = len(self.features), len(tokens)
         n_sources = n + self.errors.shape[0] * len(self.ids) + len(self.ids)
         n_rows = n_logits + min(max_features, n)
+        n_nodes = n_rows + n_sources - n
+        self._take(4 * n_rows * (n_sources + n_logits) + _PRUNED_BYTES * n_nodes**2)
         edges = np.zeros((n_rows, n_sources + n_logits), np.float32)
         node_of = np.full(n_rows, -1, np.int64)  # each row's node
         node_of[:n_logits] = n_sources + np.arange(n_logits)

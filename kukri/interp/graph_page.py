@@ -19,11 +19,11 @@ _N_TOKENS = 8  # that are named of a feature
 _BATCH = 64  # features whose logits are computed at a time
 
 
-def written_tokens(
+def add_written_tokens(
     session: Session, transcoders: Transcoders, graph: Mapping[str, Any], token_text: Callable[[int], str]
-) -> dict[str, list[str]]:
-    """The tokens whose logits each feature of a graph's JSON raises most, by node: its decoders, summed over
-    the layers that it writes, times the unembedding.
+) -> None:
+    """Gives each feature's node of a graph's JSON `top_tokens`, the tokens whose logits it raises most: its
+    decoders, summed over the layers that it writes, times the unembedding.
     """
     nodes = [n for n in graph["nodes"] if n["feature_type"] == "cross layer transcoder"]
     keys = [tuple(map(int, node["node_id"].split("_")[:2])) for node in nodes]  # (layer, feature)
@@ -37,7 +37,8 @@ def written_tokens(
         best = np.argpartition(-logits, min(_N_TOKENS, logits.shape[1] - 1), axis=1)[:, :_N_TOKENS]
         for key, row, own in zip(part, logits, best):
             found[key] = [token_text(int(i)) for i in own[np.argsort(-row[own], kind="stable")]]
-    return {node["node_id"]: found[key] for node, key in zip(nodes, keys)}
+    for node, key in zip(nodes, keys):
+        node["top_tokens"] = found[key]
 
 
 def _direction(transcoders: Transcoders, layer: int, feature: int) -> FloatArray:
@@ -45,9 +46,9 @@ def _direction(transcoders: Transcoders, layer: int, feature: int) -> FloatArray
     return direction
 
 
-def graph_page(graph: Mapping[str, Any], tokens: Mapping[str, list[str]]) -> str:
-    """The page of a graph in circuit-tracer's JSON, with the tokens of `written_tokens`."""
-    data = json.dumps({"graph": graph, "tokens": tokens}, ensure_ascii=True)
+def graph_page(graph: Mapping[str, Any]) -> str:
+    """The page of a graph in circuit-tracer's JSON, with those of `add_written_tokens` if it has them."""
+    data = json.dumps(graph, ensure_ascii=True)
     for character in "<>&":  # in a text that would end the script
         data = data.replace(character, f"\\u{ord(character):04x}")
     page = files("kukri.interp").joinpath("graph_page.html").read_text("utf-8")

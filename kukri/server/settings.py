@@ -176,6 +176,9 @@ class ServerSettings:
         "Let clients steer the model and read activations (keys need scope=interp).", "--interp"
     )
     max_activation_bytes: int = _size("Maximum activations per request.", "--max-activations", 64 << 20)
+    max_graph_bytes: int | None = _size(
+        "Maximum memory of an attribution graph. [default: half of the free memory]", "--max-graph"
+    )
     any_model: bool = _switch("Accept any model name in requests.", "--any-model")
     batch_dir: Path | None = _path("Serve /v1/files and /v1/batches, stored here.", "DIR")
     response_dir: Path | None = _path(

@@ -7,7 +7,7 @@ from typing import Any
 
 from kukri.errors import ConfigError
 from kukri.interp import plots
-from kukri.interp.graph_page import graph_page, written_tokens
+from kukri.interp.graph_page import add_written_tokens, graph_page
 from kukri.interp.transcoders import Transcoders
 from kukri.llm import LLM
 from kukri.terminal.options import CircuitOptions
@@ -31,14 +31,18 @@ def write_circuit(
             max_logits=options.max_logits,
             progress=advance,
         )
-        token_text, ending = llm.tokenizer.token_text, options.out.suffix.lower()
+        ending = options.out.suffix.lower()
+
+        def token_text(token: int) -> str:
+            return llm.tokenizer.decode([token], continues=True)
+
         found = graph.as_json(token_text, options.out.stem, options.node_threshold, options.edge_threshold)
         if ending in (".png", ".svg"):
             plots.attribution_graph(found, options.out)
         else:
-            text = json.dumps(found, ensure_ascii=False)
-            if ending in (".html", ".htm"):
-                text = graph_page(found, written_tokens(llm.interp, transcoders, found, token_text))
+            add_written_tokens(llm.interp, transcoders, found, token_text)
+            is_page = ending in (".html", ".htm")
+            text = graph_page(found) if is_page else json.dumps(found, ensure_ascii=False)
             options.out.write_text(text, encoding="utf-8")
     nodes, n_links = found["nodes"], len(found["links"])
     logits = [node["clerp"] for node in nodes if node["feature_type"] == "logit"]

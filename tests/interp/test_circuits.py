@@ -420,17 +420,17 @@ def test_the_command_writes_a_graph(tmp_path):
     command[2], command[6] = "Once </script><b>upon", str(tmp_path / "graph.html")
     assert CliRunner().invoke(app, command).exit_code == 0
     page = (tmp_path / "graph.html").read_text()
-    (data,) = re.findall(r"const \{ graph, tokens \} = (.*);", page)
+    (data,) = re.findall(r"const graph = (.*);", page)
     assert "<" not in data
     shown = json.loads(data)
-    assert shown["graph"]["metadata"]["prompt"] == "Once </script><b>upon"
-    features = [n for n in shown["graph"]["nodes"] if n["feature_type"] == "cross layer transcoder"]
-    assert shown["tokens"].keys() == {node["node_id"] for node in features}
+    assert shown["metadata"]["prompt"] == "Once </script><b>upon"
+    features = [n for n in shown["nodes"] if n["feature_type"] == "cross layer transcoder"]
+    assert sum("top_tokens" in node for node in shown["nodes"]) == len(features)
     with LLM(path, n_threads=1) as llm:
         layer, feature, _ = map(int, features[0]["node_id"].split("_"))
         decoder = Transcoders.load(tmp_path / "t").layers[layer].decoders(np.array([feature]))[0, 0]
-        best = llm.tokenizer.token_text(int(np.argmax(decoder @ llm.weights.W_U)))
-    assert shown["tokens"][features[0]["node_id"]][0] == best
+        best = llm.tokenizer.decode([int(np.argmax(decoder @ llm.weights.W_U))], continues=True)
+    assert features[0]["top_tokens"][0] == best
     wrong = CliRunner().invoke(app, ["circuit", str(path), "Once", "--json"])
     assert wrong.exit_code == 2
     assert "--transcoders DIR --out" in wrong.output

@@ -1,7 +1,9 @@
-"""The routes of Neuronpedia's inference API, which its front end and its Python client call."""
+"""The routes of Neuronpedia's inference and graph servers, which its front end and its Python client call."""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,9 +14,12 @@ from kukri.server.access import check_interp
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
 from kukri.server.neuronpedia import activations, steering
+from kukri.server.neuronpedia.graphs import Graphs, salient_logits
 from kukri.server.neuronpedia.schema import (
     AllBody,
     CosineBody,
+    GraphBody,
+    SalientBody,
     SingleBody,
     SteerChatBody,
     SteerCompletionBody,
@@ -24,19 +29,28 @@ from kukri.server.openai.embeddings import SILENCE, while_connected
 from kukri.server.openapi import EVENTS as STREAMS
 from kukri.server.reply import EVENTS, sse
 
+_GZIP_LEVEL = 3
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def add_neuronpedia_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Adds the routes. They need --interp, and keys the scope interp."""
 
-    async def answered(
-        body: T, http: Request, work: Callable[[ServedModel, T, Request], Coroutine[Any, Any, dict[str, Any]]]
-    ) -> Response:
+    graphs = Graphs()
+
+    async def found_by(
+        work: Callable[[ServedModel, T, Request], Coroutine[Any, Any, U]], body: T, http: Request
+    ) -> U | None:
         check_interp(registry.settings, http.scope)
         served = await registry.served(getattr(body, "model", None), http.scope)
         served.llm.engine.check_generates()
-        found = await while_connected(http, work(served, body, http))
+        return await while_connected(http, work(served, body, http))
+
+    async def answered(
+        body: T, http: Request, work: Callable[[ServedModel, T, Request], Coroutine[Any, Any, dict[str, Any]]]
+    ) -> Response:
+        found = await found_by(work, body, http)
         if found is None:
             return SILENCE
         if getattr(body, "stream", False):  # each event is the whole so far, and so is the only one
@@ -72,3 +86,25 @@ def add_neuronpedia_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def steered_chat(body: SteerChatBody, request: Request) -> Response:
         """A chat answered, steered and not, in Neuronpedia's form."""
         return await answered(body, request, steering.chat)
+
+    @app.post("/generate-graph", response_class=JSONResponse)
+    async def generate_graph(body: GraphBody, request: Request) -> Response:
+        """The attribution graph of a prompt, as Neuronpedia's graph server makes it."""
+        found = await found_by(graphs.make, body, request)
+        if found is None:
+            return SILENCE
+        if body.compress and "gzip" in request.headers.get("accept-encoding", ""):
+            small = await asyncio.to_thread(gzip.compress, found, _GZIP_LEVEL)
+            return Response(small, headers={"content-encoding": "gzip"}, media_type="application/json")
+        return Response(found, media_type="application/json")
+
+    @app.post("/forward-pass", response_class=JSONResponse)
+    async def forward_pass(body: SalientBody, request: Request) -> Response:
+        """A prompt's tokens and the likeliest next ones, as Neuronpedia's graph server gives them."""
+        return await answered(body, request, salient_logits)
+
+    @app.get("/check-busy", response_class=JSONResponse)
+    async def check_busy(request: Request) -> Response:
+        """Whether a graph is being made, as Neuronpedia's graph server says it."""
+        check_interp(registry.settings, request.scope)
+        return JSONResponse({"busy": graphs.is_busy})

@@ -1,19 +1,20 @@
-"""The bodies of requests to Neuronpedia's inference API (schemas/openapi/inference of its repository).
+"""The bodies of requests to Neuronpedia's servers (schemas/openapi/inference and apps/graph there).
 
 A *source* is a layer's features, "8-mlps"; sources that differ in their layer alone are a source set, "mlps".
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from kukri.errors import RequestError
 from kukri.sampling.fields import MAX_COUNT
-from kukri.server.body import Body
+from kukri.server.body import Body, Refused
 
 MOST_RESULTS = 1000
+MOST_FEATURES = 10_000  # that a graph traces
 _Text = Annotated[str, Field(min_length=1)]
 _Name = Annotated[str, Field(min_length=1, max_length=200)]
 _Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -146,3 +147,40 @@ class SteerChatBody(SteerBody):
     prompt: Annotated[list[SteerMessage], Field(min_length=1)]
     steer_special_tokens: bool = True
     is_assistant_axis: Literal[False] | None = None
+
+
+class SalientBody(Body):
+    """A text, or a chat that is to be answered, and how many of its likeliest next tokens are meant."""
+
+    prompt: str = ""
+    messages: Annotated[list[SteerMessage], Field(min_length=1)] | None = None
+    model_id: _Name | None = None
+    max_n_logits: Annotated[int, Field(ge=1, le=100)] = 10
+    desired_logit_prob: Annotated[float, Field(gt=0, le=1)] = 0.95
+
+    @property
+    def model(self) -> str | None:
+        """The name of the model, as other bodies have it."""
+        return self.model_id
+
+    @model_validator(mode="after")
+    def _is_one(self) -> SalientBody:
+        if (self.messages is None) == (not self.prompt):
+            raise RequestError("give a prompt or messages, one of them", param="prompt")
+        return self
+
+
+class GraphBody(SalientBody):
+    """An attribution graph. `transcoder` names the transcoders if the server has several."""
+
+    refused: ClassVar[Refused] = {
+        "signed_url": ((), "the graph is the answer, and this server sends it to no other address"),
+        "enable_qk_tracing": ((False,), "attention patterns are those of the run"),
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"batch_size", "user_id", "qk_top_fraction", "qk_topk"})
+    transcoder: _Name | None = None
+    node_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
+    edge_threshold: Annotated[float, Field(ge=0, le=1)] = 0.98
+    slug_identifier: _Name = "graph"
+    max_feature_nodes: Annotated[int, Field(ge=0, le=MOST_FEATURES)] = 2048
+    compress: bool = False

@@ -1,0 +1,223 @@
+"""Attribution graphs over HTTP in the form of Neuronpedia's graph server, against the offline model's."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kukri import LLM
+from kukri.model_options import ModelOptions
+from kukri.server.neuronpedia.graph_worker import outcome_of
+from kukri.server.settings import ModelSpec
+from tests.server.live_server import MODEL, Served, serving
+from tests.server.test_neuronpedia import ALLOWED, KEYS, PROMPT, arrays
+from tests.tiny_gguf import write_tiny
+
+PATH = "/generate-graph"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny.gguf, transcoders of its two layers in mlps/, and of its first alone in half/."""
+    folder = tmp_path_factory.mktemp("graphs")
+    write_tiny(folder / "tiny.gguf")
+    for name, layers in (("mlps", (0, 1)), ("half", (0,))):
+        (folder / name).mkdir()
+        for layer in layers:
+            save_file(arrays(layer), folder / name / f"layer_{layer}.safetensors")
+    return folder
+
+
+def opened(files: Path, *names: str, **options: Any) -> LLM:
+    """The model with these transcoders."""
+    transcoders = {name: files / name for name in names}
+    return LLM(files / "tiny.gguf", backend="reference", max_requests=4, transcoders=transcoders, **options)
+
+
+@pytest.fixture(scope="module")
+def site(files: Path) -> Iterator[Served]:
+    with opened(files, "mlps") as llm, serving(llm, api_keys=KEYS, has_interp=True) as server:
+        yield server
+
+
+@pytest.fixture
+def http(site: Served) -> Iterator[httpx.Client]:
+    with site.http(headers=ALLOWED) as client:
+        yield client
+
+
+def test_a_graph_is_the_offline_models(http: httpx.Client, files: Path) -> None:
+    """Catches options that are lost on the way, tokens of another prompt, features without theirs."""
+    given = {"max_n_logits": 3, "desired_logit_prob": 0.5, "max_feature_nodes": 60}
+    thresholds = {"node_threshold": 0.6, "edge_threshold": 0.9}
+    body = {"prompt": PROMPT, "model_id": MODEL, "slug_identifier": "cat", "batch_size": 48, **given}
+    answer = http.post(PATH, json={**body, **thresholds, "compress": True, "signed_url": None})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-encoding"] == "gzip"
+    found = answer.json()
+    with opened(files, "mlps") as llm:
+        graph = llm.attribute(PROMPT, files / "mlps", max_logits=3, logit_share=0.5, max_features=60)
+        expected = graph.as_json(lambda i: llm.tokenizer.decode([i], continues=True), "cat", **thresholds)
+        written = llm.weights.W_U.T @ arrays(1)["W_dec"].T  # [V, F]
+    for node in found["nodes"]:
+        top = node.pop("top_tokens", None)
+        assert (top is not None) == (node["feature_type"] == "cross layer transcoder")
+        if node["layer"] == "1" and top:
+            feature = int(node["node_id"].split("_")[1])
+            best = np.argsort(-written[:, feature])[: len(top)].tolist()
+            assert top == [llm.tokenizer.decode([i], continues=True) for i in best]
+    assert found["nodes"] == expected["nodes"]
+    assert found["links"] == expected["links"]
+    assert "".join(found["metadata"]["prompt_tokens"]) == found["metadata"]["prompt"] == PROMPT
+    assert found["metadata"]["generation_settings"] == given
+    assert found["metadata"]["pruning_settings"] == thresholds
+
+
+def test_a_graph_of_a_chat(http: httpx.Client) -> None:
+    """Catches a chat without its template."""
+    messages = [{"role": "user", "content": "Hi"}]
+    found = http.post(PATH, json={"messages": messages, "max_feature_nodes": 4}).json()["metadata"]
+    asked = http.post("/tokenize", json={"messages": messages, "return_token_strs": True}).json()
+    assert len(found["prompt_tokens"]) == asked["count"]
+    assert "Hi" in found["prompt"]
+
+
+def test_likeliest_next_tokens(http: httpx.Client, files: Path) -> None:
+    """Catches the logits of another position, and tokens beyond the share that is asked for."""
+    found = http.post("/forward-pass", json={"prompt": PROMPT, "desired_logit_prob": 0.2}).json()
+    with opened(files, "mlps") as llm:
+        ids = llm.tokenizer.encode(PROMPT, add_special=True)
+        logits = llm.logits(ids)[-1].astype(np.float64)
+    shares = np.exp(logits) / np.exp(logits).sum()
+    order = np.argsort(-shares)
+    n = found["total_salient_tokens"]
+    assert [one["token_id"] for one in found["salient_logits"]] == order[:n].tolist()
+    assert shares[order[: n - 1]].sum() < 0.2 <= found["cumulative_probability"]
+    np.testing.assert_allclose(found["cumulative_probability"], shares[order[:n]].sum(), rtol=1e-3)
+    assert len(found["input_tokens"]) == len(ids)
+
+
+def children() -> list[str]:
+    """The processes of this one that make graphs."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        try:
+            is_ours = f"\nPPid:\t{os.getpid()}\n" in (one / "status").read_text()
+            if is_ours and b"graph_worker" in (one / "cmdline").read_bytes():
+                found.append(one.name)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_one_graph_at_a_time_which_ends_with_its_client(site: Served, http: httpx.Client) -> None:
+    """Catches a second graph alongside the first, one that nobody waits for, streams that wait for one."""
+
+    def is_busy() -> bool:
+        return bool(http.get("/check-busy").json()["busy"])
+
+    body = json.dumps({"prompt": PROMPT}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: a\r\nx-api-key: researcher\r\ncontent-type: application/json\r\n"
+    first = socket.create_connection(("127.0.0.1", int(site.url.rpartition(":")[2])))
+    first.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    site.wait_until(lambda: is_busy() and bool(children()))
+    second = http.post(PATH, json={"prompt": PROMPT})
+    assert second.status_code == 503
+    assert second.headers["retry-after"]
+    assert "another attribution graph" in second.json()["error"]["message"]
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 3})
+    assert answer.status_code == 200
+    first.close()
+    site.wait_until(lambda: not is_busy() and not children())
+    assert http.post(PATH, json={"prompt": "again", "max_feature_nodes": 4}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"signed_url": "http://169.254.169.254/"}, "signed_url is not supported: the graph is the answer"),
+        ({"enable_qk_tracing": True}, "enable_qk_tracing is not supported"),
+        ({"prompt": ""}, "a prompt or messages"),
+        ({"prompt": "a" * 300}, "300 tokens, and a graph over HTTP at most 256"),
+        ({"transcoder": "x"}, "no transcoder 'x': there are mlps"),
+        ({"max_feature_nodes": 10_001}, "max_feature_nodes"),
+        ({"node_threshold": 1.1}, "node_threshold"),
+        ({"max_n_logits": 0}, "max_n_logits"),
+    ],
+)
+def test_wrong_requests(http: httpx.Client, body: dict[str, Any], words: str) -> None:
+    """Catches a 500, an address that is written to, a graph without bounds."""
+    answer = http.post(PATH, json={"prompt": PROMPT, **body})
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+
+
+def test_graphs_need_the_scope_and_a_model(site: Served, http: httpx.Client) -> None:
+    """Catches graphs for everybody, and the graph of another model than the one that is named."""
+    with site.http(headers={"x-api-key": "plain"}) as other:
+        assert other.post(PATH, json={"prompt": PROMPT}).status_code == 403
+        assert other.get("/check-busy").status_code == 403
+    answer = http.post(PATH, json={"prompt": PROMPT, "model_id": "google/gemma-2-2b"})
+    assert answer.status_code == 404
+    assert "google/gemma-2-2b" in answer.json()["error"]["message"]
+
+
+def test_transcoders_that_cannot_make_a_graph(files: Path) -> None:
+    """Catches a choice that nobody made, layers that are missing, memory beyond the bound."""
+    with (
+        opened(files, "mlps", "half") as llm,
+        serving(llm, has_interp=True, max_graph_bytes=1 << 20) as server,
+        server.http() as http,
+    ):
+        for more, words in (
+            ({}, "2 transcoders: choose by transcoder: mlps, half"),
+            (
+                {"transcoder": "half"},
+                "half: the transcoders have 1 layers of width 64, and the model 2 of 64",
+            ),
+            ({"transcoder": "mlps"}, "MiB of memory or more, of 1 that it may"),
+        ):
+            answer = http.post(PATH, json={"prompt": PROMPT, **more})
+            assert answer.status_code == 400, answer.text
+            assert words in answer.json()["error"]["message"]
+
+
+def test_transcoders_of_another_width_are_named_by_the_error(files: Path, tmp_path: Path) -> None:
+    """Catches a traceback, or a path of the server in an answer."""
+    for layer in (0, 1):
+        narrow = {
+            name: one[..., :60].copy() if one.shape[-1] == 64 else one for name, one in arrays(layer).items()
+        }
+        save_file(narrow, tmp_path / f"layer_{layer}.safetensors")
+    options = ModelOptions(model=str(files / "tiny.gguf"), transcoders={"mlps": tmp_path})
+    with serving(None, [ModelSpec(("red",), options)], has_interp=True) as server, server.http() as http:
+        answer = http.post(PATH, json={"prompt": PROMPT, "model_id": "red"})
+    assert answer.status_code == 500
+    assert "2 layers of width 60, and the model 2 of 64" in answer.json()["error"]["message"]
+    assert str(tmp_path) not in answer.text
+
+
+def test_the_process_tells_whose_fault_it_is(files: Path, tmp_path: Path) -> None:
+    """Catches a client that is blamed for a file of the server."""
+    job: dict[str, Any] = {
+        "model": {"model": str(files / "tiny.gguf")}, "transcoders": str(files / "mlps"), "ids": [5, 6, 7],
+        "attributed": {"max_features": 4}, "written": {"slug": "a"}, "metadata": {"prompt": "abc"},
+    }  # fmt: skip
+    outcome, text = outcome_of(job)
+    assert outcome == "made"
+    assert json.loads(text)["metadata"]["prompt"] == "abc"
+    assert outcome_of({**job, "ids": [10**6]})[0] == "refused"
+    assert outcome_of({**job, "transcoders": str(tmp_path)}) == (
+        "failed",
+        f"{tmp_path}: has no transcoders: no layer_0.safetensors, W_enc_0.safetensors or folders",
+    )
