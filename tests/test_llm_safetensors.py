@@ -321,7 +321,12 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         tr.GraniteMoeHybridConfig,
         {
             **{"num_local_experts": 0, "shared_intermediate_size": 96, "mamba_n_heads": 8},
-            **{"mamba_d_state": 16, "layer_types": ["mamba", "attention"] * 2, "logits_scaling": 4.0},
+            **{
+                "mamba_n_groups": 2,
+                "mamba_d_state": 16,
+                "layer_types": ["mamba", "attention"] * 2,
+                "logits_scaling": 4.0,
+            },
             **{"position_embedding_type": "rope", "tie_word_embeddings": True, "attention_bias": True},
         },
     ),
@@ -387,6 +392,17 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         {
             **{"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16},
             **{"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+        },
+    ),
+    "mamba2": (
+        tr.Mamba2Config,
+        {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 24},
+    ),
+    "mamba2-tied": (
+        tr.Mamba2Config,
+        {
+            **{"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "use_bias": True},
+            "tie_word_embeddings": True,
         },
     ),
     "nemotron_h": (tr.NemotronHConfig, {**NEMOTRON_H, "mlp_bias": True}),

@@ -59,6 +59,7 @@ class NemotronBlock:
     """A layer: one part after its norm, added to the stream."""
 
     mlp_type: Any = SquaredReluMLP
+    recurrent_type: Any = NemotronMamba
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name, this = f"model.layers.{layer}", config.layers[layer]
@@ -69,7 +70,7 @@ class NemotronBlock:
         if this.is_mlp:
             self.part = self.mlp_type(source, f"{name}.mlp", config, layer)
             return
-        own, where = (NemotronMamba, "mamba") if this.is_recurrent else (Attention, "self_attn")
+        own, where = (self.recurrent_type, "mamba") if this.is_recurrent else (Attention, "self_attn")
         self.part = own(source, f"{name}.{where}", config, layer)
         self.cache_layer = self.part.cache_layer
 

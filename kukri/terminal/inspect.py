@@ -26,7 +26,7 @@ from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts, print_table
 
 KINDS = ("embedding", "attention", "recurrent", "mlp", "norm", "head", "other")
-_LAYER = re.compile(r"(?:model\.|transformer\.)?layers\.(\d+)\.(.+)|blk\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:model\.|transformer\.|backbone\.)?layers\.(\d+)\.(.+)|blk\.(\d+)\.(.+)")
 
 
 def show_model(
@@ -243,7 +243,9 @@ def place_of(name: str) -> tuple[str, str]:
     for part, kind in (
         *(("self_attn", "attention"), ("attn", "attention"), ("mlp", "mlp"), ("ffn", "mlp")),
         *((part, "mlp") for part in ("feed_forward", "shared_mlp", "block_sparse_moe")),
-        *((state, "recurrent") for state in ("conv", "shortconv", "mamba", "ssm", "linear_attn")),
+        *((f"mixer.{part}", "attention") for part in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *((f"mixer.{part}", "mlp") for part in ("up_proj", "down_proj", "gate", "experts", "shared_experts")),
+        *((state, "recurrent") for state in ("mixer", "conv", "shortconv", "mamba", "ssm", "linear_attn")),
         *(("embed", "embedding"), ("token_embd", "embedding")),
         *((head, "head") for head in ("lm_head", "output", "qa_outputs", "score", "classifier")),
     ):

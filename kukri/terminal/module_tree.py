@@ -56,6 +56,8 @@ _CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", 
     "conv": "ShortConv",
     "linear_attn": "GatedDeltaNet",
     "mamba": "MambaLayer",
+    "backbone": "Model",
+    "mixer": "Mixer",
     "shared_mlp": "MLP",
 }
 # and those that transformers calls otherwise

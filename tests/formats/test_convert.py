@@ -426,7 +426,15 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
         *("phi3-as-phi4-mini", "olmo2", "olmo3", "olmo3-yarn", "granite", "ernie4_5"),
         *("gemma2", "gemma3_text", "gemma3_text-pattern", "qwen3_moe", "olmoe", "lfm2", "qwen3_5_text"),
         *("granitemoehybrid", "granitemoehybrid-dense", "qwen3_5_text-grouped"),
-        *("deepseek_v2-yarn", "glm4_moe_lite", "minicpm3", "ministral3", "minicpm", "minicpm-longrope"),
+        *(
+            "deepseek_v2-yarn",
+            "glm4_moe_lite",
+            "minicpm3",
+            "ministral3",
+            "minicpm",
+            "minicpm-longrope",
+            "mamba2",
+        ),
         *("nemotron_h", "nemotron_h_moe", "gpt_neox", "falcon_h1", "falcon_h1-normed"),
     ],
 )

@@ -21,7 +21,7 @@ CLASSES = {
     if architecture.is_causal and not architecture.hf_type
 }
 # whose heads and rotation differ by layer: tests/models/test_gemma4.py; whose layers are of one part
-ALIKE = [kind for kind in CLASSES if kind not in ("gemma4_text", "nemotron_h")]
+ALIKE = [kind for kind in CLASSES if kind not in ("gemma4_text", "nemotron_h", "mamba2")]
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -120,9 +120,13 @@ def make_pair(
 def hf_forward(hf: LlamaForCausalLM, ids: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
     """transformers' logits [T, V], and the residual stream [T, D] before each block."""
     with torch.no_grad():
-        out = hf(torch.tensor([list(ids)]), output_hidden_states=True)
-    # the last hidden state is after the final norm: it is not the residual stream
-    return out.logits[0].numpy(), [h[0].numpy() for h in out.hidden_states[:-1]]
+        tokens = torch.tensor([list(ids)])
+        out = hf(tokens, output_hidden_states=True)
+        # the last hidden state is after the final norm: it is not the residual stream
+        states = out.hidden_states[:-1]
+        if hf.config.model_type == "mamba2":  # which gives the stream after each block
+            states = (hf.get_input_embeddings()(tokens), *states[:-1])
+    return out.logits[0].numpy(), [h[0].numpy() for h in states]
 
 
 class Driver:

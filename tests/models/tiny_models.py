@@ -288,6 +288,15 @@ def _falcon_h1(has_norm: bool) -> Tiny:
 
 
 TINY: dict[str, Tiny] = {
+    "mamba2": Tiny(
+        "Mamba2", "mamba2",
+        {"num_heads": 8, "n_groups": 2, "state_size": 24, "conv_kernel": 4, "use_bias": True},
+        layers=(replace(RECURRENT, use_rope=False),) * N_LAYERS, n_kv_heads=8,
+        recurrent=RecurrentConfig(4, 8, 2, 24, 16), facts={"n_heads": 8, "d_ffn": 128},
+        keys={"attention.head_count": 0, "attention.head_count_kv": [0] * N_LAYERS, "feed_forward_length": 0,
+              "ssm.conv_kernel": 4, "ssm.time_step_rank": 8, "ssm.group_count": 2, "ssm.state_size": 24,
+              "ssm.inner_size": 128, "rope.dimension_count": 8},
+    ),
     "falcon_h1": _falcon_h1(False),
     "falcon_h1-normed": _falcon_h1(True),
     "nemotron_h": _nemotron_h("mlp"),
@@ -604,12 +613,11 @@ def make(
                 buffer.copy_(0.5 + torch.rand(1))
             elif key.endswith("bias"):  # routers' biases
                 buffer.copy_(0.3 * torch.randn_like(buffer))
-    sizes = {"d_head": D_HEAD, "d_ffn": F, **tiny.facts}
+    sizes = {"d_head": D_HEAD, "d_ffn": F, "n_heads": HEADS, **tiny.facts}
     config = ModelConfig(
         architecture=name.split("-")[0],
         n_layers=N_LAYERS,
         d_model=D,
-        n_heads=HEADS,
         n_kv_heads=tiny.n_kv_heads,
         n_vocab=V,
         norm_eps=1e-5,
@@ -700,6 +708,7 @@ def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 def _of_nemotron_h(key: str, layers: Sequence[LayerConfig]) -> str:
     """A tensor of a layer's only part, by what the part is."""
+    key = key.replace("backbone.", "model.")
     match = re.fullmatch(r"(model\.layers\.(\d+))\.(.+)", key)
     if match is None:
         return key
@@ -715,7 +724,7 @@ def _canonical(key: str, architecture: str, layers: Sequence[LayerConfig]) -> st
         key = key.replace("gpt_neox.", "model.").replace("lm_head", "embed_out")
     key = key.replace("feed_forward.experts.", "mlp.experts.")  # which are one tensor in transformers
     key = key.replace(".gate.moe_statics.", ".moe_statics.")  # as files have it
-    if architecture.startswith("nemotron_h"):  # several of its modules have one name
+    if architecture in ("nemotron_h", "nemotron_h_moe", "mamba2"):  # several of its modules have one name
         return _of_nemotron_h(key, layers)
     for stored, modules in ARCHITECTURES[architecture].joined.items():
         if len(modules) == 1:

@@ -229,6 +229,7 @@ def is_known(key: str, architecture: Architecture) -> bool:
             ExpertKeys.gguf_d_ffn,  # if another key is read, shapes of tensors say whether that is right
         )
         return key in of_numbers or key in NEUTRAL_OF_MIXTURES or key in others
+    listed |= architecture.gguf_reads
     return key in listed or key in of_numbers or key in epsilons or bool(IGNORED_FAMILIES.fullmatch(key))
 
 

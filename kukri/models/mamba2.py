@@ -1,0 +1,111 @@
+"""Mamba-2 (Dao and Gu 2024) and Codestral Mamba: a state space in each layer, and nothing else.
+
+Where a `ModelConfig` says heads and the width of an MLP, it has those of the states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from kukri.config import ModelConfig, RopeConfig
+from kukri.models.architecture import RecurrentKeys, set_rotating
+from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, Mamba2
+from kukri.models.keys import Keys
+from kukri.models.nemotron_h import NEMOTRON_H, NemotronBlock, NemotronH
+
+CONTEXT = 1 << 20  # what files say that have no bound
+
+
+class StateBlock(NemotronBlock):
+    """A layer: a state space after its norm, added to the stream."""
+
+    recurrent_type = Mamba2
+
+
+class StateModel(NemotronH):
+    """The whole model."""
+
+    block_type = StateBlock
+
+
+def _set_sizes(facts: dict[str, Any]) -> None:
+    own = facts["recurrent"]
+    facts |= {"n_kv_heads": own.n_heads, "d_head": own.d_head, "d_ffn": own.n_heads * own.d_head}
+    facts["rope"] = RopeConfig(rotary_dim=own.d_head)
+    set_rotating(facts, [False] * facts["n_layers"])
+
+
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+    own = facts["recurrent"]
+    if facts["d_head"] != own.d_head:
+        width = own.n_heads * own.d_head
+        message = f"is {facts['d_head']}, but {own.n_heads} heads of a width of {width} have {own.d_head}"
+        raise keys.error("head_dim", message)
+    _set_sizes(facts)
+
+
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    for unread in ("layer_types", "intermediate_size", "num_key_value_heads", "rope_theta", "rope_scaling"):
+        keys.pop(unread)
+
+
+def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
+    _set_sizes(facts)
+
+
+def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
+    keys |= {"attention.head_count": 0, "feed_forward_length": 0}
+    keys.pop("attention.head_count_kv")
+    keys.pop("attention.nope_layers")
+
+
+MAMBA2 = replace(
+    NEMOTRON_H,
+    name="mamba2",
+    model=StateModel,
+    hf_class="Mamba2ForCausalLM",
+    gguf="mamba2",
+    gguf_epsilon="attention.layer_norm_rms_epsilon",
+    gguf_defaults={"attention.head_count_kv": 0},
+    gguf_reads={"attention.head_count", "feed_forward_length"},
+    keys={"n_heads": ("ssm.time_step_rank", "num_heads"), "d_ffn": ("ssm.inner_size", "intermediate_size")},
+    hf_prefix="backbone.",
+    joined={stored: modules for stored, modules in NEMOTRON_H.joined.items() if "mamba." in modules[0]}
+    | {"norm": ("input_layernorm",)},
+    hf_activation="hidden_act",
+    activation="silu",
+    respelled=dict,
+    reads={"use_bias", "use_conv_bias", "head_dim"},
+    ignores={
+        *("chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_min"),
+        *(
+            "time_step_max",
+            "time_step_floor",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "norm_before_gate",
+        ),
+    },
+    fixed={"time_step_limit": [0.0, inf]},
+    defaults={
+        **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2},
+        **{"use_conv_bias": True, "layer_norm_epsilon": 1e-5},
+        **{"intermediate_size": 1, "num_key_value_heads": None, "max_position_embeddings": CONTEXT},
+    },
+    biases={key: rule for key, rule in NEMOTRON_H.biases.items() if rule != "mlp_bias"},
+    recurrent=RecurrentKeys(
+        ("linear_attention",),
+        GRANITEMOEHYBRID.recurrent.gguf if GRANITEMOEHYBRID.recurrent is not None else {},
+        {
+            **{"n_taps": "conv_kernel", "n_heads": "num_heads", "n_groups": "n_groups"},
+            **{"d_state": "state_size", "expansion": "expand"},
+        },
+        gguf_columns=True,
+    ),
+    read_hf=_read_hf,
+    write_hf=_write_hf,
+    read_gguf=_read_gguf,
+    write_gguf=_write_gguf,
+)
