@@ -106,6 +106,8 @@ class BatchBuilder:
                 positions = self._counting[start:stop]
                 inputs.token_ids[t : t + n_tokens] = sequence.tokens[start:stop]
                 inputs.positions[t : t + n_tokens] = positions
+            if sequence.images is not None:
+                sequence.images.blank(inputs.token_ids[t : t + n_tokens], start)
             for (slots, page_table), pages in zip(self._pages, cycle(sequence.page_rows)):
                 page_table[s] = pages
                 if n_tokens == 1:

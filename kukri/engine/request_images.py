@@ -24,13 +24,21 @@ class RequestImages:
 
     With `sees_whole` a run of rows is computed in one step, in a chunk of its own. With `n_deep` the rows
     hold more than embeddings: what so many layers add, one after another. With `merge` each has three
-    positions, by its place in the image's grid, whose sides in patches are divided by `merge`.
+    positions, by its place in the image's grid, whose sides in patches are divided by `merge`. A step reads
+    `blank_id`, if there is one, in place of the tokens that mark them.
     """
 
     def __init__(
-        self, prompt: ImagePrompt, *, sees_whole: bool = False, n_deep: int = 0, merge: int = 0
+        self,
+        prompt: ImagePrompt,
+        *,
+        sees_whole: bool = False,
+        n_deep: int = 0,
+        merge: int = 0,
+        blank_id: int | None = None,
     ) -> None:
         self.images, self._sees_whole, self.n_deep = prompt.images, sees_whole, n_deep
+        self._blank_id = blank_id
         self.rows: dict[int, FloatArray] = {}
         self._runs: list[_Run] = []
         n_rows = [0] * len(prompt.images)
@@ -97,6 +105,13 @@ class RequestImages:
                 own, rows = slice(first - start, last - start), slice(row, row + last - first)
                 before = x[own] if depth else 0
                 x[own] = before + self.rows[run.image][rows, columns]
+
+    def blank(self, ids: IntArray, start: int) -> None:
+        """Writes `blank_id` over the ids of tokens from `start` on that are rows of images."""
+        if self._blank_id is None:
+            return
+        for run in self._runs:
+            ids[max(run.start - start, 0) : max(run.stop - start, 0)] = self._blank_id
 
     def has_rows(self, start: int, stop: int) -> bool:
         """True if one of tokens `start` to `stop` - 1 is a row of an image."""

@@ -206,7 +206,9 @@ class RequestMaker(ABC):
         config = self.vision.config
         merge = config.merge if config.has_places else 0
         n_deep = len(config.deep_layers)
-        return RequestImages(seen, sees_whole=config.sees_whole, n_deep=n_deep, merge=merge)
+        return RequestImages(
+            seen, sees_whole=config.sees_whole, n_deep=n_deep, merge=merge, blank_id=config.blank_id
+        )
 
     def _check_rows(self, request: Request) -> None:
         """Raises RequestError if more rows of logits are wanted of an image than a step has room for."""

@@ -124,6 +124,9 @@ class Ops(Protocol):
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""
 
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Numbers below `low` become it, and those above `high` that; either may be infinite."""
+
     def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
         """(up + 1) * gate * sigmoid(alpha * gate), of gate clamped to at most, and up to within, `limit`:
         the activation of gpt-oss (OpenAI 2025).

@@ -431,6 +431,10 @@ class ReferenceOps:
         y: FloatArray = np.tanh(x / np.float32(cap)) * np.float32(cap)
         return y
 
+    def clamp(self, x: FloatArray, low: float, high: float) -> FloatArray:
+        """Within both bounds."""
+        return np.clip(x, np.float32(low), np.float32(high))
+
     def clamped_swiglu(self, gate: FloatArray, up: FloatArray, alpha: float, limit: float) -> FloatArray:
         """(up + 1) * gate * sigmoid(alpha * gate), clamped."""
         gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))

@@ -6,6 +6,7 @@ Names are Hugging Face's. Layers keep no state between steps; shapes are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,50 @@ class Linear:
     def parts(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:
         """x [R, in] -> one [R, out] for each of n_outs."""
         return ops.split(self(ops, x), self.n_outs)
+
+
+_Bounds = tuple[float, float]
+_UNBOUNDED = (-np.inf, np.inf)
+
+
+class ClampedLinear:
+    """Matrices side by side that clamp what each reads and makes to its own bounds, if the file has some."""
+
+    def __init__(self, source: WeightSource, names: Sequence[str], n_outs: Sequence[int], n_in: int) -> None:
+        self._groups: list[tuple[_Bounds, Linear, list[_Bounds]]] = []  # neighbours read the same
+        for bounds, group in groupby(zip(names, n_outs), lambda each: _bounds(source, each[0], "input")):
+            own, widths = zip(*group)
+            linear = Linear(source, [f"{name}.linear" for name in own], widths, n_in)
+            self._groups.append((bounds, linear, [_bounds(source, name, "output") for name in own]))
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The matrices, those together that read the same numbers."""
+        return [linear for _, linear, _ in self._groups]
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """x [R, in] -> [R, out], by the only matrix."""
+        (y,) = self.parts(ops, x)
+        return y
+
+    def parts(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:
+        """x [R, in] -> one [R, out] for each matrix."""
+        found: list[Tensor] = []
+        for bounds, linear, ends in self._groups:
+            made = linear.parts(ops, _clamped(ops, x, bounds))
+            found += [_clamped(ops, y, end) for y, end in zip(made, ends)]
+        return tuple(found)
+
+
+def _bounds(source: WeightSource, name: str, end: str) -> _Bounds:
+    if not source.has(f"{name}.{end}_min"):
+        return _UNBOUNDED
+    low, high = (float(source.vector(f"{name}.{end}_{which}", 1)[0]) for which in ("min", "max"))
+    return low, high
+
+
+def _clamped(ops: Ops, x: Tensor, bounds: _Bounds) -> Tensor:
+    return x if bounds == _UNBOUNDED else ops.clamp(x, *bounds)
 
 
 class Embedding:
@@ -164,6 +209,7 @@ class Attention:
     The checkpoint may hold q, k and v apart or as one `qkv_proj`.
     """
 
+    linear_type: Callable[..., Any] = Linear
     in_names = ("q_proj", "k_proj", "v_proj")
     fused_name = "qkv_proj"
     out_name = "o_proj"
@@ -194,9 +240,9 @@ class Attention:
         parts = [query, key, key if this.keys_are_values else value] if this.kv_from is None else [query]
         names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else parts)]
         widths = (self.q_parts * n_q, n_kv, n_kv)[: len(parts)]
-        self.qkv = Linear(source, names, widths, config.d_model)
+        self.qkv = self.linear_type(source, names, widths, config.d_model)
         self.out: Callable[..., Tensor]
-        self.out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
+        self.out = self.linear_type(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
@@ -238,6 +284,7 @@ class Attention:
 class GatedMLP:
     """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020)."""
 
+    linear_type: Callable[..., Any] = Linear
     in_names: tuple[str, ...] = ("gate_proj", "up_proj")
     out_name = "down_proj"
 
@@ -245,9 +292,9 @@ class GatedMLP:
         self.layer = layer
         names = [f"{name}.{part}" for part in self.in_names]
         d_ffn = self.width(config, layer)
-        self.gate_up = Linear(source, names, (d_ffn, d_ffn), config.d_model)
+        self.gate_up = self.linear_type(source, names, (d_ffn, d_ffn), config.d_model)
         self.down: Callable[..., Tensor]
-        self.down = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), d_ffn)
+        self.down = self.linear_type(source, [f"{name}.{self.out_name}"], (config.d_model,), d_ffn)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""

@@ -36,6 +36,9 @@ class VisionConfig:
     deep_layers: tuple[int, ...] = ()  # whose states become rows for the text's first layers too (DeepStack)
     window: int = 0  # side, in rows of embeddings, of the squares that most layers attend within; 0: none
     full_layers: tuple[int, ...] = ()  # those that attend to all nevertheless
+    blank_id: int | None = (
+        None  # the token that a row is where the text's layers have embeddings of their own
+    )
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless tiles consist of whole patches, and rows of whole squares of patches."""

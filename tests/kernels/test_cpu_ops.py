@@ -120,6 +120,20 @@ def test_squared_relu(backend, n_tokens, width):
     assert_close(*both(backend, squared, plain_batch(n_tokens)), relative=1e-6)
 
 
+@pytest.mark.parametrize("bounds", [(-0.3, 0.7), (-np.inf, 0.1), (0.2, np.inf), (-5.0, -1.0)])
+@pytest.mark.parametrize("n_tokens", [1, 9])
+@pytest.mark.parametrize("width", [16, 1040, 1043])
+def test_clamp(backend, width, n_tokens, bounds):
+    """Would catch bounds swapped or of a lost sign, lost columns, and an infinite bound that makes NaN."""
+    x = f32_weight(np.random.default_rng(width).standard_normal((n_tokens, width)))
+
+    def clamped(ops, batch):
+        return ops.logit_rows(ops.clamp(ops.embed(x, batch), *bounds), batch)
+
+    got, want = both(backend, clamped, plain_batch(n_tokens))
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("kind", ["silu", "gelu"])
 @pytest.mark.parametrize("n_tokens", [1, 3, 65])
 @pytest.mark.parametrize("width", [16, 96, 1040, 50, 1043])

@@ -102,6 +102,7 @@ def test_head_norm_layer_norm_and_gelu_match_torch() -> None:
     np.testing.assert_allclose(ops.layer_norm(x, Vector(w), Vector(bias), 1e-3), want.numpy(), **CLOSE)
     x = x * 4
     np.testing.assert_array_equal(ops.relu_squared(x), torch.relu(t(x)).square().numpy())
+    np.testing.assert_array_equal(ops.clamp(x, -0.5, 1.5), t(x).clamp(-0.5, 1.5).numpy())
     want = torch.nn.functional.gelu(t(x), approximate="tanh")
     np.testing.assert_allclose(ops.gelu(x), want.numpy(), **CLOSE)
     assert (torch.nn.functional.gelu(t(x)) - want).abs().max() > 1e-4

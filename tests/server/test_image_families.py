@@ -23,7 +23,7 @@ BREAK, END = 260, 261
 WIDE = picture(40, 70, 3)
 
 
-@pytest.fixture(scope="module", params=["mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
     """A family's name, transformers' model, and its directory."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -36,11 +36,14 @@ def their_answer(name: str, model: Any, before: str, after: str) -> list[int]:
     stated["image_processor_type"] += "ImageProcessor"
     more = {"patch_size": 8} if name == "mistral3" else {}  # a square of 2 x 2 patches of 4
     made = reference({**stated, **more})(images=[Image.fromarray(WIDE)], return_tensors="pt")
-    inputs = {key: made[key] for key in ("pixel_values", "image_sizes", "image_grid_thw") if key in made}
+    keys = ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids")
+    inputs = {key: made[key] for key in keys if key in made}
     if name == "mistral3":
         rows, columns = (int(side) // 8 for side in made["image_sizes"][0])
         shown_as = ([IMAGE_TOKEN] * columns + [BREAK]) * rows
         shown_as[-1] = END
+    elif name == "gemma4":
+        shown_as = [BREAK, *[IMAGE_TOKEN] * int(made["num_soft_tokens_per_image"][0]), END]
     else:
         shown_as = [IMAGE_TOKEN] * (int(made["image_grid_thw"].prod()) // 4)
     of_before, of_after = byte_tokenizer()([before, after])["input_ids"]
@@ -49,7 +52,9 @@ def their_answer(name: str, model: Any, before: str, after: str) -> list[int]:
     with torch.no_grad():
         for _ in range(N):
             asked = torch.tensor([[*ids, *found]])
-            types = {} if name == "mistral3" else {"mm_token_type_ids": (asked == IMAGE_TOKEN).long()}
+            types = (
+                {} if name in ("gemma4", "mistral3") else {"mm_token_type_ids": (asked == IMAGE_TOKEN).long()}
+            )
             found.append(int(model(input_ids=asked, **inputs, **types).logits[0, -1].argmax()))
     return found
 

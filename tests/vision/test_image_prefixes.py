@@ -150,6 +150,27 @@ def test_bits_do_not_depend_on_chunks_or_company(directory: Path, llm: LLM, step
         finish(other.engine, *company)
 
 
+def test_embeddings_by_layer_do_not_depend_on_chunks_or_company(tmp_path: Path) -> None:
+    """Catches placeholders whose ids are read where an image is cut, and those of others' tokens lost."""
+    save(tmp_path, "gemma4")
+    asked = prompt("gemma4", "x", image("gemma4", 2, 1), "middle", image("gemma4", 1, 2))
+    other, found = prompt("gemma4", image("gemma4", 1, 5), TEXT), []
+    for step_tokens in (512, 16, 3, 1):
+        with LLM(tmp_path, max_step_tokens=step_tokens, max_requests=4, n_threads=1) as llm:
+            company = [ask(llm.engine, one, 9) for one in ([256, *TEXT.encode()], other)]
+            found.append(our_logits(llm.engine, asked))
+            finish(llm.engine, *company)
+            found.append(our_logits(llm.engine, asked))
+    for each in found[1:]:
+        np.testing.assert_array_equal(each, found[0])
+    with LLM(tmp_path, backend="reference") as llm:
+        long = replace(
+            image("gemma4"), pixels=np.zeros((3 * 66, 48), np.float32), grid=(1, 3, 66), n_tokens=22
+        )
+        with pytest.raises(RequestError, match="at most 64 patches a side"):
+            llm.generate(prompt("gemma4", long))
+
+
 def test_slices_change_no_bit_and_streams_continue(engine: Engine) -> None:
     """Catches an image that stops others' tokens, and a cut that loses something between two slices."""
     asked = prompt(NAME, image(NAME, 3, 1), "?")

@@ -72,11 +72,15 @@ def test_squares_are_those_of_gemma3(size):
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size != "tiny"])
-def test_patches_are_those_of_gemma4(size):
+@pytest.mark.parametrize("budget", [70, 280, 1120])
+@pytest.mark.parametrize("stated", [GEMMA4, {**GEMMA4, "image_mean": [0.5] * 3, "do_normalize": True}])
+def test_patches_are_those_of_gemma4(stated, budget, size):
     """Catches a wrong size, order of patches or of their values, to the bit; padding is left out."""
     image = picture(*SIZES[size])
-    theirs = reference(GEMMA4)(images=[Image.fromarray(image)], return_tensors="np")
-    own = image_processor(GEMMA4, {}, {}).prepare(image)
+    theirs = reference({**stated, "max_soft_tokens": budget})(
+        images=[Image.fromarray(image)], return_tensors="np"
+    )
+    own = image_processor(stated, {}, {}).budgeted(image_tokens=budget).prepare(image)
     assert own.n_tokens == theirs["num_soft_tokens_per_image"][0]
     places = theirs["image_position_ids"][0]
     is_real = places[:, 0] >= 0

@@ -13,6 +13,10 @@ MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.2757
 # the token of images, and the facts of preprocessor_config.json
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("<image_soft_token>", {"image_processor_type": "Gemma3", "size": {"height": 64, "width": 64}}),
+    "gemma4": (
+        "<|image|>",
+        {"image_processor_type": "Gemma4", "patch_size": 4, "max_soft_tokens": 70},
+    ),
     "idefics3": (
         "<image>",
         {
@@ -65,6 +69,8 @@ def save_with_processor(directory: Path, name: str) -> Any:
     others = [f"<other {i}>" for i in range(IMAGE_TOKEN - len(tokenizer))]
     if name == "mistral3":
         others[:2] = "[IMG_BREAK]", "[IMG_END]"
+    if name == "gemma4":
+        others[:2] = "<|image>", "<image|>"
     tokenizer.add_special_tokens({"additional_special_tokens": [*others, token]})
     assert tokenizer.convert_tokens_to_ids(token) == IMAGE_TOKEN
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(token))

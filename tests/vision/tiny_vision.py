@@ -14,7 +14,7 @@ import transformers as tr
 
 from kukri.engine import Engine
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
-from tests.test_llm_safetensors import GEMMA, TINY, byte_tokenizer
+from tests.test_llm_safetensors import GEMMA, GEMMA4, TINY, byte_tokenizer
 
 IMAGE_TOKEN = 271
 TEXT = {**TINY, "model_type": "llama", "max_position_embeddings": 512}
@@ -60,6 +60,25 @@ MODELS = {
         },
         tile_tokens=16,
         size=64,
+    ),
+    "gemma4": TinyVision(
+        tr.Gemma4Config,
+        tr.Gemma4ForConditionalGeneration,
+        {
+            "text_config": {
+                **{**TEXT, **GEMMA4, "model_type": "gemma4_text", "sliding_window": 24},
+                **{"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "pad_token_id": 7},
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            "vision_config": {
+                **{"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "patch_size": 4},
+                **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24},
+                **{"position_embedding_size": 64, "use_clipped_linears": True, "standardize": True},
+            },
+            "audio_config": None,
+            **{"image_token_id": IMAGE_TOKEN, "boi_token_id": 270, "eoi_token_id": 269},
+        },
+        tile_tokens=6,
     ),
     "idefics3": TinyVision(
         tr.Idefics3Config,
@@ -173,10 +192,18 @@ def save(directory: Path, name: str) -> Any:
     model = tiny.model(tiny.config(**tiny.parts)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
+            if name == "gemma4" and key.endswith("q_norm.weight"):  # scores are not scaled
+                parameter.mul_(0.5)
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif any(part in key for part in ("vision", "connector", "projector", "visual")):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for key, buffer in model.named_buffers():  # Gemma 4's bounds, and what its pools are scaled by
+            if key.endswith(("_min", "_max")):
+                size = 1.1 if "v_proj" in key else 1.4  # q and k read the same
+                buffer.fill_(-0.8 * size if key.endswith("_min") else size)
+            elif ".std_" in key:
+                buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return model
@@ -190,6 +217,10 @@ def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
         values = 96 if name in QWENS else 48  # two frames or one
         pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], values)).astype(np.float32)
         return ImageInput(pixels, grid, len(pixels) // 4, sha256(pixels.tobytes()).digest())
+    if name == "gemma4":  # 9 x 6 patches, of more tiles wider and less tall ones
+        grid = (1, 9, 6) if n_tiles == 1 else (1, 6, 9 * n_tiles)
+        pixels = np.random.default_rng(seed).uniform(0, 1, (grid[1] * grid[2], 48)).astype(np.float32)
+        return ImageInput(pixels, grid, len(pixels) // 9, sha256(pixels.tobytes()).digest())
     if name == "lfm2_vl":  # square tiles, and a picture of 4 x 8 patches
         n_patches = 36 * n_tiles if n_tiles > 1 else 0
         pixels = np.random.default_rng(seed).uniform(-1, 1, (n_patches + 4 * 8, 48)).astype(np.float32)
@@ -236,6 +267,14 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
             inputs["pixel_values"][i, : len(part)] = torch.from_numpy(part)
             inputs["pixel_attention_mask"][i, : len(part)] = 1
         inputs["spatial_shapes"] = torch.tensor(shapes)
+    elif asked.images and asked_of == "gemma4":
+        n_images, most = len(asked.images), max(len(one.pixels) for one in asked.images)
+        inputs["pixel_values"] = torch.zeros(n_images, most, 48)
+        inputs["image_position_ids"] = torch.full((n_images, most, 2), -1)
+        for i, one in enumerate(asked.images):
+            places = np.indices(one.grid[1:]).reshape(2, -1)[::-1].T  # (column, row)
+            inputs["pixel_values"][i, : len(places)] = torch.from_numpy(one.pixels)
+            inputs["image_position_ids"][i, : len(places)] = torch.from_numpy(places.copy())
     elif asked.images and asked_of == "mistral3":
         sizes = [(4 * one.grid[1], 4 * one.grid[2]) for one in asked.images]
         inputs["pixel_values"] = torch.zeros(len(sizes), 3, *map(max, zip(*sizes)))

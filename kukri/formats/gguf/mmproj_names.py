@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError
+from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.models.keys import Keys
 from kukri.vision.config import VisionConfig
@@ -134,8 +134,12 @@ def stored_name(name: str, config: VisionConfig) -> str:
 
 
 def clip_of(config: VisionConfig) -> Clip:
-    """How llama.cpp writes the family of an encoder."""
-    return next(clip for name, clip in FAMILIES.items() if name in vision_families()[config.family].hf_types)
+    """How llama.cpp writes the family of an encoder. Raises UnsupportedError for one that is not above."""
+    types = vision_families()[config.family].hf_types
+    found = next((clip for name, clip in FAMILIES.items() if name in types), None)
+    if found is None:
+        raise UnsupportedError(f"kukri writes no mmproj file of {config.family}: use the directory")
+    return found
 
 
 def interleaved_rows(n_rows: int, n_heads: int) -> npt.NDArray[np.int64]:

@@ -123,7 +123,7 @@ class VisionWeights:
         if file is None:
             raise FormatError("is missing", path=self.path, tensor=name)
         tensor = file.tensors[name]
-        if tensor.shape[:1] != shape[:1] or prod(tensor.shape) != prod(shape):
+        if (tensor.shape or (1,))[:1] != shape[:1] or prod(tensor.shape) != prod(shape):
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             raise FormatError(message, path=file.path, offset=tensor.offset, tensor=name)
         data = stored_data(file, name, RUNS)

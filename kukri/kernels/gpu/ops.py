@@ -302,6 +302,10 @@ class TritonOps(TorchOps):
         y = self.floats(self.tap(*tap, y))
         return y if residual is None else y + residual
 
+    def clamp(self, x: Any, low: float, high: float) -> Tensor:
+        """See Ops.clamp."""
+        return super().clamp(self.floats(x), low, high)
+
     def gelu(self, x: Any, is_exact: bool = False) -> Tensor:
         """See Ops.gelu."""
         return super().gelu(self.floats(x), is_exact)

@@ -353,6 +353,10 @@ class TorchOps:
         """cap * tanh(x / cap)."""
         return torch.tanh(x / cap) * cap
 
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Within both bounds."""
+        return x.clamp(low, high)
+
     def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
         """(up + 1) * gate * sigmoid(alpha * gate), clamped."""
         gate = gate.clamp(max=limit)

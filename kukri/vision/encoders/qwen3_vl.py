@@ -47,7 +47,7 @@ class _Merger:
 class Qwen3Vision(RotatedEncoder):
     """The encoder and its mergers."""
 
-    block_type, norm_type = _Block, LayerNorm
+    block_type, norm_type, adds_places = _Block, LayerNorm, True
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
@@ -56,12 +56,6 @@ class Qwen3Vision(RotatedEncoder):
         self._learned = dequantize(learned.data, learned.type).reshape(config.side, config.side, -1)
         names = ["projector", *(f"deep.{i}" for i in range(len(config.deep_layers)))]
         self.mergers = [_Merger(source, name, self.width, config.d_text, encoder.norm_eps) for name in names]
-
-    def encode(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.encode. The embeddings of a patch's position stand after its values."""
-        widths = self.config.patch_values, self.config.encoder.d_model
-        patches, positions = ops.split(ops.activations(batch, sum(widths)), widths)
-        return self.through_blocks(ops, ops.add(self.patches(ops, patches), positions), batch)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.config import ModelConfig, RopeConfig
+from kukri.config import ModelConfig
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.constants import RopeFrequencies
@@ -41,7 +41,7 @@ class RotatedAttention(SiglipAttention):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         n, d_head = self.spec.d_head // 4, self.spec.d_head
-        rope = RopeConfig(rotary_dim=d_head if self.takes_turns else d_head // 2)
+        rope = replace(config.rope, rotary_dim=d_head if self.takes_turns else d_head // 2)
         inverse = inverse_frequencies(rope, 1).tolist()
         by_axis = (inverse[::2], inverse[1::2]) if self.takes_turns else (inverse, inverse)
         self.rope = RopeFrequencies((*by_axis[0], *by_axis[1]), MOST_PATCHES, axes=(0,) * n + (1,) * n)
@@ -60,6 +60,7 @@ class RotatedEncoder:
     parameters: Sequence[Parameter] = ()
     block_type: Callable[..., Any]
     norm_type: Callable[..., Any]
+    adds_places = False  # True: learned embeddings of a patch's place stand after its values
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         self.config, encoder = config, config.encoder
@@ -71,8 +72,12 @@ class RotatedEncoder:
 
     def encode(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.encode."""
-        patches = ops.activations(batch, self.config.patch_values)
-        return self.through_blocks(ops, self.patches(ops, patches), batch)
+        if not self.adds_places:
+            patches = self.patches(ops, ops.activations(batch, self.config.patch_values))
+            return self.through_blocks(ops, patches, batch)
+        widths = self.config.patch_values, self.config.encoder.d_model
+        patches, places = ops.split(ops.activations(batch, sum(widths)), widths)
+        return self.through_blocks(ops, ops.add(self.patches(ops, patches), places), batch)
 
     def through_blocks(self, ops: Any, x: Tensor, batch: Any) -> Tensor:
         """Embeddings of patches [T, D] -> hidden states after the last norm."""

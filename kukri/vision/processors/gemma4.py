@@ -35,7 +35,7 @@ class Gemma4Processor(ImageProcessor):
             pool=integer(stated, "pooling_kernel_size", 3, 64),
             max_tokens=integer(stated, "max_soft_tokens", 280),
             resample=filter_of(stated, BICUBIC),
-            scale=Scale.of(stated, (0.0,) * 3, (1.0,) * 3),
+            scale=Scale.of({"do_normalize": False, **stated}, (0.0,) * 3, (1.0,) * 3),
         )
 
     def prepare(self, image: ByteArray) -> ImageInput:

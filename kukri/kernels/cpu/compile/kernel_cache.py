@@ -46,7 +46,7 @@ class KernelSource:
 
 def float_bits(x: float) -> int:
     """A float as the int64 that kernels read back with `f32_of_bits`."""
-    return int.from_bytes(ctypes.c_double(x), sys.byteorder)
+    return int.from_bytes(ctypes.c_double(x), sys.byteorder, signed=True)
 
 
 def cache_root() -> Path:

@@ -154,6 +154,11 @@ def _softcap(x, other, cap, b):
     return hyperbolic_tangent(x / cap) * cap
 
 
+@device
+def _clamp(x, other, low, high):
+    return maximum(minimum(x, high), low)
+
+
 PART_COLUMNS = 512  # columns of an activation's row, so that a single token is shared between threads
 
 
@@ -278,6 +283,7 @@ _ELEMENTWISE = {
     "tanh": _tanh,
     "relu_squared": _relu_squared,
     "softcap": _softcap,
+    "clamp": _clamp,
     "clamped_swiglu": _clamped_swiglu,
     "gated_itself": _multiplied,
     "gated_sigmoid": _sigmoid_gated,

@@ -135,6 +135,10 @@ class Recorder:
         """See Ops.softcap."""
         return self._elementwise("softcap", x, a=cap)
 
+    def clamp(self, x: Value, low: float, high: float) -> Value:
+        """See Ops.clamp."""
+        return self._elementwise("clamp", x, a=low, b=high)
+
     def gated(self, x: Value, gate: Value, by: GateBy) -> Value:
         """See Ops.gated."""
         return self._elementwise(f"gated_{by}", x, gate)

@@ -1,0 +1,153 @@
+"""Gemma 4's eyes (Google 2026), of any proportions: blocks like the text's.
+
+Heads rotate by row and column. A patch has the sum of two learned embeddings, of its column and of its row.
+Matrices may clamp what they read and what they make. The hidden states of a square of patches are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.errors import RequestError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import Vector
+from kukri.kernels.op_set import Tensor
+from kukri.models.gemma2 import Gemma2Block, GemmaMLP
+from kukri.models.gemma4_text import Gemma4Attention
+from kukri.models.keys import Keys
+from kukri.models.layers import ClampedLinear, Linear, NoNorm
+from kukri.models.weights import WeightSource
+from kukri.quant.blocks import dequantize
+from kukri.vision.config import VisionConfig, read_blocks
+from kukri.vision.encoder import ImagePart, VisionFamily
+from kukri.vision.encoders.rotated import MOST_PATCHES, RotatedAttention, RotatedEncoder
+from kukri.vision.encoders.siglip import squares_of
+from kukri.vision.image import ImageInput
+
+
+class _Attention(Gemma4Attention, RotatedAttention):
+    linear_type, out_name = ClampedLinear, "o_proj"
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        # files have the pairs that turn by the column as a head's first half, those by the row as the second
+        quarters = np.arange(config.d_model).reshape(-1, 4, config.d_head // 4)
+        order = quarters[:, [2, 0, 3, 1]].reshape(-1)
+        for linear in self.qkv.linears:
+            linear.weights = tuple(
+                w if ".v_proj." in w.name else replace(w, row_order=order) for w in linear.weights
+            )
+        for norm in (self.q_norm, self.k_norm):
+            norm.weight = Vector(norm.weight.data[order[: config.d_head]], norm.weight.name)
+
+
+class _MLP(GemmaMLP):
+    linear_type = ClampedLinear
+
+
+class _Block(Gemma2Block):
+    attention_type, mlp_type = _Attention, _MLP
+
+
+class Gemma4Vision(RotatedEncoder):
+    """The encoder and its projector. `std` are the bias and scale of what the projector reads, if any."""
+
+    block_type, adds_places = _Block, True
+
+    def __init__(self, config: VisionConfig, source: WeightSource) -> None:
+        super().__init__(config, source)
+        encoder, d_model = config.encoder, config.encoder.d_model
+        table = source.matrix("model.embed_positions.weight", (2, encoder.n_positions * d_model))
+        self._columns, self._rows = table.data.reshape(2, encoder.n_positions, -1)
+        self._type = table.type
+        self._std = None
+        if source.has("model.std_bias"):
+            self._std = source.vector("model.std_bias", d_model), source.vector("model.std_scale", d_model)
+        self._ones = Vector(np.ones(d_model, np.float32))
+        self.projector = Linear(source, ["projector"], (config.d_text,), d_model)
+
+    def norm_type(self, *what: Any) -> NoNorm:
+        """The last layer's states are not normed."""
+        return NoNorm()
+
+    def check(self, image: ImageInput) -> None:
+        """See VisionModel.check."""
+        super().check(image)
+        if max(image.grid) > (most := self.config.encoder.n_positions):
+            raise RequestError(
+                f"the model sees at most {most} patches a side, not {image.grid}", param="images"
+            )
+
+    def parts(self, image: ImageInput) -> Iterator[ImagePart]:
+        """The image, row by row."""
+        grid = image.grid[1], image.grid[2]
+        columns, rows = (
+            dequantize(t[:n], self._type) for t, n in ((self._columns, grid[1]), (self._rows, grid[0]))
+        )
+        places = (columns[None] + rows[:, None]).reshape(len(image.pixels), -1)
+        values = np.concatenate([2 * (image.pixels - np.float32(0.5)), places], axis=1)
+        yield ImagePart(values, grid, np.indices(grid, np.int32).reshape(2, -1))
+
+    def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """The mean of a square's hidden states, scaled."""
+        mean: FloatArray = squares_of(hidden, grid, self.config.merge).mean(axis=1)
+        mean *= np.float32(self.config.encoder.d_model**0.5)
+        return mean if self._std is None else (mean - self._std[0]) * self._std[1]
+
+    def project(self, ops: Any, batch: Any) -> Tensor:
+        """See VisionModel.project."""
+        encoder = self.config.encoder
+        x = ops.rms_norm(ops.activations(batch, encoder.d_model), self._ones, encoder.norm_eps)
+        return self.projector(ops, x)
+
+
+def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig | None:
+    text = Keys(keys.value("text_config") or {}, keys.path, "", {"pad_token_id": 0, "vocab_size": 262144})
+    if text.value("use_bidirectional_attention") is not None:
+        return None  # rows of an image see each other both ways, in some layers only
+    vision.expect("hidden_activation", "gelu_pytorch_tanh")
+    heads, merge = vision.whole("num_attention_heads"), vision.whole("pooling_kernel_size", most=64)
+    vision.expect("num_key_value_heads", heads)
+    vision.expect("head_dim", vision.whole("hidden_size") // heads)
+    n_positions, side = vision.whole("position_embedding_size", most=1 << 16), 17 * merge  # room for 280 rows
+    encoder = read_blocks(
+        vision, "gemma4", vision.positive("rms_norm_eps"), MOST_PATCHES, n_positions, rotates=True
+    )
+    rope = Keys(vision.value("rope_parameters") or {}, vision.path, "", {"rope_theta": 100.0})
+    return VisionConfig(
+        "gemma4",
+        replace(encoder, attention_scale=1.0, rope=replace(encoder.rope, theta=rope.positive("rope_theta"))),
+        image_size=side * (patch_size := vision.whole("patch_size", most=1 << 10)),
+        patch_size=patch_size,
+        merge=merge,
+        d_text=d_text,
+        image_token_id=keys.whole("image_token_id", least=0),
+        blank_id=text.whole("pad_token_id", least=0, most=text.whole("vocab_size") - 1),
+    )
+
+
+GEMMA4_VISION = VisionFamily(
+    "gemma4",
+    Gemma4Vision,
+    hf_types=("gemma4",),
+    read_hf=_read_hf,
+    names={
+        "model.embed_patches": ("vision_tower.patch_embedder.input_proj",),
+        "model.embed_positions.weight": ("vision_tower.patch_embedder.position_embedding_table",),
+        "model.layers": ("vision_tower.encoder.layers",),
+        "model": ("vision_tower",),
+        "projector": ("embed_vision.embedding_projection",),
+    },
+    unused=r"(?:model\.)?(?:audio_tower|embed_audio)\..+",
+    defaults={"image_token_id": 258880},
+    vision_defaults={
+        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "patch_size": 16},
+        **{"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "pooling_kernel_size": 3},
+        **{"position_embedding_size": 10240, "rms_norm_eps": 1e-6},
+    },
+)
