@@ -153,6 +153,7 @@ class MixtureConfig:
     n_groups: int = 1  # groups of neighbouring experts
     n_groups_used: int = 1  # that a token's experts are in
     scale: float = 1.0  # multiplies a token's weights
+    tolerance: float = 0.0  # an expert's weight is its share among as good ones (`Routing`); 0: as above
     d_shared: int = 0  # width of an MLP that each token passes too; 0: none
 
     def __post_init__(self) -> None:

@@ -363,6 +363,17 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "deepseek_v3": (tr.DeepseekV3Config, {**LATENT_MOE, "n_group": 2, "attention_bias": True}),
     "glm4_moe_lite": (tr.Glm4MoeLiteConfig, LATENT_MOE),
     "minicpm3": (tr.MiniCPM3Config, LATENT),
+    "phimoe": (tr.PhimoeConfig, {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
+    "phimoe-longrope": (
+        tr.PhimoeConfig,
+        {
+            **{"num_local_experts": 4, "sliding_window": 9, "original_max_position_embeddings": 16},
+            "rope_parameters": {
+                **{**LONGROPE, "long_factor": LONGROPE["short_factor"]},
+                **{"short_mscale": 1.25, "long_mscale": 1.25},
+            },
+        },
+    ),
     "minicpm": (MiniCPMConfig, {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
     "minicpm-longrope": (
         MiniCPMConfig,

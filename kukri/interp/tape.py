@@ -368,18 +368,18 @@ class Tape:
     def route(self, logits: Variable, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         """The derivative is that of the scores and of what divides them. Which are chosen has none."""
         choice = choose(logits.x, routing)
-        is_chosen = np.zeros(logits.x.shape, np.bool_)
-        np.put_along_axis(is_chosen, choice.numbers, True, axis=1)
-        scores = choice.scores
-        slope = scores * (1 - scores) if routing.by_sigmoid else scores
-        counted = is_chosen if routing.normalized else np.full_like(is_chosen, not routing.by_sigmoid)
-        shares = np.where(is_chosen, scores / choice.total, np.float32(0))
+
+        def at_numbers(shares: FloatArray) -> FloatArray:
+            whole = np.zeros(logits.x.shape, np.float32)
+            np.put_along_axis(whole, choice.numbers, shares, axis=1)
+            return whole
 
         def pull(g: FloatArray) -> None:
-            both = np.where(counted, (g * shares).sum(-1, keepdims=True), np.float32(0))
-            logits.add(slope * (np.where(is_chosen, g, np.float32(0)) - both) / choice.total)
+            own = np.take_along_axis(g, choice.numbers, 1) * choice.shares
+            pulled = at_numbers(own) - (own[..., None] * choice.parts).sum(1)
+            logits.add(pulled * (1 - choice.scores) if routing.by_sigmoid else pulled)
 
-        weights = self._new(shares, pull)
+        weights = self._new(at_numbers(choice.shares), pull)
         if routing.scales is not None:
             weights = self._scaled_columns(weights, routing.scales.data)
         if tap is not None:

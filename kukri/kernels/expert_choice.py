@@ -13,11 +13,12 @@ from kukri.kernels.specs import Routing
 
 @dataclass(frozen=True)
 class Choice:
-    """The experts of T tokens. A weight is a score divided by the token's total."""
+    """The experts of T tokens."""
 
     numbers: npt.NDArray[np.int64]  # [T, n_used], the best first
+    shares: FloatArray  # [T, n_used], their weights: a score each, divided by a total of scores
     scores: FloatArray  # [T, E]: sigmoids, or exp(logit - the largest logit)
-    total: FloatArray  # [T, 1]
+    parts: FloatArray  # [T, n_used or 1, E]: of each total the fractions that are these experts' scores
 
 
 def choose(logits: FloatArray, routing: Routing) -> Choice:
@@ -34,8 +35,29 @@ def choose(logits: FloatArray, routing: Routing) -> Choice:
     if routing.n_groups > 1:
         by = _within_groups(by, routing)
     numbers = np.argsort(-by, axis=1, kind="stable")[:, : routing.n_used]
-    total = np.take_along_axis(scores, numbers, 1).sum(1, keepdims=True) if routing.normalized else whole
-    return Choice(numbers, scores, total)
+    if routing.tolerance:
+        parts = _nearest(logits, numbers, routing.tolerance)
+        shares = np.take_along_axis(parts, numbers[..., None], 2)[..., 0]
+        return Choice(numbers, shares, scores, parts)
+    chosen = np.take_along_axis(scores, numbers, 1)
+    counted = np.full_like(scores, not routing.by_sigmoid)
+    if routing.normalized:
+        whole = chosen.sum(1, keepdims=True)
+        np.put_along_axis(counted := np.zeros_like(scores), numbers, np.float32(1), axis=1)
+    return Choice(numbers, chosen / whole, scores, (np.where(counted, scores, 0) / whole)[:, None])
+
+
+def _nearest(logits: FloatArray, numbers: npt.NDArray[np.int64], tolerance: float) -> FloatArray:
+    """Softmaxes [T, n_used, E] of what is not chosen before an expert and is about as good (`Routing`)."""
+    left, found = logits.copy(), []
+    for chosen in numbers.T[..., None]:
+        best = np.take_along_axis(logits, chosen, 1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            is_far = (best - logits) / np.maximum(np.abs(logits), best) > np.float32(tolerance)
+            shares = np.exp(np.where(is_far, np.float32(-np.inf), left) - best)
+        found.append(shares / shares.sum(1, keepdims=True))
+        np.put_along_axis(left, chosen, np.float32(-np.inf), axis=1)
+    return np.stack(found, axis=1)
 
 
 def _within_groups(by: FloatArray, routing: Routing) -> FloatArray:

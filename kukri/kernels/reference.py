@@ -463,11 +463,10 @@ class ReferenceOps:
     def route(
         self, logits: FloatArray, routing: Routing, tap: tuple[str, int | None] | None = None
     ) -> Routes:
-        """The scores of the chosen experts, each divided by the token's total."""
+        """The shares of the chosen experts."""
         choice = choose(logits, routing)
         weights = np.zeros(logits.shape, np.float32)
-        scores = np.take_along_axis(choice.scores, choice.numbers, axis=1)
-        np.put_along_axis(weights, choice.numbers, scores / choice.total, axis=1)
+        np.put_along_axis(weights, choice.numbers, choice.shares, axis=1)
         if routing.scales is not None:
             weights *= routing.scales.data
         if tap is not None:

@@ -19,6 +19,10 @@ class Routing:
 
     `bias` [E] is added to scores for the choice alone. Of `n_groups` groups of neighbours only the experts of
     `n_groups_used` are chosen from: those whose `n_best` largest scores, bias included, have the largest sum.
+
+    With a `tolerance` an expert's weight is its share among those not chosen before it, and of these only
+    those whose logits are less by at most that fraction of the larger of the two (sparsemixer, Liu et al.
+    2024).
     """
 
     n_experts: int
@@ -30,6 +34,7 @@ class Routing:
     n_groups: int = 1
     n_groups_used: int = 1
     n_best: int = 2
+    tolerance: float = 0.0
 
     @property
     def chooses_by_logits(self) -> bool:

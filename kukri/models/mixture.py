@@ -121,6 +121,7 @@ class Mixture:
             bias,
             mixture.n_groups,
             mixture.n_groups_used,
+            tolerance=mixture.tolerance,
         )
         self.router = Linear(source, [f"{name}.{self.router_name}"], (n,), config.d_model)
         names = [f"{name}.experts.{part}" for part in self.in_names]

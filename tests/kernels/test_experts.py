@@ -145,6 +145,8 @@ GENERAL = [
     general(24, 5, False, False, 0.0, (4, 2, 1)),
     general(12, 4, True, True, 2.0, (12, 5, 2)),  # groups of one expert
     general(1, 1, False, True, 0.0, (1, 1, 2)),  # a gate
+    Routing(11, 2, normalized=False, tolerance=0.02),
+    Routing(11, 3, normalized=False, tolerance=0.5),
 ]
 
 
@@ -158,6 +160,12 @@ def by_hand(logits, routing):
         groups.sort(key=lambda group: -sum(sorted(by[group])[::-1][: routing.n_best]))
         allowed = np.concatenate(groups[: routing.n_groups_used])
         used = sorted(allowed, key=lambda i: -by[i])[: routing.n_used]
+        if routing.tolerance:
+            for n, i in enumerate(used):
+                left = [j for j in range(len(logit)) if j not in used[:n]]
+                far = [(logit[i] - logit[j]) / max(abs(logit[j]), logit[i]) > routing.tolerance for j in left]
+                row[i] = 1 / np.exp(logit[left] - logit[i])[~np.array(far)].sum()
+            continue
         row[used] = scores[used] / (scores[used].sum() if routing.normalized else 1)
     return weights
 

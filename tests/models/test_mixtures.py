@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.gguf.writer import write_gguf
+from kukri.kernels.backend import Backend
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.terminal.inspect import show_model
+from tests.models.tiny_llama import Driver, hf_forward
+from tests.models.tiny_models import TINY, write
 from tests.models.tiny_models import make as make_tiny
-from tests.models.tiny_models import write
 from tests.test_llm_safetensors import N_VOCAB, exact_logits, make
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 30).tolist()
@@ -36,6 +39,22 @@ LAYER = "model.layers.1.mlp"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A qwen3_moe as transformers saves it: a tensor for each matrix of each expert."""
     return make(tmp_path_factory.mktemp("moe"), "qwen3_moe")[0]
+
+
+def test_sparsemixers_weights(monkeypatch: pytest.MonkeyPatch, reference: Backend) -> None:
+    """A share among other experts than those about as good; in the tiny model nearly all weights are 1."""
+    tiny = TINY["phimoe"]
+    assert tiny.mixture is not None
+    wide = replace(
+        tiny, hf={**tiny.hf, "router_jitter_noise": 0.25}, mixture=replace(tiny.mixture, tolerance=0.5)
+    )
+    monkeypatch.setitem(TINY, "phimoe", wide)
+    hf, config, source = make_tiny("phimoe")
+    ids = list(range(30))
+    got = Driver(load_model(source, config), reference).run(ids, [30])
+    np.testing.assert_allclose(got, hf_forward(hf, ids)[0], atol=1e-4)
+    narrow = load_model(source, replace(config, mixture=tiny.mixture))
+    assert np.abs(Driver(narrow, reference).run(ids, [30]) - got).max() > 0.1
 
 
 def fuse(tensors: dict[str, Any]) -> None:

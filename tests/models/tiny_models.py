@@ -415,6 +415,15 @@ TINY: dict[str, Tiny] = {
         facts={"embedding_scale": 3.0, "residual_scale": 0.625, "logits_divisor": 4.0},
         keys={"embedding_scale": 3.0, "residual_scale": 0.625, "logit_scale": 4.0},
     ),
+    "phimoe": Tiny(
+        "Phimoe", "phimoe",
+        {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True,
+         "sliding_window": 11},
+        layers=_windows(11, 11, 11, 11),
+        mixture=MixtureConfig(8, 2, F, normalized=False, tolerance=0.02),
+        keys={"expert_count": 8, "expert_used_count": 2, "attention.sliding_window": 11,
+              "attention.layer_norm_rms_epsilon": 1e-5},
+    ),
     "lfm2": Tiny(
         "Lfm2", "lfm2",
         {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
@@ -724,6 +733,7 @@ def _canonical(key: str, architecture: str, layers: Sequence[LayerConfig]) -> st
         key = key.replace("gpt_neox.", "model.").replace("lm_head", "embed_out")
     key = key.replace("feed_forward.experts.", "mlp.experts.")  # which are one tensor in transformers
     key = key.replace(".gate.moe_statics.", ".moe_statics.")  # as files have it
+    key = key.replace("mlp.router.", "mlp.gate.") if architecture == "phimoe" else key
     if architecture in ("nemotron_h", "nemotron_h_moe", "mamba2"):  # several of its modules have one name
         return _of_nemotron_h(key, layers)
     for stored, modules in ARCHITECTURES[architecture].joined.items():

@@ -95,7 +95,7 @@ OWN_TREE = (
     "hunyuan_v1_moe",
 )
 OWN_TREE += ("granitemoeshared", "nemotron", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
-OWN_TREE += ("nemotron_h", "nemotron_h_moe", "gpt_neox", "mamba2", "falcon_h1", "falcon_h1-normed")
+OWN_TREE += ("nemotron_h", "nemotron_h_moe", "gpt_neox", "mamba2", "phimoe", "falcon_h1", "falcon_h1-normed")
 
 
 @pytest.mark.parametrize("name", OWN_TREE)

@@ -204,7 +204,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     for part, key in architecture.biases.items():
         if isinstance(key, str):
             biases = (name for name in names if name.endswith(".bias") and ".e_score_correction." not in name)
-            of_part = (name for name in biases if f".{part}." in name)
+            of_part = (name for name in biases if f".{part}." in f".{name}")
             made[key] = made.get(key, False) or any(of_part)
     architecture.write_hf(config, made)
     _check_written(config, made, architecture)

@@ -254,7 +254,7 @@ class TritonOps(TorchOps):
     def route(self, logits: Any, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         """See Ops.route. PyTorch does it for a tap, which reads the device, and for what the kernel lacks."""
         logits = self.floats(logits)
-        is_plain = routing.chooses_by_logits and not routing.by_sigmoid
+        is_plain = routing.chooses_by_logits and not (routing.by_sigmoid or routing.tolerance)
         if is_plain and (tap is None or tap_name(*tap) not in self.taps):
             routes = route_experts.route(logits, routing)
             if routing.scales is not None:

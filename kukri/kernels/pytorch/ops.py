@@ -388,8 +388,11 @@ class TorchOps:
             by = _within_groups(by, routing)
         order = torch.sort(by, descending=True, stable=True).indices[:, : routing.n_used]
         shares = scores.gather(1, order)
-        total = shares.sum(-1, keepdim=True) if routing.normalized else whole
-        weights = torch.zeros_like(logits).scatter(1, order, shares / total)
+        if routing.tolerance:
+            shares = _nearest(logits, order, routing.tolerance)
+        else:
+            shares = shares / (shares.sum(-1, keepdim=True) if routing.normalized else whole)
+        weights = torch.zeros_like(logits).scatter(1, order, shares)
         if routing.scales is not None:
             weights = weights * self.constants.vector(routing.scales)
         if tap is not None:
@@ -518,6 +521,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
     first, second = heads[..., :half], heads[..., half : 2 * half]
     rotated = [first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]]
     return torch.cat(rotated, -1).reshape(x.shape)
+
+
+def _nearest(logits: Tensor, order: Tensor, tolerance: float) -> Tensor:
+    """See `kukri.kernels.expert_choice`: the shares [T, n_used] alone."""
+    left, found = logits, []
+    for chosen in order.T.unsqueeze(-1):
+        best = logits.gather(1, chosen)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > tolerance
+        near = torch.exp(left.masked_fill(is_far, -torch.inf) - best)
+        found.append(near.gather(1, chosen) / near.sum(1, keepdim=True))
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(found, 1)
 
 
 def _within_groups(by: Tensor, routing: Routing) -> Tensor:

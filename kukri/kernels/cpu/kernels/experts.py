@@ -16,6 +16,7 @@ from kukri.kernels.cpu.kernels.blocks import BLOCK_FUNCTIONS
 from kukri.kernels.cpu.kernels.elementwise import PART_COLUMNS, activation_parts
 from kukri.kernels.cpu.kernels.intrinsics import (
     device,
+    f32_of_bits,
     load_f32,
     load_i32,
     load_i64,
@@ -127,10 +128,38 @@ def _keep_groups(numbers, n, n_groups, n_kept, n_best):
             store_f32(numbers + 4 * i, np.float32(-np.inf))
 
 
+@device
+def _nearest_share(logits, n, own, tolerance):
+    """The share of the logit `own` among those of n that are not chosen before it and about as good."""
+    best = load_f32(logits + 4 * own)
+    total = np.float32(0.0)
+    for i in range(n):
+        logit = load_f32(logits + 4 * i)
+        is_left = logit < best or (logit == best and i >= own)
+        if is_left and not (best - logit) / max(abs(logit), best) > tolerance:
+            total += _share(logits + 4 * i, splat(best))
+    return np.float32(1.0) / total
+
+
 def route(
-    row, x, x_stride, n, n_used, normalized, by_sigmoid, bias, n_groups, n_groups_used, n_best, y, y_stride
+    row,
+    x,
+    x_stride,
+    n,
+    n_used,
+    normalized,
+    by_sigmoid,
+    bias,
+    n_groups,
+    n_groups_used,
+    n_best,
+    tolerance,
+    y,
+    y_stride,
 ):
     """y = the scores of the n_used best of n logits, divided by their sum or that of all; 0 for the others.
+
+    With a tolerance, those of `_nearest_share`.
 
     If the logits are no numbers to choose by, the weights of the first n_used experts are NaN.
     """
@@ -167,7 +196,11 @@ def route(
     for i in range(0, 4 * n, 4):
         weight = load_f32(weights + i)
         is_chosen = weight != weight
-        store_f32(weights + i, _score(logits + i, top, by_sigmoid) / total if is_chosen else np.float32(0.0))
+        if is_chosen and tolerance != 0:
+            store_f32(weights + i, _nearest_share(logits, n, i // 4, f32_of_bits(tolerance)))
+        else:
+            score = _score(logits + i, top, by_sigmoid)
+            store_f32(weights + i, score / total if is_chosen else np.float32(0.0))
 
 
 def dispatch(

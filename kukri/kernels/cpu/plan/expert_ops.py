@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Vector
+from kukri.kernels.cpu.compile.kernel_cache import float_bits
 from kukri.kernels.cpu.pack.layouts import PanelKind, expert_kernel
 from kukri.kernels.cpu.pack.weights import PackedWeight
 from kukri.kernels.cpu.plan.ops import (
@@ -39,6 +40,7 @@ class Route(Op):
             "n_groups": self.routing.n_groups,
             "n_groups_used": self.routing.n_groups_used,
             "n_best": self.routing.n_best,
+            "tolerance": float_bits(self.routing.tolerance),
             "y": at.of(self.y),
             "y_stride": self.y.stride,
         }
