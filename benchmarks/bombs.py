@@ -79,7 +79,7 @@ class BombReport:
     longest_at_once_ms: float
 
 
-class _Streams:
+class Streams:
     """Streams that run until they are stopped; `gaps_ms` is refilled by whoever measures."""
 
     def __init__(self, place: tuple[str, int], n: int) -> None:
@@ -88,7 +88,7 @@ class _Streams:
         self._tasks = [asyncio.create_task(self._run(i, _ANSWER * (i + 1) // n)) for i in range(n)]
 
     async def _run(self, i: int, max_tokens: int) -> None:
-        body = {"model": _MODEL, "prompt": f"Story {i}:", "temperature": 1.0}
+        body: dict[str, Any] = {"prompt": f"Story {i}:", "temperature": 1.0}
         body |= {"ignore_eos": True, "stream": True}
         while True:
             body["max_tokens"], max_tokens = max_tokens, _ANSWER
@@ -137,7 +137,7 @@ async def measure(url: str, n_streams: int, seconds: float, rounds: int) -> Bomb
     alone: list[Gaps] = []
     bombed: list[Gaps] = []
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        streams, thrower = _Streams(place_of(url), n_streams), _Thrower(url)
+        streams, thrower = Streams(place_of(url), n_streams), _Thrower(url)
         try:
             await asyncio.sleep(3)
             for _ in range(rounds):

@@ -3,12 +3,14 @@
 Says how long the graph of a prompt takes, and what memory. The features mean nothing; their number is what
 trained transcoders have (16,384 a layer, 32 of them active for each token).
 
-With `--transcoders DIR` (of `benchmarks.train_transcoders`) it compares what graphs predict with what
-interventions in the model do instead: the most influential features of each prompt are ablated one by one.
+With `--streams N` a server makes graphs while it streams, alternating with nothing: reported are the times
+between tokens. With `--transcoders DIR` (of `benchmarks.train_transcoders`) it compares what graphs predict
+with what interventions in the model do: the most influential features of each prompt are ablated one by one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import tempfile
@@ -16,11 +18,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import httpx
 import numpy as np
 
-from benchmarks.harness import Experiment, Table, model_path, run
+from benchmarks.bombs import Gaps, Streams
+from benchmarks.harness import Experiment, Table, model_path, positive, run, served
+from benchmarks.streams import place_of
 from kukri import LLM
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.circuits import attribute
@@ -55,6 +61,7 @@ class CircuitReport:
     n_active: int
     n_traced: int
     graph_s: float
+    processor_s: float  # of the graph, on all cores together
     prune_s: float
     n_nodes: int
     n_links: int
@@ -67,9 +74,9 @@ def measure(path: Path, n_threads: int | None, max_features: int) -> CircuitRepo
         layers = range(llm.config.n_layers)
         transcoders = random_transcoders(Path(folder), layers, llm.config.d_model, _N_FEATURES, _N_ACTIVE)
         ids = llm.tokenizer.encode(_TEXT * 8)[:_N_TOKENS]
-        started_s = time.perf_counter()
+        started_s, used_s = time.perf_counter(), time.process_time()
         graph = attribute(llm, ids, transcoders, max_features=max_features)
-        graph_s = time.perf_counter() - started_s
+        graph_s, processor_s = time.perf_counter() - started_s, time.process_time() - used_s
         nodes, edges = graph.prune()
         prune_s = time.perf_counter() - started_s - graph_s
     return CircuitReport(
@@ -77,11 +84,61 @@ def measure(path: Path, n_threads: int | None, max_features: int) -> CircuitRepo
         graph.n_active,
         len(graph.features),
         graph_s,
+        processor_s,
         prune_s,
         int(nodes.sum()),
         int(edges.sum()),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+@dataclass(frozen=True)
+class StreamsReport:
+    """Milliseconds between tokens, of each round alone and next to a graph; seconds of whole graphs."""
+
+    n_streams: int
+    alone: list[Gaps]
+    next_to_graphs: list[Gaps]
+    graphs_s: list[float]
+
+
+def next_to_streams(path: Path, n_threads: int, n: int, rounds: int, seconds: float) -> StreamsReport:
+    """Streams alone and next to a graph, alternating; a graph that outlasts its round is cancelled."""
+    with tempfile.TemporaryDirectory() as folder:
+        with LLM(path, max_context=64) as llm:
+            layers, width = range(llm.config.n_layers), llm.config.d_model
+            prompt = llm.tokenizer.decode(llm.tokenizer.encode(_TEXT * 8)[:_N_TOKENS])
+        random_transcoders(Path(folder), layers, width, _N_FEATURES, _N_ACTIVE)
+        options = ("--transcoder", f"mlps={folder}", "--max-context", "4096", "--log-level", "error")
+        with served(path, *options, "--threads", str(n_threads)) as (_, url):
+            return asyncio.run(_next_to_streams(url, prompt, n, rounds, seconds))
+
+
+async def _next_to_streams(url: str, prompt: str, n: int, rounds: int, seconds: float) -> StreamsReport:
+    report = StreamsReport(n, [], [], [])
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+
+        async def make() -> None:
+            started_s = time.perf_counter()
+            (await http.post("/generate-graph", json={"prompt": prompt})).raise_for_status()
+            report.graphs_s.append(time.perf_counter() - started_s)
+
+        await make()  # with nothing else to do
+        streams = Streams(place_of(url), n)
+        try:
+            await asyncio.sleep(3)
+            for _ in range(rounds):
+                report.alone.append(await streams.gaps(seconds))
+                making = asyncio.create_task(make())
+                await asyncio.sleep(1)
+                report.next_to_graphs.append(await streams.gaps(seconds))
+                if making.done():
+                    making.result()
+                making.cancel()
+                await asyncio.sleep(1)
+        finally:
+            streams.stop()
+    return report
 
 
 def effects(path: Path, folder: Path, n_threads: int | None, n: int, max_features: int) -> EffectsReport:
@@ -136,15 +193,27 @@ def main() -> None:
     experiment = Experiment("circuits", "Seconds and memory of an attribution graph.")
     experiment.count("-n", "--max-features", 2048, "features that are traced")
     experiment.count("-i", "--interventions", 50, "interventions to compare")
+    experiment.options.add_argument("--streams", type=positive, help="streams next to graphs", metavar="N")
+    experiment.count("-s", "--seconds", 8, "seconds of a phase of the streams")
+    experiment.count("-r", "--rounds", 4, "rounds of both phases")
     experiment.options.add_argument("--transcoders", type=Path, help="trained ones", metavar="DIR")
     given = experiment.parse()
-    path = model_path(given.model, _N_TOKENS)
+    path = model_path(given.model, 4096 if given.streams else _N_TOKENS)
     if given.transcoders is not None:
         compared = effects(path, given.transcoders, given.threads, given.interventions, given.max_features)
         pairs = sorted(zip(compared.predicted, compared.measured))
         shown = [["", f"{a:.3f}", f"{b:.3f}"] for a, b in pairs]
         title = f"effects of {len(pairs)} ablations, correlation {compared.correlation:.3f}"
         experiment.show(compared, Table(title, ("", "predicted", "measured"), shown))
+        return
+    if given.streams:
+        gaps = next_to_streams(path, given.threads, given.streams, given.rounds, given.seconds)
+        phases = (("alone", gaps.alone), ("next to a graph", gaps.next_to_graphs))
+        shown = [
+            [name, *(f"{median(getattr(one, of) for one in phase):.1f}" for of in Gaps._fields)]
+            for name, phase in phases
+        ]
+        experiment.show(gaps, Table("milliseconds between tokens", ("", "median", "p99"), shown))
         return
     report = measure(path, given.threads, given.max_features)
     rows = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from kukri.interp.session import Session
 from kukri.interp.transcoders import Transcoders
 from kukri.kernels.arrays import FloatArray
 
+VIEWER = Path(__file__).parent / "viewer"  # the files of the page, of which a server's page has two
 _N_TOKENS = 8  # that are named of a feature
 _BATCH = 64  # features whose logits are computed at a time
 
@@ -51,5 +52,7 @@ def graph_page(graph: Mapping[str, Any]) -> str:
     data = json.dumps(graph, ensure_ascii=True)
     for character in "<>&":  # in a text that would end the script
         data = data.replace(character, f"\\u{ord(character):04x}")
-    page = files("kukri.interp").joinpath("graph_page.html").read_text("utf-8")
+    page = (VIEWER / "page.html").read_text("utf-8")
+    for mark, name in (("STYLE", "graph.css"), ("SCRIPT", "graph.js")):
+        page = page.replace(mark, (VIEWER / name).read_text("utf-8"), 1)
     return page.replace("DATA", data, 1)

@@ -29,8 +29,8 @@ from kukri.server.settings import ServerSettings
 from kukri.traces import Span, Traces
 
 log = logging.getLogger("kukri.server")
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/"})  # need no key
-STATIC_FOLDERS = ("/ui/static/", "/ui/vendor/")  # files of the page
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/ui/graph"})  # need no key
+STATIC_FOLDERS = ("/ui/static/", "/ui/vendor/", "/ui/viewer/")  # files of the pages
 OPEN_FOLDERS = (*STATIC_FOLDERS, "/ui/answers/")  # need no key: answers have secret names
 _QUIET_PATHS = ("/health", "/ping", "/ready", *STATIC_FOLDERS)  # that are logged as `debug`
 UPLOADS = "/v1/files"

@@ -25,6 +25,7 @@ from starlette.types import Scope
 from kukri import __version__
 from kukri.errors import KukriError
 from kukri.formats.repos import is_offline
+from kukri.interp.graph_page import VIEWER
 from kukri.sampling import SampledToken
 from kukri.sampling.fields import FieldFacts
 from kukri.server.access import check_manages_models
@@ -35,6 +36,7 @@ from kukri.server.errors import ForbiddenError
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
+from kukri.server.neuronpedia.schema import MOST_FEATURES
 from kukri.server.openai.logprobs import token_string
 from kukri.server.page.model_library import models_here, models_to_download
 from kukri.server.reply import AnswerWriter, Reply, grown, sse
@@ -99,8 +101,18 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         """The page, with nothing in it that a key protects."""
-        needs_key = bool(registry.settings.api_keys)
-        return html("page.html", needs_key=needs_key, version=__version__, system=DEFAULT_SYSTEM)
+        return html(
+            "page.html",
+            needs_key=bool(registry.settings.api_keys),
+            has_interp=registry.settings.has_interp,
+            version=__version__,
+            system=DEFAULT_SYSTEM,
+        )
+
+    @app.get("/ui/graph", include_in_schema=False)
+    async def graphs() -> Response:
+        """The page of attribution graphs, with nothing in it that a key protects."""
+        return html("graph.html", needs_key=bool(registry.settings.api_keys), most_features=MOST_FEATURES)
 
     @app.get("/ui/model", include_in_schema=False)
     async def model(request: Request, name: str | None = None) -> Response:
@@ -161,8 +173,8 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
             raise HTTPException(404)
         return reply
 
-    for folder in ("static", "vendor"):
-        app.mount(f"/ui/{folder}", Files(directory=_UI / folder))
+    for folder in (_UI / "static", _UI / "vendor", VIEWER):
+        app.mount(f"/ui/{folder.name}", Files(directory=folder))
 
 
 def _obstacle(registry: ModelRegistry, scope: Scope) -> str:
