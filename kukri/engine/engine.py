@@ -29,7 +29,7 @@ from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutpu
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
-from kukri.engine.step_taps import StepImages, StepTaps, has_images, is_whole
+from kukri.engine.step_taps import StepImages, StepTaps, has_images, sees_whole
 from kukri.errors import ConfigError, KukriError, RequestError, StageError, UnsupportedError, failure_of
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, Logits
@@ -269,10 +269,10 @@ class Engine(RequestMaker):
         if not has_images(chunks):
             return run(chunks, *_own_taps(chunks))
         # runs of images that see all of themselves come first, in a program of their own
-        chunks.sort(key=lambda chunk: not is_whole(chunk))
-        n_whole = sum(map(is_whole, chunks))
+        chunks.sort(key=lambda chunk: not sees_whole(chunk))
+        n_whole = sum(map(bool, map(sees_whole, chunks)))
         parts = [part for part in (chunks[:n_whole], chunks[n_whole:]) if part]
-        logits = [run(part, *_own_taps(part), sees_all=is_whole(part[0])) for part in parts]
+        logits = [run(part, *_own_taps(part), sees_whole=sees_whole(part[0])) for part in parts]
         if len(logits) == 1 or not len(logits[0]):
             return logits[-1]
         return HostLogits(np.concatenate([each.numpy() for each in logits]))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.models.both_ways import SeesWhole
 from kukri.vision.image import ImagePrompt
 
 
@@ -32,12 +33,12 @@ class RequestImages:
         self,
         prompt: ImagePrompt,
         *,
-        sees_whole: bool = False,
+        sees_whole: SeesWhole = "",
         n_deep: int = 0,
         merge: int = 0,
         blank_id: int | None = None,
     ) -> None:
-        self.images, self._sees_whole, self.n_deep = prompt.images, sees_whole, n_deep
+        self.images, self.sees_whole, self.n_deep = prompt.images, sees_whole, n_deep
         self._blank_id = blank_id
         self.rows: dict[int, FloatArray] = {}
         self._runs: list[_Run] = []
@@ -68,17 +69,17 @@ class RequestImages:
             if run.stop > n_cached:
                 if run.image not in self.rows:
                     return max(run.start, n_cached)
-                if self._sees_whole:
+                if self.sees_whole:
                     return run.stop if run.start <= n_cached else run.start
         return n_tokens
 
     def is_whole(self, start: int) -> bool:
         """True if the token at `start` belongs to a run whose rows see each other, up to the run's end."""
-        return self._sees_whole and self.has_rows(start, start + 1)
+        return bool(self.sees_whole) and self.has_rows(start, start + 1)
 
     def most_rows(self, first: int, stop: int) -> int:
         """The most of tokens `first` to `stop` - 1 that are in one run which must not be cut."""
-        runs = self._runs if self._sees_whole else ()
+        runs = self._runs if self.sees_whole else ()
         return max((min(run.stop, stop) - max(run.start, first) for run in runs), default=0)
 
     def identity(self, start: int, stop: int) -> bytes:

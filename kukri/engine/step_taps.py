@@ -8,6 +8,7 @@ from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.errors import HookError, KukriError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.taps import sees_logit_rows
+from kukri.models.both_ways import SeesWhole
 
 
 class StepTaps:
@@ -87,7 +88,7 @@ def has_images(chunks: Sequence[ScheduledChunk]) -> bool:
     )
 
 
-def is_whole(chunk: ScheduledChunk) -> bool:
-    """True if a chunk is a run of rows that see each other both ways."""
+def sees_whole(chunk: ScheduledChunk) -> SeesWhole:
+    """The layers in which a chunk's tokens are rows of an image that see each other both ways."""
     images = chunk.request.images
-    return images is not None and images.is_whole(chunk.start)
+    return images.sees_whole if images is not None and images.is_whole(chunk.start) else ""

@@ -3,44 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.op_set import Ops, Program, Tensor
 from kukri.kernels.specs import AttentionSpec
 
+SeesWhole = Literal["", "all", "windows"]  # layers in which tokens of a run see each other: none, all, some
+
 
 class BothWays:
-    """A program whose sequences each bring tokens that see each other, and all those before them.
+    """A program whose sequences each bring tokens that see each other, and all those before them: in all
+    layers, or in those with windows.
 
     A layer's window reaches as far ahead as back.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, layers: SeesWhole) -> None:
+        self._program, self._layers = program, layers
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """The program's result."""
-        return self._program(_BothWaysOps(ops), batch)
+        return self._program(_BothWaysOps(ops, self._layers), batch)
 
 
 class _BothWaysOps:
     """An op set that attends without causality."""
 
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(self, ops: Ops, layers: SeesWhole) -> None:
+        self._ops, self._layers = ops, layers
 
     def attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: Any
     ) -> Tensor:
         """See Ops.attention."""
-        return self._ops.attention(q, k, v, replace(spec, is_causal=False), batch)
+        return self._ops.attention(q, k, v, self._spec(spec), batch)
 
     def rope(
         self, q: Tensor, k: Tensor | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Tensor, Tensor | None]:
         """See Ops.rope."""
-        return self._ops.rope(q, k, rope, replace(spec, is_causal=False), batch)
+        return self._ops.rope(q, k, rope, self._spec(spec), batch)
+
+    def _spec(self, spec: AttentionSpec) -> AttentionSpec:
+        sees_ahead = self._layers == "all" or spec.window is not None
+        return replace(spec, is_causal=False) if sees_ahead else spec
 
     def __getattr__(self, name: str) -> Any:
         """Any other op."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import ConfigError
+from kukri.models.both_ways import SeesWhole
 from kukri.models.keys import Keys
 
 
@@ -26,8 +27,8 @@ class VisionConfig:
     merge: int
     d_text: int
     image_token_id: int  # marks the places in a prompt that become rows of embeddings
-    # True: in the text the rows of a run (`ImageSpan`) attend to each other both ways, so none is cut
-    sees_whole: bool = False
+    # layers of the text where the rows of a run (`ImageSpan`) attend to each other both ways: it is never cut
+    sees_whole: SeesWhole = ""
     d_projector: int = 0  # width of the projector's MLP, if it is one
     projector_eps: float = 0.0  # its norm's, if that is another than the encoder's
     n_frames: int = 1  # how often a patch holds its picture, of families that see films

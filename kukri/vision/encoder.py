@@ -61,14 +61,14 @@ class VisionFamily:
     """The encoder of a kind of models of images and text, as the object next to its class states it.
 
     `read_hf` makes the configuration of config.json's keys, the whole file's and those of its
-    `vision_config`, given the width of the text; None for a form that does not run. `names` are Hugging
-    Face's for the beginnings of the tensors' names here, each with the spellings that checkpoints have.
+    `vision_config`, given the width of the text. `names` are Hugging Face's for the beginnings of the
+    tensors' names here, each with the spellings that checkpoints have.
     """
 
     name: str
     model: Callable[[VisionConfig, WeightSource], VisionModel]
     hf_types: tuple[str, ...]  # config.json's model_type
-    read_hf: Callable[[Keys, Keys, int], VisionConfig | None]
+    read_hf: Callable[[Keys, Keys, int], VisionConfig]
     names: Mapping[str, tuple[str, ...]]
     unused: str = ""  # pattern of names: tensors of images that files carry and the encoder may leave
     transposed: Set[str] = frozenset()  # matrices that are (in, out) in the files

@@ -265,22 +265,23 @@ def test_generate_takes_a_prompt_with_images(llm: LLM) -> None:
     assert last.result.token_ids == many[1].token_ids
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A model whose images see all of themselves: its directory, and transformers' model."""
+@pytest.fixture(scope="module", params=["gemma3", "gemma4-whole"])
+def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    """A model whose images see all of themselves: its name, its directory, and transformers' model."""
     path = tmp_path_factory.mktemp("whole")
-    return path, save(path, "gemma3")
+    return request.param, path, save(path, request.param)
 
 
-def test_an_image_that_sees_itself_is_never_cut(whole: tuple[Path, Any]) -> None:
+def test_an_image_that_sees_itself_is_never_cut(whole: tuple[str, Path, Any]) -> None:
     """Catches an image cut over two steps, whose first half does not see the second, a mask that is causal,
     and an image found in part, the rest of which is computed later.
     """
-    directory, theirs = whole
-    asked = prompt("gemma3", "some text " * 3, image("gemma3", 1, 1), "middle", image("gemma3", 1, 2))
+    name, directory, theirs = whole
+    asked = prompt(name, "some text " * 3, image(name, 1, 1), "middle", image(name, 1, 2))
+    types = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
     with torch.no_grad():
-        want = theirs(**their_inputs("gemma3", asked)).logits[0].numpy()
-        causal = theirs(**{**their_inputs("gemma3", asked), "token_type_ids": None}).logits[0].numpy()
+        want = theirs(**their_inputs(name, asked)).logits[0].numpy()
+        causal = theirs(**{**their_inputs(name, asked), types: None}).logits[0].numpy()
     assert relative(causal, want) > 0.05
     runs = {(start, start + n) for start, n, _ in asked.spans}
     found = []
@@ -302,6 +303,17 @@ def test_an_image_that_sees_itself_is_never_cut(whole: tuple[Path, Any]) -> None
     np.testing.assert_array_equal(found[0], found[2])
 
 
+def test_an_image_that_no_step_has_room_for_is_refused(tmp_path: Path) -> None:
+    """Catches rows that a window or a step does not hold, of an image that may not be cut."""
+    save(tmp_path, "gemma4-whole")
+    large = image("gemma4-whole", 5)
+    with (
+        LLM(tmp_path, backend="reference") as llm,
+        pytest.raises(RequestError, match="at most 25 tokens, not 30"),
+    ):
+        llm.generate(prompt("gemma4-whole", large))
+
+
 def record_chunks(engine: Engine, chunks: list[tuple[int, int]]) -> None:
     """Notes the (start, stop) of each chunk that the engine's requests for rows compute."""
     schedule = engine.scheduler.schedule
@@ -318,12 +330,13 @@ def record_chunks(engine: Engine, chunks: list[tuple[int, int]]) -> None:
     engine.scheduler.schedule = noting  # type: ignore[method-assign]
 
 
-def test_rows_of_an_image_are_counted(whole: tuple[Path, Any]) -> None:
+def test_rows_of_an_image_are_counted(whole: tuple[str, Path, Any]) -> None:
     """Catches a request for more rows of logits of one image than a step has room for."""
-    with LLM(whole[0], max_requests=1) as llm:
-        request = llm.engine.make_request(prompt("gemma3", image("gemma3", 1, 1)), SamplingParams())
+    name, directory, _ = whole
+    with LLM(directory, max_requests=1) as llm:
+        request = llm.engine.make_request(prompt(name, image(name, 1, 1)), SamplingParams())
         assert request.images is not None
-        assert request.images.most_rows(0, 99) == 16
+        assert request.images.most_rows(0, 99) == (16 if name == "gemma3" else 6)
         assert request.images.most_rows(request.first_row, request.stop_row) == 1
 
 

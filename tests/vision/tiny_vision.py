@@ -80,6 +80,26 @@ MODELS = {
         },
         tile_tokens=6,
     ),
+    "gemma4-whole": TinyVision(  # whose images see themselves, in layers with a window
+        tr.Gemma4Config,
+        tr.Gemma4ForConditionalGeneration,
+        {
+            "text_config": {
+                **{**TEXT, **GEMMA4, "model_type": "gemma4_text", "sliding_window": 25},
+                **{"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "pad_token_id": 7},
+                **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            "vision_config": {
+                **{"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "patch_size": 4},
+                **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24},
+                "position_embedding_size": 64,
+            },
+            "audio_config": None,
+            **{"image_token_id": IMAGE_TOKEN, "boi_token_id": 270, "eoi_token_id": 269},
+        },
+        tile_tokens=6,
+    ),
     "idefics3": TinyVision(
         tr.Idefics3Config,
         tr.Idefics3ForConditionalGeneration,
@@ -192,7 +212,7 @@ def save(directory: Path, name: str) -> Any:
     model = tiny.model(tiny.config(**tiny.parts)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if name == "gemma4" and key.endswith("q_norm.weight"):  # scores are not scaled
+            if name.startswith("gemma4") and key.endswith("q_norm.weight"):  # scores are not scaled
                 parameter.mul_(0.5)
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
@@ -217,7 +237,7 @@ def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
         values = 96 if name in QWENS else 48  # two frames or one
         pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], values)).astype(np.float32)
         return ImageInput(pixels, grid, len(pixels) // 4, sha256(pixels.tobytes()).digest())
-    if name == "gemma4":  # 9 x 6 patches, of more tiles wider and less tall ones
+    if name.startswith("gemma4"):  # 9 x 6 patches, of more tiles wider and less tall ones
         grid = (1, 9, 6) if n_tiles == 1 else (1, 6, 9 * n_tiles)
         pixels = np.random.default_rng(seed).uniform(0, 1, (grid[1] * grid[2], 48)).astype(np.float32)
         return ImageInput(pixels, grid, len(pixels) // 9, sha256(pixels.tobytes()).digest())
@@ -267,7 +287,7 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
             inputs["pixel_values"][i, : len(part)] = torch.from_numpy(part)
             inputs["pixel_attention_mask"][i, : len(part)] = 1
         inputs["spatial_shapes"] = torch.tensor(shapes)
-    elif asked.images and asked_of == "gemma4":
+    elif asked.images and asked_of.startswith("gemma4"):
         n_images, most = len(asked.images), max(len(one.pixels) for one in asked.images)
         inputs["pixel_values"] = torch.zeros(n_images, most, 48)
         inputs["image_position_ids"] = torch.full((n_images, most, 2), -1)
@@ -290,7 +310,7 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
         inputs["pixel_values"] = torch.from_numpy(pixels)
         if asked_of != "gemma3":
             inputs["pixel_values"] = inputs["pixel_values"][None]
-    if asked_of in QWENS:
+    if asked_of in (*QWENS, "gemma4-whole"):
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
     if asked_of == "gemma3":
         inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -78,9 +79,16 @@ class Gemma4Vision(RotatedEncoder):
     def check(self, image: ImageInput) -> None:
         """See VisionModel.check."""
         super().check(image)
-        if max(image.grid) > (most := self.config.encoder.n_positions):
+        config, most = self.config, self.config.encoder.n_positions
+        if max(image.grid) > most:
             raise RequestError(
                 f"the model sees at most {most} patches a side, not {image.grid}", param="images"
+            )
+        if config.sees_whole and image.n_tokens > config.tile_tokens:
+            raise RequestError(
+                f"the model sees an image of at most {config.tile_tokens} tokens, not {image.n_tokens}: "
+                "send it with image_tokens",
+                param="images",
             )
 
     def parts(self, image: ImageInput) -> Iterator[ImagePart]:
@@ -106,15 +114,17 @@ class Gemma4Vision(RotatedEncoder):
         return self.projector(ops, x)
 
 
-def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig | None:
-    text = Keys(keys.value("text_config") or {}, keys.path, "", {"pad_token_id": 0, "vocab_size": 262144})
-    if text.value("use_bidirectional_attention") is not None:
-        return None  # rows of an image see each other both ways, in some layers only
+def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
+    defaults = {"pad_token_id": 0, "vocab_size": 262144, "sliding_window": 512}
+    text = Keys(keys.value("text_config") or {}, keys.path, "", defaults)
     vision.expect("hidden_activation", "gelu_pytorch_tanh")
     heads, merge = vision.whole("num_attention_heads"), vision.whole("pooling_kernel_size", most=64)
     vision.expect("num_key_value_heads", heads)
     vision.expect("head_dim", vision.whole("hidden_size") // heads)
-    n_positions, side = vision.whole("position_embedding_size", most=1 << 16), 17 * merge  # room for 280 rows
+    n_positions = vision.whole("position_embedding_size", most=1 << 16)
+    is_whole = text.value("use_bidirectional_attention") == "vision"
+    # room for 280 rows, or for 560 that none may lack, unless windows reach less far
+    side = merge * (min(24, isqrt(text.whole("sliding_window"))) if is_whole else 17)
     encoder = read_blocks(
         vision, "gemma4", vision.positive("rms_norm_eps"), MOST_PATCHES, n_positions, rotates=True
     )
@@ -127,6 +137,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig | None:
         merge=merge,
         d_text=d_text,
         image_token_id=keys.whole("image_token_id", least=0),
+        sees_whole="windows" if is_whole else "",
         blank_id=text.whole("pad_token_id", least=0, most=text.whole("vocab_size") - 1),
     )
 
