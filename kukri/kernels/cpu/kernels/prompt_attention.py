@@ -25,6 +25,7 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     device,
     load_f32,
     load_i64,
+    prefetch,
     stack_bytes,
     store_f32,
     store_i64,
@@ -286,11 +287,19 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, is_capped:
     tile_scores, tile_values = _make_scores(cached, d_head), _make_values(cached, d_head)
     softmax = _make_softmax(is_capped)
     finish_row = finish_rotated if cached.is_rotated else finish
-    row_bytes = 4 * d_head
+    row_bytes, head_bytes = 4 * d_head, cached.head_bytes(d_head)
     n_scales = d_head // 16 // cached.vectors_per_scale(d_head)
     q_bytes, range_bytes, score_bytes = room * row_bytes, 16 * room, room * _ROW_SCORES
     wide_bytes = CHUNK_TOKENS * (row_bytes + 4 * n_scales)
     tile_bytes, vector_bytes, lane_bytes = 16 * (room // _TILE_ROWS), 16 * (room // _LANES), 4 * room
+
+    @device
+    def fetch(numbers, pages, n_pages):
+        """Prefetches a chunk's keys, or values, while other numbers are multiplied."""
+        for page in range(n_pages):
+            source = numbers + load_i64(pages + 8 * page)
+            for i in range(0, head_bytes, 64):
+                prefetch(source + i)
 
     @device
     def store_bounds(ranges, n_tiles, n_vectors, tile_ranges, all_see):
@@ -348,10 +357,12 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, is_capped:
             store_f32x16(total + i, splat(0.0))
         for i in range(0, n_tiles * _TILE_ROWS * row_bytes, 64):
             store_f32x16(sums + i, splat(0.0))
-        for chunk in range(load_i64(work.entry + WORK_CHUNK), load_i64(work.entry + WORK_CHUNK_STOP)):
+        stop_chunk = load_i64(work.entry + WORK_CHUNK_STOP)
+        for chunk in range(load_i64(work.entry + WORK_CHUNK), stop_chunk):
             base = chunk * CHUNK_TOKENS
             n_pages = (min(n_context - base, CHUNK_TOKENS) + PAGE_TOKENS - 1) >> 4
             load_pages(work, base, n_context, pages)
+            fetch(work.values, pages, n_pages)
             widen_keys(work.keys, pages, n_pages, wide)
             for tile in range(n_tiles):
                 first = load_i64(tile_ranges + 16 * tile)
@@ -369,6 +380,9 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, is_capped:
                     top + 4 * row, total + 4 * row, keep + 4 * row, take + 4 * row,
                 )  # fmt: skip
             widen_values(work.values, pages, n_pages, wide)
+            if chunk + 1 < stop_chunk:
+                load_pages(work, base + CHUNK_TOKENS, n_context, pages)
+                fetch(work.keys, pages, CHUNK_PAGES)
             for tile in range(n_tiles):
                 first = load_i64(tile_ranges + 16 * tile)
                 last = load_i64(tile_ranges + 16 * tile + 8)

@@ -99,7 +99,7 @@ def query_tokens(group: int) -> int:
 
 def prompt_tokens(group: int, d_head: int) -> int:
     """The most new tokens of a sequence of a work entry: as many rows as caches hold next to a chunk."""
-    return max(query_tokens(group), min(96, 6144 // d_head) // group)
+    return max(query_tokens(group), min(120, 7680 // d_head) // group)
 
 
 # A partial attention result: maxima of MAX_TILE_ROWS rows, their sums, then rows x d_head, float32
