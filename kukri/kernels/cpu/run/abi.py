@@ -52,7 +52,7 @@ N_WORK = 88
 WORK = 96  # address of entries of WORK_BYTES
 TOKEN_PARTS = 104  # address of PARTS_BYTES per token
 ROPE_POSITIONS = 112  # address of what RoPE rotates by: those of POSITIONS, unless the batch says otherwise
-# Of a plan with masks: float32 [heads, T, context padded to whole pages], strides in bytes (0 for one head)
+# A plan's masks, float32 [heads, T, context padded to whole pages], and strides in bytes (0 for one head)
 MASK = 120
 MASK_STRIDE = 128
 MASK_HEAD_STRIDE = 136
