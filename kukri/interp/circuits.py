@@ -204,8 +204,8 @@ class AttributionGraph:
             layer, position = divmod(i - n_features, n_tokens)
             kind, name, js, number = (
                 "mlp reconstruction error",
-                f"0_{layer}_{position}",
-                f"{layer}_{position}-0",
+                f"{layer}_-1_{position}",
+                f"{layer}_-1-{position}",
                 -1,
             )
         elif i < tokens:

@@ -237,6 +237,12 @@ def test_pruning_keeps_what_leads_to_logits(pair, tmp_path):
         assert edges[:n][nodes[:n]].any(axis=1).all()
         sizes.append(int(nodes.sum()))
     assert sizes[0] < sizes[1] < sizes[2]
+    whole = graph.as_json(str, "a", 1.0, 1.0)
+    assert {(0, 1), (0, 2)} & {(layer, feature) for layer, _, feature in graph.features.tolist()}
+    for key in ("node_id", "jsNodeId"):  # feature 1 of layer 0 is not the error of layer 1
+        kinds = [(node[key], node["feature_type"]) for node in whole["nodes"]]
+        assert len({name for name, _ in kinds}) == len(set(kinds))
+    assert len({node["node_id"] for node in whole["nodes"]}) == len(whole["nodes"])
     with pytest.raises(RequestError, match="node_threshold must be from 0 to 1"):
         graph.prune(1.5)
 

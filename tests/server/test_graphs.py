@@ -172,6 +172,19 @@ def test_graphs_need_the_scope_and_a_model(site: Served, http: httpx.Client) -> 
     assert "google/gemma-2-2b" in answer.json()["error"]["message"]
 
 
+def test_nodes_of_another_graph(http: httpx.Client) -> None:
+    """Catches an index error for features or layers that these transcoders do not have."""
+    for place, words in (
+        ({"layer": 1, "features": [100]}, "from 0 to 99"),
+        ({"layer": 7, "features": [1]}, "needs a layer that it has (0, 1), not 7"),
+    ):
+        edit = {"op": "scale", "transcoder": "mlps", "strength": 2, **place}
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "interventions": [edit]}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+
+
 def test_transcoders_that_cannot_make_a_graph(files: Path) -> None:
     """Catches a choice that nobody made, layers that are missing, memory beyond the bound."""
     with (

@@ -55,13 +55,13 @@ def small_graph() -> dict[str, Any]:
         node("E_1_0", "embedding", "E", 0),
         node("0_7_2", feature, "0", 2, influence=0.4, activation=2.5, top_tokens=[" Paris", "<b>x</b>"]),
         node("3_9_2", feature, "3", 2, influence=0.6, clerp="say a capital"),
-        node("0_1_1", "mlp reconstruction error", "1", 1, influence=0.7),
+        node("1_-1_1", "mlp reconstruction error", "1", 1, influence=0.7),
         node("5_2_2", "logit", "5", 2, clerp='Output " Paris" (p=0.9)', token_prob=0.9),
     ]
     links = [
         ("E_1_0", "0_7_2", 1.25),
         ("0_7_2", "3_9_2", -2.5),
-        ("0_1_1", "5_2_2", 0.5),
+        ("1_-1_1", "5_2_2", 0.5),
         ("3_9_2", "5_2_2", 3.0),
     ]
     return {
