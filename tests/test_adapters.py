@@ -87,6 +87,7 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-4) -> None:
         "minicpm3",
         "falcon_h1",
         "nemotron_h",
+        "mamba2",
         "gpt_neox",
     ],
 )
@@ -100,6 +101,16 @@ def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None
     with LLM(directory, backend="reference", adapters={"a": path}) as llm:
         close(llm.logits(IDS, adapter="a"), want)
         close(llm.logits(IDS), theirs(model, IDS))
+
+
+def test_names_of_nemotron_hs_own_code(tmp_path: Path) -> None:
+    """Adapters trained with the code on the hub, where the model below the head is called backbone."""
+    directory, model = make(tmp_path / "model", "nemotron_h")
+    updates = random_updates(model, (*ATTENTION, *CONVOLUTION), rank=4)
+    older = {name.replace("model.", "backbone.", 1): update for name, update in updates.items()}
+    paths = {"a": write_peft(tmp_path / "a", updates), "b": write_peft(tmp_path / "b", older)}
+    with LLM(directory, backend="reference", adapters=paths) as llm:
+        np.testing.assert_array_equal(llm.logits(IDS, adapter="b"), llm.logits(IDS, adapter="a"))
 
 
 def test_logits_on_the_cpu(llm: LLM, llama: tuple[Path, Any]) -> None:

@@ -403,6 +403,7 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         {
             **{"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16},
             **{"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+            "embedding_multiplier": 3.0,
         },
     ),
     "mamba2": (

@@ -40,7 +40,7 @@ _PEFT = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 # The model's own matrix, unchanged, which PEFT saves besides an update of the head or the embedding
 _COPY = re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.weight")
 _GGUF = re.compile(r"(?P<tensor>.+)\.lora_(?P<part>[ab])")
-_PREFIXES = ("model.", "transformer.", "bert.", "roberta.")
+_PREFIXES = ("model.", "transformer.", "bert.", "roberta.", "backbone.")
 
 # Keys of adapter_config.json that change the result unless they hold one of these, with what they ask for.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

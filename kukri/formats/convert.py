@@ -164,6 +164,9 @@ def of_directory(
         for i, part in enumerate(parts):
             stored_name = gguf_name(part, config.architecture)
             steps.append(_of_safetensors(config, file, name, stored_name, i, len(parts)))
+        if canonical == f"{architecture.embedding}.weight" and _is_head_multiplied(config):
+            head = gguf_name("lm_head.weight", config.architecture)
+            steps.append(_of_safetensors(config, file, name, head, 0, 1))
     steps += _of_experts(path, config, stacks)
     steps.sort(key=_place)
     return Conversion(config, {**model_metadata(config), **text}, tuple(steps))
@@ -245,6 +248,13 @@ def _factors(config: ModelConfig, name: str) -> Any:
         return None
     factors = factors_of(config, re.sub(r"model\.layers\.\d+\.|\.weight$", "", name))
     return None if np.all(np.equal(factors, 1)) else factors
+
+
+def _is_head_multiplied(config: ModelConfig) -> bool:
+    """True if GGUF files need a head of their own: that of the embedding, multiplied by another factor."""
+    architecture = ARCHITECTURES[config.architecture]
+    names = (f"{architecture.embedding}.weight", "lm_head.weight")
+    return config.tie_embeddings and len({_factors(config, name) for name in names}) > 1
 
 
 def _of_array(name: str, values: FloatArray) -> Step:

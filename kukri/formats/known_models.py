@@ -42,6 +42,7 @@ def machine_gb(weights_gb: float) -> int:
 
 
 _APACHE, _GEMMA, _LFM, _LLAMA = "apache-2.0", "gemma", "lfm1.0", "llama3.2"
+_FALCON = "falcon-llm-license"
 KNOWN_MODELS = (
     KnownModel("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 0.36, _APACHE, "trying things out"),
     KnownModel("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 1.7, _APACHE, "chat, rewriting"),
@@ -75,6 +76,9 @@ KNOWN_MODELS = (
     KnownModel("lfm2-8b-a1b", "LiquidAI/LFM2-8B-A1B", 8.3, _LFM, "chat, tools; 1.5B active: fast on CPUs"),
     KnownModel("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", 2.5, _APACHE, "RAG, tools"),
     KnownModel("granite-4-tiny", "ibm-granite/granite-4.0-h-tiny", 7.0, _APACHE, "RAG, tools; 1B active"),
+    KnownModel(
+        "falcon-h1-0.5b", "tiiuae/Falcon-H1-0.5B-Instruct", 0.52, _FALCON, "long texts, short answers"
+    ),
     KnownModel("ernie-21b-a3b", "baidu/ERNIE-4.5-21B-A3B-PT", 21.8, _APACHE, "chat in Chinese; 3B active"),
     KnownModel("gpt-oss-20b", "openai/gpt-oss-20b", 20.9, _APACHE, "reasoning, tools; 3.6B active", 13.8),
     KnownModel("olmo-2-1b", "allenai/OLMo-2-0425-1B-Instruct", 1.5, _APACHE, "research: open data"),

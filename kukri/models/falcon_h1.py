@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig, MultiplierConfig
-from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
@@ -176,11 +175,6 @@ def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    """Raises UnsupportedError for multipliers that one matrix cannot have both."""
-    if config.tie_embeddings and config.embedding_scale * config.logits_divisor != 1:
-        raise UnsupportedError(
-            "GGUF has no key for multipliers of embeddings and logits that are one matrix: they differ here"
-        )
     keys["attention.head_count_kv"] = config.n_kv_heads
 
 

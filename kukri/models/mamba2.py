@@ -47,7 +47,7 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    for unread in ("layer_types", "intermediate_size", "num_key_value_heads", "rope_theta", "rope_scaling"):
+    for unread in ("layer_types", "intermediate_size", "rope_theta", "rope_scaling"):
         keys.pop(unread)
 
 
@@ -70,7 +70,11 @@ MAMBA2 = replace(
     gguf_epsilon="attention.layer_norm_rms_epsilon",
     gguf_defaults={"attention.head_count_kv": 0},
     gguf_reads={"attention.head_count", "feed_forward_length"},
-    keys={"n_heads": ("ssm.time_step_rank", "num_heads"), "d_ffn": ("ssm.inner_size", "intermediate_size")},
+    keys={
+        "n_heads": ("ssm.time_step_rank", "num_heads"),
+        "n_kv_heads": ("attention.head_count_kv", "num_heads"),
+        "d_ffn": ("ssm.inner_size", "intermediate_size"),
+    },
     hf_prefix="backbone.",
     joined={stored: modules for stored, modules in NEMOTRON_H.joined.items() if "mamba." in modules[0]}
     | {"norm": ("input_layernorm",)},
@@ -92,7 +96,7 @@ MAMBA2 = replace(
     defaults={
         **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2},
         **{"use_conv_bias": True, "layer_norm_epsilon": 1e-5},
-        **{"intermediate_size": 1, "num_key_value_heads": None, "max_position_embeddings": CONTEXT},
+        **{"intermediate_size": 1, "max_position_embeddings": CONTEXT},
     },
     biases={key: rule for key, rule in NEMOTRON_H.biases.items() if rule != "mlp_bias"},
     recurrent=RecurrentKeys(

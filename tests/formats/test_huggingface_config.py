@@ -315,6 +315,22 @@ def test_rope_scaling_of_both_generations(parameters, more, facts):
             "'mamba' among types of layers",
         ),
         ({"model_type": "minicpm", "sparse_config": {"x": 8192}}, UnsupportedError, "runs None alone"),
+        ({"model_type": "mamba2", "num_heads": 8, "head_dim": 32}, FormatError, "8 heads .* have 16"),
+        ({"model_type": "mamba2", "num_heads": 3}, FormatError, "does not divide a width of 128"),
+        ({"model_type": "mamba2", "time_step_limit": [0.0, 1.0]}, UnsupportedError, "time_step_limit"),
+        ({"model_type": "phimoe", "num_experts_per_tok": 3}, UnsupportedError, "kukri runs 2 alone"),
+        ({"model_type": "phimoe", "router_jitter_noise": 0}, FormatError, "must be a finite number above 0"),
+        (
+            {
+                "model_type": "phimoe",
+                "rope_scaling": {
+                    **{"type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 8},
+                    **{"short_mscale": 1.0, "long_mscale": 1.25},
+                },
+            },
+            UnsupportedError,
+            "short_mscale of 1 and a long_mscale of 1.25",
+        ),
         ({"model_type": "minicpm", "scale_emb": 0}, FormatError, "must be a finite number above 0"),
         ({"model_type": "granite", "residual_multiplier": 0}, FormatError, "must be a finite number above 0"),
         ({"model_type": "granite", "logits_scaling": "8"}, FormatError, "must be a number"),

@@ -19,7 +19,7 @@ def test_each_line_is_a_model_of_the_hub() -> None:
         assert re.fullmatch(r"[a-z0-9][a-z0-9.-]+", model.name), model
         assert parse_name(model.name) == RepoName(model.repo)
         assert 0.1 < model.n_billion < 100
-        assert model.licence in ("apache-2.0", "mit", "gemma", "lfm1.0", "llama3.2")
+        assert model.licence in ("apache-2.0", "mit", "gemma", "lfm1.0", "llama3.2", "falcon-llm-license")
         assert model.good_for
         assert "|" not in model.good_for
 
