@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SEES = ("gemma3", "gemma4", "qwen3_5")  # whose encoders run
+SEES = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5")  # whose encoders run
 
 
 def save(directory: Path, name: str) -> Any:

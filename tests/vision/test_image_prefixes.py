@@ -265,7 +265,7 @@ def test_generate_takes_a_prompt_with_images(llm: LLM) -> None:
     assert last.result.token_ids == many[1].token_ids
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gemma4-whole"])
+@pytest.fixture(scope="module", params=["gemma3", "gemma4-whole", "gemma4-unified"])
 def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     """A model whose images see all of themselves: its name, its directory, and transformers' model."""
     path = tmp_path_factory.mktemp("whole")

@@ -88,6 +88,21 @@ def test_patches_are_those_of_gemma4(stated, budget, size):
     np.testing.assert_array_equal(own.pixels, theirs["pixel_values"][0][is_real])
 
 
+@pytest.mark.parametrize("size", ["photo", "tall", "line"])
+def test_squares_are_those_of_gemma4_unified(size):
+    """Catches pixels of a square in another order. transformers resizes for it by torchvision; here it is
+    Gemma 4's processor for Pillow whose patches are put together.
+    """
+    image = picture(*SIZES[size])
+    theirs = reference(GEMMA4)(images=[Image.fromarray(image)], return_tensors="np")
+    own = image_processor({"image_processor_type": "Gemma4UnifiedImageProcessor"}, {}, {}).prepare(image)
+    _, rows, columns = own.grid
+    assert own.n_tokens == rows * columns == theirs["num_soft_tokens_per_image"][0]
+    real = theirs["pixel_values"][0][: 9 * own.n_tokens]
+    cut = real.reshape(rows, 3, columns, 3, 16, 16, 3).transpose(0, 2, 1, 4, 3, 5, 6)
+    np.testing.assert_array_equal(own.pixels, cut.reshape(rows * columns, -1))
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stated", [QWEN25, QWEN3], ids=["qwen2.5-vl", "qwen3-vl"])
 def test_patches_are_those_of_qwen(stated, size):

@@ -100,6 +100,23 @@ MODELS = {
         },
         tile_tokens=6,
     ),
+    "gemma4-unified": TinyVision(
+        tr.Gemma4UnifiedConfig,
+        tr.Gemma4UnifiedForConditionalGeneration,
+        {
+            "text_config": {
+                **{**TEXT, **GEMMA4, "model_type": "gemma4_unified_text", "sliding_window": 25},
+                **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "pad_token_id": 7},
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            "vision_config": {
+                **{"patch_size": 4, "mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 40},
+            },
+            "audio_config": None,
+            **{"image_token_id": IMAGE_TOKEN, "boi_token_id": 270, "eoi_token_id": 269},
+        },
+        tile_tokens=6,
+    ),
     "idefics3": TinyVision(
         tr.Idefics3Config,
         tr.Idefics3ForConditionalGeneration,
@@ -237,6 +254,10 @@ def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
         values = 96 if name in QWENS else 48  # two frames or one
         pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], values)).astype(np.float32)
         return ImageInput(pixels, grid, len(pixels) // 4, sha256(pixels.tobytes()).digest())
+    if name == "gemma4-unified":  # squares of 3 x 3 patches
+        grid = (1, 3, 2) if n_tiles == 1 else (1, 2, 3 * n_tiles)
+        pixels = np.random.default_rng(seed).uniform(0, 1, (grid[1] * grid[2], 9 * 48)).astype(np.float32)
+        return ImageInput(pixels, grid, len(pixels), sha256(pixels.tobytes()).digest())
     if name.startswith("gemma4"):  # 9 x 6 patches, of more tiles wider and less tall ones
         grid = (1, 9, 6) if n_tiles == 1 else (1, 6, 9 * n_tiles)
         pixels = np.random.default_rng(seed).uniform(0, 1, (grid[1] * grid[2], 48)).astype(np.float32)
@@ -289,7 +310,7 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
         inputs["spatial_shapes"] = torch.tensor(shapes)
     elif asked.images and asked_of.startswith("gemma4"):
         n_images, most = len(asked.images), max(len(one.pixels) for one in asked.images)
-        inputs["pixel_values"] = torch.zeros(n_images, most, 48)
+        inputs["pixel_values"] = torch.zeros(n_images, most, asked.images[0].pixels.shape[1])
         inputs["image_position_ids"] = torch.full((n_images, most, 2), -1)
         for i, one in enumerate(asked.images):
             places = np.indices(one.grid[1:]).reshape(2, -1)[::-1].T  # (column, row)
@@ -310,7 +331,7 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
         inputs["pixel_values"] = torch.from_numpy(pixels)
         if asked_of != "gemma3":
             inputs["pixel_values"] = inputs["pixel_values"][None]
-    if asked_of in (*QWENS, "gemma4-whole"):
+    if asked_of in (*QWENS, "gemma4-whole", "gemma4-unified"):
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
     if asked_of == "gemma3":
         inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()

@@ -56,21 +56,26 @@ class _Block(Gemma2Block):
 
 
 class Gemma4Vision(RotatedEncoder):
-    """The encoder and its projector. `std` are the bias and scale of what the projector reads, if any."""
+    """The encoder and its projector. Files hold the tables of columns and rows along axis `tables_axis`."""
 
-    block_type, adds_places = _Block, True
+    block_type, adds_places, tables_axis = _Block, True, 0
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
-        encoder, d_model = config.encoder, config.encoder.d_model
-        table = source.matrix("model.embed_positions.weight", (2, encoder.n_positions * d_model))
-        self._columns, self._rows = table.data.reshape(2, encoder.n_positions, -1)
-        self._type = table.type
-        self._std = None
-        if source.has("model.std_bias"):
+        self.take_ends(source)
+        d_model, self._std = config.encoder.d_model, None
+        if source.has("model.std_bias"):  # what the projector reads is standardized
             self._std = source.vector("model.std_bias", d_model), source.vector("model.std_scale", d_model)
+
+    def take_ends(self, source: WeightSource) -> None:
+        """Takes the embeddings of places, and the projector."""
+        d_model, n = self.config.encoder.d_model, self.config.encoder.n_positions
+        first, second = (2, n) if self.tables_axis == 0 else (n, 2)
+        table = source.matrix("model.embed_positions.weight", (first, second * d_model))
+        self._type = table.type
+        self._columns, self._rows = np.moveaxis(table.data.reshape(first, second, -1), self.tables_axis, 0)
         self._ones = Vector(np.ones(d_model, np.float32))
-        self.projector = Linear(source, ["projector"], (config.d_text,), d_model)
+        self.projector = Linear(source, ["projector"], (self.config.d_text,), d_model)
 
     def norm_type(self, *what: Any) -> NoNorm:
         """The last layer's states are not normed."""
@@ -94,12 +99,18 @@ class Gemma4Vision(RotatedEncoder):
     def parts(self, image: ImageInput) -> Iterator[ImagePart]:
         """The image, row by row."""
         grid = image.grid[1], image.grid[2]
-        columns, rows = (
-            dequantize(t[:n], self._type) for t, n in ((self._columns, grid[1]), (self._rows, grid[0]))
-        )
-        places = (columns[None] + rows[:, None]).reshape(len(image.pixels), -1)
-        values = np.concatenate([2 * (image.pixels - np.float32(0.5)), places], axis=1)
-        yield ImagePart(values, grid, np.indices(grid, np.int32).reshape(2, -1))
+        positions = np.indices(grid, np.int32).reshape(2, -1)
+        yield ImagePart(self.values(image.pixels, grid), grid, positions)
+
+    def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """Patches from -1 to 1, and after each the embeddings of its place."""
+        return np.concatenate([2 * (patches - np.float32(0.5)), self.places(grid)], axis=1)
+
+    def places(self, grid: tuple[int, int]) -> FloatArray:
+        """The embeddings of the places of a grid, row by row [T, D]."""
+        tables = zip((self._rows, self._columns), grid)
+        rows, columns = (dequantize(np.ascontiguousarray(of[:n]), self._type) for of, n in tables)
+        return (columns[None] + rows[:, None]).reshape(grid[0] * grid[1], -1)
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """The mean of a square's hidden states, scaled."""

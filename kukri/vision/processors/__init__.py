@@ -7,7 +7,7 @@ from typing import Any
 
 from kukri.errors import UnsupportedError
 from kukri.vision.processors.gemma3 import Gemma3Processor
-from kukri.vision.processors.gemma4 import Gemma4Processor
+from kukri.vision.processors.gemma4 import Gemma4Processor, Gemma4UnifiedProcessor
 from kukri.vision.processors.idefics3 import Idefics3Processor
 from kukri.vision.processors.lfm2_vl import Lfm2VlProcessor
 from kukri.vision.processors.pixtral import PixtralProcessor
@@ -17,6 +17,7 @@ from kukri.vision.processors.qwen import QwenProcessor
 _BY_TYPE: dict[str, type[ImageProcessor]] = {
     "Gemma3": Gemma3Processor,
     "Gemma4": Gemma4Processor,
+    "Gemma4Unified": Gemma4UnifiedProcessor,
     "Idefics3": Idefics3Processor,
     "Lfm2Vl": Lfm2VlProcessor,
     "Pixtral": PixtralProcessor,

@@ -73,3 +73,13 @@ class Gemma4Processor(ImageProcessor):
         if wide == 0:
             return min(math.floor(height / width) * side, most), side
         return tall, wide
+
+
+class Gemma4UnifiedProcessor(Gemma4Processor):
+    """Squares of `pool` x `pool` patches are patches themselves: there is no encoder that pools them."""
+
+    @classmethod
+    def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
+        """The one of a checkpoint."""
+        made = super().of(stated, processor, model)
+        return replace(made, patch=made.patch * made.pool, pool=1)
