@@ -98,20 +98,33 @@ def _open_gguf(gguf: GGUFFile, path: Path) -> Checkpoint:
 
 def _with_mmproj(opened: Checkpoint, gguf: GGUFFile, file: GGUFFile, *, is_named: bool) -> Checkpoint:
     """The checkpoint with the encoder of a file; without it if that was found by name and is another's."""
-    d_text = opened.config.d_model
+    text, d_text = opened.config, opened.config.d_model
     if not is_named and width_of(file) != d_text:
         _log.warning("%s is of another model than %s, which is opened without it", file.path, opened.path)
         return opened
 
+    keys = Keys(gguf.metadata, gguf.path)
+    windows = [layer.window for layer in text.layers if layer.window]
+    stated = {
+        **{
+            "rms_norm_eps": text.norm_eps,
+            "vocab_size": text.n_vocab,
+            "sliding_window": min(windows, default=1),
+        },
+        "pad_token_id": keys.whole("tokenizer.ggml.padding_token_id", 0, least=0),
+        # Gemma 4's larger sizes: no key says it, and those with embeddings by layer are causal
+        "use_bidirectional_attention": None if text.d_per_layer else "vision",
+    }
+
     def token_id(token: str) -> int:
-        tokens = Keys(gguf.metadata, gguf.path).items("tokenizer.ggml.tokens", str)
+        tokens = keys.items("tokenizer.ggml.tokens", str)
         if token not in tokens:
             raise FormatError(
                 f"has no token {token!r}, which marks images before {file.path}", path=gguf.path
             )
         return tokens.index(token)
 
-    family, config, processor = read_mmproj(file, d_text, opened.config.norm_eps, token_id)
+    family, config, processor = read_mmproj(file, d_text, stated, token_id)
     return replace(
         opened,
         vision=config,

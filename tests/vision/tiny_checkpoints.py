@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.test_llm_safetensors import byte_tokenizer
-from tests.vision.tiny_vision import IMAGE_TOKEN, save
+from tests.vision.tiny_vision import IMAGE_TOKEN, PAD_ID, save
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]  # CLIP's
 # the token of images, and the facts of preprocessor_config.json
@@ -16,6 +16,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": (
         "<|image|>",
         {"image_processor_type": "Gemma4", "patch_size": 4, "max_soft_tokens": 70},
+    ),
+    "gemma4-whole": (
+        "<|image|>",
+        {"image_processor_type": "Gemma4", "patch_size": 4, "max_soft_tokens": 140},
     ),
     "idefics3": (
         "<image>",
@@ -69,8 +73,9 @@ def save_with_processor(directory: Path, name: str) -> Any:
     others = [f"<other {i}>" for i in range(IMAGE_TOKEN - len(tokenizer))]
     if name == "mistral3":
         others[:2] = "[IMG_BREAK]", "[IMG_END]"
-    if name == "gemma4":
+    if name.startswith("gemma4"):
         others[:2] = "<|image>", "<image|>"
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PAD_ID)
     tokenizer.add_special_tokens({"additional_special_tokens": [*others, token]})
     assert tokenizer.convert_tokens_to_ids(token) == IMAGE_TOKEN
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(token))

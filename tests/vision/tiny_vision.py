@@ -16,7 +16,7 @@ from kukri.engine import Engine
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
 from tests.test_llm_safetensors import GEMMA, GEMMA4, TINY, byte_tokenizer
 
-IMAGE_TOKEN = 271
+IMAGE_TOKEN, PAD_ID = 271, 7
 TEXT = {**TINY, "model_type": "llama", "max_position_embeddings": 512}
 SIGLIP = {
     **{"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_hidden_layers": 3},
@@ -67,7 +67,7 @@ MODELS = {
         {
             "text_config": {
                 **{**TEXT, **GEMMA4, "model_type": "gemma4_text", "sliding_window": 24},
-                **{"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "pad_token_id": 7},
+                **{"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "pad_token_id": PAD_ID},
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
             "vision_config": {
@@ -86,7 +86,7 @@ MODELS = {
         {
             "text_config": {
                 **{**TEXT, **GEMMA4, "model_type": "gemma4_text", "sliding_window": 25},
-                **{"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "pad_token_id": 7},
+                **{"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "pad_token_id": PAD_ID},
                 **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
@@ -106,7 +106,7 @@ MODELS = {
         {
             "text_config": {
                 **{**TEXT, **GEMMA4, "model_type": "gemma4_unified_text", "sliding_window": 25},
-                **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "pad_token_id": 7},
+                **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "pad_token_id": PAD_ID},
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
             "vision_config": {

@@ -24,15 +24,20 @@ _SHARED = {
     "model.norm": "v.post_ln",
 }
 _IN_LAYER = {  # by the last part of a name: families have their own ones
-    **dict.fromkeys(("layer_norm1", "norm1", "attention_norm"), "ln1"),
-    **dict.fromkeys(("layer_norm2", "norm2", "ffn_norm"), "ln2"),
+    **dict.fromkeys(("layer_norm1", "norm1", "attention_norm", "input_layernorm"), "ln1"),
+    **dict.fromkeys(("layer_norm2", "norm2", "ffn_norm", "pre_feedforward_layernorm"), "ln2"),
+    **{"post_attention_layernorm": "attn_post_norm", "post_feedforward_layernorm": "ffn_post_norm"},
+    **{"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"},
     **{"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "qkv": "attn_qkv"},
     **dict.fromkeys(("out_proj", "o_proj", "proj"), "attn_out"),
     "gate_proj": "ffn_gate",
     **dict.fromkeys(("up_proj", "fc1", "linear_fc1"), "ffn_up"),
     **dict.fromkeys(("down_proj", "fc2", "linear_fc2"), "ffn_down"),
 }
-_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?:\w+\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+_LAYER = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.(?:\w+\.)??(?P<module>\w+)(?:\.linear)?"
+    r"\.(?P<kind>weight|bias|(?:input|output)_(?:min|max))"
+)
 _OUTSIDE = re.compile(r"(?P<module>.+)(?P<kind>\.(?:weight(?:\.1)?|bias))")  # .1: of the second frame
 _DEEP = re.compile(r"deep\.(?P<index>\d+)\.(?:linear_)?(?P<module>norm|fc1|fc2)\.(?P<kind>weight|bias)")
 
@@ -49,6 +54,7 @@ class Clip:
     activation: str = "gelu"
     colour_last: bool = False  # here; a convolution has the colours first
     interleaved: bool = False  # q and k have the rows of a head's pairs one after another
+    states_activation: bool = True  # False: files need not
     splits_qkv: bool = False  # q, k and v are tensors of their own
     unread: frozenset[str] = frozenset()  # tensors that llama.cpp needs and the text's embedding has
 
@@ -79,6 +85,17 @@ FAMILIES = {
         SCALE,
         {"projector.norm": "mm.soft_emb_norm", "projector": "mm.input_projection"},
         _gemma3,
+    ),
+    "gemma4": Clip(
+        "gemma4v",
+        "Gemma4",
+        SCALE,
+        {
+            **{"model.std_bias": "v.std_bias", "model.std_scale": "v.std_scale"},
+            "projector": "mm.input_projection",
+        },
+        colour_last=True,
+        states_activation=False,
     ),
     "lfm2_vl": Clip(
         "lfm2",
@@ -130,6 +147,8 @@ def stored_name(name: str, config: VisionConfig) -> str:
         return f"v.deepstack.{config.deep_layers[int(deep['index'])]}.{deep['module']}.{deep['kind']}"
     outside = _OUTSIDE.fullmatch(name)
     names = {**_SHARED, **clip_of(config).names}
+    if name in names:
+        return names[name]
     return f"{names[outside['module']]}{outside['kind']}" if outside and outside["module"] in names else name
 
 

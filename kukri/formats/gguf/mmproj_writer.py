@@ -22,6 +22,7 @@ from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionFamily
 from kukri.vision.pixels import Scale
 from kukri.vision.processors import ImageProcessor
+from kukri.vision.processors.gemma4 import Gemma4Processor
 from kukri.vision.processors.idefics3 import Idefics3Processor
 from kukri.vision.processors.pixtral import PixtralProcessor
 from kukri.vision.processors.qwen import QwenProcessor
@@ -100,6 +101,8 @@ def _processor_keys(processor: ImageProcessor) -> dict[str, Any]:
         keys["preproc_image_size"] = processor.longest_edge
     if isinstance(processor, PixtralProcessor):
         keys["image_size"] = processor.longest_edge
+    if isinstance(processor, Gemma4Processor):
+        keys["image_max_pixels"] = processor.max_tokens * (processor.pool * processor.patch) ** 2
     if isinstance(processor, QwenProcessor):
         keys |= {"image_min_pixels": processor.min_pixels, "image_max_pixels": processor.max_pixels}
     return keys
@@ -112,6 +115,9 @@ def _written(
     clip, stored, f32 = clip_of(config), stored_name(name, config), QUANT_TYPES["F32"]
     if name in ("model.embed_patches.weight", "model.embed_positions.weight"):
         data, kind = dequantize(data, kind).reshape(shape), f32  # which llama.cpp's convolutions read
+    if name == "model.embed_positions.weight":  # several tables have an axis of their own
+        d_model = config.encoder.d_model
+        shape = shape if shape[1] == d_model else (shape[0], shape[1] // d_model, d_model)
     if name == "model.embed_patches.weight":
         size, n_frames = config.patch_size, config.n_frames
         if clip.colour_last:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
-from kukri.formats.gguf.mmproj_names import FAMILIES, MERGE, Clip, clip_of, interleaved_rows, stored_name
+from kukri.formats.gguf.mmproj_names import (
+    FAMILIES,
+    MERGE,
+    SCALE,
+    Clip,
+    clip_of,
+    interleaved_rows,
+    stored_name,
+)
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.split import is_mmproj
 from kukri.formats.huggingface.vision import vision_config
@@ -68,8 +77,10 @@ class Mmproj(NamedTuple):
     processor: ImageProcessor
 
 
-def read_mmproj(file: GGUFFile, d_text: int, text_eps: float, token_id: Callable[[str], int]) -> Mmproj:
-    """What a file states, before a text of the width `d_text` with norms of `text_eps`.
+def read_mmproj(
+    file: GGUFFile, d_text: int, text: Mapping[str, Any], token_id: Callable[[str], int]
+) -> Mmproj:
+    """What a file states, before a text of the width `d_text`, of whose config.json `text` are keys.
 
     `token_id` finds a token among the text's. Raises FormatError on keys that are missing or nonsense, and
     UnsupportedError for other families.
@@ -83,12 +94,17 @@ def read_mmproj(file: GGUFFile, d_text: int, text_eps: float, token_id: Callable
         if clip is None:
             known = ", ".join(one.projector for one in FAMILIES.values())
             raise whole.unsupported("projector_type", f"is {brief(projector)}: kukri runs {known}")
-        if not whole.flag(f"use_{clip.activation}"):
+        if not whole.flag(f"use_{clip.activation}", not clip.states_activation):
             raise whole.unsupported(f"use_{clip.activation}", "is not true: kukri runs nothing else")
         vision = _vision_config(keys, file, clip)
         own = clip.read(keys, file)
-        text = {"text_config": {"rms_norm_eps": text_eps}, "image_token_id": 0}
-        stated = {"model_type": name, "vision_config": vision, **text, **own}
+        stated = {
+            "model_type": name,
+            "vision_config": vision,
+            "text_config": text,
+            "image_token_id": 0,
+            **own,
+        }
         config = vision_config(stated, file.path, d_text)
         assert config is not None, "the family is known"
         processor = image_processor(_preprocessor(keys, clip, vision), {}, stated)
@@ -102,16 +118,19 @@ def _vision_config(keys: Keys, file: GGUFFile, clip: Clip) -> dict[str, Any]:
     pattern = keys.whole("n_wa_pattern", n_layers + 1)
     is_deep = keys.items("is_deepstack_layers", int) if keys.has("is_deepstack_layers") else []
     positions = file.tensors.get("v.position_embd.weight")
-    n_positions = positions.shape[0] if positions is not None else 0
+    n_positions = positions.shape[-2] if positions is not None and len(positions.shape) > 1 else 0
+    d_model, eps = keys.whole("embedding_length"), keys.positive("attention.layer_norm_epsilon")
     return {
-        "hidden_size": keys.whole("embedding_length"),
+        "hidden_size": d_model,
         "intermediate_size": keys.whole("feed_forward_length"),
         "image_size": keys.whole("image_size"),
         "patch_size": keys.whole("patch_size"),
-        "layer_norm_eps": keys.positive("attention.layer_norm_epsilon"),
+        **{"layer_norm_eps": eps, "rms_norm_eps": eps},
         "hidden_act": "gelu_pytorch_tanh" if clip.activation == "gelu" else clip.activation,
         **{"num_hidden_layers": n_layers, "depth": n_layers},
         **{"num_attention_heads": n_heads, "num_heads": n_heads},
+        **{"num_key_value_heads": n_heads, "head_dim": d_model // n_heads},
+        **{"pooling_kernel_size": keys.whole(SCALE, 3), "position_embedding_size": n_positions},
         **{"spatial_merge_size": keys.whole(MERGE, 2), "temporal_patch_size": 2},
         **{"num_patches": n_positions, "num_position_embeddings": n_positions},
         "window_size": keys.whole("window_size", 112),
@@ -133,6 +152,10 @@ def _preprocessor(keys: Keys, clip: Clip, vision: Mapping[str, Any]) -> dict[str
     }
     if clip.processor == "Idefics3":
         stated["size"] = {"longest_edge": keys.whole("preproc_image_size", 4 * size)}
+    if clip.processor == "Gemma4":
+        token = (patch * vision["pooling_kernel_size"]) ** 2
+        stated["max_soft_tokens"] = keys.whole("image_max_pixels", 280 * token) // token
+        stated |= {"pooling_kernel_size": vision["pooling_kernel_size"], "do_normalize": True}
     if clip.processor == "Qwen2VL":
         token = (patch * vision["spatial_merge_size"]) ** 2
         stated["min_pixels"] = keys.whole("image_min_pixels", 8 * token)
@@ -162,7 +185,7 @@ class MmprojWeights:
             numbers = _numbers(data, tensor, self.path).reshape(tensor.shape)
             data = np.ascontiguousarray(numbers.T).view(np.uint8).reshape(shape[0], -1)
         order = self._order(name, shape[0])
-        return Weight(data, tensor.type, shape, name, row_order=order)
+        return Weight(data.reshape(shape[0], -1), tensor.type, shape, name, row_order=order)
 
     def vector(self, name: str, size: int) -> FloatArray:
         """See WeightSource.vector."""
@@ -213,7 +236,8 @@ class MmprojWeights:
         tensor = self._file.tensors.get(stored)
         if tensor is None:
             raise FormatError("is missing", path=self.path, tensor=stored)
-        if tensor.shape != shape:
+        last = len(shape) - 1  # axes that the file has more, as tables of columns and rows, are one here
+        if (*tensor.shape[:last], prod(tensor.shape[last:])) != shape:
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             raise FormatError(message, path=self.path, offset=tensor.offset, tensor=stored)
         if tensor.type.name not in BLOCKS:
