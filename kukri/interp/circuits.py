@@ -30,6 +30,7 @@ Progress = Callable[[int, int], None]  # (targets done, targets in all)
 _BATCH = 64  # targets that go back at once
 _UPDATES = 8  # times that the most influential features are chosen
 _PRUNED_BYTES = 32  # for each pair of nodes while the graph is pruned
+_VOCAB_BLOCK = 8192  # tokens
 _BLOCK = 256  # rows of edges that are made absolute at a time
 _FINAL = "ln_final.hook_normalized"
 
@@ -363,7 +364,7 @@ class _Run:
         node_of = np.full(n_rows, -1, np.int64)  # each row's node
         node_of[:n_logits] = n_sources + np.arange(n_logits)
         directions = self.session.weights.unembedding_rows(tokens)
-        directions = directions - self.session.weights.W_U.mean(axis=1)
+        directions = directions - _mean_direction(self.session)
         last = len(self.ids) - 1
         edges[:n_logits, :n_sources] = self._sources([(_FINAL, last, one) for one in directions])
         done, is_visited = n_logits, np.zeros(n, np.bool_)
@@ -434,6 +435,15 @@ class _Run:
             if tap in grads:
                 by_position[:, i, :n_rows] = np.einsum("btd,td->bt", grads[tap], x[:n_rows])
         return found
+
+
+def _mean_direction(session: Session) -> FloatArray:
+    """The mean of the unembedding's directions, [D], read in blocks: the whole may be a third of a model."""
+    total = np.zeros(session.config.d_model, np.float64)
+    for start in range(0, session.config.n_vocab, _VOCAB_BLOCK):
+        block = np.arange(start, min(start + _VOCAB_BLOCK, session.config.n_vocab))
+        total += session.weights.unembedding_rows(block).sum(axis=0, dtype=np.float64)
+    return (total / session.config.n_vocab).astype(np.float32)
 
 
 def _tap(session: Session, hook: str, layer: int) -> str:

@@ -28,7 +28,7 @@ def add_written_tokens(
     """
     nodes = [n for n in graph["nodes"] if n["feature_type"] == "cross layer transcoder"]
     keys = [tuple(map(int, node["node_id"].split("_")[:2])) for node in nodes]  # (layer, feature)
-    unembedding = session.weights.W_U
+    unembedding = session.weights.unembedding_rows(np.arange(session.config.n_vocab)).T
     found: dict[tuple[int, ...], list[str]] = {}
     unique = sorted(set(keys))
     for start in range(0, len(unique), _BATCH):

@@ -100,7 +100,7 @@ def _job(served: ServedModel, body: GraphBody, ids: list[int], folder: str) -> d
     generator = {"name": "kukri", "version": __version__}
     return {
         "model": {"model": str(served.llm.path), **{name: getattr(options, name) for name in _MODEL_OPTIONS}},
-        "n_threads": options.n_threads or allowed_cores(),
+        "n_threads": max((options.n_threads or allowed_cores()) // 2, 1),  # BLAS waits busily for its threads
         "transcoders": folder,
         "ids": ids,
         "attributed": {
