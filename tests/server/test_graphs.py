@@ -75,8 +75,9 @@ def test_a_graph_is_the_offline_models(http: httpx.Client, files: Path) -> None:
             feature = int(node["node_id"].split("_")[1])
             best = np.argsort(-written[:, feature])[: len(top)].tolist()
             assert top == [llm.tokenizer.decode([i], continues=True) for i in best]
-    assert found["nodes"] == expected["nodes"]
-    assert found["links"] == expected["links"]
+    for name in ("nodes", "links"):
+        for mine, other in zip(found[name], expected[name], strict=True):
+            assert mine == pytest.approx(other, rel=1e-3, abs=1e-5)  # sums depend on the number of threads
     assert "".join(found["metadata"]["prompt_tokens"]) == found["metadata"]["prompt"] == PROMPT
     assert found["metadata"]["generation_settings"] == given
     assert found["metadata"]["pruning_settings"] == thresholds
