@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from kukri.calls.engine_calls import Intervene
     from kukri.interp.cache import ActivationCache
     from kukri.interp.circuits import AttributionGraph
+    from kukri.interp.images import EncoderSession
     from kukri.interp.interventions import Intervention
-    from kukri.interp.listening import PointHook
+    from kukri.interp.listening import FwdHooks, NamesFilter, PointHook
     from kukri.interp.oracles import OracleForm
-    from kukri.interp.session import FwdHooks, NamesFilter, ReturnType, Session
+    from kukri.interp.session import ReturnType, Session
     from kukri.interp.transcoders import Transcoders
     from kukri.interp.weights import Weights
     from kukri.tasks import Label, Span, TokenLabel
@@ -173,6 +174,11 @@ class LLM:
             return loop.result
         call = self.calls.for_chat(messages, params, overrides, adapter, self.intervene(interventions))
         return self.calls.run([call])[0]
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int] | ImagePrompt:
+        """The prompt that `chat` makes of messages: for `generate`, or for a run with hooks or a cache."""
+        found: list[int] | ImagePrompt = self.calls.chat_prompt(messages)
+        return found
 
     def stream(
         self,
@@ -430,14 +436,21 @@ class LLM:
         """Runs texts; returns (logits [batch, pos, V], activations), with TransformerLens' names and shapes.
 
         `prompt` is a text, token ids [T] or [batch, T], or a list of either; shorter ones are padded on the
-        right with zeros. `names` is a name, several, or a function of a name that says whether it is wanted;
-        None is all. With `stop_at_layer` nothing from that layer on is computed, and the stream before it
-        [batch, pos, D] takes the logits' place. `return_type` "loss" gives the mean loss in nats, None
-        no result, and nothing after the last name is computed. `fwd_hooks` are those of `run_with_hooks`.
-        `adapter` is the name of a loaded adapter, with which the model then runs. `interventions` edit before
-        the hooks see a value: see `kukri.interp.Intervention`.
+        right with zeros. It may also be one `ImagePrompt`, which the engine runs: hooks see it in chunks, and
+        those whose names begin with `vision.` are the encoder's (`LLM.vision`). `names` is a name, several,
+        or a function of a name that says whether it is wanted; None is all. With `stop_at_layer` nothing from
+        that layer on is computed, and the stream before it [batch, pos, D] takes the logits' place.
+        `return_type` "loss" gives the mean loss in nats, None no result, and nothing after the last name is
+        computed. `fwd_hooks` are those of `run_with_hooks`. `adapter` is the name of a loaded adapter, with
+        which the model then runs. `interventions` edit before the hooks see a value: see
+        `kukri.interp.Intervention`.
         """
         session = self._session(adapter)
+        if _sees(prompt, stop_at_layer):
+            from kukri.interp.images import run_images
+
+            options = names, fwd_hooks, return_type, interventions, adapter
+            return run_images(self, self.calls.compute, session, prompt, *options)
         return session.run_with_cache(prompt, names, stop_at_layer, fwd_hooks, return_type, interventions)
 
     def run_with_hooks(
@@ -457,6 +470,11 @@ class LLM:
         Raises HookError on a name that does not exist, or that can only be read.
         """
         session = self._session(adapter)
+        if _sees(prompt, stop_at_layer):
+            from kukri.interp.images import run_images
+
+            options = (), fwd_hooks, return_type, interventions, adapter
+            return run_images(self, self.calls.compute, session, prompt, *options)[0]
         return session.run_with_hooks(prompt, fwd_hooks, return_type, stop_at_layer, interventions)
 
     @overload
@@ -577,6 +595,13 @@ class LLM:
         token_bytes = self.tokenizer.token_bytes
         return Session(self.model, self._backend, encode, token_bytes, alone, catalog, kv_type)
 
+    @cached_property
+    def vision(self) -> EncoderSession:
+        """The activations of the encoder of images. Raises RequestError for a model that reads text alone."""
+        from kukri.interp.images import EncoderSession
+
+        return EncoderSession(self)
+
     def _session(self, adapter: str | None) -> Session:
         """The session about the model, with an adapter of this name or without."""
         return self.interp if adapter is None else self.interp.adapted(self.engine.adapters.get(adapter))
@@ -656,6 +681,17 @@ class LLM:
         request = self.calls.engine.make_output_request(token_ids, "logits", token_types=types)
         (rows,) = self.calls.compute([request])
         return rows
+
+
+def _sees(prompt: Any, stop_at_layer: int | None) -> bool:
+    """True for a prompt with images. Raises RequestError if it is to stop before the end."""
+    from kukri.vision.image import ImagePrompt
+
+    if isinstance(prompt, ImagePrompt) and stop_at_layer is not None:
+        raise RequestError(
+            "a prompt with images is run to its end: leave stop_at_layer", param="stop_at_layer"
+        )
+    return isinstance(prompt, ImagePrompt)
 
 
 def _open(options: ModelOptions) -> LLM:

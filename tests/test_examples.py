@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
+from tests.vision.pictures import picture
+from tests.vision.seeing import save_seeing
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
@@ -26,6 +30,7 @@ EXPECTED = {
     "steering.py": "strength +0.3:",
     "pictures.py": "pictures: heads.png, lens.svg, neurons.png",
     "sae.py": "features of ",
+    "image_attention.py": "attention.png: ",
     "hooks.py": "without the MLP of layer",
 }
 
@@ -33,6 +38,13 @@ EXPECTED = {
 def test_every_example_is_tested():
     """Catches an example added without a word about what it should print."""
     assert {path.name for path in EXAMPLES} == set(EXPECTED)
+
+
+def seeing(folder):
+    """A tiny model that sees, and a picture."""
+    save_seeing(folder / "model")
+    Image.fromarray(picture(30, 40)).save(folder / "seen.png")
+    return [str(folder / "model"), str(folder / "seen.png")]
 
 
 SLOW = ("ioi.py", "pictures.py", "sae.py")
@@ -46,8 +58,14 @@ SLOW = ("ioi.py", "pictures.py", "sae.py")
 def test_the_example_runs(path, smollm2_path, tmp_path):
     """Catches an example that the interface has left behind, or one too slow to be tried."""
     environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    arguments = seeing(tmp_path) if path.name == "image_attention.py" else []
     done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
+        [sys.executable, str(path), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     assert EXPECTED[path.name] in done.stdout

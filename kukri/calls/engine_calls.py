@@ -92,7 +92,7 @@ class EngineCalls:
     ) -> Call:
         """A call for the answer to a conversation."""
         checked = resolve_texts(self.params(params, overrides), self.tokenizer)
-        return self._call(self._encode_chat(messages), checked, adapter, intervene)
+        return self._call(self.chat_prompt(messages), checked, adapter, intervene)
 
     def for_ids(
         self,
@@ -121,7 +121,7 @@ class EngineCalls:
                 "best_of cannot be streamed: the best is known only at the end", param="best_of"
             )
         if _is_chat(prompt):
-            ids: Any = self._encode_chat(cast("Sequence[Message]", prompt))
+            ids: Any = self.chat_prompt(cast("Sequence[Message]", prompt))
         else:
             ids = self._encode(prompt)
         return self._call(ids, checked, adapter, intervene, streams=True)
@@ -226,7 +226,8 @@ class EngineCalls:
             prompt, lambda told, images: dialect.answer_prompt_ids(told, images=images)
         )
 
-    def _encode_chat(self, messages: Sequence[Message]) -> Any:
+    def chat_prompt(self, messages: Sequence[Message]) -> Any:
+        """The token ids of a conversation by the chat template, or its prompt with images."""
         self.check_generates()  # before a template is missed that has no use
         if isinstance(messages, str):
             raise RequestError(

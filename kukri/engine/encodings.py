@@ -21,6 +21,7 @@ from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
 
+PartListener = Callable[[ImagePart], Callable[[str, FloatArray], None]]
 _SLICE_S = 0.005  # slices run at least so long while others generate
 _MLP_ROWS, _PROJECTED_ROWS = 512, 64  # most rows of a slice
 
@@ -39,7 +40,9 @@ class Encodings:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.model, self._max_bytes, self._clock = model, max_bytes, clock
+        self._backend = backend
         self._programs = _EncoderPrograms(model, backend)
+        self._listening = self._programs  # with the taps that `listen` had last
         self._kept: OrderedDict[bytes, FloatArray] = OrderedDict()
         self._n_bytes = 0
         self._job: _Job | None = None
@@ -70,6 +73,19 @@ class Encodings:
         self.n_encoded += 1
         return rows
 
+    def listen(self, image: ImageInput, taps: frozenset[str], listener: PartListener) -> FloatArray:
+        """The rows of an image [n_tokens, D], which is encoded at once, whether or not they are kept.
+
+        `listener` makes the listener of each part, which is shown these taps [T, width] and may edit them.
+        The rows are not kept.
+        """
+        if not taps <= self._listening.taps:
+            self._listening = _EncoderPrograms(self.model, self._backend, taps)
+        job = _Job(image, self.model, listener)
+        while not self._listening.advance(job, is_brief=False) or job.next_part():
+            pass
+        return np.concatenate(job.rows)
+
     def is_under_way(self, image: ImageInput) -> bool:
         """True if an image has been begun."""
         return self._job is not None and self._job.image.digest == image.digest
@@ -84,8 +100,10 @@ class Encodings:
 class _Job:
     """An image under way: the rows of its parts so far, and what is known of the part that is cut."""
 
-    def __init__(self, image: ImageInput, model: VisionModel) -> None:
-        self.image, self._parts = image, model.parts(image)
+    def __init__(
+        self, image: ImageInput, model: VisionModel, listener: PartListener = lambda part: _ignore
+    ) -> None:
+        self.image, self._parts, self._listener = image, model.parts(image), listener
         self.rows: list[FloatArray] = []
         self.next_part()
 
@@ -95,6 +113,7 @@ class _Job:
         if following is None:
             return False
         self.part: ImagePart = following
+        self.on_tap = self._listener(following)
         self.n_cuts = 0
         self.hidden: FloatArray | None = None  # hidden states at the last cut
         self.deep: dict[str, list[FloatArray]] = {}  # others that the projector reads, by tap
@@ -117,17 +136,20 @@ class _Job:
 
 
 class _EncoderPrograms:
-    """An encoder and its projector, compiled at the first image, and again for a larger one."""
+    """An encoder and its projector, compiled at the first image, and again for a larger one.
 
-    def __init__(self, model: VisionModel, backend: Backend) -> None:
-        self._model, self._backend = model, backend
+    The listeners of jobs are shown `taps`.
+    """
+
+    def __init__(self, model: VisionModel, backend: Backend, taps: frozenset[str] = frozenset()) -> None:
+        self._model, self._backend, self.taps = model, backend, taps
         self._compiled: tuple[CompiledProgram, CompiledProgram] | None = None
         config = model.config
         self._n_patches, self._n_windows = config.side**2, 1  # that there is room for
         layers = range(config.encoder.n_layers)
-        taps = ("hook_resid_pre", "hook_resid_mid")
+        places = ("hook_resid_pre", "hook_resid_mid")
         # a part may be cut where the residual stream is all that later layers read
-        self._cuts = [f"blocks.{layer}.{tap}" for layer in layers for tap in taps][1:]
+        self._cuts = [f"blocks.{layer}.{tap}" for layer in layers for tap in places][1:]
         self._deep = [f"blocks.{layer}.hook_resid_post" for layer in config.deep_layers]
         self._has_windows = [config.window > 0 and layer not in config.full_layers for layer in layers]
 
@@ -161,8 +183,10 @@ class _EncoderPrograms:
 
         def on_tap(name: str, x: FloatArray) -> None:
             if name == start and job.hidden is not None:
-                x[:] = job.hidden[rows]
-            elif name == stop:
+                x[:] = job.hidden[rows]  # which was shown before
+            else:
+                job.on_tap(name, x)
+            if name == stop:
                 ends.append(x.copy())
             if name in self._deep:
                 job.deep.setdefault(name, []).append(x.copy())
@@ -208,10 +232,14 @@ class _EncoderPrograms:
             limits = StepLimits(self._n_patches, self._n_windows, 1, most_pages)
             n_rows = self._n_patches // model.config.merge**2
             self._compiled = (
-                backend.compile(model.encode, cache, limits, frozenset(self._cuts + self._deep)),
+                backend.compile(model.encode, cache, limits, self.taps.union(self._cuts, self._deep)),
                 backend.compile(model.project, cache, replace(limits, max_tokens=n_rows)),
             )
         return self._compiled
+
+
+def _ignore(name: str, x: FloatArray) -> None:
+    """Listens to nothing."""
 
 
 def _batch(

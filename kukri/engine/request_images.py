@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ class RequestImages:
         self.images, self.sees_whole, self.n_deep = prompt.images, sees_whole, n_deep
         self._blank_id = blank_id
         self.rows: dict[int, FloatArray] = {}
+        self._given: set[int] = set()  # numbers of those that no encoder makes again
         self._runs: list[_Run] = []
         n_rows = [0] * len(prompt.images)
         for start, n_tokens, image in prompt.spans:
@@ -53,13 +55,18 @@ class RequestImages:
         """Tokens of the prompt that each image takes."""
         return [image.n_tokens for image in self.images]
 
+    def give(self, rows: Sequence[FloatArray]) -> None:
+        """Takes the rows of all images as they are, instead of what the encoder makes."""
+        self.rows = dict(enumerate(rows))
+        self._given = set(self.rows)
+
     def wanted(self, n_cached: int) -> int | None:
         """The number of the next image to encode, of a request with so many tokens in the cache.
 
         Rows that are in the cache are dropped.
         """
         to_come = [run.image for run in self._runs if run.stop > n_cached]
-        for image in [image for image in self.rows if image not in to_come]:
+        for image in [image for image in self.rows if image not in to_come and image not in self._given]:
             del self.rows[image]
         return next((image for image in to_come if image not in self.rows), None)
 

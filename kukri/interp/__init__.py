@@ -5,7 +5,7 @@ weights (`weights.py`) and the values of names from what taps saw (`values.py`);
 `listening.py` calls hooks. `interventions.py` has edits, captures and readouts that are data, not code, at
 the places of `places.py`; `catalog.py` has what they use by name, `edits.py` what they do to rows.
 `circuits.py` makes attribution graphs over the features of `transcoders.py`, `oracles.py` asks a model about
-activations.
+activations. `images.py` runs prompts with images, and shows the encoder that reads these.
 """
 
 from kukri.interp.cache import ActivationCache

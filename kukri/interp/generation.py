@@ -45,7 +45,8 @@ class RequestTaps:
                 point.layer is None and point.edit_tap != "hook_embed"
             ):
                 raise HookError(
-                    f"{point.name} takes hooks only where whole texts are run: use run_with_hooks"
+                    f"{point.name} takes hooks only where whole texts are run, without images: use "
+                    "run_with_hooks"
                 )
         self._model, self._wanted, self._hooks = model, wanted, hooks
         self._keep = {tap for point in wanted for tap in point.needs}

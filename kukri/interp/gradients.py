@@ -13,9 +13,10 @@ import numpy as np
 
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
+from kukri.interp.listening import NamesFilter
 from kukri.interp.names import LOGITS, Point
 from kukri.interp.patching import Axes, HasInterp, check_axes
-from kukri.interp.session import NamesFilter, Session
+from kukri.interp.session import Session
 from kukri.interp.tape import TextRows
 from kukri.interp.values import Rows
 from kukri.kernels.arrays import FloatArray

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kukri.config import ModelConfig
 from kukri.errors import HookError
-from kukri.interp.names import LOGITS, Point
+from kukri.interp.names import LOGITS, Point, find, full_name
 from kukri.interp.values import Model, Rows
 from kukri.kernels.arrays import FloatArray, IntArray
 
@@ -35,6 +36,8 @@ class HookPoint:
 
 # hook(value, hook=HookPoint): edits the value [batch, pos, ...] in place, or returns another
 PointHook = Callable[..., Any]
+NamesFilter = None | str | Sequence[str] | Callable[[str], bool]
+FwdHooks = Iterable[tuple[Any, PointHook]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,41 @@ class Listening:
     point: Point
     hook: PointHook
     ctx: dict[str, Any]
+
+
+class Names:
+    """The points of a model, found by names and filters. Attributes: points, by full name; config."""
+
+    points: Mapping[str, Point]
+    config: ModelConfig
+
+    def point(self, name: Any) -> Point:
+        """The point of a full or short name, or of a tuple such as ("resid_pre", 3). Raises HookError."""
+        return find(full_name(name, self.config.n_layers), self.points)
+
+    def select(self, names: NamesFilter) -> list[Point]:
+        """The points that a filter names; all but `attn.hook_result` for None, as in TransformerLens. The
+        inputs of heads, which are `n_heads` times the stream, are taken if they are named.
+        """
+        found = [point for point in self.points.values() if point.form != "head_inputs"]
+        if names is None:
+            return [point for point in found if point.form != "result"]
+        if callable(names):
+            return [point for point in found if names(point.name)]
+        is_key = isinstance(names, tuple) and len(names) > 1 and not isinstance(names[1], str)  # ("q", 3)
+        return [self.point(name) for name in ([names] if is_key or isinstance(names, str) else names)]
+
+    def listen(self, fwd_hooks: FwdHooks) -> list[Listening]:
+        """Hooks by name, or by a filter of names. Raises HookError on names and edits that do not exist."""
+        found: list[Listening] = []
+        for name, hook in fwd_hooks:
+            if not callable(hook):
+                raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
+            for point in self.select(name) if callable(name) else [self.point(name)]:
+                if not point.edit_tap:
+                    raise HookError(f"{point.name} can be read (run_with_cache), and takes no hook")
+                found.append(Listening(point, hook, {}))
+        return found
 
 
 class StepListener:

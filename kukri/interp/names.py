@@ -208,7 +208,8 @@ def _block_points(trace: Trace, layer: int) -> Iterator[Point]:
         edit_tap = full_tap if is_editable else ""
         kv_layer, values_tap = None, ""
         if form in ("scores", "pattern"):
-            kv_layer = trace.heads[layer].spec.kv_layer
+            reads = trace.heads[layer].spec.reads
+            kv_layer = layer if reads is None else reads
             values_tap = trace.heads[kv_layer].values_tap or ""
             mixed = (f"{prefix}attn.hook_{name}" for name in ("ungated_z", "latent_z", "z"))
             edit_tap = next(tap for tap in mixed if tap in trace.taps)

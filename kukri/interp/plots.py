@@ -17,7 +17,7 @@ import numpy as np
 
 from kukri.errors import RequestError, UnsupportedError
 from kukri.interp.cache import ActivationCache
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import ByteArray, FloatArray
 
 _FORMATS = (".png", ".svg")
 _SHADES = " ░▒▓█"
@@ -141,6 +141,34 @@ def attention_heads(
         axes.set_xticks(range(len(tokens)), _written(tokens), rotation=90, fontsize=6)
         axes.set_yticks(range(len(tokens)), _written(tokens), fontsize=6)
     for axes in figure.axes[len(pattern) :]:
+        axes.remove()
+    return Picture(figure, path)
+
+
+def image_attention(
+    weights: FloatArray, picture: ByteArray, path: PathLike | None = None, *, title: str = ""
+) -> Picture:
+    """What heads look at: weights [head, rows, columns], of `LLM.vision.attention`, over the picture uint8
+    [height, width, 3]. Each head has colours of its own, from none to its largest weight.
+    """
+    if weights.ndim != 3 or picture.ndim != 3:
+        raise RequestError(
+            f"weights are [head, rows, columns] and a picture is [height, width, 3], not "
+            f"{list(weights.shape)} and {list(picture.shape)}",
+            param="weights",
+        )
+    n_columns = min(len(weights), _HEADS_PER_ROW)
+    n_rows = -(-len(weights) // n_columns)
+    height, width = picture.shape[:2]
+    figure = _figure(2.4 * n_columns, (2.4 * height / width + 0.4) * n_rows)
+    figure.suptitle(title)
+    gray = picture.mean(axis=2)
+    for i, (axes, own) in enumerate(zip(figure.subplots(n_rows, n_columns, squeeze=False).flat, weights)):
+        axes.imshow(gray, cmap="gray", vmin=0, vmax=255, extent=(0, width, height, 0))
+        axes.imshow(own, cmap="inferno", alpha=0.6, vmin=0, extent=(0, width, height, 0))
+        axes.set_title(f"head {i}, at most {own.max():.2f}", fontsize=8)
+        axes.set_axis_off()
+    for axes in figure.axes[len(weights) :]:
         axes.remove()
     return Picture(figure, path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -11,14 +11,14 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from kukri.engine import Request
-from kukri.errors import HookError, RequestError
+from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.catalog import Catalog
 from kukri.interp.frozen_tape import FrozenTape
 from kukri.interp.generation import InterventionTaps, RequestTaps
 from kukri.interp.interventions import Intervention, resolve
-from kukri.interp.listening import Listening, PointHook, StepListener
-from kukri.interp.names import LOGITS, Point, find, full_name
+from kukri.interp.listening import FwdHooks, Listening, Names, NamesFilter, StepListener
+from kukri.interp.names import LOGITS, Point
 from kukri.interp.pace import Pace
 from kukri.interp.places import Prompt, TokenBytes
 from kukri.interp.tape import Tape, Variable
@@ -33,15 +33,13 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.models import Adapter, Model
 from kukri.models.trace import Trace
 
-NamesFilter = None | str | Sequence[str] | Callable[[str], bool]
-FwdHooks = Iterable[tuple[Any, PointHook]]
 Interventions = Sequence[Intervention | Mapping[str, Any]]
 ReturnType = Literal["logits", "loss"] | None
 _N_ADAPTED = 4  # sessions of adapters that are kept
 _STEP_ROWS = 2048  # texts that are only read share steps of about this many tokens
 
 
-class Session:
+class Session(Names):
     """The interpretability side of one model. `alone()` is entered for each run: no engine step meets it.
 
     Attributes: config, trace, values, weights, points (every name), texts (the runner), catalog (control
@@ -114,34 +112,6 @@ class Session:
     def _order(self) -> dict[str, int]:
         """Taps by their place in a step."""
         return {name: i for i, name in enumerate([*self.trace.taps, LOGITS])}
-
-    def point(self, name: Any) -> Point:
-        """The point of a full or short name, or of a tuple such as ("resid_pre", 3). Raises HookError."""
-        return find(full_name(name, self.config.n_layers), self.points)
-
-    def select(self, names: NamesFilter) -> list[Point]:
-        """The points that a filter names; all but `attn.hook_result` for None, as in TransformerLens. The
-        inputs of heads, which are `n_heads` times the stream, are taken if they are named.
-        """
-        found = [point for point in self.points.values() if point.form != "head_inputs"]
-        if names is None:
-            return [point for point in found if point.form != "result"]
-        if callable(names):
-            return [point for point in found if names(point.name)]
-        is_key = isinstance(names, tuple) and len(names) > 1 and not isinstance(names[1], str)  # ("q", 3)
-        return [self.point(name) for name in ([names] if is_key or isinstance(names, str) else names)]
-
-    def listen(self, fwd_hooks: FwdHooks) -> list[Listening]:
-        """Hooks by name, or by a filter of names. Raises HookError on names and edits that do not exist."""
-        found: list[Listening] = []
-        for name, hook in fwd_hooks:
-            if not callable(hook):
-                raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
-            for point in self.select(name) if callable(name) else [self.point(name)]:
-                if not point.edit_tap:
-                    raise HookError(f"{point.name} can be read (run_with_cache), and takes no hook")
-                found.append(Listening(point, hook, {}))
-        return found
 
     def tokens(self, prompt: Any) -> list[IntArray]:
         """The token ids of a text, of ids [T] or [B, T], or of a list of either. Raises RequestError."""
@@ -270,12 +240,9 @@ class Session:
         interventions: Interventions,
     ) -> tuple[FloatArray | None, dict[str, FloatArray]]:
         """The output, padded, and the taps to keep, as rows."""
-        if return_type not in ("logits", "loss", None):
-            raise RequestError(
-                f"return_type must be logits, loss or None, not {return_type!r}", param="return_type"
-            )
+        require_return_type(return_type)
         hooks = [*self.added, *self.listen(fwd_hooks)]
-        steered = self._steered(texts, interventions)
+        steered = self.steered(texts, interventions)
         if stop is not None:
             keep = keep | {stop}
         needs_logits = stop is None and (
@@ -306,7 +273,7 @@ class Session:
         joined[LOGITS] = outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
         if return_type == "logits":
             return rows.padded(joined[LOGITS]), joined
-        return (_loss(joined[LOGITS], texts) if return_type == "loss" else None), joined
+        return (text_loss(joined[LOGITS], texts) if return_type == "loss" else None), joined
 
     def _step(
         self,
@@ -341,7 +308,7 @@ class Session:
             outputs.append(logits)
         return {tap: x for tap, x in listener.kept.items() if tap in keep}
 
-    def _steered(self, texts: list[IntArray], interventions: Interventions) -> list[InterventionTaps]:
+    def steered(self, texts: list[IntArray], interventions: Interventions) -> list[InterventionTaps]:
         """The edits of each text; [] if there are none. Raises RequestError."""
         if isinstance(interventions, Sequence) and not interventions:
             return []
@@ -383,7 +350,13 @@ def _groups(texts: list[IntArray]) -> list[list[IntArray]]:
     return groups
 
 
-def _loss(logits: FloatArray, texts: Sequence[IntArray]) -> FloatArray:
+def require_return_type(value: ReturnType) -> None:
+    """Raises RequestError on a `return_type` that does not exist."""
+    if value not in ("logits", "loss", None):
+        raise RequestError(f"return_type must be logits, loss or None, not {value!r}", param="return_type")
+
+
+def text_loss(logits: FloatArray, texts: Sequence[IntArray]) -> FloatArray:
     """The mean cross-entropy (nats) of each text's tokens after its first."""
     losses: list[float] = []
     start = 0

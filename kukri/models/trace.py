@@ -125,6 +125,10 @@ class Trace:
         self.embedding = self.embedding or weight
         return _Value(weight.shape[1])
 
+    def activations(self, batch: Any, width: int) -> _Value:
+        """What an encoder of images reads."""
+        return _Value(width)
+
     def rms_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
         """A value that knows its norm."""
         return _Value(x.width, made_by=Norm(weight, None, eps, x.tap, False), product=_product(x))
@@ -210,8 +214,9 @@ class Trace:
         return _Value(x.width, rope=rope)
 
     def attention(self, q: _Value, k: Any, v: Any, spec: AttentionSpec, batch: Any) -> _Value:
-        """Notes the layer's heads."""
-        self.heads[spec.layer] = Heads(spec, q.rope, None if v is None else v.tap)
+        """Notes the layer's heads: those of encoders share one layer of a cache."""
+        layer = spec.layer if q.tap is None else int(q.tap.split(".")[1])
+        self.heads[layer] = Heads(spec, q.rope, None if v is None else v.tap)
         return _Value(q.width)
 
     def logit_rows(self, x: _Value, batch: Any) -> _Value:

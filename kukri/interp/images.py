@@ -1,0 +1,210 @@
+"""Runs of prompts with images, and of the encoder that reads these: activations of both, and edits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isqrt
+from typing import Any, Protocol
+
+import numpy as np
+
+from kukri.engine import Engine, Request
+from kukri.errors import RequestError
+from kukri.interp.cache import ActivationCache
+from kukri.interp.generation import InterventionTaps
+from kukri.interp.listening import FwdHooks, Names, NamesFilter, StepListener
+from kukri.interp.names import Point
+from kukri.interp.session import Interventions, ReturnType, Session, require_return_type, text_loss
+from kukri.interp.values import Model as Values
+from kukri.interp.values import Rows
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.taps import SequenceTaps
+from kukri.models.trace import Trace
+from kukri.vision.decode import decode
+from kukri.vision.encoder import ImagePart
+from kukri.vision.image import ImageInput, ImagePrompt
+from kukri.vision.processors import ImageProcessor
+
+PREFIX = "vision."  # before names of the encoder, where names of the text stand alongside
+
+
+class Seeing(Protocol):
+    """What is read of an LLM."""
+
+    image_processor: ImageProcessor | None
+
+    @property
+    def engine(self) -> Engine:
+        """See LLM."""
+
+    @property
+    def interp(self) -> Session:
+        """See LLM."""
+
+    @property
+    def vision(self) -> EncoderSession:
+        """See LLM."""
+
+
+class EncoderSession(Names):
+    """The encoder of a model that sees: `LLM.vision`.
+
+    Names and shapes are TransformerLens', as of a text. A batch has an entry for each part of each image (a
+    tile, or the whole image), and positions are patches, in the encoder's order.
+
+    Attributes: config, of the blocks; points; values; weights.
+    """
+
+    def __init__(self, llm: Seeing) -> None:
+        """Raises RequestError for a model that reads text alone."""
+        encodings = llm.engine.encodings
+        if encodings is None:
+            raise RequestError("the model reads text alone: it has no encoder of images", param="images")
+        self._llm, self._encodings, model = llm, encodings, encodings.model
+        self.vision_config, self.config = model.config, model.config.encoder
+        kv_type = llm.interp.texts.backend.exact_kv_type
+        self.values = Values(self.config, Trace(model.encode), kv_type, _no_text, lambda x: x)
+        self.values.points = {n: p for n, p in self.values.points.items() if self._exists(p)}
+        self.points, self.weights = self.values.points, self.values.weights
+
+    def run_with_cache(
+        self, images: Any, names: NamesFilter = None, fwd_hooks: FwdHooks = ()
+    ) -> tuple[Any, ActivationCache]:
+        """Encodes images; returns (rows, activations). Rows are float32 [n_tokens, D], what the text reads.
+
+        An image is a path, the bytes of a file, an array uint8, one of Pillow's, or an `ImageInput`; the rows
+        of a list are a list. `names` and `fwd_hooks` are those of `LLM.run_with_cache`; a hook is called once
+        for each part. Nothing is looked up or kept. Raises HookError, RequestError.
+        """
+        is_one = not isinstance(images, list | tuple)
+        hooks, wanted = self.listen(fwd_hooks), self.select(names)
+        keep = {tap for point in wanted for tap in point.needs}
+        parts: list[StepListener] = []
+        lengths: list[int] = []
+
+        def listener(part: ImagePart) -> StepListener:
+            lengths.append(len(part.patches))
+            parts.append(
+                StepListener(self.values, _row_counts(lengths[-1:]), _ids(lengths[-1:]), hooks, keep)
+            )
+            return parts[-1]
+
+        taps = StepListener(self.values, _row_counts([1]), _ids([1]), hooks, keep).taps
+        prepared = [self._prepared(image) for image in ([images] if is_one else images)]
+        with self._llm.interp.alone():
+            rows = [self._encodings.listen(image, taps, listener) for image in prepared]
+        kept = {tap: np.concatenate([part.kept[tap] for part in parts]) for tap in keep if parts}
+        cache = ActivationCache(
+            self.values, kept, _row_counts(lengths), _ids(lengths), [point.name for point in wanted]
+        )
+        return rows[0] if is_one else rows, cache
+
+    def run_with_hooks(self, images: Any, fwd_hooks: FwdHooks = ()) -> Any:
+        """Encodes images with hooks that read and edit; returns the rows: see `run_with_cache`."""
+        return self.run_with_cache(images, (), fwd_hooks)[0]
+
+    def attention(
+        self, cache: ActivationCache, prompt: ImagePrompt, layer: int, *, query: int = -1, image: int = 0
+    ) -> FloatArray:
+        """How much a token of a text attends to each place of an image: [head, rows, columns].
+
+        `cache` is that of `LLM.run_with_cache(prompt)` with the pattern of the layer, `query` the token's
+        position. Of an image in tiles it is the last, which shows all of it. Raises KeyError without the
+        pattern, RequestError for tokens that do not lie in rows and columns.
+        """
+        seen, merge = prompt.images[image], self.vision_config.merge
+        runs = [range(span.start, span.start + span.n_tokens) for span in prompt.spans if span.image == image]
+        rows, columns = (side // merge for side in seen.grid[-2:])
+        places = [place for run in runs for place in run]
+        if len(seen.grid) < 3 or rows * columns != len(places):
+            places = [*runs[-1]]
+            rows = columns = isqrt(len(places))
+        if rows * columns != len(places):
+            raise RequestError(f"{len(places)} tokens of an image are not rows and columns", param="images")
+        found: FloatArray = cache["pattern", layer][0][:, query, places].reshape(-1, rows, columns)
+        return found
+
+    def _prepared(self, image: Any) -> ImageInput:
+        if isinstance(image, ImageInput):
+            return image
+        processor = self._llm.image_processor
+        if processor is None:
+            raise RequestError("the model's files do not say how images are prepared", param="images")
+        return processor.prepare(decode(image, "images"))
+
+    def _exists(self, point: Point) -> bool:
+        """False for what only texts have, and for patterns of patches that see one window's alone."""
+        if point.form in ("scores", "pattern"):
+            return not self.vision_config.window or point.layer in self.vision_config.full_layers
+        return point.form not in ("tokens", "logits", "cos", "sin")
+
+
+def run_images(
+    llm: Seeing,
+    compute: Callable[[list[Request]], list[FloatArray]],
+    session: Session,
+    prompt: ImagePrompt,
+    names: NamesFilter,
+    fwd_hooks: FwdHooks,
+    return_type: ReturnType,
+    interventions: Interventions,
+    adapter: str | None,
+) -> tuple[FloatArray | None, ActivationCache]:
+    """`LLM.run_with_cache` of one prompt with images, in the engine: hooks see it in chunks.
+
+    Hooks whose names begin with `vision.` are the encoder's. Raises HookError, RequestError.
+    """
+    require_return_type(return_type)
+    of_encoder, of_text = _split(fwd_hooks)
+    request = llm.engine.make_output_request(prompt, "logits", adapter=adapter)
+    ids = request.tokens[: request.n_prompt]
+    steered = session.steered([ids], interventions)
+    taps = session.listen_to([request], names, of_text)
+    request.listen(_InTurn([*steered, taps]))
+    if of_encoder:
+        assert request.images is not None
+        request.images.give(llm.vision.run_with_hooks(list(prompt.images), of_encoder))
+        request.is_cacheable = False
+    (logits,) = compute([request])
+    cache = taps.cache(request)
+    if return_type == "loss":
+        return text_loss(logits, [ids]), cache
+    return (logits[None] if return_type == "logits" else None), cache
+
+
+class _InTurn:
+    """Taps of one request: edits, and then what reads them."""
+
+    def __init__(self, taps: Sequence[InterventionTaps | SequenceTaps]) -> None:
+        self._taps = taps
+        self.names = frozenset[str]().union(*(each.names for each in taps))
+        self.edits = any(each.edits for each in taps)
+
+    def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
+        for each in self._taps:
+            if name in each.names:
+                each(name, x, start, n_tokens)
+
+
+def _split(fwd_hooks: FwdHooks) -> tuple[list[Any], list[Any]]:
+    """The encoder's hooks, without the prefix, and those of the text."""
+    of_encoder, of_text = [], []
+    for name, hook in fwd_hooks:
+        if isinstance(name, str) and name.startswith(PREFIX):
+            of_encoder.append((name.removeprefix(PREFIX), hook))
+        else:
+            of_text.append((name, hook))
+    return of_encoder, of_text
+
+
+def _row_counts(lengths: Sequence[int]) -> Rows:
+    return Rows(np.array(lengths, np.int32))
+
+
+def _ids(lengths: Sequence[int]) -> Any:
+    """Patches have no tokens."""
+    return np.zeros(sum(lengths), np.int32)
+
+
+def _no_text(text: str, add_special: bool = True) -> list[int]:
+    raise RequestError("an encoder of images reads no text", param="images")
