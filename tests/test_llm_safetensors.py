@@ -374,6 +374,7 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
             },
         },
     ),
+    "apertus": (tr.ApertusConfig, {"rope_parameters": LLAMA3, "attention_bias": True}),
     "minicpm": (MiniCPMConfig, {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
     "minicpm-longrope": (
         MiniCPMConfig,
@@ -456,7 +457,7 @@ def make(directory: Path, kind: str, dtype: torch.dtype = torch.float32, **save:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if (
-                "norm" in name or "bias" in name or name.endswith("scale")
+                "norm" in name or "bias" in name or "act_fn" in name or name.endswith("scale")
             ):  # else all ones or zeros, and a mistake would not show
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():

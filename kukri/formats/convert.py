@@ -21,7 +21,7 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.gguf.config import model_config, model_metadata
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.rope_keys import rope_tensors
-from kukri.formats.gguf.tensor_names import gguf_name, hf_name
+from kukri.formats.gguf.tensor_names import gguf_name, hf_name, in_layer
 from kukri.formats.gguf.writer import TensorSource, write_gguf
 from kukri.formats.head_matrices import head_shape, joined_heads, parts_of_heads
 from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
@@ -154,6 +154,8 @@ def of_directory(
         is_unused = config.head.kind == "none" and re.fullmatch(architecture.unused, canonical)
         if follows_from_config(name, config.tie_embeddings) or is_unused or is_of_images(name):
             continue
+        if in_layer(canonical)[0] in architecture.gguf_vectors:
+            continue
         if "self_attn.k_b_proj" in architecture.tensor_names and (heads := parts_of_heads(canonical)):
             stacks |= dict.fromkeys(heads)
             continue
@@ -169,7 +171,18 @@ def of_directory(
             steps.append(_of_safetensors(config, file, name, head, 0, 1))
     steps += _of_experts(path, config, stacks)
     steps.sort(key=_place)
-    return Conversion(config, {**model_metadata(config), **text}, tuple(steps))
+    return Conversion(config, {**model_metadata(config), **text, **_lists(path, config)}, tuple(steps))
+
+
+def _lists(path: Path, config: ModelConfig) -> dict[str, FloatArray]:
+    """The keys that list a number of each layer which is a tensor in the directory."""
+    source = SafetensorsWeights(path, config)
+    return {
+        key: np.concatenate(
+            [source.vector(f"model.layers.{i}.{module}.weight", 1) for i in range(config.n_layers)]
+        )
+        for module, key in ARCHITECTURES[config.architecture].gguf_vectors.items()
+    }
 
 
 def _of_safetensors(

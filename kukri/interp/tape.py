@@ -464,6 +464,14 @@ class Tape:
         positive = np.maximum(x.x, np.float32(0))
         return self._new(positive**2, lambda g: x.add(g * 2 * positive))
 
+    def xielu(self, x: Variable, high: float, low: float) -> Variable:
+        """The derivative is 2 high x above 0, and low * (exp(x) - 1) below."""
+        positive, negative = np.maximum(x.x, np.float32(0)), np.minimum(x.x, np.float32(0))
+        grown: FloatArray = np.expm1(negative)
+        slope: FloatArray = np.float32(2 * high) * positive + np.float32(low) * grown
+        y: FloatArray = np.float32(high) * positive**2 + np.float32(low) * (grown - negative)
+        return self._new(y, lambda g: x.add(g * slope))
+
     def logit_rows(self, x: Variable, batch: TextRows) -> Variable:
         """All rows: the metric sees all."""
         return x

@@ -144,6 +144,9 @@ class Ops(Protocol):
     def relu_squared(self, x: Tensor) -> Tensor:
         """max(x, 0)^2 (So et al. 2021)."""
 
+    def xielu(self, x: Tensor, high: float, low: float) -> Tensor:
+        """high * x^2 above 0, low * (exp(x) - 1 - x) below: xIELU without its x (Huang and Schlag 2024)."""
+
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:
         """Chooses experts by the logits [T, E] of a router; of equal scores, the first -> routes.
 

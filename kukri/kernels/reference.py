@@ -460,6 +460,12 @@ class ReferenceOps:
         y: FloatArray = np.square(np.maximum(x, np.float32(0)))
         return y
 
+    def xielu(self, x: FloatArray, high: float, low: float) -> FloatArray:
+        """high * x^2 above 0, low * (exp(x) - 1 - x) below."""
+        negative: FloatArray = np.minimum(x, np.float32(0))
+        curved: FloatArray = (np.expm1(negative) - negative) * np.float32(low)
+        return self.relu_squared(x) * np.float32(high) + curved
+
     def route(
         self, logits: FloatArray, routing: Routing, tap: tuple[str, int | None] | None = None
     ) -> Routes:

@@ -85,6 +85,8 @@ class Architecture:
     gguf_reads: Set[str] = frozenset()  # keys that `read_gguf` reads, or that change nothing here
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # if they differ from Llama's
     gguf_bare: tuple[str, ...] = ()  # ends of names of tensors without ".weight"
+    # modules of a layer with one number that is not in a tensor but in a list for all layers: its key
+    gguf_vectors: Mapping[str, str] = field(default_factory=dict)
 
     # layers with a window, in both formats
     full_interval: int = 0  # each n-th layer has none if a file does not list them; 0: all have one

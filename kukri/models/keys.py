@@ -94,7 +94,7 @@ class Keys:
         if isinstance(value, np.ndarray) and value.ndim == 1:
             value = value.tolist()
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            name = {int: "whole numbers", str: "texts", object: "numbers"}[kind]
+            name = {int: "whole numbers", str: "texts", float: "numbers", object: "numbers"}[kind]
             raise self.error(key, f"must be a list of {name}, not {brief(value)}")
         return value
 

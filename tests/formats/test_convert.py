@@ -434,6 +434,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
             "minicpm",
             "minicpm-longrope",
             "mamba2",
+            "apertus",
         ),
         *("nemotron_h", "nemotron_h_moe", "gpt_neox", "falcon_h1", "falcon_h1-normed"),
     ],

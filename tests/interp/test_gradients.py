@@ -23,7 +23,7 @@ QUICK = ["smollm3", "phi", "starcoder2", "gemma2", "olmo2", "olmoe", "gpt_oss", 
 QUICK += ["gemma4_text", "gemma4_moe_text", "deepseek_v2"]
 NAMES = [*tl_models.NAMES, "ernie4_5", "olmo3", "gpt_oss", "lfm2", "qwen3_5_text", "qwen3_5_text-grouped"]
 GEMMA4 = ["gemma4_text", "gemma4_text-keys", "gemma4_moe_text"]
-NAMES += [*GEMMA4, "deepseek_v2", "glm4_moe_lite", "phimoe"]
+NAMES += [*GEMMA4, "deepseek_v2", "glm4_moe_lite", "phimoe", "apertus"]
 
 
 def some(quick):

@@ -120,6 +120,20 @@ def test_squared_relu(backend, n_tokens, width):
     assert_close(*both(backend, squared, plain_batch(n_tokens)), relative=1e-6)
 
 
+@pytest.mark.parametrize("n_tokens", [1, 9])
+@pytest.mark.parametrize("width", [16, 1040])
+def test_xielu(backend, n_tokens, width):
+    """Would catch factors swapped, and a side that is not 0 on the other."""
+    rng = np.random.default_rng(width)
+    x = f32_weight(rng.standard_normal((n_tokens, width)) * 10.0 ** rng.integers(-3, 2, (1, width)))
+
+    def activated(ops, batch):
+        return ops.logit_rows(ops.xielu(ops.embed(x, batch), 0.75, 1.25), batch)
+
+    got, want = both(backend, activated, plain_batch(n_tokens))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-7)  # exp(x) - 1 of small x
+
+
 @pytest.mark.parametrize("bounds", [(-0.3, 0.7), (-np.inf, 0.1), (0.2, np.inf), (-5.0, -1.0)])
 @pytest.mark.parametrize("n_tokens", [1, 9])
 @pytest.mark.parametrize("width", [16, 1040, 1043])

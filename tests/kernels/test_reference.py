@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from transformers.activations import XIELUActivation
 
 from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.cache import KVLayer
@@ -102,6 +103,10 @@ def test_head_norm_layer_norm_and_gelu_match_torch() -> None:
     np.testing.assert_allclose(ops.layer_norm(x, Vector(w), Vector(bias), 1e-3), want.numpy(), **CLOSE)
     x = x * 4
     np.testing.assert_array_equal(ops.relu_squared(x), torch.relu(t(x)).square().numpy())
+    xielu = XIELUActivation(0.75, 1.25, dtype=torch.float32)
+    np.testing.assert_allclose(
+        ops.xielu(x, 0.75, 1.25) + x / 2, xielu(t(x)).detach().numpy(), rtol=1e-6, atol=1e-6
+    )
     np.testing.assert_array_equal(ops.clamp(x, -0.5, 1.5), t(x).clamp(-0.5, 1.5).numpy())
     want = torch.nn.functional.gelu(t(x), approximate="tanh")
     np.testing.assert_allclose(ops.gelu(x), want.numpy(), **CLOSE)

@@ -14,6 +14,7 @@ from kukri.errors import FormatError, UnusedTensorError
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
+from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
 from kukri.models import ARCHITECTURES, Model, cache_layout, load_model
@@ -220,7 +221,7 @@ def test_every_parameter_is_listed_once(name: str) -> None:
     """A bias or norm of one architecture missing from the listing."""
     hf, config, source = make(name)
     model = load_model(source, config)
-    factors = [b for key, b in hf.named_buffers() if key.endswith(("layer_scalar", "bias"))]
+    factors = [b for key, b in hf.named_buffers() if key.endswith(("layer_scalar", "bias", "beta", "eps"))]
     assert model.n_parameters == sum(p.numel() for p in (*hf.parameters(), *factors))
     listed = {p.name: p.shape for p in model.parameters}
     assert listed == {key: array.shape for key, array in source.arrays.items()}
@@ -291,6 +292,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     assert kinds == {
         "deepseek_v2": "yarn",
         "ministral3": "yarn",
+        "apertus": "llama3",
         "llama": "llama3",
         "smollm3": "yarn",
         "phi3": "longrope",
@@ -337,6 +339,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("hunyuan_v1_moe", "mlp.shared_experts.up_proj.weight", "mlp.up_proj.weight"),
         ("olmo", "mlp.up_proj.weight", "input_layernorm.weight"),
         ("stablelm", "input_layernorm.bias", "self_attn.o_proj.bias"),
+        ("apertus", "mlp.act_fn.alpha_p.weight", "mlp.gate_proj.weight"),
         ("phi", "input_layernorm.bias", "post_attention_layernorm.weight"),
         ("phi", "mlp.fc1.bias", "mlp.gate_proj.weight"),
         ("falcon_h1", "mamba.in_proj.weight", "mamba.norm.weight"),
@@ -375,3 +378,24 @@ def test_phi_files_may_hold_q_k_and_v_as_one_matrix(tmp_path: Path, reference: B
     read = model_config(file)
     got = Driver(load_model(GGUFWeights(file, read), read), reference).run(IDS, [N_TOKENS])
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (None, r"'xielu\.alpha_p' is missing"),
+        ([0.5] * 3, r"'xielu\.alpha_p' has 3 entries for 4 layers"),
+        ([0.5, np.nan, 0.5, 0.5], r"'xielu\.alpha_p' holds numbers that are not finite"),
+        (["a"] * 4, r"'xielu\.alpha_p' must be a list of numbers"),
+    ],
+    ids=str,
+)
+def test_wrong_lists_of_numbers_of_layers(values: Any, message: str, tmp_path: Path) -> None:
+    """An activation made of another layer's number, or of none, that is found in a step."""
+    _, config, source = make("apertus")
+    with GGUFFile(write(tmp_path / "tiny.gguf", "apertus", config, source)) as file:
+        tensors = {t.name: (t.type, file.data(t.name), t.shape) for t in file.tensors.values()}
+        stated = {**file.metadata, "xielu.alpha_p": values}
+    write_gguf(tmp_path / "x.gguf", {k: v for k, v in stated.items() if v is not None}, tensors)
+    with GGUFFile(tmp_path / "x.gguf") as file, pytest.raises(FormatError, match=message):
+        load_model(GGUFWeights(file, model_config(file)), model_config(file))

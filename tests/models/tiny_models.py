@@ -424,6 +424,10 @@ TINY: dict[str, Tiny] = {
         keys={"expert_count": 8, "expert_used_count": 2, "attention.sliding_window": 11,
               "attention.layer_norm_rms_epsilon": 1e-5},
     ),
+    "apertus": Tiny(
+        "Apertus", "apertus", {"rope_parameters": _LLAMA3, "attention_bias": True},
+        scaling=RopeScaling("llama3", 8.0, ORIGINAL),
+    ),
     "lfm2": Tiny(
         "Lfm2", "lfm2",
         {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
@@ -613,6 +617,8 @@ def make(
             ):  # else all ones or zeros, and a mistake would not show
                 middle = 0.0 if "bias" in key else 1.0 - tiny.norm_offset * ("linear_attn" not in key)
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
+            elif "act_fn.alpha" in key:
+                parameter.copy_(torch.randn_like(parameter))
             elif is_convolution(key) or key.endswith(".D"):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif kind.name == "BF16":
@@ -709,10 +715,10 @@ def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         return key.replace("_bias", ".bias"), tensor.reshape(-1)
     key = (
         f"{key}.weight"
-        if key.endswith((".D", ".layer_scalar", "_scale", ".scale"))
+        if key.endswith((".D", ".layer_scalar", "_scale", ".scale")) or ".act_fn." in key
         else key.replace(".dt_bias", ".dt_proj.bias")
     )
-    return key, tensor[:, 0] if is_convolution(key) else tensor
+    return key, tensor[:, 0] if is_convolution(key) else tensor.reshape(-1) if ".act_fn." in key else tensor
 
 
 def _of_nemotron_h(key: str, layers: Sequence[LayerConfig]) -> str:
@@ -809,7 +815,11 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == tiny.gguf_arch)
     names = gguf.get_tensor_name_map(arch, N_LAYERS)
     tensors: dict[str, Any] = {}
+    lists: dict[str, list[float]] = {}
     for key, array in _multiplied(name, _fused(name, source.arrays)).items():
+        if ".act_fn." in key:
+            lists.setdefault(f"xielu.{key.split('.')[-2]}", []).append(float(array[0]))
+            continue
         in_pairs = tiny.gguf_arch in _IN_PAIRS
         if config.latent is not None and tiny.gguf_arch == "deepseek2":
             array = _turned_tail(key, array, config.latent, lambda rows: _interleaved(rows, D_HEAD))
@@ -854,7 +864,9 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
         **(tiny.keys or {}),
     }
     metadata = {f"{tiny.gguf_arch}.{key}": value for key, value in keys.items()}
-    write_gguf(path, {"general.architecture": tiny.gguf_arch, "general.name": "tiny", **metadata}, tensors)
+    write_gguf(
+        path, {"general.architecture": tiny.gguf_arch, "general.name": "tiny", **metadata, **lists}, tensors
+    )
     return path
 
 

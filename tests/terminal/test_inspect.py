@@ -95,17 +95,28 @@ OWN_TREE = (
     "hunyuan_v1_moe",
 )
 OWN_TREE += ("granitemoeshared", "nemotron", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
-OWN_TREE += ("nemotron_h", "nemotron_h_moe", "gpt_neox", "mamba2", "phimoe", "falcon_h1", "falcon_h1-normed")
+OWN_TREE += (
+    "nemotron_h",
+    "nemotron_h_moe",
+    "gpt_neox",
+    "mamba2",
+    "phimoe",
+    "apertus",
+    "falcon_h1",
+    "falcon_h1-normed",
+)
 
 
 @pytest.mark.parametrize("name", OWN_TREE)
 def test_a_tree_of_ones_own_counts_every_parameter(name: str, tmp_path: Path) -> None:
     """A bias of a router, a gate or a shared expert that no line and no count has."""
     hf, config, source = make(name)
-    routers = [b for key, b in hf.named_buffers() if key.endswith("bias")]
-    n_parameters = sum(tensor.numel() for tensor in (*hf.parameters(), *routers))
-    for path in (write(tmp_path / "tiny.gguf", name, config, source), saved(tmp_path / "hf", hf)):
-        assert report_on(path)["n_parameters"] == n_parameters
+    buffers = [b for key, b in hf.named_buffers() if key.endswith(("bias", "beta", "eps"))]
+    n_parameters = sum(tensor.numel() for tensor in (*hf.parameters(), *buffers))
+    n_listed = sum(".act_fn." in key for key in source.arrays)  # which are no tensors in GGUF
+    file, directory = write(tmp_path / "tiny.gguf", name, config, source), saved(tmp_path / "hf", hf)
+    for path, n in ((file, n_parameters - n_listed), (directory, n_parameters)):
+        assert report_on(path)["n_parameters"] == n
         assert "Linear(in_features=64" in inspect(path, "--tree")
 
 

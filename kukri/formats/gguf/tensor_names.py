@@ -73,6 +73,12 @@ def hf_name(name: str, architecture: str = "llama") -> str:
     raise _unknown(name)
 
 
+def in_layer(name: str) -> tuple[str, int]:
+    """`model.layers.3.mlp.up_proj.weight` -> ("mlp.up_proj", 3); ("", -1) for a name outside of layers."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(?:weight|bias)", name)
+    return ("", -1) if match is None else (match[2], int(match[1]))
+
+
 def module_name(stored: str, architecture: str) -> str | None:
     """`attn_q` -> `self_attn.q_proj`, in a layer; None for a name it does not know."""
     return _reverse_table(architecture).get(stored)

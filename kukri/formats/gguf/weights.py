@@ -6,6 +6,7 @@ import re
 from math import prod
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
@@ -13,11 +14,12 @@ from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief
 from kukri.formats.gguf.config import activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.rope_keys import ROPE_TENSORS
-from kukri.formats.gguf.tensor_names import gguf_name, module_name
+from kukri.formats.gguf.tensor_names import gguf_name, in_layer, module_name
 from kukri.formats.head_matrices import joined_heads, joined_shape, take_part
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.models import Architecture
+from kukri.models.keys import Keys
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS
@@ -81,9 +83,19 @@ class GGUFWeights:
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
+        module, layer = in_layer(name)
+        if key := self._architecture.gguf_vectors.get(module):
+            return self._listed(key, layer)
         values = self._gguf.array(self._take(name, (size,)).name).reshape(size)
         order = self._row_order(name, size)
         return values if order is None else values[order]
+
+    def _listed(self, key: str, layer: int) -> FloatArray:
+        """The number of a layer in the list of a key [1]."""
+        stated = Keys(self._gguf.metadata, self.path).first(key, float, self._config.n_layers)
+        if not np.isfinite(stated).all():
+            raise FormatError(f"key {key!r} holds numbers that are not finite", path=self.path)
+        return np.array(stated[layer : layer + 1], np.float32)
 
     def has(self, name: str) -> bool:
         """True if the file has the tensor; does not take it."""

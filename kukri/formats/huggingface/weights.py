@@ -53,7 +53,10 @@ _EXPERTS = re.compile(
 # table of all layers' embeddings, which stays in the file, and their projections.
 _UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router)\.weight|.+per_layer.+")
 # parameters without a module
-_BARE = r"sinks|A_log|D|layer_scalar|router\.(?:per_expert_)?scale|(?<=\d\.)experts\.(?:gate_up|down)_proj"
+_BARE = (
+    r"sinks|A_log|D|layer_scalar|router\.(?:per_expert_)?scale|(?<=\d\.)experts\.(?:gate_up|down)_proj"
+    r"|(?<=act_fn\.)(?:alpha_[pn]|beta|eps)"
+)
 
 _ONE_ROW = re.compile(r".+\.(?:shared_expert_gate\.weight|moe_statics\.e_score_correction[._]bias)")
 
@@ -351,6 +354,8 @@ def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor in safetensors, where a convolution is (channels, 1, taps)."""
     if is_one_row(name):
         return (1, *shape)
+    if re.search(r"\.act_fn\.(?:beta|eps)$", parameter_name(name)):
+        return ()
     return (shape[0], 1, *shape[1:]) if is_convolution(name) else shape
 
 

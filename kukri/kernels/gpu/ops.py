@@ -318,6 +318,10 @@ class TritonOps(TorchOps):
         """See Ops.relu_squared."""
         return super().relu_squared(self.floats(x))
 
+    def xielu(self, x: Any, high: float, low: float) -> Tensor:
+        """See Ops.xielu."""
+        return super().xielu(self.floats(x), high, low)
+
     def split(self, x: Any, widths: Sequence[int]) -> tuple[Tensor, ...]:
         """See Ops.split."""
         return super().split(self.floats(x), widths)

@@ -374,6 +374,11 @@ class TorchOps:
         """max(x, 0)^2."""
         return torch.square(F.relu(x))
 
+    def xielu(self, x: Tensor, high: float, low: float) -> Tensor:
+        """high * x^2 above 0, low * (exp(x) - 1 - x) below."""
+        negative = torch.clamp(x, max=0)
+        return high * self.relu_squared(x) + low * (torch.expm1(negative) - negative)
+
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         """See `kukri.kernels.expert_choice`."""
         if routing.by_sigmoid:

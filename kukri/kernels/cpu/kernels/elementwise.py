@@ -150,6 +150,13 @@ def _relu_squared(x, other, a, b):
 
 
 @device
+def _xielu(x, other, high, low):
+    positive = maximum(x, splat(0.0))
+    negative = minimum(x, splat(0.0))
+    return fma(positive * positive, high, (exponential(negative) - splat(1.0) - negative) * low)
+
+
+@device
 def _softcap(x, other, cap, b):
     return hyperbolic_tangent(x / cap) * cap
 
@@ -282,6 +289,7 @@ _ELEMENTWISE = {
     "gelu_exact": _gelu_erf,
     "tanh": _tanh,
     "relu_squared": _relu_squared,
+    "xielu": _xielu,
     "softcap": _softcap,
     "clamp": _clamp,
     "clamped_swiglu": _clamped_swiglu,

@@ -131,6 +131,10 @@ class Recorder:
         """See Ops.relu_squared."""
         return self._elementwise("relu_squared", x)
 
+    def xielu(self, x: Value, high: float, low: float) -> Value:
+        """See Ops.xielu."""
+        return self._elementwise("xielu", x, a=high, b=low)
+
     def softcap(self, x: Value, cap: float) -> Value:
         """See Ops.softcap."""
         return self._elementwise("softcap", x, a=cap)

@@ -1,0 +1,80 @@
+"""Apertus (Swiss AI 2025): Llama with norms of heads, and an MLP whose activation is learned (xIELU)."""
+
+from __future__ import annotations
+
+from math import log1p
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.models.architecture import Architecture
+from kukri.models.layers import MLP
+from kukri.models.llama import Block, Llama
+from kukri.models.qwen3 import Qwen3Attention
+from kukri.models.weights import WeightSource
+
+_LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+}
+
+
+class XieluMLP(MLP):
+    """down(xielu(up(x))), with four numbers a layer that make the activation."""
+
+    up_name, down_name = "up_proj", "down_proj"
+
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        # the last bounds what transformers takes exp of below 0: by -1e-6, which changes no result
+        alpha_p, alpha_n, self.beta, _ = (
+            float(source.vector(f"{name}.act_fn.{part}.weight", 1)[0]) for part in XIELU
+        )
+        self.high, self.low = _softplus(alpha_p), self.beta + _softplus(alpha_n)
+
+    def activate(self, ops: Ops, x: Tensor) -> Tensor:
+        """beta x, and above 0 high x^2, below it low (exp(x) - 1 - x)."""
+        return ops.add(ops.xielu(x, self.high, self.low), ops.scale(x, self.beta))
+
+
+class ApertusBlock(Block):
+    """A layer with these heads and this MLP."""
+
+    attention_type, mlp_type = Qwen3Attention, XieluMLP
+    attention_norm_name, mlp_norm_name = "attention_layernorm", "feedforward_layernorm"
+
+
+class Apertus(Llama):
+    """The whole model."""
+
+    block_type = ApertusBlock
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + log1p(float(np.exp(-abs(x))))
+
+
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+
+
+def _respelled(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the class's RoPE, if it states none."""
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or config.get("rope_theta")
+    return config if stated else {**config, "rope_parameters": _LLAMA3}
+
+
+APERTUS = Architecture(
+    "apertus",
+    Apertus,
+    "ApertusForCausalLM",
+    tensor_names={"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+    gguf_vectors={f"mlp.act_fn.{part}": f"xielu.{part}" for part in XIELU},
+    activation="xielu",
+    respelled=_respelled,
+    reads={"attention_bias"},
+    ignores={"mlp_bias", "post_norm", "qk_norm"},
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5},
+    biases={"self_attn": "attention_bias"},
+)
