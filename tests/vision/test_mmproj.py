@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +29,6 @@ from tests.vision.tiny_vision import (
     our_tokens,
     prompt,
     relative,
-    save,
     their_inputs,
     their_tokens,
 )
@@ -85,7 +83,9 @@ def test_encoder_and_processor_are_those_of_the_directory(run: tuple[str, Any, L
 
 def test_names_and_keys_are_those_of_the_gguf_package(pair: tuple[str, Any, Path]) -> None:
     """Catches a name or key that llama.cpp does not look for."""
-    _, _, folder = pair
+    name, _, folder = pair
+    if name == "gemma4-unified":
+        pytest.skip("gguf 0.19 lacks this family: test_libmtmd_makes_the_same_rows reads its names")
     constants = gguf.constants
     known = {
         constants.TENSOR_NAMES[tensor]
@@ -102,18 +102,6 @@ def test_names_and_keys_are_those_of_the_gguf_package(pair: tuple[str, Any, Path
         assert set(file.metadata) <= keys
         projectors = {v for v in vars(constants.VisionProjectorType).values() if isinstance(v, str)}
         assert file.metadata["clip.projector_type"] in projectors
-
-
-def test_an_encoder_that_no_file_holds_is_left_out(tmp_path: Path, capsys: Any) -> None:
-    """Catches a text that is not converted because nothing is known of its encoder's file."""
-    save(tmp_path / "hf", "gemma4-unified")
-    stated = {"image_processor_type": "Gemma4UnifiedImageProcessor", "patch_size": 4}
-    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps(stated))
-    convert_model(tmp_path / "hf", tmp_path / "tiny.gguf", "F32", dry_run=False, as_json=True)
-    assert "kukri writes no mmproj file of gemma4_unified" in capsys.readouterr().err
-    assert not [*tmp_path.glob("mmproj*")]
-    with LLM(tmp_path / "tiny.gguf", backend="reference") as llm:
-        assert llm.image_processor is None
 
 
 def changed(source: Path, target: Path, keys: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
@@ -234,7 +222,7 @@ def test_pages_of_another_encoder_are_not_found(idefics3: Path, tmp_path: Path) 
 SIZES = {
     **{"gemma3": (64, 64), "idefics3": (32, 32), "lfm2_vl": (64, 64), "mistral3": (48, 32)},
     **{"qwen2_5_vl": (120, 128), "qwen3_vl": (40, 24), "qwen3_5": (40, 24)},
-    **{"gemma4": (192, 192), "gemma4-whole": (156, 252)},
+    **{"gemma4": (192, 192), "gemma4-whole": (156, 252), "gemma4-unified": (192, 192)},
 }
 
 

@@ -21,6 +21,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "<|image|>",
         {"image_processor_type": "Gemma4", "patch_size": 4, "max_soft_tokens": 140},
     ),
+    "gemma4-unified": (
+        "<|image|>",
+        {"image_processor_type": "Gemma4Unified", "patch_size": 4, "max_soft_tokens": 140},
+    ),
     "idefics3": (
         "<image>",
         {

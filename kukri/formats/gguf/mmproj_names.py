@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError, UnsupportedError
+from kukri.errors import FormatError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.models.keys import Keys
 from kukri.vision.config import VisionConfig
@@ -55,6 +56,9 @@ class Clip:
     colour_last: bool = False  # here; a convolution has the colours first
     interleaved: bool = False  # q and k have the rows of a head's pairs one after another
     states_activation: bool = True  # False: files need not
+    flat: bool = (
+        False  # patches are a matrix, its columns and their norm by colour; tables of positions apart
+    )
     splits_qkv: bool = False  # q, k and v are tensors of their own
     unread: frozenset[str] = frozenset()  # tensors that llama.cpp needs and the text's embedding has
 
@@ -96,6 +100,18 @@ FAMILIES = {
         },
         colour_last=True,
         states_activation=False,
+    ),
+    "gemma4_unified": Clip(
+        "gemma4uv",
+        "Gemma4Unified",
+        SCALE,
+        {
+            **{"model.patch_ln1": "v.patch_norm.1", "model.patch_ln2": "v.patch_norm.2"},
+            **{"model.pos_norm": "v.patch_norm.3", "projector": "mm.input_projection"},
+        },
+        colour_last=True,
+        states_activation=False,
+        flat=True,
     ),
     "lfm2_vl": Clip(
         "lfm2",
@@ -153,12 +169,15 @@ def stored_name(name: str, config: VisionConfig) -> str:
 
 
 def clip_of(config: VisionConfig) -> Clip:
-    """How llama.cpp writes the family of an encoder. Raises UnsupportedError for one that is not above."""
-    types = vision_families()[config.family].hf_types
-    found = next((clip for name, clip in FAMILIES.items() if name in types), None)
-    if found is None:
-        raise UnsupportedError(f"kukri writes no mmproj file of {config.family}: use the directory")
-    return found
+    """How llama.cpp writes the family of an encoder."""
+    return next(clip for name, clip in FAMILIES.items() if name in vision_families()[config.family].hf_types)
+
+
+def colour_order(n: int, *, writes: bool) -> npt.NDArray[np.int64]:
+    """The numbers of a patch, colour last, in the order of a file that has the colours first, or back."""
+    size = isqrt(n // 3)
+    order: npt.NDArray[np.int64] = np.arange(n).reshape(size, size, 3).transpose(2, 0, 1).reshape(-1)
+    return order if writes else np.argsort(order)
 
 
 def interleaved_rows(n_rows: int, n_heads: int) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.formats.gguf.mmproj_names import clip_of, interleaved_rows, stored_name
+from kukri.formats.gguf.mmproj_names import clip_of, colour_order, interleaved_rows, stored_name
 from kukri.formats.gguf.writer import TensorSource, write_gguf
 from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
 from kukri.formats.json_files import read_json
@@ -74,9 +74,9 @@ def _metadata(config: VisionConfig, processor: ImageProcessor) -> dict[str, Any]
         "image_size": config.image_size,
         "patch_size": config.patch_size,
         "embedding_length": encoder.d_model,
-        "feed_forward_length": encoder.d_ffn,
-        "block_count": encoder.n_layers,
-        "attention.head_count": encoder.n_heads,
+        "feed_forward_length": 0 if clip.flat else encoder.d_ffn,  # there is no encoder
+        "block_count": 0 if clip.flat else encoder.n_layers,
+        "attention.head_count": 0 if clip.flat else encoder.n_heads,
         "attention.layer_norm_epsilon": encoder.norm_eps,
         "projection_dim": config.d_text,
         clip.merge: config.merge,
@@ -116,8 +116,11 @@ def _written(
     if name in ("model.embed_patches.weight", "model.embed_positions.weight"):
         data, kind = dequantize(data, kind).reshape(shape), f32  # which llama.cpp's convolutions read
     if name == "model.embed_positions.weight":  # several tables have an axis of their own
-        d_model = config.encoder.d_model
-        shape = shape if shape[1] == d_model else (shape[0], shape[1] // d_model, d_model)
+        data = data.reshape(shape[0], -1, config.encoder.d_model)
+        data = np.ascontiguousarray(data.swapaxes(0, 1)) if clip.flat else data
+        shape = data.shape if data.shape[1] > 1 else shape
+    if clip.flat and name.startswith(("model.embed_patches.weight", "model.patch_ln1.")):
+        return {stored: (f32, np.ascontiguousarray(data[..., colour_order(shape[-1], writes=True)]), shape)}
     if name == "model.embed_patches.weight":
         size, n_frames = config.patch_size, config.n_frames
         if clip.colour_last:

@@ -22,6 +22,7 @@ from kukri.formats.gguf.mmproj_names import (
     SCALE,
     Clip,
     clip_of,
+    colour_order,
     interleaved_rows,
     stored_name,
 )
@@ -114,7 +115,8 @@ def read_mmproj(
 
 def _vision_config(keys: Keys, file: GGUFFile, clip: Clip) -> dict[str, Any]:
     """The keys of config.json's `vision_config`, of all families."""
-    n_layers, n_heads = keys.whole("block_count", most=1 << 10), keys.whole("attention.head_count")
+    n_layers = keys.whole("block_count", least=0, most=1 << 10)  # 0: there is no encoder
+    n_heads = keys.whole("attention.head_count", least=0)
     pattern = keys.whole("n_wa_pattern", n_layers + 1)
     is_deep = keys.items("is_deepstack_layers", int) if keys.has("is_deepstack_layers") else []
     positions = file.tensors.get("v.position_embd.weight")
@@ -122,14 +124,15 @@ def _vision_config(keys: Keys, file: GGUFFile, clip: Clip) -> dict[str, Any]:
     d_model, eps = keys.whole("embedding_length"), keys.positive("attention.layer_norm_epsilon")
     return {
         "hidden_size": d_model,
-        "intermediate_size": keys.whole("feed_forward_length"),
+        "intermediate_size": keys.whole("feed_forward_length", least=0),
         "image_size": keys.whole("image_size"),
         "patch_size": keys.whole("patch_size"),
         **{"layer_norm_eps": eps, "rms_norm_eps": eps},
         "hidden_act": "gelu_pytorch_tanh" if clip.activation == "gelu" else clip.activation,
         **{"num_hidden_layers": n_layers, "depth": n_layers},
         **{"num_attention_heads": n_heads, "num_heads": n_heads},
-        **{"num_key_value_heads": n_heads, "head_dim": d_model // n_heads},
+        **{"num_key_value_heads": n_heads, "head_dim": d_model // max(n_heads, 1)},
+        **{"mm_embed_dim": d_model, "output_proj_dims": d_model, "mm_posemb_size": n_positions},
         **{"pooling_kernel_size": keys.whole(SCALE, 3), "position_embedding_size": n_positions},
         **{"spatial_merge_size": keys.whole(MERGE, 2), "temporal_patch_size": 2},
         **{"num_patches": n_positions, "num_position_embeddings": n_positions},
@@ -152,7 +155,7 @@ def _preprocessor(keys: Keys, clip: Clip, vision: Mapping[str, Any]) -> dict[str
     }
     if clip.processor == "Idefics3":
         stated["size"] = {"longest_edge": keys.whole("preproc_image_size", 4 * size)}
-    if clip.processor == "Gemma4":
+    if clip.processor.startswith("Gemma4"):
         token = (patch * vision["pooling_kernel_size"]) ** 2
         stated["max_soft_tokens"] = keys.whole("image_max_pixels", 280 * token) // token
         stated |= {"pooling_kernel_size": vision["pooling_kernel_size"], "do_normalize": True}
@@ -179,6 +182,11 @@ class MmprojWeights:
         """A matrix (out, in), as stored but for the layouts of convolutions. Raises FormatError."""
         if name == "model.embed_patches.weight":
             return self._patches(name, shape)
+        if name == "model.embed_positions.weight" and self._clip.flat:
+            n, width = shape
+            tensor, data = self._take(name, (2, n * width // 2))
+            data = np.ascontiguousarray(data.reshape(2, n, -1).swapaxes(0, 1)).reshape(n, -1)
+            return Weight(data, tensor.type, shape, name)
         is_turned = name == "projector.weight" and self._config.family == "gemma3"
         tensor, data = self._take(name, shape[::-1] if is_turned else shape)
         if is_turned:
@@ -192,6 +200,8 @@ class MmprojWeights:
         tensor, data = self._take(name, (size,))
         values: FloatArray = dequantize(data, tensor.type).reshape(size)
         order = self._order(name, size)
+        if self._clip.flat and name.startswith("model.patch_ln1."):
+            order = colour_order(size, writes=False)
         return np.ascontiguousarray(values if order is None else values[order])
 
     def has(self, name: str) -> bool:
@@ -219,9 +229,10 @@ class MmprojWeights:
         """The convolution of patches: a tensor (out, 3, height, width) for each frame."""
         size, n_frames = self._config.patch_size, self._config.n_frames
         stored = [f"{name}.{i}" if i else name for i in range(n_frames)]
-        taken = [self._take(one, (shape[0], 3, size, size)) for one in stored]
+        whole = shape[0], 3, size, size
+        taken = [self._take(one, shape if self._clip.flat else whole) for one in stored]
         kind = taken[0][0].type
-        frames = [_numbers(data, tensor, self.path).reshape(tensor.shape) for tensor, data in taken]
+        frames = [_numbers(data, tensor, self.path).reshape(whole) for tensor, data in taken]
         if any(tensor.type != kind for tensor, _ in taken):
             raise FormatError(
                 f"is not of the type {kind.name}, as its first part is", path=self.path, tensor=name
