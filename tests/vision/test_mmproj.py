@@ -155,6 +155,9 @@ def test_a_broken_file_is_refused(case: str, idefics3: Path, tmp_path: Path) -> 
         LLM(idefics3 / "tiny.gguf", mmproj=path, backend="reference")
 
 
+SOUND = ("a.conv1d.0.weight", "mm.a.input_projection.weight")
+
+
 def test_tensors_are_all_there_and_none_is_left(idefics3: Path, tmp_path: Path) -> None:
     """Catches an encoder that runs without a part of it, or with one that nobody reads."""
     source, text = idefics3 / "mmproj-tiny.gguf", idefics3 / "tiny.gguf"
@@ -167,6 +170,10 @@ def test_tensors_are_all_there_and_none_is_left(idefics3: Path, tmp_path: Path) 
         path = changed(source, tmp_path / "more.gguf", {}, more)
     with pytest.raises(UnusedTensorError, match=r"takes: 'v\.class_embd"):
         LLM(text, mmproj=path, backend="reference")
+    of_sound = {name: (one.type, np.zeros(4 * one.shape[0], np.uint8), one.shape) for name in SOUND}
+    heard = changed(source, tmp_path / "sound.gguf", {"clip.has_audio_encoder": True}, of_sound)
+    with LLM(text, mmproj=heard, backend="reference") as llm:
+        assert llm.image_processor is not None
 
 
 def test_an_encoder_is_no_model_and_no_directory_needs_one(idefics3: Path) -> None:

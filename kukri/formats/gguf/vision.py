@@ -218,9 +218,8 @@ class MmprojWeights:
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors of images that no layer took."""
-        # a.: those of sound
-        left = [name for name in self._file.tensors if name not in self._taken and not name.startswith("a.")]
-        unused = [name for name in left if name not in self._clip.unread]
+        left = [name for name in self._file.tensors if name not in self._taken | self._clip.unread]
+        unused = [name for name in left if not name.startswith(("a.", "mm.a."))]  # those of sound
         if unused:
             message = f"holds tensors that no layer of {self._config.family}'s encoder takes: "
             raise UnusedTensorError(message + brief_list([*map(brief, unused)]), path=self.path)
