@@ -21,9 +21,9 @@ class ImageInput:
     Families of tiles or of a fixed size (Idefics3, SmolVLM, Gemma 3): `pixels` are [n_tiles, 3, height,
     width], in the order in which their embeddings stand in the prompt, and `grid` is (rows, columns) of the
     tiles besides the one that shows all, (0, 0) if that is the only one. Families that pack patches (Qwen,
-    LFM2-VL, Pixtral): [n_patches, values of a patch], in the order of the model's processor, and `grid` is
-    (t, h, w) in patches; LFM2-VL's is (rows, columns, h, w): of tiles, (1, 1) for none, and of the whole
-    picture after them in patches, (0, 0) for none.
+    LFM2-VL, Pixtral, Gemma 4): [n_patches, values of a patch], in the order of the model's processor, and
+    `grid` is (t, h, w) in patches; LFM2-VL's is (rows, columns, h, w): of tiles, (1, 1) for none, and of the
+    whole picture after them in patches, (0, 0) for none.
     """
 
     pixels: FloatArray  # float32, normalized
