@@ -253,8 +253,8 @@ def attribute(
     Logits are the `targets`' (token ids), or the likeliest at the end that have `logit_share` of the
     probability, `max_logits` at most. Edges into features are computed for the `max_features` that have most
     influence on them. Positions before `n_ignored` have no features or errors, as in circuit-tracer: what
-    attention makes of a first token is of no text. A graph that would take more memory than `max_bytes`, the
-    model in float32 included, is refused before that is taken. Raises RequestError, ConfigError and
+    attention makes of a first token is of no text. A graph that would take more memory than `max_bytes` is
+    refused before that is taken. Raises RequestError, ConfigError and
     UnsupportedError.
     """
     session = llm.interp
@@ -294,7 +294,8 @@ class _Run:
         n_layers = session.config.n_layers
         self.session, self.ids, self.transcoders = session, ids, transcoders
         self.max_bytes, self.n_bytes = max_bytes, 0
-        self._take(4 * session.model.n_parameters)
+        width, n_vocab = session.config.d_model, session.config.n_vocab
+        self._take(4 * width * (n_vocab + 4 * n_layers * width))  # the unembedding, then what attention keeps
         self.reads = [_tap(session, transcoders.reads, i) for i in range(n_layers)]
         self.writes = [_tap(session, transcoders.writes, i) for i in range(n_layers)]
         skips = {i: one.skip for i, one in transcoders.layers.items() if one.skip is not None}
@@ -337,7 +338,7 @@ class _Run:
         if self.max_bytes is not None and self.n_bytes > self.max_bytes:
             raise RequestError(
                 f"the graph takes {self.n_bytes >> 20:,} MiB of memory or more, of {self.max_bytes >> 20:,} "
-                "that it may: give a shorter prompt, or trace fewer features"
+                "that it may: shorten the prompt, trace fewer features or allow more (max_bytes, --max-graph)"
             )
 
     def logits(

@@ -15,10 +15,11 @@ import numpy as np
 from kukri.errors import UnsupportedError
 from kukri.interp.tape import Tape, TextRows, Variable, _shares
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Vector
-from kukri.kernels.op_set import GateBy
+from kukri.kernels.constants import Vector, Weight
+from kukri.kernels.op_set import GateBy, Program
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.taps import tap_name
+from kukri.quant.blocks import dequantize
 
 
 class FrozenTape(Tape):
@@ -33,6 +34,15 @@ class FrozenTape(Tape):
         super().__init__(matrices, ropes)
         self._reads, self._writes, self._skips = reads, set(writes), skips
         self._at: dict[str, int] = {}  # the node of a tap
+        self._is_running = False
+
+    def run(self, program: Program, batch: TextRows) -> Variable:
+        """See Tape.run."""
+        self._is_running = True
+        try:
+            return super().run(program, batch)
+        finally:
+            self._is_running = False
 
     def pull_back(self, targets: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
         """Gradients [targets, rows, width] at the taps that MLPs write and at "hook_embed".
@@ -101,6 +111,12 @@ class FrozenTape(Tape):
             self._tapped[full_name] = found
         self._at[full_name] = len(self._nodes) - 1
         return found
+
+    def _matrix(self, weight: Weight) -> FloatArray:
+        """A matrix in float32, kept if gradients need it: most of a model is MLPs, which they go around."""
+        if self._is_running and weight not in self._matrices:
+            return dequantize(weight.data, weight.type)
+        return super()._matrix(weight)
 
     def _normed(
         self, x: Variable, parts: FloatArray, weight: Vector, bias: Vector | None, eps: float, shape: Any

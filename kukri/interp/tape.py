@@ -135,7 +135,7 @@ class Tape:
         self, weight: Weight, batch: TextRows, by: EmbedBy = "token_ids", residual: Variable | None = None
     ) -> Variable:
         """Rows of a matrix, which have no gradient, plus `residual`."""
-        rows = self._matrix(weight)[getattr(batch, by)]
+        rows = dequantize(weight.data[getattr(batch, by)], weight.type)
         if residual is None:
             return self._new(rows, lambda g: None)
         return self._new(rows + residual.x, residual.add)
@@ -161,18 +161,17 @@ class Tape:
         tap: tuple[str, int | None] | None = None,
     ) -> Variable:
         """The derivative is g W."""
-        matrices = [self._matrix(weight) for weight in weights]
-        y = np.concatenate([x.x @ matrix.T for matrix in matrices], axis=1)
+        y = np.concatenate([x.x @ self._matrix(weight).T for weight in weights], axis=1)
         if bias is not None:
             y += bias.data
 
         def pull(g: FloatArray) -> None:
             flat, start = g.reshape(-1, g.shape[-1]), 0  # NumPy multiplies more dimensions without BLAS
-            for matrix in matrices:
-                part = flat[:, start : start + len(matrix)]
+            for weight in weights:
+                part = flat[:, start : start + weight.shape[0]]
                 if part.any():  # queries and keys of a frozen pattern have no gradient
-                    x.add((part @ matrix).reshape(*g.shape[:-1], -1))
-                start += len(matrix)
+                    x.add((part @ self._matrix(weight)).reshape(*g.shape[:-1], -1))
+                start += weight.shape[0]
 
         found = self._new(y, pull)
         if tap is not None:

@@ -195,7 +195,12 @@ def test_edges_and_constants_add_up(pair, tmp_path):
         arrays = arrays_of(i) | {"b_dec": np.zeros(D, np.float32)}
         del arrays["threshold"]
         save_file(arrays, folder / f"layer_{i}.safetensors")
-    graph = attribute(llama_session(pair), IDS, folder, max_features=10_000, n_ignored=0)
+    session = llama_session(pair)
+    graph = attribute(session, IDS, folder, max_features=10_000, n_ignored=0)
+    kept = sum(matrix.size for matrix in session.interp._matrices.values())
+    assert kept == L * sum(session.interp.weights.layer(name, 0).size for name in ("W_V", "W_O")), (
+        "MLPs are not"
+    )
     n = len(graph.features)
     biases = [arrays_of(layer)["b_enc"][f] for layer, _, f in graph.features]
     np.testing.assert_allclose(graph.edges[:n].sum(1) + biases, graph.activations, rtol=1e-3, atol=1e-4)
