@@ -76,6 +76,11 @@ def small_graph() -> dict[str, Any]:
     }
 
 
+def kinds_of(page: Any) -> dict[str, int]:
+    """How many nodes of each kind are drawn."""
+    return {kind: page.locator(f".map .{kind}").count() for kind in ("feature", "error", "token", "logit")}
+
+
 def drop(visit: Visit, graph: Any, name: str = "graph.json") -> None:
     text = graph if isinstance(graph, str) else json.dumps(graph)
     visit.page.evaluate(DROP, [name, text])
@@ -127,10 +132,7 @@ def test_nodes_are_reached_by_mouse_and_keys(browser: Any, site: Served) -> None
             'say a capital 3/9 on "it"\n+3.00',
             'error of layer 1 on " <i>"\n+0.500',
         ]
-        kinds = {
-            kind: page.locator(f".map .{kind}").count() for kind in ("feature", "error", "token", "logit")
-        }
-        assert kinds == {"feature": 2, "error": 1, "token": 1, "logit": 1}
+        assert kinds_of(page) == {"feature": 2, "error": 1, "token": 1, "logit": 1}
         at = [
             box["y"]
             for box in (
@@ -138,6 +140,9 @@ def test_nodes_are_reached_by_mouse_and_keys(browser: Any, site: Served) -> None
             )
         ]
         assert at == sorted(at), "rows go up with layers"
+        page.fill("#share", "0.5")
+        assert kinds_of(page) == {"feature": 1, "error": 0, "token": 1, "logit": 1}
+        page.fill("#share", "1")
         page.focus(".map")
         for key, name in (
             ("ArrowDown", "say a capital 3/9"),

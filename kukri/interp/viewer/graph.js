@@ -196,7 +196,7 @@ export function view(graph, map, facts) {
     facts.replaceChildren()
     html("h2", { textContent: nameOf(node), role: "status" }, facts)
     const known = []
-    if (node.kind === "feature") known.push(`activation ${number(node.activation)}`)
+    if (Number.isFinite(node.activation)) known.push(`activation ${number(node.activation)}`)
     if (node.kind === "logit") known.push(`probability ${number(node.probability)}`)
     known.push(`position ${node.column}`)
     html("p", { textContent: known.join(" · ") }, facts)

@@ -6,6 +6,7 @@ const $ = (id) => document.getElementById(id)
 const prompt = $("prompt"), [map, facts] = [".map", ".facts"].map((one) => document.querySelector(one))
 const MOST_BYTES = 300e6 // of a file
 let shown = null // the graph, as a Blob
+let graph = null // and parsed
 let abort = null // ends the request that waits for a graph
 
 function warn(text) {
@@ -18,20 +19,22 @@ async function open(blob, name) {
   warn("")
   try {
     if (blob.size > MOST_BYTES) throw new Error(`${name} has more than ${MOST_BYTES / 1e6} MB.`)
-    let graph
+    let given
     try {
-      graph = JSON.parse(await blob.text())
+      given = JSON.parse(await blob.text())
     } catch {
       throw new Error(`${name} is not JSON.`)
     }
     document.querySelector(".welcome").hidden = true
     document.querySelector(".graph").hidden = false
-    view(graph, map, facts)
+    view(given, map, facts)
+    graph = given
     shown = blob
+    $("share").value = 1
     const { prompt: text, scan, prompt_tokens: words, slug } = graph.metadata
     $("title").textContent = text || words.join("")
     $("title").title = [slug, scan].filter(Boolean).join(" · ")
-    $("kinds").hidden = $("save").hidden = false
+    $("kinds").hidden = $("save").hidden = $("shares").hidden = false
     const counts = [graph.nodes, graph.links].map(({ length }) => length.toLocaleString())
     $("status").textContent = `${counts[0]} nodes, ${counts[1]} links`
   } catch (error) {
@@ -41,6 +44,13 @@ async function open(blob, name) {
     }
     warn(error.message)
   }
+}
+
+// Leaves out the features and errors without which the others have a share of the influence.
+function prune() {
+  const share = $("share").valueAsNumber
+  const isKept = ({ influence, feature_type: type }) => type === "embedding" || type === "logit" || !(influence > share)
+  view({ ...graph, nodes: share < 1 ? graph.nodes.filter(isKept) : graph.nodes }, map, facts)
 }
 
 async function make() {
@@ -105,4 +115,5 @@ $("save").addEventListener("click", () => {
   Object.assign(document.createElement("a"), { href: address, download: "graph.json" }).click()
   setTimeout(() => URL.revokeObjectURL(address), 1000)
 })
+$("share").addEventListener("input", prune)
 explain($("kinds"))
