@@ -182,11 +182,11 @@ def test_what_is_not_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_bidirectional_model_is_not_run_as_a_causal_one(tmp_path: Path) -> None:
-    """LFM2.5-ColBERT, which has LFM2's type and tensors, with tokens that do not see later ones."""
+    """A class with Llama's type and tensors, whose tokens see later ones."""
     make(tmp_path, "llama", "Model")
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["Lfm2BidirectionalModel"]}))
-    with pytest.raises(UnsupportedError, match="Lfm2BidirectionalModel"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["LlamaBidirectionalModel"]}))
+    with pytest.raises(UnsupportedError, match="LlamaBidirectionalModel"):
         LLM(tmp_path, backend="reference")
 
 

@@ -302,19 +302,19 @@ class Tape:
     def conv(self, x: Variable, spec: ConvSpec, batch: TextRows) -> Variable:
         """The derivative is the convolution backwards, with the taps in the other order."""
         taps = spec.taps.data.reshape(spec.n_taps, -1)
-        n_before = spec.n_taps - 1
+        n_before = spec.n_taps - 1 - spec.n_after
         y = np.zeros_like(x.x) if spec.bias is None else np.tile(spec.bias.data, (len(x.x), 1))
         for rows in batch.texts:
-            for i, weights in enumerate(taps):  # the weights of the input n_before - i tokens earlier
-                n_late = n_before - i
-                y[rows][n_late:] += weights * x.x[rows][: rows.stop - rows.start - n_late]
+            for i, weights in enumerate(taps):
+                later, earlier = _apart(rows, n_before - i)
+                y[later] += weights * x.x[earlier]
 
         def pull(g: FloatArray) -> None:
             back = np.zeros_like(x.x)
             for rows in batch.texts:
                 for i, weights in enumerate(taps):
-                    n_late = n_before - i
-                    back[rows][: rows.stop - rows.start - n_late] += weights * g[rows][n_late:]
+                    later, earlier = _apart(rows, n_before - i)
+                    back[earlier] += weights * g[later]
             x.add(back)
 
         found = self._new(y, pull)
@@ -578,3 +578,11 @@ def _shares(q: FloatArray, k: FloatArray, spec: AttentionSpec) -> tuple[FloatArr
     if sink is not None:
         total = total + np.exp(sink - top)
     return scores, weights / total
+
+
+def _apart(rows: slice, n: int) -> tuple[slice, slice]:
+    """The rows that have another n before them, and those others; n may be below 0."""
+    start, stop = rows.start, rows.stop
+    return slice(start + max(n, 0), max(stop + min(n, 0), start)), slice(
+        start + max(-n, 0), max(stop - max(n, 0), start)
+    )

@@ -107,6 +107,11 @@ class TorchTape(TorchOps):
         self._tapped[full_name] = x
         return x
 
+    def _seen(self, batch: Any) -> Iterator[tuple[int, int, int]]:
+        """The rows of each text, all of them seen."""
+        for rows in batch.host.texts:
+            yield rows.start, rows.stop, rows.stop - rows.start
+
     def _states(self, name: str, layer: int, batch: Any) -> Iterator[tuple[StateStep, Any, Tensor]]:
         """A state of zeros for each text, used once."""
         zeros = self.cache.states[layer][name][0]

@@ -98,7 +98,7 @@ class Ops(Protocol):
         """
 
     def conv(self, x: Tensor, spec: ConvSpec, batch: Any) -> Tensor:
-        """A causal convolution of each column of x [T, C] along its sequence -> [T, C]."""
+        """A convolution of each column of x [T, C] along its sequence, causal or not -> [T, C]."""
 
     def scan(self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, spec: ScanSpec, batch: Any) -> Tensor:
         """x [T, H*P] through the state space -> [T, H*P]: S = exp(a dt) S + dt b xT, y = cT S + d x.

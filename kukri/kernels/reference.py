@@ -345,6 +345,8 @@ class ReferenceOps:
         n, n_taps = x.shape[1], spec.n_taps
         taps = spec.taps.data.reshape(n_taps, n)
         y = np.zeros(x.shape, np.float32) if spec.bias is None else np.tile(spec.bias.data, (len(x), 1))
+        if spec.n_after:
+            return self._conv_both_ways(x, y, taps, spec.n_after, batch)
         for step, states, past in self._states("conv", spec.layer, batch):
             seen = np.concatenate(
                 [past, x[step.start : step.stop]]
@@ -355,6 +357,19 @@ class ReferenceOps:
                 last = t - step.start + 1
                 states[slot] = seen[last : last + n_taps - 1]
         return y / (1 + np.exp(-y)) if spec.is_activated else y
+
+    def _conv_both_ways(
+        self, x: FloatArray, y: FloatArray, taps: FloatArray, n_after: int, batch: ForwardBatch
+    ) -> FloatArray:
+        """y + each column of x times the taps of the inputs around it; 0 for tokens that nobody sees."""
+        around = ((len(taps) - 1 - n_after, n_after), (0, 0))
+        for start, stop, n_seen in zip(batch.query_start, batch.query_start[1:], batch.context_len):
+            n_seen = min(n_seen, stop - start)
+            seen = np.pad(x[start : start + n_seen], around)
+            for i, weights in enumerate(taps):
+                y[start : start + n_seen] += weights * seen[i : i + n_seen]
+            y[start + n_seen : stop] = 0
+        return y
 
     def scan(
         self, x: FloatArray, b: FloatArray, c: FloatArray, dt: FloatArray, spec: ScanSpec, batch: ForwardBatch

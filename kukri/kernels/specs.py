@@ -80,6 +80,9 @@ class ConvSpec:
     """A layer's causal convolution of each of C channels, over its last K inputs, the current included.
 
     `taps` [K * C] has the weights of the oldest input first. Its state is the array "conv" [K - 1, C].
+
+    With `n_after` that many of the K inputs come after the current one, in texts that are whole in a step.
+    There is no state then, tokens that nobody sees count as 0, and what is made of them is 0.
     """
 
     layer: int
@@ -87,6 +90,7 @@ class ConvSpec:
     taps: Vector
     bias: Vector | None = None  # [C]
     is_activated: bool = False  # by SiLU
+    n_after: int = 0
 
 
 @dataclass(frozen=True, eq=False)

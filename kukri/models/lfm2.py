@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.cache import StateLayer
+from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.keys import Keys
@@ -31,7 +31,7 @@ class ShortConv:
         self.into = Linear(source, [f"{name}.in_proj"], (n, n, n), n)
         self.conv = Convolution(source, f"{name}.conv", n, config.recurrent.n_taps, layer)
         self.out = Linear(source, [f"{name}.out_proj"], (n,), n)
-        self.cache_layer = StateLayer(self.conv.states)
+        self.cache_layer: KVLayer | StateLayer = StateLayer(self.conv.states)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's state."""

@@ -103,6 +103,35 @@ class Runs:
         return self.program(batch).numpy().copy()
 
 
+@pytest.mark.parametrize(("n", "n_taps", "n_after"), [(80, 3, 1), (48, 5, 2), (16, 4, 3)])
+def test_convolutions_both_ways(backend, n, n_taps, n_after):
+    """A neighbour's inputs, a tap on the other side, a token that nobody sees and that counts."""
+    rng = np.random.default_rng(n)
+    spec = ConvSpec(0, n_taps, vector(rng, n * n_taps), vector(rng, n), n_after=n_after)
+    lengths, contexts = [5, 1, 40, 2], [3, 1, 40, 2]
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    x, n_tokens = rng.standard_normal((ends[-1], n)).astype(np.float32), int(ends[-1])
+    rows, steps = f32_weight(x), np.arange(n_tokens, dtype=np.int32)
+    table = np.zeros((4, -(-MOST // PAGE_TOKENS)), np.int32)
+    batch = ForwardBatch(steps, steps, steps, ends, np.array(contexts, np.int32), table, steps)
+
+    def program(ops, batch):
+        return ops.logit_rows(ops.conv(ops.embed(rows, batch), spec, batch), batch)
+
+    want = np.zeros_like(x)
+    taps = torch.from_numpy(spec.taps.data.reshape(n_taps, n).T[:, None].copy())
+    for start, n_seen in zip(ends, contexts):
+        seen = torch.nn.functional.pad(
+            torch.from_numpy(x[start : start + n_seen].T.copy()), (n_taps - 1 - n_after, n_after)
+        )
+        made = torch.nn.functional.conv1d(seen[None], taps, torch.from_numpy(spec.bias.data), groups=n)
+        want[start : start + n_seen] = made[0].T.numpy()
+    for each in (ReferenceBackend(), backend, make_backend("torch")):
+        cache = each.new_cache([KVLayer(1, 16)], 64, N_SLOTS)
+        limits = StepLimits(MOST, 4, MOST, 16, hides_tokens=True)
+        assert_close(each.compile(program, cache, limits)(batch).numpy(), want, 1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ops_are_the_reference(backend, case):
     """A tap, head or group next to its own; a state that is not zero at first; a gate of another head."""

@@ -16,9 +16,10 @@ import transformers
 
 from kukri import LLM, SamplingParams
 from kukri.errors import FormatError, KukriError, RequestError, UnsupportedError
-from kukri.formats.gguf.config import model_config, model_metadata
+from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.config import hf_model_config
+from kukri.terminal.convert import convert_model
 from kukri.terminal.inspect import show_model
 from tests.models.tiny_models import TINY, write
 from tests.models.tiny_models import make as make_tiny
@@ -314,8 +315,11 @@ def test_wrong_keys_of_falcon_h1(keys: dict[str, Any], message: str) -> None:
         hf_model_config({**TINY_HF, "model_type": "falcon_h1", **sizes, **keys}, Path("config.json"))
 
 
-def test_multipliers_of_tied_matrices_are_not_lost() -> None:
+def test_multipliers_of_tied_matrices_are_not_lost(tmp_path: Path) -> None:
     """A GGUF file whose embeddings have the head's multiplier, or the head theirs."""
-    config = make_tiny("falcon_h1")[1]
-    with pytest.raises(UnsupportedError, match="embeddings and logits that are one matrix"):
-        model_metadata(replace(config, tie_embeddings=True))
+    directory, model = make(tmp_path / "hf", "falcon_h1-normed")
+    convert_model(directory, tmp_path / "m.gguf", None, dry_run=False, as_json=False)
+    embedding = model.get_input_embeddings().weight.detach().numpy()
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        np.testing.assert_allclose(file.array("token_embd.weight"), 3 * embedding, rtol=1e-6)
+        np.testing.assert_array_equal(file.array("output.weight"), embedding)

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.models import Model, load_model
+from tests.models import lfm2_class  # noqa: F401
 
 BYTES_V = 300  # for byte pairs, which need a token for each byte
 N_LAYERS, D, F, V, HEADS, CONTEXT = 4, 64, 96, 80, 4, 96
@@ -48,9 +49,21 @@ ENCODERS: dict[str, TinyEncoder] = {
 }
 
 
+# without heads for tasks
+BARE_ENCODERS = {
+    "lfm2_bidirectional": TinyEncoder(
+        "Lfm2Bidirectional",
+        {
+            **{"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+            **{"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5},
+        },
+    )
+}
+
+
 def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more: Any) -> Any:
     """transformers' model, saved to the directory with a tokenizer; norms and biases are far from 1 and 0."""
-    tiny = ENCODERS[name]
+    tiny = {**ENCODERS, **BARE_ENCODERS}[name]
     torch.manual_seed(seed)
     common = {
         "hidden_size": D, "intermediate_size": F, "num_attention_heads": HEADS, "num_hidden_layers": N_LAYERS,

@@ -257,9 +257,12 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
 
     by_sigmoid = gguf.metadata.get(f"{name}.{_EXPERT_FUNCTION}") == _SIGMOID
 
-    def fits(architecture: Architecture) -> tuple[bool, bool, bool]:
+    is_causal = gguf.metadata.get(f"{name}.{CAUSAL_KEY}") is not False
+
+    def fits(architecture: Architecture) -> tuple[bool, bool, bool, bool]:
         own = architecture.experts
         return (
+            architecture.is_causal == is_causal,
             (own is not None) == has_experts,
             own is None or own.by_sigmoid == by_sigmoid,
             architecture.name == name,

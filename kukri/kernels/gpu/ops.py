@@ -226,7 +226,9 @@ class TritonOps(TorchOps):
         return out.view(len(out), -1)
 
     def conv(self, x: Any, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
-        """See Ops.conv."""
+        """See Ops.conv. PyTorch does it both ways."""
+        if spec.n_after:
+            return super().conv(self.floats(x), spec, batch)
         states = self.cache.states[spec.layer]["conv"]
         return recurrent.conv(self.floats(x), states, spec, self.constants.vector, batch)
 

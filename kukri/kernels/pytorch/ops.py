@@ -274,6 +274,8 @@ class TorchOps:
         y = torch.zeros(x.shape, device=x.device)
         if spec.bias is not None:
             y += self.constants.vector(spec.bias)
+        if spec.n_after:
+            return self._conv_both_ways(x, y, taps, spec.n_after, batch)
         for step, states, past in self._states("conv", spec.layer, batch):
             seen = torch.cat([past, x[step.start : step.stop]])
             for i, weights in enumerate(taps):
@@ -332,6 +334,22 @@ class TorchOps:
                     states[saves[t]] = state
             states[step.slot] = state
         return y.view(v.shape)
+
+    def _conv_both_ways(self, x: Tensor, y: Tensor, taps: Tensor, n_after: int, batch: DeviceBatch) -> Tensor:
+        """See `ReferenceOps.conv`."""
+        around = (0, 0, len(taps) - 1 - n_after, n_after)
+        for start, stop, n_seen in self._seen(batch):
+            seen = F.pad(x[start : start + n_seen], around)
+            for i, weights in enumerate(taps):
+                y[start : start + n_seen] += weights * seen[i : i + n_seen]
+            y[start + n_seen : stop] = 0
+        return y
+
+    def _seen(self, batch: DeviceBatch) -> Iterator[tuple[int, int, int]]:
+        """The tokens of each sequence, from one to before another, and how many of them are seen."""
+        starts, contexts = batch.host.query_start.tolist(), batch.host.context_len.tolist()
+        for start, stop, n_seen in zip(starts, starts[1:], contexts):
+            yield start, stop, min(n_seen, stop - start)
 
     def _states(
         self, name: str, layer: int, batch: DeviceBatch

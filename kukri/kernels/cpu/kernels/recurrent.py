@@ -98,6 +98,30 @@ def conv(tile, batch, x, x_stride, n, taps, bias, n_taps, is_activated, state, s
     return 0
 
 
+def conv_both_ways(tile, batch, x, x_stride, n, taps, bias, n_taps, n_after, y, y_stride):
+    """The same over inputs of which n_after come after a token, without a state; 0 for tokens nobody sees."""
+    row = 4 * n
+    n_parts = (row + _CONV_BYTES - 1) // _CONV_BYTES
+    if tile < 0:
+        return n_parts
+    n_before = n_taps - 1 - n_after
+    for sequence in range(load_i64(batch + N_SEQUENCES)):
+        start = _first_token(batch, sequence)
+        stop = _first_token(batch, sequence + 1)
+        seen = min(start + load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence), stop)
+        for i in range(tile * _CONV_BYTES, min((tile + 1) * _CONV_BYTES, row), 64):
+            for t in range(start, stop):
+                total = load_f32x16(bias + i) if bias != 0 and t < seen else splat(0.0)
+                for k in range(n_taps):
+                    place = t - n_before + k
+                    if start <= place and place < seen and t < seen:
+                        total = fma(
+                            load_f32x16(taps + k * row + i), load_f32x16(x + place * x_stride + i), total
+                        )
+                store_f32x16(y + t * y_stride + i, total)
+    return 0
+
+
 @device
 def _block_stop(batch, t, stop):
     """One past the last token from `t` on that is computed before the state is kept, or for long enough."""
@@ -307,4 +331,7 @@ def delta_rule(
     return 0
 
 
-KERNELS = {kernel.__name__: KernelSource(kernel.__name__, kernel) for kernel in (conv, scan, delta_rule)}
+KERNELS = {
+    kernel.__name__: KernelSource(kernel.__name__, kernel)
+    for kernel in (conv, conv_both_ways, scan, delta_rule)
+}

@@ -36,6 +36,31 @@ class Conv(Op):
 
 
 @dataclass(eq=False)
+class ConvBothWays(Op):
+    """A convolution of each column, over inputs before and after."""
+
+    x: Value
+    y: Value
+    spec: ConvSpec
+    kernel = "conv_both_ways"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        spec = self.spec
+        return {
+            "batch": at.batch,
+            "x": at.of(self.x),
+            "x_stride": self.x.stride,
+            "n": self.x.width,
+            "taps": at.of_array(spec.taps.data),
+            "bias": 0 if spec.bias is None else at.of_array(spec.bias.data),
+            "n_taps": spec.n_taps,
+            "n_after": spec.n_after,
+            "y": at.of(self.y),
+            "y_stride": self.y.stride,
+        }
+
+
+@dataclass(eq=False)
 class Scan(Op):
     """A state space."""
 
