@@ -1,18 +1,20 @@
 """Gains of speculative decoding: `python -m benchmarks.speculation`.
 
 The same requests are answered with n-gram drafts and without, in turns, by one engine; answers must be equal.
-Copies are a file to edit, a passage to repeat, a list to write and a program to continue; prose is stories,
-an explanation and a letter. A ratio is of the times from the first token to the last, the median over rounds;
-for streams, of the times in which all of them are answered, their prompts being cached. With `--predicted` an
-answer is given as its own prediction instead, whole and with a fifth of its tokens wrong: what drafts cost
-and save whatever a model of random weights writes.
+Copies are a file to edit, a passage to repeat, a list to write and a program to continue; edits are changes
+to a file, which is printed as a whole; code is written from a request; prose is stories, an explanation and a
+letter. A ratio is of the times from the first token to the last, the median over rounds; for streams, of the
+times in which all of them are answered, their prompts being cached. An agent's conversation has ten turns
+over one file, each with the answers before it in its prompt; its times are those of all turns.
+With `--predicted` an answer is given as its own prediction instead, whole and with a fifth of its tokens
+wrong: what drafts cost and save whatever a model of random weights writes.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,15 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
 from kukri.bench.turns import in_turns
-from kukri.errors import KukriError
+from kukri.errors import ContextLengthError, KukriError
+from kukri.formats.headers import read_headers
+from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from kukri.calls.results import Result
     from kukri.engine.request import Timings
 
-_CONTEXT = 1024
+_CONTEXT, _LONG_CONTEXT = 1024, 8192  # the least, and that of an agent if the model has it
 _N_PROSE = 160  # tokens of an answer at most
-_N_COPIED = 300
+_N_COPIED, _N_EDITED = 300, 450
 _N_STREAMS = 8
 
 _CODE = '''import math
@@ -104,6 +108,69 @@ PROSE = (
     Task("a letter", "Write a letter to a friend about your first week in a new city.", True, _N_PROSE),
     Task("a novel", "The rain had stopped in the night, and when Anna opened the window", False, _N_PROSE),
 )
+_FILE = """class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        return self.items.pop()
+
+    def peek(self):
+        return self.items[-1]
+
+    def is_empty(self):
+        return len(self.items) == 0
+
+
+class Queue:
+    def __init__(self):
+        self.items = []
+
+    def put(self, item):
+        self.items.append(item)
+
+    def get(self):
+        return self.items.pop(0)
+
+    def is_empty(self):
+        return len(self.items) == 0
+
+
+def reverse(items):
+    stack = Stack()
+    for item in items:
+        stack.push(item)
+    reversed_items = []
+    while not stack.is_empty():
+        reversed_items.append(stack.pop())
+    return reversed_items
+"""
+EDITS = tuple(
+    Task(name, f"{change} and print the whole file.\n\n```python\n{_FILE}```", True, _N_EDITED)
+    for name, change in (
+        ("rename a class", "Rename the class Stack to Pile everywhere"),
+        ("add docstrings", "Add a docstring to each method"),
+        ("add type hints", "Add type hints to all functions"),
+        ("rename a field", "Rename `items` to `values`"),
+    )
+)
+CODE = (
+    Task("a tree", "Write a Python class for a binary search tree with insert and find.", True, _N_COPIED),
+    Task("a program", "Write a Python program that counts words and lines of files.", True, _N_COPIED),
+    Task("a server", "Write an HTTP server in Python that serves JSON for three routes.", True, _N_COPIED),
+    Task("tests", "Write a Python function slugify(text) and tests with pytest for it.", True, _N_COPIED),
+)
+_TURNS = (
+    "Add a method `size` to both classes", "Rename `reverse` to `reversed_list`",
+    "Add a docstring to each class", "Make `pop` and `get` raise an IndexError with a message",
+    "Add a class `Deque` after Queue", "Add type hints", "Rename `items` to `_items` in all classes",
+    "Add a `__repr__` to each class", "Add `if __name__ == \"__main__\":` with an example",
+    "Remove the example again",
+)  # fmt: skip
+_GROUPS = {"copies": COPIES, "edits": EDITS, "code": CODE, "prose": PROSE}
 _TEMPERATURES = (0.0, 0.7)
 _RIGHT = (1.0, 0.8, 0.0)  # shares of a prediction
 
@@ -125,13 +192,12 @@ class SpeculationRow:
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """The report of `python -m benchmarks.speculation`. `copies`, `prose`: geometric means of ratios."""
+    """The report of `python -m benchmarks.speculation`."""
 
     model: str
     rounds: int
     rows: tuple[SpeculationRow, ...]
-    copies: dict[str, float]  # by temperature
-    prose: dict[str, float]
+    means: dict[str, dict[str, float]]  # geometric means of ratios, by group and temperature
 
 
 class _Trial:
@@ -140,13 +206,24 @@ class _Trial:
     def __init__(self, path: Path, n_threads: int | None, rounds: int) -> None:
         from kukri.llm import LLM
 
-        self.llm = LLM(path, n_threads=n_threads, max_context=_CONTEXT, max_requests=_N_STREAMS)
+        config = read_headers(path).config
+        context = _CONTEXT if config is None else min(_LONG_CONTEXT, config.max_context)
+        self.llm = LLM(path, n_threads=n_threads, max_context=context, max_requests=_N_STREAMS)
         self._rounds = rounds
 
     def row(self, name: str, tasks: Sequence[Task], temperature: float) -> SpeculationRow:
-        """Answers the tasks side by side, both ways in turns. Raises KukriError if answers differ."""
-        kinds = ("off", "ngram")
-        measures = [partial(self._answer, tasks, temperature, kind) for kind in kinds]
+        """Answers the tasks side by side. Raises KukriError if answers differ."""
+        return self._compare(name, temperature, partial(self._answer, tasks, temperature))
+
+    def agent(self, temperature: float) -> SpeculationRow:
+        """An agent's conversation. Raises KukriError if answers differ."""
+        return self._compare("an agent, ten turns", temperature, partial(self._converse, temperature))
+
+    def _compare(
+        self, name: str, temperature: float, ask: Callable[[str], tuple[float, list[Result]]]
+    ) -> SpeculationRow:
+        """Answers both ways in turns, as `ask` does by a kind of speculation: seconds, and the answers."""
+        measures = [partial(ask, kind) for kind in ("off", "ngram")]
         rounds = in_turns(measures, self._rounds, silent)  # the first, not counted, fills the prefix cache
         for (_, plain), (_, results) in rounds:
             if [a.token_ids for a in results] != [a.token_ids for a in plain]:
@@ -156,10 +233,23 @@ class _Trial:
         n_tokens = sum(len(result.token_ids) for result in results)
         return _row(name, temperature, n_tokens, [r.timings for r in results], plain_s, speculating_s)
 
+    def _converse(self, temperature: float, kind: str) -> tuple[float, list[Result]]:
+        """Seconds in which all turns were decoded, and the answers; fewer turns if the context is full."""
+        messages: list[dict[str, str]] = []
+        results: list[Result] = []
+        for i, turn in enumerate(_TURNS):
+            file = "" if i else f"Here is my file:\n```python\n{_FILE}```\n"
+            messages.append({"role": "user", "content": f"{file}{turn} and print the whole file."})
+            params = SamplingParams(temperature=temperature, seed=0, max_tokens=_N_EDITED, speculation=kind)
+            try:
+                results += self.llm.calls.run([self.llm.calls.for_chat(messages, params, {})])
+            except ContextLengthError:
+                break
+            messages.append({"role": "assistant", "content": results[-1].text})
+        return sum(result.timings.decode_s for result in results), results
+
     def predicted(self, share: float) -> SpeculationRow:
         """A text continued with its own answer as prediction, of which this share of tokens is right."""
-        from kukri.sampling import SamplingParams
-
         llm, prompt = self.llm, list(range(100, 228))
         params = SamplingParams(temperature=0, max_tokens=_N_PROSE, ignore_eos=True)
         answer = llm.generate(prompt, params, speculation="off")
@@ -176,8 +266,6 @@ class _Trial:
 
     def _answer(self, tasks: Sequence[Task], temperature: float, kind: str) -> tuple[float, list[Result]]:
         """Seconds of the answers, and the answers."""
-        from kukri.sampling import SamplingParams
-
         llm, calls = self.llm, []
         for i, task in enumerate(tasks):
             params = SamplingParams(
@@ -223,11 +311,11 @@ def measure(
     path = model_path(model, _CONTEXT)
     trial = _Trial(path, n_threads, rounds)
     rows: list[SpeculationRow] = []
-    means: dict[str, dict[str, float]] = {"copies": {}, "prose": {}}
+    means: dict[str, dict[str, float]] = {name: {} for name in _GROUPS}
     if predicted:
         rows = [trial.predicted(share) for share in _RIGHT]
     for temperature in () if predicted else _TEMPERATURES:
-        for kind, tasks in (("copies", COPIES), ("prose", PROSE)):
+        for kind, tasks in _GROUPS.items():
             wanted = [(task.name, [task]) for task in tasks]
             streams = [tasks[i % len(tasks)] for i in range(_N_STREAMS)]
             for name, together in [*wanted, (f"{_N_STREAMS} streams of {kind}", streams)]:
@@ -235,8 +323,10 @@ def measure(
                 say(f"{name} at temperature {temperature:g}: {row.ratio:.2f}")
                 rows.append(row)
             means[kind][f"{temperature:g}"] = geometric_mean(row.ratio for row in rows[-len(tasks) - 1 : -1])
+        rows.append(trial.agent(temperature))
+        say(f"{rows[-1].task} at temperature {temperature:g}: {rows[-1].ratio:.2f}")
     trial.llm.close()
-    return SpeculationReport(str(path), rounds, tuple(rows), **means)
+    return SpeculationReport(str(path), rounds, tuple(rows), means)
 
 
 def main() -> None:
@@ -259,10 +349,10 @@ def main() -> None:
         ]
         for row in report.rows
     ]
-    for temperature in report.copies:
-        for kind, means in (("copies", report.copies), ("prose", report.prose)):
+    for kind, means in report.means.items():
+        for temperature, mean in means.items():
             blank = ["" for _ in range(4)]
-            rows.append([f"{kind}, geometric mean", temperature, *blank, f"{means[temperature]:.2f}", ""])
+            rows.append([f"{kind}, geometric mean", temperature, *blank, f"{mean:.2f}", ""])
     header = ["", "temp.", "tokens", "accepted", "plain, /s", "speculating, /s", "ratio", "of rounds"]
     experiment.show(report, Table("tokens/s from the first token on, in turns", header, rows))
 

@@ -55,9 +55,6 @@ class ModelDrafts:
         pages: list[int] = self.page_row[: self.n_pages].tolist()
         return pages
 
-    def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
-        """Does nothing: the draft model reads a prompt before the first draft."""
-
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
         self._n_without = 0 if self.drafts else self._n_without + n_tokens - self.n_tokens

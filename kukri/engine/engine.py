@@ -21,7 +21,7 @@ from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
-from kukri.engine.request_maker import MOST_ROWS, RequestMaker
+from kukri.engine.request_maker import MOST_ROWS, RequestMaker, no_drafts
 from kukri.engine.residence import Residence
 from kukri.engine.runner import OwnTaps, Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
@@ -31,7 +31,7 @@ from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
 from kukri.engine.step_taps import StepImages, StepTaps, has_images, sees_whole
 from kukri.errors import ConfigError, KukriError, RequestError, StageError, UnsupportedError, failure_of
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states, pool_windows, without_windows
 from kukri.kernels.host_step import HostLogits
@@ -158,6 +158,7 @@ class Engine(RequestMaker):
             takes_whole=not is_causal,
             cost=StepCost(even_depth(model.config, model.n_parameters), (config.max_step_ms or inf) / 1000),
             n_in_flight=config.max_in_flight,
+            row_costs=backend.row_costs,
         )
         self.models = [model] if draft_model is None else [model, draft_model]
         self._draft_model: DraftModel | None = None
@@ -464,16 +465,16 @@ class Engine(RequestMaker):
         for (chunk, _, results), token in zip(turns, tokens, strict=True):
             results.append(chunk.request.error or token)
 
-    def _drafts(self, params: SamplingParams) -> Drafts | None:
-        """The source of a request's drafts. Raises RequestError if there is none of that kind here."""
+    def _drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], Drafts | None]:
+        """See RequestMaker._drafts."""
         kind = params.speculation or ("ngram" if params.prediction else self.config.speculation)
         if kind == "off":
-            return None
+            return no_drafts
         if kind == "draft":
             if self._draft_model is None:
                 raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
-            return self._draft_model.drafts()
-        return self._lookup_drafts(params)
+            return self._draft_model.drafts
+        return self._lookup_drafts(params, prompt)
 
     def _score_prompt(self, chunk: ScheduledChunk, logits: Logits) -> None:
         """Keeps the log-probabilities of the prompt's tokens that the rows of a chunk are about."""

@@ -74,7 +74,7 @@ class Request:
         "leader",
         "max_drafts", "max_length", "may_restore", "n_accepted", "n_cached", "n_cached_pages", "n_drafted",
         "n_found", "n_generated_at_loss", "n_pages", "n_preemptions", "n_prefix_hit", "n_prompt",
-        "n_replayed", "n_tokens", "n_unseen", "next_row", "output",
+        "n_replayed", "n_tokens", "n_unseen", "next_draft", "next_row", "output",
         "page_keys", "page_rows", "params", "passed", "prefix_root", "priority", "prompt_logprobs",
         "rows",
         "sampled",
@@ -109,6 +109,7 @@ class Request:
         self.id, self.params, self.sampler, self.stop_ids = id, params, sampler, stop_ids
         self.priority, self.client = priority, client
         self.drafts, self.max_drafts = drafts, max_drafts  # the source of drafts, and how many in a step
+        self.next_draft = 0  # how many tokens it is to have before drafts are asked for
         self.leader = leader  # the first of several answers to one prompt, whose pages it may share
         self.n_prompt = self.n_tokens = len(prompt_ids)
         self.output = output

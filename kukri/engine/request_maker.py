@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from itertools import count
 
@@ -12,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
-from kukri.engine.drafts import Drafts, LookupDrafts
+from kukri.engine.drafts import Drafts
+from kukri.engine.lookup_drafts import LookupDrafts, TextIndex
 from kukri.engine.pages import PageKey, check_fits, pages_for
 from kukri.engine.request import Output, Request
 from kukri.engine.request_images import RequestImages
@@ -89,6 +91,7 @@ class RequestMaker(ABC):
         n_answers = params.best_of or params.n
         if n_answers > params.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # what the best are chosen by
+        make_drafts = self._drafts(params, prompt)
         requests: list[Request] = []
         for i in range(n_answers):
             own = params if i == 0 or params.seed is None else replace(params, seed=_seed(params.seed + i))
@@ -104,7 +107,7 @@ class RequestMaker(ABC):
                     priority=priority,
                     client=client,
                     leader=requests[0] if requests else None,
-                    drafts=self._drafts(params),
+                    drafts=make_drafts(),
                     max_drafts=params.max_draft_tokens or self.max_draft_tokens,
                     prefix_root=prefix_root,
                     images=self._images(seen),
@@ -227,16 +230,17 @@ class RequestMaker(ABC):
         check_fits(request.max_cached, self.n_pages, self.page_tokens)
 
     @abstractmethod
-    def _drafts(self, params: SamplingParams) -> Drafts | None:
-        """The source of a request's drafts. Raises RequestError if there is none of that kind here."""
+    def _drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], Drafts | None]:
+        """What makes the source of an answer's drafts. Raises RequestError if there is none of that kind."""
 
-    def _lookup_drafts(self, params: SamplingParams) -> LookupDrafts:
+    def _lookup_drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], LookupDrafts]:
         """Drafts from the text so far and the prediction. Raises RequestError for a prediction in text."""
         n_vocab = self._model_config.n_vocab
         given = [i for i in params.prediction if isinstance(i, int) and 0 <= i < n_vocab]
         if len(given) < len(params.prediction):
             raise RequestError("prediction must be token ids of the vocabulary here", param="prediction")
-        return LookupDrafts(given[: self.max_context])
+        texts: list[list[int] | IntArray] = [given[: self.max_context], prompt] if given else [prompt]
+        return partial(LookupDrafts, TextIndex(texts), first=0 if given else None)
 
     def _checked_prompt(self, prompt_ids: npt.ArrayLike | ImagePrompt) -> tuple[IntArray, ImagePrompt | None]:
         """The token ids of a prompt, and the prompt if images stand in it."""
@@ -263,6 +267,10 @@ class RequestMaker(ABC):
         if len(ids) > self.max_context:
             raise ContextLengthError(len(ids), self.max_context)
         return ids.astype(np.int32), seen
+
+
+def no_drafts() -> None:
+    """What makes drafts where there are none."""
 
 
 def _seed(seed: int) -> int:

@@ -29,6 +29,7 @@ from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutpu
 from kukri.engine.step_cost import StepCost
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import KukriError
+from kukri.kernels.backend import EVEN_ROW_COSTS
 from kukri.sampling import SampledToken
 
 logger = logging.getLogger("kukri.engine")
@@ -44,9 +45,9 @@ class Scheduler:
     """The queue, and the running requests in order of their turn; `residence` has what they hold.
 
     `max_step_tokens` bounds a step; `max_prompt_tokens` what prompts get of it while others generate, `cost`
-    the time that their tokens take; `max_logit_rows` the rows of logits. With `takes_whole` a prompt is
-    computed in one step, of its own if it is longer than a step should be. A step takes one of `n_in_flight`
-    parts of the requests, so that as many steps can be under way.
+    the time that their tokens take; `max_logit_rows` the rows of logits; `row_costs` are the backend's. With
+    `takes_whole` a prompt is computed in one step, of its own if it is longer than a step should be. A step
+    takes one of `n_in_flight` parts of the requests, so that as many steps can be under way.
     """
 
     def __init__(
@@ -60,12 +61,13 @@ class Scheduler:
         takes_whole: bool = False,
         n_in_flight: int = 1,
         cost: StepCost | None = None,
+        row_costs: tuple[float, ...] = EVEN_ROW_COSTS,
     ) -> None:
         self.residence, self.takes_whole, self.n_in_flight = residence, takes_whole, n_in_flight
         self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
-        self.cost = cost or StepCost()
+        self.cost, self.row_costs = cost or StepCost(), row_costs
         self._step = ScheduledStep([], [], [], "hidden")  # the last one
         self._full: tuple[int, ...] | None = None  # when nobody could be admitted: see `_occupancy`
         self.takes_drafts = True  # False while somebody must see each token once, and no others
@@ -254,28 +256,32 @@ class Scheduler:
         n_rows = sum(chunk.n_logits for chunk in chunks)
         room = min(self.max_step_tokens - n_tokens, self.max_logit_rows - n_rows)
         n_decoding = sum(_generates(chunk.request) for chunk in chunks)
-        budget = DraftBudget(n_tokens, n_decoding, has_prompt=n_decoding < len(chunks))
-        planned: list[tuple[int, Drafts, int]] = []
+        has_prompt = n_decoding < len(chunks)
+        budget = DraftBudget(self.row_costs, n_tokens, n_decoding, has_prompt=has_prompt, room=room)
+        offered: list[tuple[int, Drafts]] = []
         for i, chunk in enumerate(chunks):
             request = chunk.request
-            if request.drafts is None or not request.max_drafts:
+            if request.drafts is None or not request.max_drafts or not _generates(request):
+                continue
+            if request.n_tokens < request.next_draft:
                 continue
             try:
-                if not _generates(request):
-                    read = min(chunk.start + chunk.n_tokens, request.n_prompt)
-                    request.drafts.read_prompt(request.tokens, read)
-                    continue
                 request.drafts.follow(request.tokens, request.n_tokens)
                 # the last token that it may come to needs no draft: it follows from the row before
                 n = min(room, request.max_drafts, request.max_length - request.n_tokens - 1)
                 n = min(n, self.residence.draft_room(request))
-                n = budget.take(request.drafts.chances(n), request.drafts.relative_cost)
+                budget.offer(request.drafts.chances(n), request.drafts.relative_cost)
+                offered.append((i, request.drafts))
             except Exception:  # drafts change no answer: it goes without
                 logger.exception("the drafts of a request failed")
-                request.max_drafts = n = 0
+                request.max_drafts = 0
+        planned: list[tuple[int, Drafts, int]] = []
+        for (i, drafts), n in zip(offered, budget.share(), strict=True):
             if n:
-                planned.append((i, request.drafts, n))
-                room -= n
+                planned.append((i, drafts, n))
+            else:  # a look costs as much as a thousandth of the step, and each request has one
+                request = chunks[i].request
+                request.next_draft = request.n_tokens + n_decoding
         return planned
 
     def with_drafts(self, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledChunk:

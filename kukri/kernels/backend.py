@@ -87,6 +87,9 @@ class SamplingBackend(Protocol):
         """
 
 
+EVEN_ROW_COSTS = tuple(1 + i / 50 for i in range(64))  # where reading the weights takes most of the time
+
+
 class Backend(Protocol):
     """Runs programs. `kukri.kernels.make_backend(name)` makes one.
 
@@ -97,6 +100,7 @@ class Backend(Protocol):
     name: str
     exact_kv_type: KVType  # the widest numbers that its KV cache can hold
     page_tokens: int  # tokens of a page of its caches
+    row_costs: tuple[float, ...]  # time of a step of 1, 2, ... tokens by that of 1; of more in proportion
 
     @property
     def begins_at_taps(self) -> bool:

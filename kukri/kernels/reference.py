@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kukri.host.hardware import available_bytes, cpu_model
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.backend import CompiledProgram
+from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.expert_choice import choose
@@ -55,6 +55,7 @@ class ReferenceBackend:
     page_tokens = PAGE_TOKENS
     begins_at_taps = False
     is_batch_invariant = True
+    row_costs = EVEN_ROW_COSTS
 
     def __init__(self) -> None:
         self.sampling = ReferenceSampling()

@@ -28,8 +28,10 @@ from kukri.engine import EngineStatus, Request, RequestMaker, RequestState, Step
 from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
 from kukri.engine.loop import Deliver
+from kukri.engine.request_maker import no_drafts
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import CapacityError, KukriError, RequestError
+from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.loading import ReadModel, read_model
@@ -86,12 +88,12 @@ class RemoteRequestMaker(RequestMaker):
         request.adapter = LoadedAdapter(name, cast(Any, None), -1)  # the replicas have it
         request.prefix_root = sha256(request.prefix_root + name.encode()).digest()
 
-    def _drafts(self, params: SamplingParams) -> Drafts | None:
+    def _drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], Drafts | None]:
         if params.speculation == "draft" and not self._has_draft_model:
             raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
         if params.prediction:
-            self._lookup_drafts(params)  # checks it
-        return None
+            self._lookup_drafts(params, prompt)  # checks it
+        return no_drafts
 
 
 class RemoteModel:

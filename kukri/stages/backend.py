@@ -58,6 +58,7 @@ class StagedBackend:
         self._rooms = rooms
         self.name, self.exact_kv_type = local.name, local.exact_kv_type
         self.page_tokens, self.begins_at_taps = local.page_tokens, False
+        self.row_costs = local.row_costs
         self._weights = model_bytes(model)
         self.cut = cut_layers(self._weights, cache_bytes, rooms)
         self._cache: StagedCache | None = None

@@ -12,14 +12,17 @@ from benchmarks import speculation
 
 def test_a_short_run_is_measured(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch ratios of other texts, upside down, or of runs without drafts."""
-    monkeypatch.setattr(speculation, "COPIES", (replace(speculation.COPIES[1], max_tokens=40),))
-    monkeypatch.setattr(speculation, "PROSE", (replace(speculation.PROSE[3], max_tokens=6),))
+    copies = (replace(speculation.COPIES[1], max_tokens=40),)
+    prose = (replace(speculation.PROSE[3], max_tokens=6),)
+    monkeypatch.setattr(speculation, "_GROUPS", {"copies": copies, "prose": prose})
+    monkeypatch.setattr(speculation, "_TURNS", speculation._TURNS[:2])
+    monkeypatch.setattr(speculation, "_N_EDITED", 5)
     monkeypatch.setattr(speculation, "_N_STREAMS", 2)
     report = speculation.measure(str(smollm2_path), 1, None)
-    assert [row.n_tokens for row in report.rows] == [40, 80, 6, 12] * 2
+    assert [row.n_tokens for row in report.rows] == [40, 80, 6, 12, 10] * 2
     copied, streams = report.rows[:2]
     assert 20 < copied.n_accepted <= copied.n_drafted
     assert streams.n_accepted > 40
     assert copied.ratio == copied.ratios[0] > 1
     assert copied.ratio == pytest.approx(copied.speculating / copied.plain)
-    assert report.copies["0"] == pytest.approx(copied.ratio)
+    assert report.means["copies"]["0"] == pytest.approx(copied.ratio)

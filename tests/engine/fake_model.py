@@ -104,9 +104,6 @@ class SeerDrafts:
     def __init__(self, skill: float, seed: int = 0) -> None:
         self._skill, self._random, self._text = skill, np.random.default_rng(seed), []
 
-    def read_prompt(self, tokens: IntArray, n_tokens: int) -> None:
-        pass
-
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         self._text = tokens[:n_tokens].tolist()
 
@@ -129,6 +126,7 @@ class FakeBackend:
 
     name = arithmetic = "fake"
     page_tokens = PAGE_TOKENS
+    row_costs = tuple(1 + i / 5 for i in range(16))
     exact_kv_type = "f16"
 
     def __init__(self) -> None:

@@ -158,7 +158,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def cheap(llm: LLM) -> None:
     """Makes drafts of a model that is not small worth their time."""
     assert llm.engine._draft_model is not None
-    llm.engine._draft_model._relative_cost = 0.05
+    llm.engine._draft_model._relative_cost = 0.0
 
 
 def test_a_model_as_large_as_the_other_is_not_asked(tiny: tuple[Path, Path]) -> None:

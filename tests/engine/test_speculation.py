@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kukri import LLM
 from kukri.engine import Engine, Request
-from kukri.engine.drafts import DraftBudget, LookupDrafts
+from kukri.engine.drafts import DraftBudget
+from kukri.engine.lookup_drafts import LookupDrafts, TextIndex
 from kukri.errors import RequestError
 from kukri.sampling import Grammar, SamplingParams
 from tests.engine.driving import (
@@ -42,8 +43,22 @@ from tests.engine.fake_model import (
 DRAWN: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
 
 
-def budget(n_tokens: int, n_decoding: int, *, has_prompt: bool = False) -> DraftBudget:
-    return DraftBudget(n_tokens, n_decoding, has_prompt=has_prompt)
+COSTS = (1, 1.1, 1.2, 1.3, 1.7, 1.8, 1.9, 2.0, 2.2, 2.4, 2.6, 2.8, 3.2, 3.2, 3.2, 2.4)  # of rows
+
+
+def shared(
+    offers: Sequence[Sequence[float]],
+    n_tokens: int | None = None,
+    *,
+    room: int = 99,
+    relative_cost: float = 0.0,
+) -> list[int]:
+    """How many drafts of given chances a step has; one of `n_tokens` has a prompt as well."""
+    n = n_tokens or len(offers)
+    budget = DraftBudget(COSTS, n, len(offers), has_prompt=n_tokens is not None, room=room)
+    for chances in offers:
+        budget.offer(chances, relative_cost)
+    return budget.share()
 
 
 def make(speculation: str = "ngram", **options: Any) -> Engine:
@@ -314,78 +329,100 @@ def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
     assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
 
 
-def followed(tokens: list[int], given: Sequence[int] = ()) -> LookupDrafts:
-    drafts = LookupDrafts(given)
+def followed(
+    tokens: Sequence[int], n_prompt: int = 0, texts: Sequence[Sequence[int]] = (), first: int | None = None
+) -> LookupDrafts:
+    """The drafts after some tokens, of which the first are the prompt."""
+    drafts = LookupDrafts(TextIndex([*texts, tokens[:n_prompt]]), first)
     drafts.follow(np.array(tokens, np.int32), len(tokens))
     return drafts
 
 
-def test_a_text_is_expected_to_continue_as_before() -> None:
-    """The oldest place followed, or one by a single token."""
-    assert followed([1, 2, 3, 4, 5, 6, 1, 2]).propose(3) == [3, 4, 5]
-    assert followed([1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).propose(2) == [4, 9]
-    assert followed([1, 2, 3, 4, 7, 9, 3, 4, 8, 1, 2, 3, 4]).propose(1) == [7]  # four tokens, not two
-    assert followed([1, 2, 3, 2]).propose(4) == []
-    assert followed([5, 6, 5, 6, 5, 6]).propose(5) == [5, 6, 5, 6, 5]
+@pytest.mark.parametrize("n_prompt", [0, 1, 3, 4])
+def test_a_text_is_expected_to_continue_as_before(n_prompt: int) -> None:
+    """The oldest place followed, one by a single token, one after another text, or a shorter match."""
+    for text, drafts in (
+        ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5]),
+        ([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], [4, 9, 1]),
+        ([1, 2, 3, 4, 7, 9, 3, 4, 8, 1, 2, 3, 4], [7, 9, 3]),  # four tokens, not two
+        ([1, 2, 3, 2], []),
+        ([5, 6, 5, 6, 5, 6], [5, 6, 5]),
+    ):
+        assert followed(text, n_prompt).propose(3) == drafts
     assert followed([5]).propose(3) == []
+    text = [8, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4, 6, 8, 1, 2, 3, 4]
+    assert followed(text, 16).propose(3) == [7, 9, 1]  # five tokens, not the newest four
+
+
+def test_places_vote_and_the_longest_match_is_followed_on() -> None:
+    """The newest place followed against two others, or left for a newer one while it is right."""
+    text = [0, 1, 2, 7, 8, 0, 1, 2, 7, 9, 0, 1, 2, 6, 0, 1, 2]
+    assert followed(text, 15).propose(2) == [7, 9]
+    assert followed([*text, 6], 15).propose(2) == [0, 1]
+    # a span that is right is followed past a newer one with as many tokens
+    assert followed([3, 1, 2, 4, 5, 9, 1, 2, 4, 6, 0, 3, 1, 2, 4], 11).propose(1) == [5]
+
+
+def test_a_replaced_token_is_passed() -> None:
+    """Drafts that end with the first token that differs, in an edit of a word."""
+    drafts = followed([1, 2, 3, 4, 5, 6, 0, 1, 2, 9], 7)
+    assert drafts.propose(2) == [4, 5]
+    assert list(drafts.chances(1)) < list(followed([1, 2, 3, 4, 5, 6, 0, 1, 2, 3], 7).chances(1))
 
 
 def test_a_given_text_is_followed_from_its_beginning() -> None:
     """A prediction found only after some of it is written, or drafts that run over its end."""
-    drafts = followed([50, 51], given=[1, 2, 3, 4])
+    given = [1, 2, 3, 4]
+    drafts = followed([50, 51], 2, [given], first=0)
     assert drafts.propose(3) == [1, 2, 3]
     assert drafts.propose(9) == [1, 2, 3, 4]
     drafts.follow(np.array([50, 51, 1, 9], np.int32), 4)  # 9 in the place of 2
     assert drafts.propose(9) == [3, 4]
+    assert followed([50, 1, 2], 1, [given, [7, 1, 2, 6]]).propose(9) == [6]  # as frequent, and newer
+    assert followed([50, 3, 4], 1, [given]).propose(9) == []  # nothing follows the end of a text
 
 
-def test_tokens_that_come_at_once_are_followed_as_one_by_one() -> None:
-    """An index that differs by how the text was cut."""
-    random = np.random.default_rng(2)
-    text = random.integers(0, 6, 300).astype(np.int32)
-    whole, by_one = LookupDrafts(), LookupDrafts()
-    whole.follow(text, 200)
-    for n in range(1, 201):
-        by_one.follow(text, n)
-    assert (whole._after_pair, whole._after_four) == (by_one._after_pair, by_one._after_four)
-    assert len(by_one.propose(5)) == 5
+@settings(max_examples=200)
+@given(text=st.lists(st.integers(0, 5), min_size=2, max_size=60), n_prompt=st.integers(0, 60))
+def test_drafts_follow_a_longest_match_wherever_the_prompt_ends(text: list[int], n_prompt: int) -> None:
+    """A place lost or moved at the end of the index, or tokens that come at once read otherwise."""
+    n_prompt = min(n_prompt, len(text) - 1)
+    whole, by_one = followed(text, n_prompt), followed(text[: n_prompt + 1], n_prompt)
+    for n in range(n_prompt + 2, len(text) + 1):
+        by_one.follow(np.array(text, np.int32), n)
+    assert whole.propose(7) == by_one.propose(7)
+    assert list(whole.chances(7)) == list(by_one.chances(7))
+    if n_prompt == len(text) - 1:  # looked up at once
+        ends = [
+            next((k for k in range(min(i, 16)) if text[i - 1 - k] != text[-1 - k]), min(i, 16))
+            for i in range(1, len(text))
+        ]
+        if max(ends) >= 2:
+            longest = [text[i] for i, n in enumerate(ends, 1) if n == max(ends)][-4:]
+            assert whole.propose(1)[0] in longest
 
 
-def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that stands still for the index of a whole prompt, a piece left out, drafts of half an index."""
-    random = np.random.default_rng(3)
-    text = random.integers(0, 6, 300).astype(np.int32)
-    for n_given, n_read in ((0, 0), (0, 7), (40, 0), (40, 199), (0, 200)):
-        given = random.integers(0, 6, n_given).tolist()
-        whole, pieces = LookupDrafts(given), LookupDrafts(given)
-        whole.follow(text, 200)
-        with monkeypatch.context() as patched:
-            patched.setattr("kukri.engine.drafts._INDEXED_AT_A_TIME", 9)
-            for n in range(1, n_read + 1):
-                pieces.read_prompt(text, n)
-            n = n_calls = 0
-            while not n_calls or not list(pieces.chances(1)):
-                before = pieces._n_indexed
-                pieces.follow(text, 200)
-                n_calls += 1
-                assert pieces._n_indexed - before <= 9 + 1  # and the last, that is looked up
-                assert n_calls < 40
-        assert (n_calls == 1) == (n_read >= 190)
-        assert (whole._after_pair, whole._after_four) == (pieces._after_pair, pieces._after_four)
-        assert whole.propose(5) == pieces.propose(5)
+def test_a_prompt_is_indexed_where_its_request_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that stands still for the index of a prompt, and an index for each answer to it."""
+    made: list[int] = []
+    index = TextIndex.__init__
 
+    def counting(self: TextIndex, texts: Any) -> None:
+        made.append(1)
+        index(self, texts)
 
-def test_prompts_are_indexed_while_they_are_computed() -> None:
-    """An index made at the first token of an answer, for which all others wait."""
-    engine = make(max_context=512, max_step_tokens=32)
-    request = add(engine, prompt_of(40) * 4, greedy(20))
-    for _ in range(4):
+    monkeypatch.setattr(TextIndex, "__init__", counting)
+    engine = make(max_context=512, max_step_tokens=32, max_requests=2)
+    requests = engine.make_requests(prompt_of(40) * 4, greedy(20, n=2))
+    assert made == [1]
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(8):
         engine.step()
-    assert isinstance(request.drafts, LookupDrafts)
-    assert request.drafts._n_indexed >= 4 * 32 - 1
-    engine.scheduler.preempt(request)
+    engine.scheduler.preempt(requests[0])
     finish(engine)
-    assert request.output_ids == expected_output(prompt_of(40) * 4, 20)
+    assert made == [1]
+    assert [r.output_ids for r in requests] == [expected_output(prompt_of(40) * 4, 20)] * 2
 
 
 def test_odds_are_learned_without_trying() -> None:
@@ -393,30 +430,49 @@ def test_odds_are_learned_without_trying() -> None:
     random = np.random.default_rng(0)
     text = random.integers(0, 12, 2000).astype(np.int32)  # pairs come again, and mean nothing
     text[1500:] = np.tile(np.arange(100, 150), 10)
-    drafts = LookupDrafts()
+    drafts = followed(text[:1].tolist())
     n_taken = []
     for n in range(1, 2000):
         drafts.follow(text, n)
-        n_taken.append(budget(1, 1).take(drafts.chances(8)))
-    assert sum(n > 0 for n in n_taken[300:1500]) < 60
+        n_taken += shared([list(drafts.chances(8))])
+    assert sum(n > 0 for n in n_taken[300:1500]) < 120
     assert min(n_taken[1570:]) >= 7
 
 
-def test_a_full_step_takes_no_drafts_of_little_chance() -> None:
-    """Drafts that cost a crowd more time than they save."""
-    assert budget(1, 1).take([0.6] * 8) >= 2
-    assert budget(16, 16).take([0.3] * 8) == 0
+def test_drafts_are_worth_their_rows() -> None:
+    """Drafts that cost more time than they save, and rows that are free and left empty."""
+    assert shared([[0.6] * 8]) == [3]
+    assert shared([[0.05] * 8]) == [0]
+    assert shared([[0.99] * 15]) == [15]
+    assert shared([[0.3] * 8] * 16) == [0] * 16  # each row beyond 16 costs as much as those before it
+    # the first draft of each of eight fills the panel of 16
+    assert shared([[0.4, 0.1]] * 8) == [1] * 8
     # next to a prompt a token more costs next to nothing
-    assert budget(200, 1, has_prompt=True).take([0.9] * 8) == 8
+    assert shared([[0.9] * 5], 200) == [5]
+    assert shared([[0.3] * 8] * 4, 200) == [0] * 4
 
 
-def test_a_panel_is_filled_once() -> None:
-    """Requests that each take the rest of the same panel, or a panel begun for drafts that are not sure."""
-    left = budget(2, 2)
-    assert [left.take([0.9] * 4), left.take([0.9] * 4), left.take([1.0] * 4)] == [4, 2, 4]
-    assert budget(1, 1).take([0.999] * 15) > 7
-    assert budget(1, 1).take([0.94] * 15) == 7
-    assert budget(1, 1).take([0.6] * 8, relative_cost=0.3) < budget(1, 1).take([0.6] * 8)
+def test_the_likeliest_drafts_go_first() -> None:
+    """Rows that go to requests in the order of their turn, or beyond the room of a step."""
+    assert shared([[0.3] * 4, [0.9] * 4, [0.95] * 4], room=4) == [0, 1, 3]
+    assert shared([[0.99] * 15], room=0) == [0]
+    assert shared([[0.6] * 8], relative_cost=0.3) < shared([[0.6] * 8])
+
+
+def test_requests_without_hope_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups that cost a crowd more time than one request, or a request that is never asked again."""
+    asked: list[int] = []
+
+    def chances(self: SeerDrafts, n: int) -> list[float]:
+        asked.append(n)
+        return [0.01] * n
+
+    monkeypatch.setattr(SeerDrafts, "chances", chances)
+    engine = make("off", max_requests=8)
+    for i in range(8):
+        seen(engine, prompt_of(10, i), greedy(41, ignore_eos=True), 1.0, i)
+    finish(engine)
+    assert 30 <= len(asked) <= 50  # 40 steps
 
 
 def test_requests_choose() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kukri import LLM
 from kukri.engine import Request
-from kukri.engine.drafts import LookupDrafts
+from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.server.chat.prompts import ChatPrompts
 from kukri.server.models import served_model
 from kukri.server.openai.completions import CompletionWriter

@@ -40,6 +40,10 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
 
+# measured on Zen 5 by processor time, with AVX-512 and with AVX2 (docs/log)
+_WIDE_ROW_COSTS = (1, 1.1, 1.2, 1.22, 1.67, 1.72, 1.78, 1.82, 2.1, 2.3, 2.6, 2.65, 3.25, 3.3, 3.3, 3.35)
+_ROW_COSTS = (1, 1.13, 1.6, 1.65, 2.75, 2.8, 2.95, 3.05, 3.45, 3.7, 4.2, 4.3, 5.5, 5.6, 5.7, 5.8)
+
 
 class CpuBackend:
     """Runs models on the CPU. Holds the kernels and the packed weights; backends share their thread pool.
@@ -56,6 +60,7 @@ class CpuBackend:
 
     def __init__(self, n_threads: int | None = None, *, is_portable: bool = False) -> None:
         self.head_panels: PanelKind = "q8x2" if is_portable or cpu_target().has_int8_dot else "q16"
+        self.row_costs: tuple[float, ...] = _WIDE_ROW_COSTS if cpu_target().has_wide_registers else _ROW_COSTS
         self.kernels = KernelLibrary()
         self.pool = shared_pool(n_threads)
         self._sampling: CpuSampling | None = None

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from kukri.host.hardware import cpu_model
-from kukri.kernels.backend import CompiledProgram, SamplingBackend
+from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram, SamplingBackend
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.cpu.compile.jit import KernelLibrary
@@ -40,6 +40,7 @@ class TorchBackend:
     name = "torch"
     page_tokens = PAGE_TOKENS
     begins_at_taps = False
+    row_costs = EVEN_ROW_COSTS
 
     def __init__(
         self, device: str = "cpu", n_threads: int | None = None, unpacked_bytes: int | None = None
