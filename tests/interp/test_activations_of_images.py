@@ -14,8 +14,13 @@ from kukri.errors import HookError, RequestError
 from kukri.interp import plots
 from tests.vision.tiny_vision import MODELS, image, our_tokens, prompt, relative, save, their_inputs
 
-SEEN = ["idefics3", "gemma3", "qwen3_vl"]
-PARTS = {"idefics3": "model.vision_model", "gemma3": "model.vision_tower", "qwen3_vl": "model.visual"}
+SEEN = ["idefics3", "gemma3", "gemma4", "qwen3_vl"]
+PARTS = {
+    "gemma4": "model.vision_tower",
+    "idefics3": "model.vision_model",
+    "gemma3": "model.vision_tower",
+    "qwen3_vl": "model.visual",
+}
 
 
 @pytest.fixture(scope="module", params=SEEN)
@@ -92,7 +97,7 @@ def test_attention_over_an_image(pair: tuple[str, Any, LLM], tmp_path: Any) -> N
     second = asked.spans[-1]
     weights = llm.vision.attention(cache, asked, 1, query=-2, image=1)
     n = second.n_tokens
-    assert weights.shape[1:] == {"qwen3_vl": (5, 3)}.get(name, (int(n**0.5), int(n**0.5)))
+    assert weights.shape[1:] == {"qwen3_vl": (5, 3), "gemma4": (3, 2)}.get(name, (int(n**0.5), int(n**0.5)))
     want = cache["pattern1"][0, :, len(asked) - 2, second.start : second.start + n]
     np.testing.assert_array_equal(weights.reshape(len(want), n), want)
     seen = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
