@@ -45,10 +45,11 @@ BODIES = (
     *("/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/activations"),
     *("/v1/activation/single", "/v1/activation/all", "/v1/activation/topk-by-token"),
     *("/v1/util/sae-topk-by-decoder-cossim", "/v1/steer/completion", "/v1/steer/completion-chat"),
+    *("/generate-graph", "/forward-pass"),
 )
 GETS = (
     *("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics"),
-    *("/api/tags", "/api/ps", "/api/version", "/props", "/slots", "/version"),
+    *("/api/tags", "/api/ps", "/api/version", "/props", "/slots", "/version", "/check-busy"),
     *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
     *("/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
@@ -84,8 +85,9 @@ def fuzz(server: Served, path: str, mode: GenerationMode, n_examples: int) -> No
         )
         @given(case=strategy)
         def send(case) -> None:
-            if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-                case.body["model"] = MODEL
+            for name in ("model", "model_id"):
+                if isinstance(case.body, dict) and isinstance(case.body.get(name), str):
+                    case.body[name] = MODEL
             response = case.call(base_url=server.url, timeout=HANG_S)
             case.validate_response(response, checks=CHECKS)
 
