@@ -22,15 +22,24 @@ def as_cached(x: FloatArray, kv_type: KVType) -> FloatArray:
     return x if kv_type == "f32" else x.clip(-_F16_MAX, _F16_MAX).astype(np.float16).astype(np.float32)
 
 
-def scores(q: FloatArray, k: FloatArray, spec: AttentionSpec, lengths: IntArray) -> FloatArray:
-    """Scores [B, H, T, T] of q [B, T, H, K] and k [B, T, G, K]; MASKED if a key is not seen."""
+def scores(
+    q: FloatArray,
+    k: FloatArray,
+    spec: AttentionSpec,
+    lengths: IntArray,
+    seen_ahead: npt.NDArray[np.bool_] | bool = False,
+) -> FloatArray:
+    """Scores [B, H, T, T] of q [B, T, H, K] and k [B, T, G, K]; MASKED if a key is not seen.
+
+    Keys of `seen_ahead` [B, T, T] are, whatever the layer says.
+    """
     n_batch, n_tokens = q.shape[:2]
     queries = q.reshape(n_batch, n_tokens, spec.n_kv_heads, spec.group, spec.d_head).transpose(0, 2, 3, 1, 4)
     keys = k.transpose(0, 2, 3, 1)[:, :, None]  # [B, G, 1, K, T]
     found: FloatArray = (queries @ keys * np.float32(spec.scale)).reshape(n_batch, spec.n_heads, n_tokens, -1)
     if spec.softcap is not None:
         found = np.float32(spec.softcap) * np.tanh(found / np.float32(spec.softcap))
-    return np.where(_is_seen(spec, n_tokens, lengths)[:, None], found, MASKED)
+    return np.where((_is_seen(spec, n_tokens, lengths) | seen_ahead)[:, None], found, MASKED)
 
 
 def pattern(found: FloatArray, spec: AttentionSpec) -> FloatArray:

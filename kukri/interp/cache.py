@@ -90,7 +90,9 @@ class ActivationCache(Mapping[str, Any]):
         ends = np.cumsum(self.lengths)
         at = np.concatenate([np.arange(ends[i] - self.lengths[i], ends[i]) for i in chosen])
         taps = {tap: x[at] for tap, x in self._taps.items()}
-        return self._with(taps, Rows(self.lengths[chosen]), self._ids[at], has_batch_dim=not is_one)
+        images = [self._rows.images[i] for i in chosen.tolist()] if self._rows.images else []
+        rows = Rows(self.lengths[chosen], images)
+        return self._with(taps, rows, self._ids[at], has_batch_dim=not is_one)
 
     def _with(
         self, taps: dict[str, FloatArray], rows: Rows, ids: IntArray, *, has_batch_dim: bool

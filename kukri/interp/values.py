@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kukri.config import ModelConfig
+from kukri.engine.request_images import RequestImages
 from kukri.interp.attention import as_cached, mixed, pattern, scores
 from kukri.interp.names import LOGITS, Point, apply_norm, norm_scale, normalized, points, scaled
 from kukri.interp.weights import Weights
@@ -26,11 +28,12 @@ Encode = Callable[..., list[int]]
 class Rows:
     """Token sequences back to back as rows, and as a batch [B, T] padded on the right.
 
-    Attributes: lengths [B], n_batch, n_tokens (T, the longest), n_rows.
+    Attributes: lengths [B], n_batch, n_tokens (T, the longest), n_rows; images, of each sequence, if it may
+    have some.
     """
 
-    def __init__(self, lengths: IntArray) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: IntArray, images: Sequence[RequestImages | None] = ()) -> None:
+        self.lengths, self.images = lengths, images
         self.n_batch, self.n_tokens = len(lengths), int(lengths.max(initial=0))
         self.n_rows = int(lengths.sum())
         self._is_full = self.n_rows == self.n_batch * self.n_tokens
@@ -48,6 +51,16 @@ class Rows:
     def rows(self, x: FloatArray) -> FloatArray:
         """The tokens of x [B, T, ...] as rows."""
         return x.reshape(self.n_rows, *x.shape[2:]) if self._is_full else x[self._is_token]
+
+    def seen_ahead(self, window: int | None) -> npt.NDArray[np.bool_] | bool:
+        """Which keys a query sees besides those before it, in a layer with this window: bool [B, T, T]."""
+        if not any(self.images):
+            return False
+        found = np.zeros((self.n_batch, self.n_tokens, self.n_tokens), np.bool_)
+        for seen, images in zip(found, self.images, strict=True):
+            for start, stop in images.sees_ahead(window) if images is not None else ():
+                seen[start:stop, start:stop] = True
+        return found
 
 
 class Model:
@@ -107,7 +120,7 @@ class Model:
         q_tap, k_tap = point.needs
         q = rows.padded(self.heads(taps[q_tap], spec.d_head))
         k = rows.padded(as_cached(self.heads(taps[k_tap], spec.d_head), self.kv_type))
-        return scores(q, k, spec, rows.lengths)
+        return scores(q, k, spec, rows.lengths, rows.seen_ahead(spec.window))
 
     def pattern(self, point: Point, found: FloatArray) -> FloatArray:
         """The pattern [B, H, T, T] of the scores of a point's layer."""

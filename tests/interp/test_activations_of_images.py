@@ -14,9 +14,9 @@ from kukri.errors import HookError, RequestError
 from kukri.interp import plots
 from tests.vision.tiny_vision import MODELS, image, our_tokens, prompt, relative, save, their_inputs
 
-SEEN = ["idefics3", "gemma3", "gemma4", "qwen3_vl"]
+SEEN = ["idefics3", "gemma3", "gemma4-whole", "qwen3_vl"]
 PARTS = {
-    "gemma4": "model.vision_tower",
+    "gemma4-whole": "model.vision_tower",
     "idefics3": "model.vision_model",
     "gemma3": "model.vision_tower",
     "qwen3_vl": "model.visual",
@@ -77,7 +77,7 @@ def test_a_text_with_images_has_transformers_activations(pair: tuple[str, Any, L
 
     handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
     with torch.no_grad():
-        want = theirs(**their_inputs(name, asked))
+        want = theirs(**their_inputs(name, asked), output_attentions=True)
     for handle in handles:
         handle.remove()
     logits, cache = llm.run_with_cache(asked, names=lambda point: point.endswith(("resid_pre", "pattern")))
@@ -86,7 +86,8 @@ def test_a_text_with_images_has_transformers_activations(pair: tuple[str, Any, L
     assert len(streams) == llm.config.n_layers
     for layer, stream in enumerate(streams):
         assert relative(cache["resid_pre", layer][0], stream[0].numpy()) < 3e-3
-    assert cache["pattern", 1].shape[-1] == len(asked)
+    for layer, pattern in enumerate(want.attentions):
+        np.testing.assert_allclose(cache["pattern", layer][0], pattern[0].numpy(), atol=5e-3)
 
 
 def test_attention_over_an_image(pair: tuple[str, Any, LLM], tmp_path: Any) -> None:
@@ -97,7 +98,9 @@ def test_attention_over_an_image(pair: tuple[str, Any, LLM], tmp_path: Any) -> N
     second = asked.spans[-1]
     weights = llm.vision.attention(cache, asked, 1, query=-2, image=1)
     n = second.n_tokens
-    assert weights.shape[1:] == {"qwen3_vl": (5, 3), "gemma4": (3, 2)}.get(name, (int(n**0.5), int(n**0.5)))
+    assert weights.shape[1:] == {"qwen3_vl": (5, 3), "gemma4-whole": (3, 2)}.get(
+        name, (int(n**0.5), int(n**0.5))
+    )
     want = cache["pattern1"][0, :, len(asked) - 2, second.start : second.start + n]
     np.testing.assert_array_equal(weights.reshape(len(want), n), want)
     seen = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
