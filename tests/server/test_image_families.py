@@ -16,14 +16,16 @@ from tests.test_llm_safetensors import byte_tokenizer
 from tests.vision.pictures import picture
 from tests.vision.test_processors import reference
 from tests.vision.tiny_checkpoints import FAMILIES, MEAN, STD, save_with_processor
-from tests.vision.tiny_vision import IMAGE_TOKEN
+from tests.vision.tiny_vision import IMAGE_TOKEN, PIXTRALS
 
 N = 8  # tokens of an answer
 BREAK, END = 260, 261
 WIDE = picture(40, 70, 3)
 
 
-@pytest.fixture(scope="module", params=["gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.fixture(
+    scope="module", params=["gemma4", "lighton_ocr", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+)
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
     """A family's name, transformers' model, and its directory."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -34,7 +36,7 @@ def their_answer(name: str, model: Any, before: str, after: str) -> list[int]:
     """The likeliest tokens after two texts with WIDE between them, by transformers' processor and model."""
     stated = {**FAMILIES[name][1], "image_mean": MEAN, "image_std": STD}
     stated["image_processor_type"] += "ImageProcessor"
-    more = {"patch_size": 8} if name == "mistral3" else {}  # a square of 2 x 2 patches of 4
+    more = {"patch_size": 8} if name in PIXTRALS else {}  # a square of 2 x 2 patches of 4
     made = reference({**stated, **more})(images=[Image.fromarray(WIDE)], return_tensors="pt")
     keys = ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids")
     inputs = {key: made[key] for key in keys if key in made}
@@ -42,6 +44,9 @@ def their_answer(name: str, model: Any, before: str, after: str) -> list[int]:
         rows, columns = (int(side) // 8 for side in made["image_sizes"][0])
         shown_as = ([IMAGE_TOKEN] * columns + [BREAK]) * rows
         shown_as[-1] = END
+    elif name == "lighton_ocr":
+        rows, columns = (int(side) // 8 for side in made["image_sizes"][0])
+        shown_as = [IMAGE_TOKEN] * (rows * columns)
     elif name == "gemma4":
         shown_as = [BREAK, *[IMAGE_TOKEN] * int(made["num_soft_tokens_per_image"][0]), END]
     else:
@@ -53,7 +58,7 @@ def their_answer(name: str, model: Any, before: str, after: str) -> list[int]:
         for _ in range(N):
             asked = torch.tensor([[*ids, *found]])
             types = (
-                {} if name in ("gemma4", "mistral3") else {"mm_token_type_ids": (asked == IMAGE_TOKEN).long()}
+                {} if name in ("gemma4", *PIXTRALS) else {"mm_token_type_ids": (asked == IMAGE_TOKEN).long()}
             )
             found.append(int(model(input_ids=asked, **inputs, **types).logits[0, -1].argmax()))
     return found

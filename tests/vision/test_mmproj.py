@@ -227,7 +227,13 @@ def test_pages_of_another_encoder_are_not_found(idefics3: Path, tmp_path: Path) 
 
 # height and width that neither of both resizes
 SIZES = {
-    **{"gemma3": (64, 64), "idefics3": (32, 32), "lfm2_vl": (64, 64), "mistral3": (48, 32)},
+    **{
+        "gemma3": (64, 64),
+        "idefics3": (32, 32),
+        "lfm2_vl": (64, 64),
+        "mistral3": (48, 32),
+        "lighton_ocr": (48, 32),
+    },
     **{"qwen2_5_vl": (120, 128), "qwen3_vl": (40, 24), "qwen3_5": (40, 24)},
     **{"gemma4": (192, 192), "gemma4-whole": (156, 252), "gemma4-unified": (192, 192)},
 }

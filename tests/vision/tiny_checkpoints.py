@@ -36,6 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "<image>",
         {"image_processor_type": "Lfm2Vl", "encoder_patch_size": 4, "downsample_factor": 2},
     ),
+    "lighton_ocr": ("<|image_pad|>", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
     "mistral3": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
     "qwen2_5_vl": (
         "<|image_pad|>",

@@ -144,6 +144,20 @@ MODELS = {
         },
         tile_tokens=9,
     ),
+    "lighton_ocr": TinyVision(
+        tr.LightOnOcrConfig,
+        tr.LightOnOcrForConditionalGeneration,
+        {
+            "text_config": {**TEXT, "model_type": "qwen3", "head_dim": 16},
+            "vision_config": {
+                **{**SIGLIP, "model_type": "pixtral", "patch_size": 4, "hidden_act": "silu", "head_dim": 16},
+                **{"image_size": 64, "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
+            },
+            "image_token_id": IMAGE_TOKEN,
+            "spatial_merge_size": 2,
+        },
+        tile_tokens=15,
+    ),
     "mistral3": TinyVision(
         tr.Mistral3Config,
         tr.Mistral3ForConditionalGeneration,
@@ -220,6 +234,7 @@ MODELS = {
 
 
 QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+PIXTRALS = ("mistral3", "lighton_ocr")
 
 
 def save(directory: Path, name: str) -> Any:
@@ -249,7 +264,7 @@ def save(directory: Path, name: str) -> Any:
 def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
     """Tiles of random numbers, and the digest of them."""
     tiny = MODELS[name]
-    if name in (*QWENS, "mistral3"):  # 10 x 6 patches, of more tiles wider and less tall ones
+    if name in (*QWENS, *PIXTRALS):  # 10 x 6 patches, of more tiles wider and less tall ones
         grid = (1, 10, 6) if n_tiles == 1 else (1, 6, 10 * n_tiles)
         values = 96 if name in QWENS else 48  # two frames or one
         pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], values)).astype(np.float32)
@@ -316,7 +331,7 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
             places = np.indices(one.grid[1:]).reshape(2, -1)[::-1].T  # (column, row)
             inputs["pixel_values"][i, : len(places)] = torch.from_numpy(one.pixels)
             inputs["image_position_ids"][i, : len(places)] = torch.from_numpy(places.copy())
-    elif asked.images and asked_of == "mistral3":
+    elif asked.images and asked_of in PIXTRALS:
         sizes = [(4 * one.grid[1], 4 * one.grid[2]) for one in asked.images]
         inputs["pixel_values"] = torch.zeros(len(sizes), 3, *map(max, zip(*sizes)))
         for into, one, (height, width) in zip(inputs["pixel_values"], asked.images, sizes):

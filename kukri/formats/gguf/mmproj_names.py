@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
@@ -81,6 +81,19 @@ def _pixtral(keys: Keys, file: GGUFFile) -> dict[str, Any]:
     return {"spatial_merge_size": keys.whole(MERGE, 1)}
 
 
+_MISTRAL3 = Clip(
+    "pixtral",
+    "Pixtral",
+    MERGE,
+    {
+        **{"projector.linear_1": "mm.1", "projector.linear_2": "mm.2", "model.norm": "mm.input_norm"},
+        "projector.patch_merger.merging_layer": "mm.patch_merger",
+    },
+    _pixtral,
+    activation="silu",
+    interleaved=True,
+    unread=frozenset({"v.token_embd.img_break"}),
+)
 FAMILIES = {
     "idefics3": Clip("idefics3", "Idefics3", SCALE, {"projector": "mm.model.fc"}, _idefics3),
     "gemma3": Clip(
@@ -124,19 +137,8 @@ FAMILIES = {
         _lfm2,
         colour_last=True,
     ),
-    "mistral3": Clip(
-        "pixtral",
-        "Pixtral",
-        MERGE,
-        {
-            **{"projector.linear_1": "mm.1", "projector.linear_2": "mm.2", "model.norm": "mm.input_norm"},
-            "projector.patch_merger.merging_layer": "mm.patch_merger",
-        },
-        _pixtral,
-        activation="silu",
-        interleaved=True,
-        unread=frozenset({"v.token_embd.img_break"}),
-    ),
+    "lighton_ocr": replace(_MISTRAL3, projector="lightonocr", unread=frozenset()),
+    "mistral3": _MISTRAL3,
     "qwen2_5_vl": Clip(
         "qwen2.5vl_merger",
         "Qwen2VL",

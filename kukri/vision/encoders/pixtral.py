@@ -1,4 +1,4 @@
-"""Pixtral's encoder (Agrawal et al. 2024) as Mistral 3 and Ministral 3 have it, of any proportions.
+"""Pixtral's encoder (Agrawal et al. 2024), of any proportions: that of Mistral 3, Ministral 3 and LightOnOCR.
 
 Heads rotate by row and column. A matrix merges the states of a square of patches, and an MLP makes rows of
 embeddings of them.
@@ -107,4 +107,25 @@ PIXTRAL_VISION = VisionFamily(
         **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 16},
         **{"num_attention_heads": 16, "num_channels": 3, "hidden_act": "gelu", "rope_theta": 10000},
     },
+)
+
+
+def _read_lighton(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
+    return replace(_read_hf(keys, vision, d_text), family="lighton_ocr")
+
+
+LIGHTON_OCR_VISION = replace(
+    PIXTRAL_VISION,
+    name="lighton_ocr",
+    hf_types=("lighton_ocr",),
+    read_hf=_read_lighton,
+    names={
+        "model.embed_patches": ("vision_encoder.patch_conv",),
+        "model.ln_pre": ("vision_encoder.ln_pre",),
+        "model.layers": ("vision_encoder.transformer.layers",),
+        "model.norm": ("vision_projection.norm",),
+        "projector": ("vision_projection",),
+    },
+    defaults={**PIXTRAL_VISION.defaults, "image_token_id": 151655},
+    vision_defaults={**PIXTRAL_VISION.vision_defaults, "hidden_act": "silu", "patch_size": 14},
 )

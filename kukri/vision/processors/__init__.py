@@ -10,7 +10,7 @@ from kukri.vision.processors.gemma3 import Gemma3Processor
 from kukri.vision.processors.gemma4 import Gemma4Processor, Gemma4UnifiedProcessor
 from kukri.vision.processors.idefics3 import Idefics3Processor
 from kukri.vision.processors.lfm2_vl import Lfm2VlProcessor
-from kukri.vision.processors.pixtral import PixtralProcessor
+from kukri.vision.processors.pixtral import LightOnOcrProcessor, PixtralProcessor
 from kukri.vision.processors.processor import Detail, ImageProcessor
 from kukri.vision.processors.qwen import QwenProcessor
 
@@ -25,6 +25,9 @@ _BY_TYPE: dict[str, type[ImageProcessor]] = {
     "Qwen2_5_VL": QwenProcessor,
     "SmolVLM": Idefics3Processor,
 }
+
+# Models whose files name another family's
+_BY_MODEL: dict[Any, type[ImageProcessor]] = {"lighton_ocr": LightOnOcrProcessor}
 
 
 def image_processor(
@@ -44,7 +47,7 @@ def image_processor(
         raise UnsupportedError(
             f"the image processor {kind[:100]!r} is not one that kukri has; it has {', '.join(_BY_TYPE)}"
         )
-    return _BY_TYPE[name].of(stated, processor, model)
+    return _BY_MODEL.get(model.get("model_type"), _BY_TYPE[name]).of(stated, processor, model)
 
 
 __all__ = ["Detail", "ImageProcessor", "image_processor"]

@@ -77,3 +77,14 @@ class PixtralProcessor(ImageProcessor):
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         side = self.patch * self.merge
         return ((max(height, 1) - 1) // side + 1) * side, ((max(width, 1) - 1) // side + 1) * side
+
+
+class LightOnOcrProcessor(PixtralProcessor):
+    """The same pictures, whose tokens no others stand between."""
+
+    placeholder: ClassVar[str] = "<|image_pad|>"
+    token: ClassVar[str] = "<|image_pad|>"
+
+    def text(self, image: ImageInput) -> str:
+        """A token for each row of embeddings."""
+        return self.token * image.n_tokens
