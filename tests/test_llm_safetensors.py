@@ -27,6 +27,7 @@ from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.models import token_by_token  # noqa: F401
 from tests.models.minicpm_class import MiniCPMConfig
+from tests.models.smallthinker_class import SmallThinkerConfig
 
 N_VOCAB = 272  # 12 rows more than there are tokens, as Qwen pads
 TINY = {
@@ -372,6 +373,21 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
                 **{**LONGROPE, "long_factor": LONGROPE["short_factor"]},
                 **{"short_mscale": 1.25, "long_mscale": 1.25},
             },
+        },
+    ),
+    "smallthinker": (
+        SmallThinkerConfig,
+        {
+            **{"rope_layout": [0, 1, 1, 1], "sliding_window_layout": [0, 1, 1, 1], "sliding_window_size": 9},
+            **{"moe_num_primary_experts": 8, "moe_num_active_primary_experts": 3, "moe_ffn_hidden_size": 32},
+        },
+    ),
+    "smallthinker_softmax": (
+        SmallThinkerConfig,
+        {
+            **{"rope_layout": [1] * 4, "sliding_window_layout": [0] * 4, "tie_word_embeddings": True},
+            **{"moe_num_primary_experts": 8, "moe_num_active_primary_experts": 8, "moe_ffn_hidden_size": 32},
+            "moe_primary_router_apply_softmax": True,
         },
     ),
     "apertus": (tr.ApertusConfig, {"rope_parameters": LLAMA3, "attention_bias": True}),

@@ -435,6 +435,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
             "minicpm-longrope",
             "mamba2",
             "apertus",
+            "smallthinker_softmax",
         ),
         *("nemotron_h", "nemotron_h_moe", "gpt_neox", "falcon_h1", "falcon_h1-normed"),
     ],

@@ -11,7 +11,7 @@ import transformers as tr
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.huggingface.config import hf_model_config, unknown_config_keys
 from kukri.models import ARCHITECTURES
-from tests.models import minicpm_class  # noqa: F401
+from tests.models import minicpm_class, smallthinker_class  # noqa: F401
 
 PATH = Path("dir/config.json")
 # decoders; tests/models/test_encoders.py reads the others' files
@@ -21,7 +21,7 @@ CLASSES = {
     if architecture.is_causal and not architecture.hf_type
 }
 # whose heads and rotation differ by layer: tests/models/test_gemma4.py; whose layers are of one part
-ALIKE = [kind for kind in CLASSES if kind not in ("gemma4_text", "nemotron_h", "mamba2")]
+ALIKE = [kind for kind in CLASSES if kind not in ("gemma4_text", "nemotron_h", "mamba2", "smallthinker")]
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -40,8 +40,3 @@ def _centred(conv: Any) -> Any:
         return conv.out_proj((c * y).transpose(1, 2))
 
     return forward
-
-
-_transformers: Any = tr  # where tests look for classes by name
-_transformers.Lfm2BidirectionalConfig = Lfm2BidirectionalConfig
-_transformers.Lfm2BidirectionalModel = Lfm2BidirectionalModel

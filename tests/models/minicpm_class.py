@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers as tr
 from huggingface_hub.dataclasses import strict
 
@@ -36,8 +34,6 @@ class MiniCPMForCausalLM(tr.GraniteForCausalLM):
     config_class = MiniCPMConfig
 
 
-_transformers: Any = tr  # where tests look for classes by name
-_transformers.MiniCPMConfig, _transformers.MiniCPMForCausalLM = MiniCPMConfig, MiniCPMForCausalLM
 tr.AutoConfig.register("minicpm", MiniCPMConfig)
 tr.AutoModel.register(MiniCPMConfig, MiniCPMModel)
 tr.AutoModelForCausalLM.register(MiniCPMConfig, MiniCPMForCausalLM)

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.models import Model, load_model
-from tests.models import lfm2_class  # noqa: F401
+from tests.models import lfm2_class
 
 BYTES_V = 300  # for byte pairs, which need a token for each byte
 N_LAYERS, D, F, V, HEADS, CONTEXT = 4, 64, 96, 80, 4, 96
@@ -70,8 +70,8 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
         "vocab_size": V, "max_position_embeddings": CONTEXT, "initializer_range": 0.15, "pad_token_id": 0,
         "attn_implementation": "eager",
     }  # fmt: skip
-    config = getattr(transformers, f"{tiny.hf_type}Config")(**{**common, **tiny.hf, **more})
-    hf = getattr(transformers, f"{tiny.hf_type}{head}")(config).eval()
+    config = _hf_class(f"{tiny.hf_type}Config")(**{**common, **tiny.hf, **more})
+    hf = _hf_class(f"{tiny.hf_type}{head}")(config).eval()
     with torch.no_grad():
         for key, parameter in hf.named_parameters():
             if "norm" in key.lower() or "bias" in key:
@@ -84,6 +84,11 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
     else:
         word_pieces(directory)
     return hf
+
+
+def _hf_class(name: str) -> Any:
+    """A class of transformers, or one that stands for a class on the hub."""
+    return vars(lfm2_class).get(name) or getattr(transformers, name)
 
 
 def byte_pairs(directory: Path) -> None:

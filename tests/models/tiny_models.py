@@ -28,7 +28,7 @@ from kukri.formats.huggingface.weights import is_convolution
 from kukri.kernels.quantize import quantize
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
-from tests.models import minicpm_class, token_by_token  # noqa: F401
+from tests.models import minicpm_class, smallthinker_class, token_by_token  # noqa: F401
 from tests.models.tiny_llama import TorchSource
 from tests.tiny_gguf import _interleaved
 
@@ -287,7 +287,23 @@ def _falcon_h1(has_norm: bool) -> Tiny:
     )  # fmt: skip
 
 
+def _smallthinker(by_softmax: bool) -> Tiny:
+    """The first layer sees all and does not rotate."""
+    return Tiny(
+        "SmallThinker", "smallthinker",
+        {"rope_layout": [0, 1, 1, 1], "sliding_window_layout": [0, 1, 1, 1], "sliding_window_size": 7,
+         "moe_num_primary_experts": 8, "moe_num_active_primary_experts": 3, "moe_ffn_hidden_size": 32,
+         "moe_primary_router_apply_softmax": by_softmax},
+        layers=(NOPE, *_windows(7, 7, 7)), facts={"d_ffn": 32},
+        mixture=MixtureConfig(8, 3, 32, normalized=True, by_sigmoid=not by_softmax),
+        keys={**_EXPERT_KEYS, "feed_forward_length": 32, "expert_feed_forward_length": 32,
+              "expert_gating_func": 1 if by_softmax else 2, "attention.sliding_window": 7},
+    )  # fmt: skip
+
+
 TINY: dict[str, Tiny] = {
+    "smallthinker": _smallthinker(False),
+    "smallthinker_softmax": _smallthinker(True),
     "mamba2": Tiny(
         "Mamba2", "mamba2",
         {"num_heads": 8, "n_groups": 2, "state_size": 24, "conv_kernel": 4, "use_bias": True},
@@ -600,12 +616,12 @@ def make(
         "pad_token_id": 0, "attn_implementation": "eager",
         "rope_parameters": _rope("default"),
     }  # fmt: skip
-    config_class = getattr(transformers, f"{tiny.hf_type}Config")
+    config_class = _hf_class(f"{tiny.hf_type}Config")
     epsilons = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
     epsilon = {key: 1e-5 for key in epsilons if hasattr(config_class(), key)}
     hf_config = config_class(**{**common, **epsilon, **tiny.hf})
     class_name = f"{tiny.hf_type.removesuffix('Text')}ForCausalLM"  # InternLM3 is Llama's
-    make_hf = getattr(transformers, class_name, transformers.LlamaForCausalLM)
+    make_hf = _hf_class(class_name)
     hf = make_hf(hf_config).eval()
     kind = QUANT_TYPES[weight_type]
     with torch.no_grad():
@@ -645,7 +661,7 @@ def make(
         **sizes,
     )
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
-    state = dict(_named(key, tensor) for key, tensor in state.items())
+    state = _stacked(dict(_named(key, tensor) for key, tensor in state.items()))
     state = {_canonical(key, name.split("-")[0], tiny.layers): tensor for key, tensor in state.items()}
     if name.startswith("granitemoe"):
         shared = "mlp.shared_experts" if tiny.mixture and tiny.mixture.d_shared else "shared_mlp"
@@ -670,6 +686,23 @@ def make(
         rotated = [key for key in made.arrays if "q_proj" in key or "k_proj" in key]
         made.arrays |= {key: _half_split(made.arrays[key]) for key in rotated}
     return hf, config, made
+
+
+def _hf_class(name: str) -> Any:
+    """A class of transformers, or one of those that stand for classes on the hub."""
+    own = vars(minicpm_class) | vars(smallthinker_class)
+    return own.get(name) or getattr(transformers, name, transformers.LlamaForCausalLM)
+
+
+def _stacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Matrices of single experts as a stack of all."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for key, tensor in state.items():
+        stacks.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", key), []).append(tensor)
+    return {
+        key: torch.stack(each) if ".experts." in key and len(each) > 1 else each[0]
+        for key, each in stacks.items()
+    }
 
 
 def _with_heads_apart(

@@ -102,6 +102,8 @@ OWN_TREE += (
     "mamba2",
     "phimoe",
     "apertus",
+    "smallthinker",
+    "smallthinker_softmax",
     "falcon_h1",
     "falcon_h1-normed",
 )
