@@ -24,7 +24,14 @@ WIDE = picture(40, 70, 3)
 
 
 @pytest.fixture(
-    scope="module", params=["gemma4", "lighton_ocr", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+    scope="module",
+    params=[
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "lighton_ocr")),
+        "mistral3",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_5",
+    ],
 )
 def seeing(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
     """A family's name, transformers' model, and its directory."""

@@ -29,7 +29,14 @@ from tests.vision.tiny_vision import (
 BOUNDS = {"reference": 1e-4, "cpu": 3e-3}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# variants, of which test_mmproj compares logits and tokens
+SLOW = ("gemma4-whole", "gemma4-unified", "lighton_ocr")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS],
+)
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
     """A model's name, transformers' model, and its directory."""
     directory = tmp_path_factory.mktemp(request.param)

@@ -36,7 +36,10 @@ from tests.vision.tiny_vision import (
 BOUND = 3e-3  # of the CPU
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "gemma4-whole")) for name in FAMILIES],
+)
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
     """A family's name, transformers' model, and the folder of `hf`, `tiny.gguf` and `mmproj-tiny.gguf`."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -72,8 +72,11 @@ def test_squares_are_those_of_gemma3(size):
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size != "tiny"])
-@pytest.mark.parametrize("budget", [70, 280, 1120])
-@pytest.mark.parametrize("stated", [GEMMA4, {**GEMMA4, "image_mean": [0.5] * 3, "do_normalize": True}])
+@pytest.mark.parametrize(
+    ("stated", "budget"),
+    [(GEMMA4, 70), (GEMMA4, 280), ({**GEMMA4, "image_mean": [0.5] * 3, "do_normalize": True}, 1120)],
+    ids=["low", "usual", "high"],
+)
 def test_patches_are_those_of_gemma4(stated, budget, size):
     """Catches a wrong size, order of patches or of their values, to the bit; padding is left out."""
     image = picture(*SIZES[size])
