@@ -387,7 +387,7 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         {
             **{"rope_layout": [1] * 4, "sliding_window_layout": [0] * 4, "tie_word_embeddings": True},
             **{"moe_num_primary_experts": 8, "moe_num_active_primary_experts": 8, "moe_ffn_hidden_size": 32},
-            "moe_primary_router_apply_softmax": True,
+            **{"moe_primary_router_apply_softmax": True, "initializer_range": 0.15},
         },
     ),
     "apertus": (tr.ApertusConfig, {"rope_parameters": LLAMA3, "attention_bias": True}),
