@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ from typing import Any, Literal
 
 from kukri.dialects.dialect import Dialect
 from kukri.dialects.signatures import resolved, types_of
-from kukri.sampling.grammar import json_rule, lark_string
+from kukri.dialects.tool_grammar import regex_of, tool_regex
+from kukri.sampling.grammar import json_rule, lark_error, lark_string
 
 Reasoning = Literal["none", "possible", "open"]
+
+logger = logging.getLogger("kukri.tools")
 
 _TEXT = r"TEXT: /(.|\n)*/"
 _KEY = r"KEY: /[A-Za-z_][A-Za-z0-9_]*/"
@@ -130,12 +134,37 @@ class _Bodies:
     def add(self, i: int, tool: Mapping[str, Any]) -> str:
         """Adds the rules of a tool; returns the name of its own."""
         schema = tool.get("parameters") or {"type": "object"}
+        self._own, self._number = self._own_grammar(tool), i
         self.rules.append(f"call_{i}: {self._write(i, tool['name'], schema)}")
         return f"call_{i}"
 
+    def _own_grammar(self, tool: Mapping[str, Any]) -> str:
+        """The regular expression of a tool's one text; "" if it has no grammar that can be enforced."""
+        if not tool.get("grammar"):
+            return ""
+        in_json = self._dialect.body not in ("tagged", "keys", "gemma")
+        try:
+            found = tool_regex(tool["grammar"], in_json=in_json)
+            problem = lark_error(f"start: /{found}/")
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            logger.warning("the grammar of the tool %s is told and not enforced: %s", tool["name"], problem)
+        return "" if problem else found
+
     def _arguments(self, i: int, schema: Mapping[str, Any]) -> str:
-        self.rules.append(f"arguments_{i}: {json_rule(schema, lenient=True)}")
+        body = json_rule(schema, lenient=True)
+        if self._own:
+            (key,) = schema["properties"]
+            begin, end = json.dumps({key: "|"}).split("|")
+            body = f"{lark_string(begin)} {self._own_text(i, end)}"
+        self.rules.append(f"arguments_{i}: {body}")
         return f"arguments_{i}"
+
+    def _own_text(self, i: int, end: str) -> str:
+        """A terminal: a text of the tool's grammar, and what ends it."""
+        self.rules.append(f"OWN_{i}: /{self._own}{regex_of(end)}/")
+        return f"OWN_{i}"
 
     def _json(self, i: int, name: str, schema: Mapping[str, Any]) -> str:
         begin = json.dumps({"name": name})[:-1] + f', "{self._dialect.arguments_key}": '
@@ -174,6 +203,8 @@ class _Bodies:
     def _parameter(self, begin: str, end: str, value: Any, root: Mapping[str, Any], rule: str) -> str:
         """A parameter between texts: a text is free, or one of the texts listed; anything else is JSON."""
         types, head = types_of(value, root), lark_string(begin)
+        if self._own:
+            return f"{head} {self._own_text(self._number, end)}"
         if types and "string" not in types:
             return f"{head} {self._value(value, root, rule)} {lark_string(end)}"
         texts = _choices(value, root)
@@ -185,6 +216,8 @@ class _Bodies:
     def _python(self, i: int, name: str, schema: Mapping[str, Any]) -> str:
         def parameter(key: str, value: Any, rule: str) -> str:
             head, types = lark_string(f"{key}="), types_of(value, schema)
+            if self._own:
+                return f"{head} {lark_string(chr(34))} {self._own_text(i, chr(34))}"
             if types == {"boolean"}:
                 return f'{head} ("True" | "False")'
             if types == {"string"} and (texts := _choices(value, schema)):
@@ -212,6 +245,8 @@ class _Bodies:
         def parameter(key: str, value: Any, rule: str) -> str:
             types, texts = types_of(value, schema), _choices(value, schema)
             head = lark_string(f"{key}:")
+            if self._own:
+                return f"{head} {self._spell(quote)} {self._own_text(i, '')} {self._spell(quote)}"
             if types == {"string"}:
                 choices = " | ".join(self._spell(f"{quote}{text_}{quote}") for text_ in texts)
                 return f"{head} ({choices or text})"

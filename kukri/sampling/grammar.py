@@ -189,6 +189,13 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def lark_error(rules: str) -> str:
+    """What is wrong with a grammar in Lark's syntax; "" if nothing is."""
+    source = json.dumps({"grammars": [{"lark_grammar": rules}]})
+    is_wrong, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(source, None)
+    return messages[0] if is_wrong else ""
+
+
 def _llguidance() -> Any:
     try:
         import llguidance

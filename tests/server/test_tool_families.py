@@ -154,6 +154,62 @@ def test_a_grammar_forbids_the_rest(server, family, say):
         assert response.status_code == 500, response.text
 
 
+PATCH = """*** Begin Patch
+*** Add File: src/a "b".py
++print('e', "\\\\n", 1 < 2)\t# \\\\
++
+*** Update File: b.txt
+@@ def f():
+- old
++ new / other
+*** End Patch"""
+# as Codex states the form of its tool
+PATCH_GRAMMAR = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+update_hunk: "*** Update File: " filename LF change?
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+change: (change_context | change_line)+  // more than one
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+
+%import common.LF
+"""
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        ({"syntax": "lark", "definition": PATCH_GRAMMAR}, PATCH, PATCH.replace("+ new", "new")),
+        ({"syntax": "regex", "definition": r"^/(\w|\s|\")+\.py$"}, '/a b\n"c".py', "/a-b.py"),
+    ],
+    ids=["lark", "regex"],
+)
+def test_the_text_of_a_custom_tool_follows_its_grammar(server, family, say, choice, form, right, wrong):
+    """Catches a grammar that is only told, and one that does not know how a family writes a text."""
+    tool = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", **form}}
+    body = {"model": MODEL, "input": "Change it.", "tools": [tool], "tool_choice": choice}
+
+    def written(text: str) -> str:
+        """A call; of a text in Python's form JSON's quotes are what a grammar leaves."""
+        return family.write([("apply_patch", {"input": text})]).replace(repr(text), json.dumps(text))
+
+    say(written(right))
+    with server.http() as http:
+        response = http.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+        (call,) = [item for item in response.json()["output"] if item["type"] == "custom_tool_call"]
+        assert (call["name"], call["input"]) == ("apply_patch", right)
+        say(written(wrong))
+        assert http.post("/v1/responses", json=body).status_code == 500
+
+
 def test_thoughts_come_before_calls(server, family, say):
     """Catches thoughts in the content, or a grammar that forbids them where the template has them."""
     calls = CALLS[: family.most_calls]

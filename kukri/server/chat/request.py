@@ -26,7 +26,9 @@ class ChatRequest:
 
     messages: Sequence[Mapping[str, Any]]
     sampling: Mapping[str, Any]
-    functions: Sequence[Mapping[str, Any]] = ()  # name, description, parameters, strict: those that are set
+    functions: Sequence[
+        Mapping[str, Any]
+    ] = ()  # name, description, parameters, strict, grammar: those that are set
     tool_choice: ToolChoice = "auto"
     tool_name: str | None = None  # the one function that has to be called
     parallel_tool_calls: bool = True
@@ -75,7 +77,8 @@ class ChatRequest:
         if not self.functions or self.tool_choice == "none":
             return None
         shown = [
-            {key: value for key, value in function.items() if key != "strict"} for function in self.functions
+            {key: value for key, value in function.items() if key not in ("strict", "grammar")}
+            for function in self.functions
         ]
         return [{"type": "function", "function": function} for function in shown]
 
@@ -90,7 +93,8 @@ class ChatRequest:
             functions,
             many=self.parallel_tool_calls and named is None,
             required=self.tool_choice == "required",
-            is_strict=dialect.is_generic or any(function.get("strict") for function in functions),
+            is_strict=dialect.is_generic
+            or any(function.get("strict") or function.get("grammar") for function in functions),
         )
 
     def error(self, error: RequestError) -> RequestError:

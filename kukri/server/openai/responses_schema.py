@@ -180,15 +180,19 @@ class CustomTool(Piece):
     format: CustomFormat | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """The function that stands for it. A regular expression is enforced; other grammars are told."""
-        format, text = self.format, {"type": "string"}
+        """The function that stands for it. Its `grammar`, in Lark's syntax, is enforced, and told as well."""
+        text, more = {"type": "string"}, {}
         description = self.description or ""
-        if format is not None and format.definition is not None:
-            description += f"\nThe input follows this {format.syntax or 'lark'} grammar:\n{format.definition}"
-            if format.syntax == "regex":
-                text["pattern"] = f"^(?:{format.definition})$"
+        if self.format is not None and self.format.definition is not None:
+            syntax, definition = self.format.syntax or "lark", self.format.definition
+            description += f"\nThe input follows this {syntax} grammar:\n{definition}"
+            if syntax == "regex":
+                text["pattern"] = f"^(?:{definition})$"
+                whole = definition.removeprefix("^").removesuffix("$")
+                definition = "start: /{}/".format(re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", whole))
+            more["grammar"] = definition
         parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        return {"name": self.name, "description": description.strip(), "parameters": parameters}
+        return {"name": self.name, "description": description.strip(), "parameters": parameters, **more}
 
 
 class HostedTool(Piece):
