@@ -2,14 +2,15 @@
 
 Streams run alone and next to a client that sends one bomb after another, alternating: schemas that take a
 minute to compile, a prompt of a megabyte, two megabytes of wrong items, and as many biases, stop strings and
-breakers as may be. The client is a process of its own, so that it delays no reader. Reported are the times
-between tokens of both phases, medians of the rounds, and the longest time until a bomb was answered; then
-those of ten bombs sent at once.
+breakers as may be; or, with `--images DIR`, odd and hostile images for the model there. The client is a
+process of its own, so that it delays no reader. Reported are the times between tokens of both phases, medians
+of the rounds, and the longest time until a bomb was answered; then those of ten bombs sent at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.client
 import json
 import multiprocessing
@@ -17,12 +18,14 @@ import string
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import httpx
 
 from benchmarks.harness import Experiment, Table, model_path, run, served
+from benchmarks.pictures import HOSTILE, ODD
 from benchmarks.streams import answer_bytes, place_of
 from kukri.errors import KukriError
 
@@ -51,6 +54,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "dry_sequence_breakers": [f"{i}x" * 100 for i in range(10, 50)],
     },
 }
+Bombs = list[tuple[str, bytes]]  # (path, body as JSON) of each
 _AT_ONCE = 10
 _ANSWER = 800  # tokens; the streams end one by one, so that the sum of their contexts stays the same
 _OPTIONS = ("--alias", _MODEL, "--max-context", "4096", "--log-level", "error")
@@ -117,12 +121,29 @@ class Streams:
             task.cancel()
 
 
-def bombs() -> list[tuple[str, bytes]]:
-    """(path, body as JSON) of each."""
+def bombs() -> Bombs:
+    """Those of texts."""
     chats = [("/v1/chat/completions", chat_of(schema)) for schema in SCHEMAS.values()]
     chats.append(("/v1/chat/completions", {"model": _MODEL, "messages": [0] * 500_000}))
     texts = [("/v1/completions", {"model": _MODEL, "max_tokens": 1, **text}) for text in _TEXTS.values()]
     return [(path, json.dumps(body).encode()) for path, body in (*chats, *texts)]
+
+
+def image_bombs() -> Bombs:
+    """Chats with an odd or hostile image, and of one with fifty."""
+
+    def chat(*files: bytes) -> bytes:
+        parts = [{"type": "image_url", "image_url": {"url": _data_url(file)}} for file in files]
+        content = [*parts, {"type": "text", "text": "What is it?"}]
+        messages = [{"role": "user", "content": content}]
+        return json.dumps({"model": _MODEL, "messages": messages, "max_tokens": 1}).encode()
+
+    files = [(each,) for each in (*HOSTILE.values(), *ODD.values())]
+    return [("/v1/chat/completions", chat(*given)) for given in (*files, (ODD["1 x 1"],) * 50)]
+
+
+def _data_url(file: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
 def chat_of(schema: dict[str, Any]) -> dict[str, Any]:
@@ -132,12 +153,12 @@ def chat_of(schema: dict[str, Any]) -> dict[str, Any]:
     return {"model": _MODEL, "messages": messages, "max_tokens": 5, "response_format": form}
 
 
-async def measure(url: str, n_streams: int, seconds: float, rounds: int) -> BombReport:
+async def measure(url: str, n_streams: int, seconds: float, rounds: int, made: Bombs) -> BombReport:
     """Runs both phases alternating. Raises KukriError if a stream ends."""
     alone: list[Gaps] = []
     bombed: list[Gaps] = []
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        streams, thrower = Streams(place_of(url), n_streams), _Thrower(url)
+        streams, thrower = Streams(place_of(url), n_streams), _Thrower(url, made)
         try:
             await asyncio.sleep(3)
             for _ in range(rounds):
@@ -167,10 +188,10 @@ async def measure(url: str, n_streams: int, seconds: float, rounds: int) -> Bomb
 class _Thrower:
     """A process that sends one bomb after another within `with` blocks."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, made: Bombs) -> None:
         context = multiprocessing.get_context("spawn")
         self._may, self._is_over, self._ours = context.Event(), context.Event(), context.SimpleQueue()
-        given = (place_of(url), self._may, self._is_over, self._ours)
+        given = (place_of(url), made, self._may, self._is_over, self._ours)
         self._process = context.Process(target=_throw, args=given, daemon=True)
         self._process.start()
 
@@ -187,8 +208,8 @@ class _Thrower:
         return list(self._ours.get())
 
 
-def _throw(place: tuple[str, int], may: Any, is_over: Any, ours: Any) -> None:
-    connection, made = http.client.HTTPConnection(*place, timeout=120), bombs()
+def _throw(place: tuple[str, int], made: Bombs, may: Any, is_over: Any, ours: Any) -> None:
+    connection = http.client.HTTPConnection(*place, timeout=120)
     answers: list[tuple[int, float]] = []
     while True:
         for path, body in made:
@@ -217,9 +238,12 @@ def main() -> None:
     experiment.count("-n", "--streams", 8, "streams")
     experiment.count("-s", "--seconds", 5, "seconds of each phase")
     experiment.count("-r", "--rounds", 5, "rounds of both phases")
+    experiment.options.add_argument("--images", type=Path, metavar="DIR", help="images, for this model")
     given = experiment.parse()
-    with served(model_path(given.model, 4096), *_OPTIONS, "--threads", str(given.threads)) as (_, url):
-        report = asyncio.run(measure(url, given.streams, given.seconds, given.rounds))
+    path = given.images or model_path(given.model, 4096)
+    with served(path, *_OPTIONS, "--threads", str(given.threads)) as (_, url):
+        made = image_bombs() if given.images else bombs()
+        report = asyncio.run(measure(url, given.streams, given.seconds, given.rounds, made))
     rows = [
         [
             name,

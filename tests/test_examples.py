@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.vision.pictures import picture
+from benchmarks.pictures import picture
 from tests.vision.seeing import save_seeing
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.pictures import picture
 from kukri import LLM
 from tests.server.live_server import serving
 from tests.server.test_images import sent, shown, user
 from tests.test_llm_safetensors import byte_tokenizer
-from tests.vision.pictures import picture
 from tests.vision.test_processors import reference
 from tests.vision.tiny_checkpoints import FAMILIES, MEAN, STD, save_with_processor
 from tests.vision.tiny_vision import IMAGE_TOKEN, PIXTRALS

@@ -12,6 +12,7 @@ import numpy as np
 import ollama
 import pytest
 
+from benchmarks.pictures import HOSTILE, encoded, picture
 from kukri import LLM, AsyncLLM
 from kukri.errors import RequestError
 from kukri.server.chat import image_urls
@@ -19,9 +20,7 @@ from kukri.server.chat.image_urls import fetched, is_public
 from kukri.server.image_bytes import ImageBytes
 from tests.server.bodies import check_error
 from tests.server.live_server import serving
-from tests.vision.pictures import encoded, picture
 from tests.vision.seeing import N_TILE, save_seeing, their_answer
-from tests.vision.test_decode import HOSTILE
 
 RED, TALL = picture(40, 50, 1), picture(90, 30, 2)
 N = 12  # tokens of an answer

@@ -6,10 +6,10 @@ import base64
 
 import pytest
 
+from benchmarks.pictures import encoded, picture
 from kukri import LLM
 from tests.server.browsing import PHONE, visiting
 from tests.server.live_server import serving
-from tests.vision.pictures import encoded, picture
 from tests.vision.seeing import save_seeing
 
 RED, TALL = encoded(picture(40, 50, 1)), encoded(picture(90, 30, 2))

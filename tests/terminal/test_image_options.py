@@ -7,6 +7,7 @@ import json
 import llm
 import pytest
 
+from benchmarks.pictures import encoded, picture
 from kukri import LLM
 from kukri.errors import RequestError
 from kukri.llm_plugin import Kukri
@@ -15,7 +16,6 @@ from kukri.system_message import opening
 from kukri.terminal.chat import Chat
 from kukri.terminal.run import answer_prompt
 from kukri.terminal.saved_chat import read_chat
-from tests.vision.pictures import encoded, picture
 from tests.vision.seeing import N_TILE, save_seeing
 
 LIKELIEST = {"temperature": 0, "max_tokens": 8}

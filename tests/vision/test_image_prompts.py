@@ -13,13 +13,13 @@ from tokenizers import AddedToken
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
+from benchmarks.pictures import encoded, picture
 from kukri.calls.image_prompts import MAX_IMAGES, ImagePrompts
 from kukri.errors import RequestError
 from kukri.tokenizer import ChatTemplate, load_tokenizer
 from kukri.vision.image import ImagePrompt
 from kukri.vision.processors import image_processor
 from tests.test_llm_safetensors import byte_tokenizer
-from tests.vision.pictures import encoded, picture
 
 # as the checkpoints write them
 SMOLVLM_TEMPLATE = (

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.pictures import picture
 from kukri import LLM
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
 from kukri.formats.checkpoint import open_checkpoint
@@ -20,7 +21,6 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.vision import find_mmproj
 from kukri.formats.gguf.writer import write_gguf
 from kukri.terminal.convert import convert_model
-from tests.vision.pictures import picture
 from tests.vision.tiny_checkpoints import FAMILIES, save_with_processor
 from tests.vision.tiny_vision import (
     IMAGE_TOKEN,

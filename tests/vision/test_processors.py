@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.pictures import SIZES, picture
 from kukri.errors import FormatError, RequestError, UnsupportedError
 from kukri.vision.processors import image_processor
-from tests.vision.pictures import SIZES, picture
 
 SMOLVLM = {
     "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 2048},
