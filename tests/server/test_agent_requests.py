@@ -71,7 +71,7 @@ def messages(**changes: Any) -> list[dict[str, Any]]:
 
 
 def say(server: Any, monkeypatch: Any, name: str, arguments: dict[str, Any]) -> None:
-    text = json.dumps({"name": name, "arguments": arguments})
+    text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     force(server.served, monkeypatch, f"<tool_call>\n{text}\n</tool_call>", with_marks=True)
 
 
@@ -95,8 +95,8 @@ def say(server: Any, monkeypatch: Any, name: str, arguments: dict[str, Any]) -> 
         ),
         (
             "apply_patch",
-            {"input": "*** Begin\n+é"},
-            {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin\n+é"},
+            {"input": "*** Begin Patch\n+é"},
+            {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin Patch\n+é"},
         ),
     ],
 )

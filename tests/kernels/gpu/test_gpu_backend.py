@@ -69,6 +69,8 @@ class Int8Inputs:
 class Sequence:
     """A token sequence on one page."""
 
+    images = None
+
     def __init__(self, tokens, page):
         self.tokens, self.page_rows = np.array(tokens, np.int32), [np.array([page], np.int32)]
 

@@ -50,6 +50,8 @@ def shows_its_inputs(ops, batch):
 
 
 class Row:
+    images = None
+
     def __init__(self, token, page, n):
         self.tokens, self.page_rows = np.full(n + 1, token, np.int32), [np.full(40, page, np.int32)]
         self.n = n
