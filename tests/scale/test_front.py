@@ -226,7 +226,13 @@ def test_limits_and_fairness_hold_for_all_replicas(options: ModelOptions) -> Non
     ended: list[str] = []
 
     async def ask_as(http: httpx.AsyncClient, key: str, i: int) -> int:
-        body = {"model": "tiny", "prompt": f"{key} {i}", "temperature": 0, "max_tokens": 100}
+        body = {
+            "model": "tiny",
+            "prompt": f"{key} {i}",
+            "temperature": 0,
+            "max_tokens": 100,
+            "speculation": "off",
+        }
         header = {"authorization": f"Bearer {key}"}
         response = await http.post(PATH, json={**body, "ignore_eos": True}, headers=header)
         ended.append(key)

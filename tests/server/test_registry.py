@@ -72,7 +72,7 @@ def states(served: Served) -> dict[str, str]:
         return {model["id"]: model["state"] for model in http.get("/v1/models").json()["data"]}
 
 
-@pytest.mark.parametrize("n_requests", [48, pytest.param(198, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_requests", [24, pytest.param(198, marks=pytest.mark.slow)])
 def test_alternating_requests_for_more_models_than_fit_lose_none(n_requests, files, answers):
     """Catches a request dropped while its model is unloaded, another model's answer, a starved one."""
     with serving(None, served_models(files), max_loaded=2) as served, served.http() as http:
