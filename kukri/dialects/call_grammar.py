@@ -12,7 +12,7 @@ from typing import Any, Literal
 from kukri.dialects.dialect import Dialect
 from kukri.dialects.signatures import resolved, types_of
 from kukri.dialects.tool_grammar import regex_of, tool_regex
-from kukri.sampling.grammar import json_rule, lark_error, lark_string
+from kukri.sampling.grammar import json_rule, lark_string
 
 Reasoning = Literal["none", "possible", "open"]
 
@@ -144,13 +144,10 @@ class _Bodies:
             return ""
         in_json = self._dialect.body not in ("tagged", "keys", "gemma")
         try:
-            found = tool_regex(tool["grammar"], in_json=in_json)
-            problem = lark_error(f"start: /{found}/")
+            return tool_regex(tool["grammar"], in_json=in_json)
         except ValueError as error:
-            problem = str(error)
-        if problem:
-            logger.warning("the grammar of the tool %s is told and not enforced: %s", tool["name"], problem)
-        return "" if problem else found
+            logger.warning("the grammar of the tool %s is told and not enforced: %s", tool["name"], error)
+            return ""
 
     def _arguments(self, i: int, schema: Mapping[str, Any]) -> str:
         body = json_rule(schema, lenient=True)

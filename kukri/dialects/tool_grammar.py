@@ -10,6 +10,9 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
+
+from kukri.sampling.grammar import lark_error
 
 _RULE = re.compile(r"^[ \t]*[?!]?(\w+)[ \t]*:", re.MULTILINE)
 _PIECE = re.compile(
@@ -41,16 +44,32 @@ _REGEX = re.compile(
 _OPERATORS = {"(": "(?:", "[": "(?:", "]": ")?"}
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r"}
 _ESCAPED = '"\\\n\t\r'  # what JSON writes in another way; further control characters are not written
-_MOST = 50_000  # characters of a regular expression
+_MOST = 50_000  # characters of a grammar, and of a regular expression
+_DEEPEST = 100  # rules within rules
 
 
+@lru_cache(maxsize=64)  # an agent sends its tools with each request
 def tool_regex(source: str, *, in_json: bool) -> str:
     """A regular expression, for a place between slashes, of the texts of a grammar.
 
     With `in_json` of the insides of the JSON strings of these texts. Raises ValueError saying what stands in
     the way.
     """
-    source = re.sub(r"^\s*//[^\n]*", "", source, flags=re.MULTILINE)
+    try:
+        found = _read(source, in_json=in_json).expanded("start")
+    except (re.error, SyntaxError) as error:  # of a set of characters, of a text's escapes
+        raise ValueError(str(error)) from None
+    problem = lark_error(f"start: /{found}/")
+    if problem:
+        raise ValueError(problem)
+    return found
+
+
+def _read(source: str, *, in_json: bool) -> _Rules:
+    """The rules of a grammar. Raises ValueError."""
+    if len(source) > _MOST:
+        raise ValueError("it is too large")
+    source = re.sub(r"^[ \t]*//[^\n]*", "", source, flags=re.MULTILINE)
     bodies = {name: _COMMON[name] for name in _IMPORT.findall(source) if name in _COMMON}
     source = _IMPORT.sub("", source)
     starts = [*_RULE.finditer(source)]
@@ -58,7 +77,7 @@ def tool_regex(source: str, *, in_json: bool) -> str:
         raise ValueError("it does not begin with a rule")
     ends = [rule.start() for rule in starts[1:]] + [len(source)]
     bodies |= {rule[1]: source[rule.end() : end] for rule, end in zip(starts, ends)}
-    return _Rules(bodies, in_json=in_json).expanded("start")
+    return _Rules(bodies, in_json=in_json)
 
 
 class _Rules:
@@ -67,6 +86,7 @@ class _Rules:
     def __init__(self, bodies: dict[str, str], *, in_json: bool) -> None:
         self._bodies, self._in_json = bodies, in_json
         self._found: dict[str, str | None] = {}  # None while it is being written out
+        self._depth = 0
 
     def expanded(self, name: str) -> str:
         """The regular expression of a rule."""
@@ -74,7 +94,11 @@ class _Rules:
             raise ValueError(f"{name} has no rule")
         if name not in self._found:
             self._found[name] = None
+            self._depth += 1
+            if self._depth > _DEEPEST:
+                raise ValueError("it is too large")
             self._found[name] = f"(?:{''.join(map(self._written, _pieces(_PIECE, self._bodies[name])))})"
+            self._depth -= 1
         found = self._found[name]
         if found is None:
             raise ValueError(f"the rule {name} refers to itself")
