@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,24 @@ def rows_of(model: Any, pixels: Any) -> Any:
     return model.model.connector(model.model.vision_model(pixels).last_hidden_state)
 
 
+def improver(model: Any, rate: float, n_steps: int) -> Callable[[Any], None]:
+    """A function that takes one of `n_steps` steps of the optimizer, given the loss."""
+    import torch
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, n_steps)
+
+    def improve(loss: Any) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+
+    return improve
+
+
 def learn_words(model: Any, tokenizer: Any, n_steps: int, say: Any) -> None:
     """Trains encoder and projector: row i becomes the embedding of the answer's token i, or a blank."""
     import torch
@@ -113,9 +131,7 @@ def learn_words(model: Any, tokenizer: Any, n_steps: int, say: Any) -> None:
     index = {one: i for i, one in enumerate(words)}
     known = model.get_input_embeddings().weight[words].detach()
     spread = known.var()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, n_steps)
+    improve = improver(model, 1e-3, n_steps)
     started_s = time.perf_counter()
     for step, (pixels, contents) in zip(range(1, n_steps + 1), batches(1, 64)):
         wanted = torch.tensor([[index[one] for one in ids_of(each)] for each in contents])
@@ -124,11 +140,7 @@ def learn_words(model: Any, tokenizer: Any, n_steps: int, say: Any) -> None:
         distances = squares / (known.shape[1] * spread)  # [B, rows, words]
         named = torch.nn.functional.cross_entropy(-8 * distances.flatten(0, 1), wanted.flatten())
         loss = named + 0.2 * distances.gather(2, wanted[..., None]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        schedule.step()
+        improve(loss)
         if step % 100 == 0:
             right = (distances.argmin(-1) == wanted).all(1).float().mean()
             say(f"words, step {step}: {loss:.3f}, {right:.0%} right, {time.perf_counter() - started_s:.0f} s")
@@ -143,9 +155,7 @@ def learn_answers(model: Any, processor: Any, n_steps: int, batch: int, say: Any
     asked = processor.apply_chat_template(messages, add_generation_prompt=True)
     blank = np.zeros((SIDE, SIDE, 3), np.uint8)
     prompt = processor(text=asked, images=[blank])["input_ids"][0]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-4, n_steps)
+    improve = improver(model, 3e-4, n_steps)
     started_s = time.perf_counter()
     for step, (pixels, contents) in zip(range(1, n_steps + 1), batches(2, batch)):
         answers = [[*tokenizer(str(one))["input_ids"], tokenizer.eos_token_id] for one in contents]
@@ -154,11 +164,7 @@ def learn_answers(model: Any, processor: Any, n_steps: int, batch: int, say: Any
         labels = [[-100] * len(prompt) + a + [-100] * (longest - len(a)) for a in answers]
         ids = torch.tensor([[*prompt, *answer] for answer in padded])
         loss = model(input_ids=ids, pixel_values=pixels[:, None], labels=torch.tensor(labels)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        schedule.step()
+        improve(loss)
         if step % 10 == 0:
             say(f"answers, step {step}: {loss:.3f}, {time.perf_counter() - started_s:.0f} s")
 

@@ -471,10 +471,14 @@ class LLM:
         """
         session = self._session(adapter)
         if _sees(prompt, stop_at_layer):
-            from kukri.interp.images import run_images
-
-            options = (), fwd_hooks, return_type, interventions, adapter
-            return run_images(self, self.calls.compute, session, prompt, *options)[0]
+            return self.run_with_cache(
+                prompt,
+                names=(),
+                fwd_hooks=fwd_hooks,
+                return_type=return_type,
+                adapter=adapter,
+                interventions=interventions,
+            )[0]
         return session.run_with_hooks(prompt, fwd_hooks, return_type, stop_at_layer, interventions)
 
     @overload

@@ -57,7 +57,7 @@ def tool_regex(source: str, *, in_json: bool) -> str:
     """
     try:
         found = _read(source, in_json=in_json).expanded("start")
-    except (re.error, SyntaxError) as error:  # of a set of characters, of a text's escapes
+    except (re.error, SyntaxError) as error:  # a wrong set of characters, or wrong escapes
         raise ValueError(str(error)) from None
     problem = lark_error(f"start: /{found}/")
     if problem:

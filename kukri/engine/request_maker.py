@@ -231,7 +231,7 @@ class RequestMaker(ABC):
 
     @abstractmethod
     def _drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], Drafts | None]:
-        """What makes the source of an answer's drafts. Raises RequestError if there is none of that kind."""
+        """A function that makes the source of an answer's drafts. Raises RequestError if it is missing."""
 
     def _lookup_drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], LookupDrafts]:
         """Drafts from the text so far and the prediction. Raises RequestError for a prediction in text."""
@@ -270,7 +270,7 @@ class RequestMaker(ABC):
 
 
 def no_drafts() -> None:
-    """What makes drafts where there are none."""
+    """Makes no source of drafts, for requests that have none."""
 
 
 def _seed(seed: int) -> int:

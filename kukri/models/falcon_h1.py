@@ -14,7 +14,7 @@ from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.granite import Granite
-from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, Mamba2, check_head_width
+from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, STATE_KEYS, Mamba2, check_head_width
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, GatedMLP, Scaled
 from kukri.models.llama import Block
@@ -199,7 +199,6 @@ def _gguf_factors(config: ModelConfig, module: str) -> float | FloatArray:
 
 
 _MAMBA = {key: name for key, name in GRANITEMOEHYBRID.tensor_names.items() if key.startswith("mamba.")}
-_KEYS = GRANITEMOEHYBRID.recurrent
 
 FALCON_H1 = Architecture(
     "falcon_h1",
@@ -232,7 +231,7 @@ FALCON_H1 = Architecture(
     biases={"mamba.conv1d": "mamba_conv_bias"},
     recurrent=RecurrentKeys(
         ("hybrid",),
-        _KEYS.gguf if _KEYS is not None else {},
+        STATE_KEYS,
         {
             **{"n_taps": "mamba_d_conv", "n_heads": "mamba_n_heads", "n_groups": "mamba_n_groups"},
             **{"d_state": "mamba_d_state", "d_inner": _D_STATE},

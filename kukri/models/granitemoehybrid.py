@@ -155,6 +155,12 @@ def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
         keys.pop("attention.nope_layers", None)
 
 
+# GGUF's keys of a state space with heads
+STATE_KEYS = {
+    **{"n_taps": "ssm.conv_kernel", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"},
+    **{"d_state": "ssm.state_size", "d_inner": "ssm.inner_size"},
+}
+
 GRANITEMOEHYBRID = replace(
     GRANITE,
     name="granitemoehybrid",
@@ -200,10 +206,7 @@ GRANITEMOEHYBRID = replace(
     experts=ExpertKeys("num_local_experts", "intermediate_size", True, True, "feed_forward_length"),
     recurrent=RecurrentKeys(
         ("mamba", "linear_attention"),
-        {
-            **{"n_taps": "ssm.conv_kernel", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"},
-            **{"d_state": "ssm.state_size", "d_inner": "ssm.inner_size"},
-        },
+        STATE_KEYS,
         {
             **{"n_taps": "mamba_d_conv", "n_heads": "mamba_n_heads", "n_groups": "mamba_n_groups"},
             **{"d_state": "mamba_d_state", "expansion": "mamba_expand"},

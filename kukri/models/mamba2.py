@@ -11,7 +11,7 @@ from typing import Any
 
 from kukri.config import ModelConfig, RopeConfig
 from kukri.models.architecture import RecurrentKeys, set_rotating
-from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, Mamba2
+from kukri.models.granitemoehybrid import STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.nemotron_h import NEMOTRON_H, NemotronBlock, NemotronH
 
@@ -101,7 +101,7 @@ MAMBA2 = replace(
     biases={key: rule for key, rule in NEMOTRON_H.biases.items() if rule != "mlp_bias"},
     recurrent=RecurrentKeys(
         ("linear_attention",),
-        GRANITEMOEHYBRID.recurrent.gguf if GRANITEMOEHYBRID.recurrent is not None else {},
+        STATE_KEYS,
         {
             **{"n_taps": "conv_kernel", "n_heads": "num_heads", "n_groups": "n_groups"},
             **{"d_state": "state_size", "expansion": "expand"},

@@ -17,7 +17,7 @@ from kukri.errors import brief
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, ExpertKeys, RecurrentKeys, set_rotating
-from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, Mamba2
+from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, RMSNorm, SquaredReluMLP
 from kukri.models.llama import Llama
@@ -236,7 +236,7 @@ NEMOTRON_H = Architecture(
     },
     recurrent=RecurrentKeys(
         (_MAMBA,),
-        GRANITEMOEHYBRID.recurrent.gguf if GRANITEMOEHYBRID.recurrent is not None else {},
+        STATE_KEYS,
         {
             **{"n_taps": "conv_kernel", "n_heads": "mamba_num_heads", "n_groups": "n_groups"},
             **{"d_state": "ssm_state_size", "d_head": "mamba_head_dim"},

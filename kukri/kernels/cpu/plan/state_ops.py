@@ -20,19 +20,8 @@ class Conv(Op):
     kernel = "conv"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        spec = self.spec
-        return {
-            "batch": at.batch,
-            "x": at.of(self.x),
-            "x_stride": self.x.stride,
-            "n": self.x.width,
-            "taps": at.of_array(spec.taps.data),
-            "bias": 0 if spec.bias is None else at.of_array(spec.bias.data),
-            "n_taps": spec.n_taps,
-            "is_activated": int(spec.is_activated),
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
-        } | state_of(at, spec.layer, "conv")
+        state = state_of(at, self.spec.layer, "conv")
+        return _conv_fields(self, at) | state | {"is_activated": int(self.spec.is_activated)}
 
 
 @dataclass(eq=False)
@@ -45,19 +34,23 @@ class ConvBothWays(Op):
     kernel = "conv_both_ways"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        spec = self.spec
-        return {
-            "batch": at.batch,
-            "x": at.of(self.x),
-            "x_stride": self.x.stride,
-            "n": self.x.width,
-            "taps": at.of_array(spec.taps.data),
-            "bias": 0 if spec.bias is None else at.of_array(spec.bias.data),
-            "n_taps": spec.n_taps,
-            "n_after": spec.n_after,
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
-        }
+        return _conv_fields(self, at) | {"n_after": self.spec.n_after}
+
+
+def _conv_fields(op: Conv | ConvBothWays, at: Addresses) -> dict[str, int]:
+    """What both convolutions have in their records."""
+    spec = op.spec
+    return {
+        "batch": at.batch,
+        "x": at.of(op.x),
+        "x_stride": op.x.stride,
+        "n": op.x.width,
+        "taps": at.of_array(spec.taps.data),
+        "bias": 0 if spec.bias is None else at.of_array(spec.bias.data),
+        "n_taps": spec.n_taps,
+        "y": at.of(op.y),
+        "y_stride": op.y.stride,
+    }
 
 
 @dataclass(eq=False)
