@@ -100,11 +100,13 @@ class StepListener:
         start: int = 0,
     ) -> None:
         self._model, self._rows, self._ids, self._start = model, rows, ids, start
-        self._hooks: dict[str, list[Listening]] = {}
+        self._hooks: dict[str, list[tuple[Point, Listening]]] = {}
         self._keep = set(keep)
         for listening in hooks:
-            self._hooks.setdefault(listening.point.edit_tap, []).append(listening)
-            self._keep |= set(listening.point.edit_needs)
+            for point in (listening.point, *listening.point.then):
+                self._hooks.setdefault(point.edit_tap, []).append((point, listening))
+                self._keep |= set(point.edit_needs)
+        self._inputs: dict[Listening, FloatArray] = {}  # as hooks left them, for the points that follow
         self.kept: dict[str, FloatArray] = {}
 
     @property
@@ -114,18 +116,17 @@ class StepListener:
 
     def __call__(self, tap: str, x: FloatArray) -> None:
         """Lets the hooks of a tap edit x in place. Raises HookError naming a hook that raised."""
-        for listening in self._hooks.get(tap, ()):
-            self._edit(listening, tap, x)
+        for point, listening in self._hooks.get(tap, ()):
+            self._edit(point, listening, tap, x)
         if tap in self._keep:
             self.kept[tap] = x.copy()
 
-    def _edit(self, listening: Listening, tap: str, x: FloatArray) -> None:
-        point = listening.point
+    def _edit(self, point: Point, listening: Listening, tap: str, x: FloatArray) -> None:
         if point.form in ("scores", "pattern"):
             self._edit_attention(listening, x)
             return
         if point.form == "head_inputs":
-            self._edit_head_inputs(listening, x)
+            self._edit_head_inputs(point, listening, x)
             return
         kept = {**self.kept, tap: x} if point.tap in (tap, "") else self.kept
         value = self._model.value(point, kept, self._rows, self._ids)
@@ -155,11 +156,14 @@ class StepListener:
         wanted = rows.rows(is_edited.transpose(0, 2, 1))  # [rows, H]
         _replace_heads(z, wanted, model.heads(mixed, spec.d_head)[wanted])
 
-    def _edit_head_inputs(self, listening: Listening, x: FloatArray) -> None:
+    def _edit_head_inputs(self, point: Point, listening: Listening, x: FloatArray) -> None:
         """Computes queries, keys or values x [rows, H*K] again for heads whose input a hook has changed."""
-        point, model = listening.point, self._model
+        model = self._model
         before = np.array(model.value(point, self.kept, self._rows, self._ids), np.float32)
-        after = self._call(listening, before.copy())
+        if point is listening.point:
+            after = self._inputs[listening] = self._call(listening, before.copy())
+        else:
+            after = self._inputs[listening][:, :, : before.shape[2]]
         wanted = self._rows.rows((after != before).any(axis=-1))  # [rows, H]
         _replace_heads(x, wanted, model.of_inputs(point, self._rows.rows(after), wanted))
 

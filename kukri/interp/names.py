@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -139,6 +139,7 @@ class Point:
     # for scores and patterns: the layer whose keys and values it reads, and the tap of these values
     kv_layer: int | None = None
     values_tap: str = ""
+    then: tuple[Point, ...] = ()  # for heads' inputs: points that the first heads of its value are also for
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -244,16 +245,22 @@ def _product_points(trace: Trace, layer: int) -> Iterator[Point]:
 
 def _head_input_points(trace: Trace, layer: int) -> Iterator[Point]:
     """Inputs of each head's query, key and value, before the norm; an edit recomputes these."""
+    prefix = f"blocks.{layer}."
+    found: dict[str, Point] = {}
     for x in "qkv":
-        edit_tap = f"blocks.{layer}.attn.hook_{x}"
+        edit_tap = f"{prefix}attn.hook_{x}"
         matrix = trace.matrices.get(edit_tap)
         if matrix is None or matrix.source is None:
             continue
         norm = trace.norms.get(matrix.source)
         tap = matrix.source if norm is None else norm.source
-        for name in (f"{edit_tap}_input", f"blocks.{layer}.hook_{x}_input"):
-            if tap is not None:
-                yield Point(name, tap, "head_inputs", layer, edit_tap, norm, matrix)
+        if tap is not None:
+            name = f"hook_{x}_input"
+            found[x] = Point(f"{prefix}attn.{name}", tap, "head_inputs", layer, edit_tap, norm, matrix)
+            yield from (found[x], replace(found[x], name=prefix + name))
+    if len(found) == 3:  # one input for all three: grouped keys and values have the first copies
+        for name in (f"{prefix}attn.hook_attn_in", f"{prefix}hook_attn_in"):
+            yield replace(found["q"], name=name, then=(found["k"], found["v"]))
 
 
 def _block(trace: Trace, layer: int) -> list[_Row]:

@@ -71,6 +71,32 @@ def test_inputs_of_single_heads(name, backend):
         np.testing.assert_allclose(found, expected, atol=1e-4 if backend == "reference" else 2e-2)
 
 
+@pytest.mark.parametrize("name", ["phi", "qwen3"])
+def test_one_input_of_a_heads_query_key_and_value(name):
+    """A key or value of the input before the edit, or a hook that is called three times."""
+    own, calls = session(name), []
+    other = own.run_with_cache(IDS[:, ::-1], ["blocks.1.hook_resid_pre"])[1]["resid_pre", 1]
+
+    def patch(value, hook):
+        calls.append((hook.name, value.shape))
+        value[:, 2:9, 0] = other[:, 2:9]
+        value[:, 4, -1] *= 2
+
+    def patch_first(value, hook):  # keys and values have copies of the first heads
+        value[:, 2:9, 0] = other[:, 2:9]
+        if value.shape[2] == calls[0][1][2]:
+            value[:, 4, -1] *= 2
+
+    found = own.run_with_hooks(IDS, [(("attn_in", 1), patch)])
+    expected = own.run_with_hooks(IDS, [(f"blocks.1.hook_{x}_input", patch_first) for x in "qkv"])
+    np.testing.assert_array_equal(found, expected)
+    assert not np.array_equal(found, own.run_with_hooks(IDS))
+    n_heads, d_model = own.trace.heads[1].spec.n_heads, own.config.d_model
+    assert calls == [("blocks.1.hook_attn_in", (1, IDS.shape[1], n_heads, d_model))]
+    cache = own.run_with_cache(IDS, ["blocks.1.attn.hook_attn_in", "resid_pre1"])[1]
+    np.testing.assert_array_equal(cache["attn_in", 1][:, :, -1], cache["resid_pre", 1])
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_run_may_stop(backend):
     """A stream of another layer, or layers that are computed for nothing."""

@@ -78,6 +78,13 @@ def test_inputs_of_single_heads(pair):
             np.testing.assert_allclose(own.run_with_hooks(IDS, [(name, edit)]), expected, atol=1e-3)
     finally:
         theirs.set_use_split_qkv_input(False)
+    theirs.set_use_attn_in(True)
+    try:
+        name = "blocks.1.hook_attn_in"
+        expected = theirs.run_with_hooks(ids.clone(), fwd_hooks=[(name, edit)]).numpy()
+        np.testing.assert_allclose(own.run_with_hooks(IDS, [(name, edit)]), expected, atol=1e-3)
+    finally:
+        theirs.set_use_attn_in(False)
 
 
 def test_the_methods_of_the_cache(pair):
