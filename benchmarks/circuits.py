@@ -5,7 +5,8 @@ trained transcoders have (16,384 a layer, 32 of them active for each token).
 
 With `--streams N` a server makes graphs while it streams, alternating with nothing: reported are the times
 between tokens. With `--transcoders DIR` (of `benchmarks.train_transcoders`) it compares what graphs predict
-with what interventions in the model do: the most influential features of each prompt are ablated one by one.
+with what interventions do: the most influential features of each prompt are ablated (or multiplied by
+`--factor`) one by one: with all other features held, with attention and norms held, and in the whole model.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import get_args
 
 import httpx
 import numpy as np
@@ -29,7 +30,8 @@ from benchmarks.harness import Experiment, Table, model_path, positive, run, ser
 from benchmarks.streams import place_of
 from kukri import LLM
 from kukri.formats.huggingface.safetensors import safetensors_bytes
-from kukri.interp.circuits import attribute
+from kukri.interp.circuits import Held, attribute
+from kukri.interp.graph_effects import GraphMeasure
 from kukri.interp.transcoders import Transcoders
 
 _TEXT = "The history of the city begins long before the first bridge was built across the river, where "
@@ -141,30 +143,29 @@ async def _next_to_streams(url: str, prompt: str, n: int, rounds: int, seconds: 
     return report
 
 
-def effects(path: Path, folder: Path, n_threads: int | None, n: int, max_features: int) -> EffectsReport:
-    """What graphs predict of `n` interventions, and what these do."""
-    predicted: list[float] = []
-    measured: list[float] = []
+def effects(
+    path: Path, folder: Path, n_threads: int | None, n: int, max_features: int, factor: float
+) -> dict[Held, EffectsReport]:
+    """What graphs predict of `n` interventions, and what these do, with this held."""
+    found: dict[Held, EffectsReport] = {held: EffectsReport([], [], 0.0) for held in get_args(Held)}
     # in float32, by PyTorch: the rounding of packed inputs is as large as what most features do
     with LLM(path, backend="torch", n_threads=n_threads, transcoders={"mlps": folder}) as llm:
         transcoders = Transcoders.load(folder)
+        done = 0
         for i, prompt in enumerate(_PROMPTS):
             graph = attribute(llm, prompt, transcoders, max_features=max_features, max_logits=1)
-            before = _lead(llm, prompt, int(graph.logit_tokens[0]), [])
-            n_features = len(graph.features)
-            order = np.argsort(-graph.influence()[:n_features], kind="stable")
-            for node in order[: n * (i + 1) // len(_PROMPTS) - len(predicted)].tolist():
-                edits = graph.interventions({node: 0.0}, "mlps")
-                predicted.append(float(graph.effects({node: 0.0})[-1]))
-                measured.append(_lead(llm, prompt, int(graph.logit_tokens[0]), edits) - before)
-    return EffectsReport(predicted, measured, float(np.corrcoef(predicted, measured)[0, 1]))
-
-
-def _lead(llm: LLM, prompt: str, token: int, interventions: list[dict[str, Any]]) -> float:
-    """The logit of a token after a prompt, less the mean of all."""
-    logits = llm.run_with_hooks(prompt, interventions=interventions)
-    assert logits is not None
-    return float(logits[0, -1, token] - logits[0, -1].mean())
+            measure = GraphMeasure(llm, graph, "mlps")
+            order = np.argsort(-graph.influence()[: len(graph.features)], kind="stable")
+            nodes = order[: n * (i + 1) // len(_PROMPTS) - done].tolist()
+            done += len(nodes)
+            for node in nodes:
+                for held, report in found.items():
+                    report.predicted.append(float(graph.effects({node: factor}, held)[-1]))
+                    report.measured.append(float(measure.effects({node: factor}, held)[-1]))
+    return {
+        held: replace(one, correlation=float(np.corrcoef(one.predicted, one.measured)[0, 1]))
+        for held, one in found.items()
+    }
 
 
 def random_transcoders(
@@ -197,14 +198,29 @@ def main() -> None:
     experiment.count("-s", "--seconds", 8, "seconds of a phase of the streams")
     experiment.count("-r", "--rounds", 4, "rounds of both phases")
     experiment.options.add_argument("--transcoders", type=Path, help="trained ones", metavar="DIR")
+    experiment.options.add_argument(
+        "--factor", type=float, default=0.0, help="what activations are multiplied by"
+    )
     given = experiment.parse()
     path = model_path(given.model, 4096 if given.streams else _N_TOKENS)
     if given.transcoders is not None:
-        compared = effects(path, given.transcoders, given.threads, given.interventions, given.max_features)
-        pairs = sorted(zip(compared.predicted, compared.measured))
-        shown = [["", f"{a:.3f}", f"{b:.3f}"] for a, b in pairs]
-        title = f"effects of {len(pairs)} ablations, correlation {compared.correlation:.3f}"
-        experiment.show(compared, Table(title, ("", "predicted", "measured"), shown))
+        compared = effects(
+            path,
+            given.transcoders,
+            given.threads,
+            given.interventions,
+            given.max_features,
+            given.factor,
+        )
+        shown = [
+            [held, f"{one.correlation:.3f}", f"{np.abs(np.subtract(one.predicted, one.measured)).max():.4f}"]
+            for held, one in compared.items()
+        ]
+        title = (
+            f"effects of {given.interventions} interventions on the likeliest token's logit, less the mean"
+        )
+        columns = ("held", "correlation", "largest difference")
+        experiment.show({held: asdict(one) for held, one in compared.items()}, Table(title, columns, shown))
         return
     if given.streams:
         gaps = next_to_streams(path, given.threads, given.streams, given.rounds, given.seconds)

@@ -4,8 +4,9 @@ Start at `LLM.run_with_cache`. A trace of the model's own code (`trace.py`) give
 weights (`weights.py`) and the values of names from what taps saw (`values.py`); `texts.py` runs whole texts,
 `listening.py` calls hooks. `interventions.py` has edits, captures and readouts that are data, not code, at
 the places of `places.py`; `catalog.py` has what they use by name, `edits.py` what they do to rows.
-`circuits.py` makes attribution graphs over the features of `transcoders.py`, `oracles.py` asks a model about
-activations. `images.py` runs prompts with images, and shows the encoder that reads these.
+`circuits.py` makes attribution graphs over the features of `transcoders.py`, `graph_effects.py` measures what
+interventions on their nodes do, `oracles.py` asks a model about activations. `images.py` runs prompts with
+images, and shows the encoder that reads these.
 """
 
 from kukri.interp.cache import ActivationCache

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import RequestError, brief
+from kukri.interp.names import FINAL
 from kukri.interp.patching import HasInterp
 from kukri.interp.session import Session
 from kukri.interp.tape import TextRows
@@ -27,12 +28,12 @@ from kukri.kernels.arrays import FloatArray
 
 Indices = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (targets done, targets in all)
+Held = Literal["features", "attention", "nothing"]
 _BATCH = 64  # targets that go back at once
 _UPDATES = 8  # times that the most influential features are chosen
 _PRUNED_BYTES = 32  # for each pair of nodes while the graph is pruned
 _VOCAB_BLOCK = 8192  # tokens
 _BLOCK = 256  # rows of edges that are made absolute at a time
-_FINAL = "ln_final.hook_normalized"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,19 +105,27 @@ class AttributionGraph:
             if (nodes == before).all():
                 return nodes, edges
 
-    def effects(self, factors: Mapping[int, float]) -> FloatArray:
+    def effects(self, factors: Mapping[int, float], held: Held = "attention") -> FloatArray:
         """What multiplying features does to each node, [nodes], as the graph predicts it.
 
         Those are changes of features' activations, and of logits less their mean. `factors` are by node: 0
         ablates, 2 doubles.
 
         A feature changes the later ones that were traced, which do not fall below 0, and through them the
-        logits; attention, norms and errors stay. Raises RequestError for a node that is no feature.
+        logits; attention, norms and errors stay. With `held` "features" those stay too, so that only direct
+        effects are seen, of features on what they have before their activation function. What happens in
+        the model says `kukri.interp.graph_effects.GraphMeasure`. Raises RequestError for a node that is no
+        feature.
         """
+        check_held(held)
+        self.check_factors(factors)
         n = len(self.features)
-        if wrong := [node for node in factors if not 0 <= node < n]:
-            raise RequestError(f"the features are nodes 0 to {n - 1}, not {brief(wrong)}", param="factors")
         shares = np.zeros(n, np.float32)  # each feature gains or loses this share of its activation
+        if held == "features":
+            shares[[*factors]] = [factor - 1 for factor in factors.values()]
+            direct: FloatArray = self.edges[:, :n] @ shares
+            direct[[*factors]] = (shares * self.activations)[[*factors]]
+            return direct
         layers = self.features[:, 0]
         for layer in np.unique(layers):
             own = np.flatnonzero(layers == layer)
@@ -128,6 +137,12 @@ class AttributionGraph:
         found[:n] = shares * self.activations
         found[-len(self.logit_tokens) :] = self.edges[-len(self.logit_tokens) :, :n] @ shares
         return found
+
+    def check_factors(self, factors: Mapping[int, float]) -> None:
+        """Raises RequestError for a node that is no feature."""
+        n = len(self.features)
+        if wrong := [node for node in factors if not 0 <= node < n]:
+            raise RequestError(f"the features are nodes 0 to {n - 1}, not {brief(wrong)}", param="factors")
 
     def interventions(self, factors: Mapping[int, float], transcoder: str) -> list[dict[str, Any]]:
         """The same as interventions of a request, on the transcoders that an LLM has under this name."""
@@ -271,6 +286,12 @@ def attribute(
     return run.graph(prompt if isinstance(prompt, str) else "", tokens, shares, max_features, progress)
 
 
+def check_held(held: str) -> None:
+    """Raises RequestError unless effects can be predicted or measured with this held."""
+    if held not in get_args(Held):
+        raise RequestError(f"held must be {', '.join(get_args(Held))}, not {held!r}", param="held")
+
+
 def likeliest(logits: FloatArray, most: int, share: float) -> tuple[Indices, FloatArray]:
     """The fewest tokens that have a share of the probability, `most` at most, and theirs, of logits [V]."""
     shares = _probabilities(logits)
@@ -296,8 +317,8 @@ class _Run:
         self.max_bytes, self.n_bytes = max_bytes, 0
         width, n_vocab = session.config.d_model, session.config.n_vocab
         self._take(4 * width * (n_vocab + 4 * n_layers * width))  # the unembedding, then what attention keeps
-        self.reads = [_tap(session, transcoders.reads, i) for i in range(n_layers)]
-        self.writes = [_tap(session, transcoders.writes, i) for i in range(n_layers)]
+        self.reads = [stream_tap(session, transcoders.reads, i) for i in range(n_layers)]
+        self.writes = [stream_tap(session, transcoders.writes, i) for i in range(n_layers)]
         skips = {i: one.skip for i, one in transcoders.layers.items() if one.skip is not None}
         self.tape = session.frozen_tape(self.reads, self.writes, skips)
         with session.alone():
@@ -365,9 +386,9 @@ class _Run:
         node_of = np.full(n_rows, -1, np.int64)  # each row's node
         node_of[:n_logits] = n_sources + np.arange(n_logits)
         directions = self.session.weights.unembedding_rows(tokens)
-        directions = directions - _mean_direction(self.session)
+        directions = directions - mean_direction(self.session)
         last = len(self.ids) - 1
-        edges[:n_logits, :n_sources] = self._sources([(_FINAL, last, one) for one in directions])
+        edges[:n_logits, :n_sources] = self._sources([(FINAL, last, one) for one in directions])
         done, is_visited = n_logits, np.zeros(n, np.bool_)
         weights = np.zeros(n_sources + n_logits, np.float32)
         weights[n_sources:] = shares
@@ -400,7 +421,7 @@ class _Run:
 
     def _values(self, nodes: Indices, directions: FloatArray, n_sources: int) -> FloatArray:
         """What targets are: pre-activations, logits less their mean."""
-        final = self.tape.value(_FINAL)[-1]
+        final = self.tape.value(FINAL)[-1]
         found = np.empty(len(nodes), np.float32)
         for row, node in enumerate(nodes.tolist()):
             if node >= n_sources:
@@ -438,7 +459,7 @@ class _Run:
         return found
 
 
-def _mean_direction(session: Session) -> FloatArray:
+def mean_direction(session: Session) -> FloatArray:
     """The mean of the unembedding's directions, [D], read in blocks: the whole may be a third of a model."""
     total = np.zeros(session.config.d_model, np.float64)
     for start in range(0, session.config.n_vocab, _VOCAB_BLOCK):
@@ -447,7 +468,7 @@ def _mean_direction(session: Session) -> FloatArray:
     return (total / session.config.n_vocab).astype(np.float32)
 
 
-def _tap(session: Session, hook: str, layer: int) -> str:
+def stream_tap(session: Session, hook: str, layer: int) -> str:
     """The tap of a hook in the residual stream or around an MLP. Raises HookError and RequestError."""
     point = session.point(f"blocks.{layer}.{hook}")
     if point.form != "plain" or session.trace.widths[point.tap] != session.config.d_model:

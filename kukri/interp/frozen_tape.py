@@ -7,7 +7,7 @@ targets go back at once, [targets, rows, width]; of a target only the rows up to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,9 @@ class FrozenTape(Tape):
         self, matrices: Any, ropes: Any, reads: Sequence[str], writes: Sequence[str], skips: Mapping[int, Any]
     ) -> None:
         super().__init__(matrices, ropes)
-        self._reads, self._writes, self._skips = reads, set(writes), skips
+        self.reads, self.writes, self._skips = reads, writes, skips
         self._at: dict[str, int] = {}  # the node of a tap
+        self._constants: list[FloatArray] = []  # patterns, scales and gates, in the order of the run
         self._is_running = False
 
     def run(self, program: Program, batch: TextRows) -> Variable:
@@ -53,7 +54,7 @@ class FrozenTape(Tape):
             variable.grad = None
         for tap, begin in targets.items():
             self._tapped[tap].add(begin)
-        names = {id(self._tapped[tap]): tap for tap in (*self._writes, "hook_embed")}
+        names = {id(self._tapped[tap]): tap for tap in (*self.writes, "hook_embed")}
         found: dict[str, FloatArray] = {}
         last = max(self._at[tap] for tap in targets)
         for variable, pull in reversed(self._nodes[: last + 1]):
@@ -72,7 +73,7 @@ class FrozenTape(Tape):
             k, v = self._kv[spec.kv_layer]
         self._kv[spec.layer] = k, v
         shape = len(q.x), spec.n_kv_heads, spec.group, spec.d_head
-        _, shares = _shares(q.x, k.x, spec)  # [G, R, T, T]
+        shares = self._frozen(lambda: _shares(q.x, k.x, spec)[1])  # [G, R, T, T]
         values = v.x.reshape(len(v.x), spec.n_kv_heads, -1).transpose(1, 0, 2)
         out = (shares @ values[:, None]).transpose(2, 0, 1, 3).reshape(q.x.shape)
         found = v
@@ -89,7 +90,8 @@ class FrozenTape(Tape):
         """A gated value whose gate is frozen: no gradient reaches that."""
         if by == "itself":
             raise UnsupportedError("attribution graphs need gates that are not the gated value itself")
-        factor = super().gated(Variable(np.ones_like(x.x)), gate, by).x
+        gated = super().gated
+        factor = self._frozen(lambda: gated(Variable(np.ones_like(x.x)), gate, by).x)
         return self._new(x.x * factor, lambda g: x.add(g * factor[: g.shape[-2]]))
 
     def delta_rule(self, *inputs: Any, **options: Any) -> Variable:
@@ -99,18 +101,28 @@ class FrozenTape(Tape):
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:
         """x under its name; what an MLP writes is a constant, but for a linear skip."""
         full_name = tap_name(name, layer)
-        if full_name not in self._writes:
+        if full_name not in self.writes:
             found = super().tap(name, layer, x)
         else:
+            out = self._output(full_name, x.x)
             skip = None if layer is None else self._skips.get(layer)
             if skip is None:
-                found = self._new(x.x, lambda g: None)
+                found = self._new(out, lambda g: None)
             else:
-                read = self._tapped[self._reads[layer or 0]]
-                found = self._new(x.x, lambda g: read.add((g.reshape(-1, len(skip)) @ skip).reshape(g.shape)))
+                read = self._tapped[self.reads[layer or 0]]
+                found = self._new(out, lambda g: read.add((g.reshape(-1, len(skip)) @ skip).reshape(g.shape)))
             self._tapped[full_name] = found
         self._at[full_name] = len(self._nodes) - 1
         return found
+
+    def _frozen(self, make: Callable[[], FloatArray]) -> FloatArray:
+        """A constant of the run."""
+        self._constants.append(make())
+        return self._constants[-1]
+
+    def _output(self, tap: str, x: FloatArray) -> FloatArray:
+        """What an MLP writes."""
+        return x
 
     def _matrix(self, weight: Weight) -> FloatArray:
         """A matrix in float32, kept if gradients need it: most of a model is MLPs, which they go around."""
@@ -122,7 +134,8 @@ class FrozenTape(Tape):
         self, x: Variable, parts: FloatArray, weight: Vector, bias: Vector | None, eps: float, shape: Any
     ) -> Variable:
         centred = parts if bias is None else parts - parts.mean(-1, keepdims=True)
-        inverse = 1 / np.sqrt((centred * centred).mean(-1, keepdims=True) + np.float32(eps))
+        least = np.float32(eps)
+        inverse = self._frozen(lambda: 1 / np.sqrt((centred * centred).mean(-1, keepdims=True) + least))
         factor = inverse * weight.data
 
         def pull(g: FloatArray) -> None:
@@ -133,3 +146,20 @@ class FrozenTape(Tape):
 
         y = centred * factor
         return self._new((y if bias is None else y + bias.data).reshape(shape), pull)
+
+
+class ReplayedTape(FrozenTape):
+    """The same run again, with patterns, scales and gates of `first`, and MLPs that write something else.
+
+    `output(tap)` is what one writes, once what it reads is known: `value` of that tap.
+    """
+
+    def __init__(self, first: FrozenTape, output: Callable[[str], FloatArray]) -> None:
+        super().__init__(first._matrices, first._ropes, first.reads, first.writes, first._skips)
+        self._given_output, self._replayed = output, iter(first._constants)
+
+    def _frozen(self, make: Callable[[], FloatArray]) -> FloatArray:
+        return next(self._replayed)
+
+    def _output(self, tap: str, x: FloatArray) -> FloatArray:
+        return self._given_output(tap)

@@ -194,8 +194,8 @@ class Layer:
 
     def decoders(self, features: npt.NDArray[np.int64]) -> FloatArray:
         """The directions that features write to each layer from theirs on, [n, layers, D]."""
-        found = self._parts["decoder"].read(features).reshape(len(features), -1, self.width)
-        return found[:, self._n_before :]
+        found = self._parts["decoder"].read(features)
+        return found.reshape(len(features), self._n_before + self.n_written, self.width)[:, self._n_before :]
 
 
 class Transcoders:

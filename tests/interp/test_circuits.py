@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from types import MethodType
 
 import numpy as np
@@ -17,6 +18,7 @@ from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ConfigError, FormatError, RequestError
 from kukri.interp.circuits import attribute
+from kukri.interp.graph_effects import GraphMeasure
 from kukri.interp.transcoders import Transcoders
 from tests.models.tiny_llama import make_pair
 from tests.tiny_gguf import write_tiny
@@ -360,6 +362,58 @@ def test_effects_are_those_of_the_graph_taken_as_a_model(pair, tmp_path, form):
     assert (graph.effects({0: 50.0})[:n] >= -graph.activations * 1.0001).all()
     with pytest.raises(RequestError, match=f"nodes 0 to {n - 1}"):
         graph.effects({n: 0.0})
+
+
+def measured(pair, folder, **options):
+    """(session, graph, what measures effects of its nodes)."""
+    llm, transcoders = llama_session(pair), Transcoders.load(folder)
+    llm.interp.catalog.transcoders["mine"] = transcoders
+    graph = attribute(llm, IDS, transcoders, **{"max_features": 10_000, **options})
+    return llm, graph, GraphMeasure(llm, graph, "mine")
+
+
+@pytest.mark.parametrize("form", ["single", "skip", "across"])
+def test_measured_effects_are_the_graphs(pair, tmp_path, form):
+    """An edge that the model does not have: runs of it with other features, and all else held as it was."""
+    folder = save_across(tmp_path / "t") if form == "across" else save_single(tmp_path / "t", form == "skip")
+    _, graph, measure = measured(pair, folder)
+    n = len(graph.features)
+    for node in (0, n // 3, n // 2, n - 1):
+        for factors in ({node: 2.0}, {node: 0.0, n // 4: 3.0}):
+            expected, found = (one.effects(factors, held="features") for one in (graph, measure))
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+        expected, found = (one.effects({node: 1.001}, held="attention") for one in (graph, measure))
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=5e-3 * np.abs(expected).max())
+    before, after = (measure.effects({0: factor}, held="attention") for factor in (1.0, -5.0))
+    assert not before.any()
+    assert (after[:n] + graph.activations >= -1e-5)[1:].all(), "features answer, and are not below zero"
+    assert (graph.features[after[:n] != 0, 1] >= graph.features[0, 1]).all(), "of no earlier token"
+
+
+def test_effects_in_the_model(pair, tmp_path):
+    """Attention or norms that are held where nothing is to be, logits of another position or token."""
+    llm, graph, measure = measured(pair, save_single(tmp_path / "t"))
+    for node in (0, len(graph.features) - 1):
+        found = measure.effects({node: 0.0})
+        edits = graph.interventions({node: 0.0}, "mine")
+        runs = [llm.interp.run_with_hooks(IDS, interventions=each)[0, -1] for each in ([], edits)]
+        leads = [(logits - logits.mean())[graph.logit_tokens] for logits in runs]
+        n_logits = len(graph.logit_tokens)
+        np.testing.assert_allclose(found[-n_logits:], leads[1] - leads[0], atol=1e-4)
+        assert found[node] == -graph.activations[node]
+    with pytest.raises(RequestError, match="held must be features, attention, nothing, not 'norms'"):
+        measure.effects({0: 0.0}, held="norms")
+    with pytest.raises(RequestError, match="the features are nodes"):
+        measure.effects({len(graph.edges): 0.0})
+
+
+def test_a_graph_of_another_model_is_not_measured(pair, tmp_path):
+    """Numbers of features that the transcoders do not have."""
+    llm, graph, _ = measured(pair, save_single(tmp_path / "t"))
+    wrong = graph.features.copy()
+    wrong[0, 2] = F
+    with pytest.raises(RequestError, match="the graph is not of this model"):
+        GraphMeasure(llm, replace(graph, features=wrong), "mine")
 
 
 def test_interventions_are_on_the_features_of_the_nodes(pair, tmp_path):
