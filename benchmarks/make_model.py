@@ -55,12 +55,16 @@ class Shape:
     window: int = 0  # in the layers that the architecture gives one
     attending: tuple[int, ...] = ()  # a hybrid's layers that attend; gemma4's that see all
     n_taps: int = 0  # in their convolutions
-    state: tuple[int, int] = (0, 0)  # heads of the delta rule, and their width
+    # heads of the delta rule and groups that share keys, and their width; or those of a state space, and
+    # the width of its keys
+    state: tuple[int, int, int, int] = (0, 0, 0, 0)
+    mixed: tuple[int, ...] = ()  # nemotron_h's layers that are a mixture
+    d_shared: int = 0  # width of a mixture's expert for all tokens
     n_shared: int = 0  # gemma4's last layers, which read the keys of others, with MLPs of twice the width
     d_per_layer: int = 0  # and the width of each layer's embeddings
     # latent attention: the latent, a head's key, of it what rotates, its value, and what queries are made of
     latent: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
-    n_dense: int = 0  # leading layers with an MLP in place of a mixture, which has a shared expert then
+    n_dense: int = 0  # leading layers with an MLP in place of a mixture
 
 
 SHAPES = {
@@ -71,7 +75,28 @@ SHAPES = {
         *("qwen35", 1024, 3584, 24, 8, 2, 256, 248320, 32768, 1e7),
         attending=tuple(range(3, 24, 4)),
         n_taps=4,
-        state=(16, 128),
+        state=(16, 16, 128, 128),
+    ),
+    "qwen3.5-35b-a3b-4l": Shape(
+        *("qwen35moe", 2048, 512, 4, 16, 2, 256, 248320, 32768, 1e7),
+        n_experts=256,
+        n_experts_used=8,
+        d_expert=512,
+        d_shared=512,
+        attending=(3,),
+        n_taps=4,
+        state=(32, 16, 128, 128),
+    ),
+    "nemotron-3-nano-6l": Shape(
+        *("nemotron_h_moe", 2688, 1856, 6, 32, 2, 128, 131072, 32768, 1e4),
+        n_experts=128,
+        n_experts_used=6,
+        d_expert=1856,
+        d_shared=3712,
+        attending=(5,),
+        mixed=(1, 3),
+        n_taps=4,
+        state=(64, 8, 64, 128),
     ),
     "qwen3-30b-a3b-4l": Shape(
         *("qwen3moe", 2048, 6144, 4, 32, 4, 128, 151936, 32768, 1e6),
@@ -84,6 +109,7 @@ SHAPES = {
         n_experts=64,
         n_experts_used=4,
         d_expert=1536,
+        d_shared=1536,
         latent=(512, 256, 64, 256, 768),
         n_dense=1,
     ),
@@ -115,7 +141,7 @@ def make_model(
     random = np.random.default_rng(seed)
     tensors: dict[str, TensorSource] = {}
     for tensor, dims in shapes.items():
-        if len(dims) == 1:
+        if len(dims) == 1 or tensor.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")):
             sign = -1 if tensor.endswith(".ssm_a") else 1
             tensors[tensor] = (QUANT_TYPES["F32"], np.full(dims, sign, np.float32), dims)
         else:
@@ -145,7 +171,7 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     n, f = shape.n_experts, shape.d_expert
     if n:
         layer |= {"ffn_gate_inp": (n, d), "ffn_gate_exps": (n, f, d), "ffn_up_exps": (n, f, d)}
-        layer |= {"ffn_down_exps": (n, d, f)}
+        layer |= {"ffn_down_exps": (n, d, f), **_shared_expert(shape)}
     else:
         layer |= {"ffn_gate": (shape.d_ffn, d), "ffn_up": (shape.d_ffn, d), "ffn_down": (d, shape.d_ffn)}
     last = "token_embd_norm" if shape.architecture == "lfm2" else "output_norm"
@@ -165,7 +191,8 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         if shape.latent[0]:
             parts = _latent_layer(shape, layer, i)
         if shape.attending:
-            parts = (_gemma4_layer if shape.architecture == "gemma4" else _hybrid_layer)(shape, layer, i)
+            maker = {"gemma4": _gemma4_layer, "nemotron_h_moe": _layer_of_one_part}
+            parts = maker.get(shape.architecture, _hybrid_layer)(shape, layer, i)
         shapes |= {f"blk.{i}.{part}{_ENDINGS.get(part, '.weight')}": dims for part, dims in parts.items()}
     return shapes
 
@@ -184,10 +211,34 @@ def _latent_layer(shape: Shape, layer: dict[str, tuple[int, ...]], i: int) -> di
             "ffn_up": (shape.d_ffn, d),
             "ffn_down": (d, shape.d_ffn),
         }
-    f = shape.d_expert
-    parts |= {part: dims for part, dims in layer.items() if part.endswith(("_exps", "_inp"))}
-    parts |= {"ffn_gate_shexp": (f, d), "ffn_up_shexp": (f, d), "ffn_down_shexp": (d, f)}
+    parts |= {part: dims for part, dims in layer.items() if part.endswith(("_exps", "_inp", "_shexp"))}
     return parts | {"exp_probs_b": (shape.n_experts,)}
+
+
+def _shared_expert(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """The tensors of a mixture's expert for all tokens, if it has one."""
+    d, f = shape.d_model, shape.d_shared
+    if not f:
+        return {}
+    gate = {"ffn_gate_inp_shexp": (d,)} if shape.architecture == "qwen35moe" else {}
+    return {"ffn_gate_shexp": (f, d), "ffn_up_shexp": (f, d), "ffn_down_shexp": (d, f), **gate}
+
+
+def _layer_of_one_part(shape: Shape, layer: dict[str, tuple[int, ...]], i: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer of Nemotron-H: attention, a mixture without gates, or a state space."""
+    norm = {"attn_norm": layer["attn_norm"]}
+    if i in shape.attending:
+        return norm | {part: dims for part, dims in layer.items() if part.startswith("attn_")}
+    if i in shape.mixed:
+        plain = {part: dims for part, dims in layer.items() if part.endswith(("_exps", "_inp", "_shexp"))}
+        del plain["ffn_gate_exps"], plain["ffn_gate_shexp"]
+        return norm | plain | {"exp_probs_b": (shape.n_experts,)}
+    d, (n, n_groups, width, d_key) = shape.d_model, shape.state
+    inner, n_conv = n * width, n * width + 2 * n_groups * d_key
+    parts: dict[str, tuple[int, ...]]
+    parts = {"ssm_in": (inner + n_conv + n, d), "ssm_out": (d, inner), "ssm_conv1d": (n_conv, shape.n_taps)}
+    parts |= {"ssm_conv1d.bias": (n_conv,), "ssm_dt": (n,), "ssm_norm": (n_groups, inner // n_groups)}
+    return norm | parts | {"ssm_a": (n, 1), "ssm_d": (n, 1)}
 
 
 def _gemma4_layer(shape: Shape, layer: dict[str, tuple[int, ...]], i: int) -> dict[str, tuple[int, ...]]:
@@ -212,7 +263,9 @@ def _gemma4_layer(shape: Shape, layer: dict[str, tuple[int, ...]], i: int) -> di
 _ENDINGS = {
     "exp_probs_b": ".bias",
     "ssm_a": "",
+    "ssm_d": "",
     "ssm_dt": ".bias",
+    "ssm_conv1d.bias": "",
     "attn_q.bias": "",
     "attn_k.bias": "",
     "attn_v.bias": "",
@@ -237,9 +290,10 @@ def _hybrid_layer(
     if attends:
         parts["attn_q"] = (2 * shape.n_heads * shape.d_head, d)  # with gates
         return parts
-    n, width = shape.state
-    parts |= {"attn_qkv": (3 * n * width, d), "attn_gate": (n * width, d), "ssm_out": (d, n * width)}
-    parts |= {"ssm_conv1d": (3 * n * width, shape.n_taps), "ssm_alpha": (n, d), "ssm_beta": (n, d)}
+    n, n_groups, width, d_key = shape.state
+    n_conv = n * width + 2 * n_groups * d_key
+    parts |= {"attn_qkv": (n_conv, d), "attn_gate": (n * width, d), "ssm_out": (d, n * width)}
+    parts |= {"ssm_conv1d": (n_conv, shape.n_taps), "ssm_alpha": (n, d), "ssm_beta": (n, d)}
     return parts | {"ssm_a": (n,), "ssm_dt": (n,), "ssm_norm": (width,)}
 
 
@@ -310,21 +364,33 @@ def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
     if shape.n_experts:
         keys |= {"expert_count": shape.n_experts, "expert_used_count": shape.n_experts_used}
         keys |= {"expert_feed_forward_length": shape.d_expert}
+    if shape.d_shared:
+        keys["expert_shared_feed_forward_length"] = shape.d_shared
+    if shape.latent[0] or shape.mixed:
+        keys["expert_shared_count"] = 1
     if shape.latent[0]:
         rank, d_key, n_rotary, d_value, q_rank = shape.latent
         keys |= {"attention.value_length": rank, "rope.dimension_count": n_rotary}
         keys |= {"attention.key_length_mla": d_key, "attention.value_length_mla": d_value}
         keys |= {"attention.kv_lora_rank": rank, "attention.q_lora_rank": q_rank, "expert_gating_func": 2}
-        keys |= {"leading_dense_block_count": shape.n_dense, "expert_shared_count": 1}
+        keys["leading_dense_block_count"] = shape.n_dense
         keys |= {"expert_weights_norm": True, "expert_weights_scale": 1.8}
     if shape.architecture == "lfm2":
         counts = [shape.n_kv_heads * (i in shape.attending) for i in range(shape.n_layers)]
         keys |= {"attention.head_count_kv": np.array(counts, np.int32), "shortconv.l_cache": shape.n_taps}
-    if shape.architecture == "qwen35":
-        n, width = shape.state
-        keys |= {"ssm.conv_kernel": shape.n_taps, "ssm.state_size": width, "ssm.inner_size": n * width}
-        keys |= {"ssm.time_step_rank": n, "ssm.group_count": n, "full_attention_interval": 4}
-        keys |= {"rope.dimension_count": shape.d_head // 4}
+    if shape.state[0]:
+        n, n_groups, width, d_key = shape.state
+        keys |= {"ssm.conv_kernel": shape.n_taps, "ssm.state_size": d_key, "ssm.inner_size": n * width}
+        keys |= {"ssm.time_step_rank": n, "ssm.group_count": n_groups}
+    if shape.mixed:
+        lists = {"attention.head_count_kv": (shape.n_kv_heads, shape.attending)}
+        lists["feed_forward_length"] = shape.d_ffn, shape.mixed
+        for key, (n, layers) in lists.items():
+            keys[key] = np.array([n * (i in layers) for i in range(shape.n_layers)], np.int32)
+        keys |= {"attention.layer_norm_epsilon": 1e-5, "expert_group_count": 1, "expert_group_used_count": 1}
+        keys |= {"expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_gating_func": 2}
+    if shape.architecture.startswith("qwen35"):
+        keys |= {"full_attention_interval": 4, "rope.dimension_count": shape.d_head // 4}
         keys |= {"rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)}
     if shape.window:
         keys["attention.sliding_window"] = shape.window

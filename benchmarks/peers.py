@@ -9,16 +9,23 @@ For kukri a whole `LLM.generate` on random ids is timed, greedy sampling and tex
 `llama-bench` program, such as ik_llama.cpp's (`benchmarks.llama_bench`).
 
 `-p 4096 8191 -n 64 --depth 4096` is the table of long contexts: the last shows all tests in one.
-`--kv-type q4` compares with the q4_0 caches of others.
+`--kv-type q4` compares with the q4_0 caches of others. `--shape gemma4-e2b` makes a file of random weights
+of that shape (`benchmarks.make_model`) and compares on it.
+
+Decoding from an empty context is also given as a share of what memory allows: the bandwidth that is measured
+within each round, over the bytes that a token reads, of a mixture those of the experts it uses.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from benchmarks.harness import (
     ENGINES,
@@ -35,6 +42,8 @@ from benchmarks.harness import (
 )
 from benchmarks.llama_bench import LlamaBench
 from benchmarks.llama_cpp import import_llama_cpp
+from benchmarks.make_model import SHAPES, make_model
+from kukri.bench.card import model_card, read_bandwidth_of_a_fresh_process
 from kukri.bench.turns import in_turns
 
 
@@ -43,6 +52,8 @@ class PeersReport:
     """The report of `python -m benchmarks.peers`: by test and peer, tokens/s of kukri and the peer.
 
     Tests are named as llama-bench names them: pp512, tg128, tg128@d4096. Ratios are kukri / peer.
+    `bandwidth_share` is that of kukri's decoding from an empty context, None if it was not measured.
+    `resident_bytes` are those of kukri's process after all tests, None if the system does not tell.
     """
 
     model: str
@@ -51,6 +62,10 @@ class PeersReport:
     kv_type: str
     versions: dict[str, str]
     tests: dict[str, dict[str, Comparison]]
+    bytes_per_token: int
+    bandwidth_share: float | None
+    file_bytes: int
+    resident_bytes: int | None
 
 
 def compare(
@@ -76,6 +91,8 @@ def compare(
     path = model_path(model, context)
     benches = [LlamaBench(name, program, path, n_threads, kv_type) for name, program in programs]
     tests: dict[str, dict[str, Comparison]] = {}
+    card = model_card(path)
+    moved_bytes, share = card.bytes_per_token + 2 * card.state_bytes, None
     with ExitStack() as stack:
         workers: list[Worker | LlamaBench] = []
         for engine in installed_engines() if programs else ENGINES:
@@ -85,17 +102,35 @@ def compare(
             workers.append(worker)
         workers += benches
 
-        def add(test: str, measures: list[Callable[[], float]]) -> None:
+        def add(test: str, measures: Sequence[Callable[[], float]]) -> list[tuple[float, ...]]:
             found = in_turns(measures, rounds, lambda text: say(f"{test}: {text}"))
             tests[test] = _by_peer([worker.engine for worker in workers], found)
+            return found
 
         for n in prompts:
             add(f"pp{n}", [partial(worker.prefill_tokens_per_s, n) for worker in workers])
         for depth in depths:
             name = f"tg{n_generate}" + (f"@d{depth}" if depth else "")
-            add(name, [partial(worker.decode_tokens_per_s, n_generate, depth) for worker in workers])
+            measures: list[Callable[[], float]]
+            measures = [partial(worker.decode_tokens_per_s, n_generate, depth) for worker in workers]
+            if depth:
+                add(name, measures)
+            else:
+                found = add(name, [*measures, partial(read_bandwidth_of_a_fresh_process, n_threads)])
+                share = median(values[0] * moved_bytes / (values[-1] * 1e9) for values in found)
+        held = _resident_bytes(workers[0].process_id) if isinstance(workers[0], Worker) else None
         versions = {name: number for worker in workers for name, number in worker.versions().items()}
-    return PeersReport(str(path), n_threads, rounds, kv_type, versions, tests)
+    sizes = (card.bytes_per_token, share, card.file_bytes, held)
+    return PeersReport(str(path), n_threads, rounds, kv_type, versions, tests, *sizes)
+
+
+def _resident_bytes(process_id: int) -> int | None:
+    """The memory that a process holds, pages of mapped files included; None if the system does not tell."""
+    try:
+        status = Path(f"/proc/{process_id}/status").read_text()
+    except OSError:
+        return None
+    return 1024 * int(status.partition("VmRSS:")[2].split(maxsplit=1)[0])
 
 
 def _by_peer(engines: Sequence[str], rounds: Sequence[Sequence[float]]) -> dict[str, Comparison]:
@@ -138,6 +173,18 @@ def _medians(report: PeersReport) -> Table:
     return Table(title, header, rows)
 
 
+def _of_memory(report: PeersReport) -> str:
+    """The lines on bandwidth and memory."""
+    found = [
+        f"A token reads {report.bytes_per_token / 1e9:.3f} GB of a file of {report.file_bytes / 1e9:.2f}."
+    ]
+    if report.bandwidth_share is not None:
+        found.append(f"Decoding reaches {report.bandwidth_share:.0%} of the bandwidth that is measured.")
+    if report.resident_bytes is not None:
+        found.append(f"kukri's process holds {report.resident_bytes / 1e9:.2f} GB.")
+    return " ".join(found)
+
+
 def main() -> None:
     """Runs the experiment."""
     experiment = Experiment("peers", "Compare kukri and C++ engines on one file, in turns.")
@@ -170,20 +217,32 @@ def main() -> None:
         metavar=("NAME", "PATH"),
         help="a llama-bench program to compare with, such as ik_llama.cpp's; may be given several times",
     )
+    add("--shape", choices=SHAPES, help="make a file of random weights of this shape, in Q4_K_M, and take it")
     given = experiment.parse()
-    report = compare(
+    with TemporaryDirectory() as folder:
+        if given.shape:
+            given.model = str(Path(folder) / f"{given.shape}.gguf")
+            experiment.say(f"making {given.model}")
+            make_model(Path(given.model), SHAPES[given.shape], "Q4_K_M", f"random-{given.shape}")
+        report = _compared(given, experiment.say)
+    tables = [_table(test, report) for test in report.tests]
+    medians = [_medians(report)] if len(tables) > 1 else []
+    experiment.show(report, *tables, *medians, _of_memory(report))
+
+
+def _compared(given: Namespace, say: Say) -> PeersReport:
+    """The report that the options ask for."""
+    return compare(
         given.model,
         given.threads,
         given.rounds,
         given.n_prompt,
         given.n_generate,
-        experiment.say,
+        say,
         depths=given.depth,
         programs=[(name, program) for name, program in given.engine],
         kv_type=given.kv_type,
     )
-    tables = [_table(test, report) for test in report.tests]
-    experiment.show(report, *tables, *([_medians(report)] if len(tables) > 1 else []))
 
 
 def _depth(text: str) -> int:

@@ -86,6 +86,11 @@ NEMOTRON_H = {
     **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24},
 }
 # kind of checkpoint -> class of the configuration and what it is given
+OLMO_HYBRID = {
+    **{"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_key_heads": 4},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "initializer_range": 0.1,
+}
 CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (tr.LlamaConfig, {"tie_word_embeddings": False}),
     "llama-tied-llama3": (tr.LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -444,7 +449,10 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
     "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),
+    "olmo_hybrid": (tr.OlmoHybridConfig, {**OLMO_HYBRID, "rope_parameters": {"rope_theta": None}}),
+    "olmo_hybrid-rope": (tr.OlmoHybridConfig, {**OLMO_HYBRID, "attention_bias": True}),
 }
+ALONE = ("olmo_hybrid", "olmo_hybrid-rope")  # that have no name in GGUF
 # transformers' dynamic RoPE is that of the tokens so far, kukri's that of the longest context
 RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES and kind != "llama-dynamic"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

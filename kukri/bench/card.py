@@ -28,6 +28,8 @@ from kukri.quant.types import fitting_type
 _PACKAGES = ("kukri", "numpy", "numba", "llvmlite", "tokenizers")
 _BUFFER_BYTES = 512 << 20  # many times what caches hold
 _PASSES = 10
+_EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
+_LAYER_EMBEDDINGS = ("per_layer_token_embd.weight", "model.embed_tokens_per_layer.weight")  # Gemma 4's
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,11 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
             n_rows, n_columns = prod(tensor.shape[:-1]), tensor.shape[-1]
             kind, loaded[tensor.name] = packed.name, n_rows * packed.row_bytes(n_columns)
         sizes[kind] += loaded[tensor.name]
-    # a tied head reads all of the embedding, else one row of it is read
+    # one row of an embedding is read, unless it is the head too
     is_tied = config.tie_embeddings and config.head.kind == "language_model"
-    embedding = sum(loaded.get(name, 0) for name in ("token_embd.weight", "model.embed_tokens.weight"))
-    unread = headers.unused(lambda tensor: loaded[tensor.name]) + (0 if is_tied else embedding)
+    of_rows = _LAYER_EMBEDDINGS if is_tied else (*_LAYER_EMBEDDINGS, *_EMBEDDINGS)
+    unread = headers.unused(lambda tensor: loaded[tensor.name])
+    unread += sum(loaded.get(name, 0) for name in of_rows)
     return ModelCard(
         path=str(path),
         name=config.name,

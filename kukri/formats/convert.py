@@ -144,9 +144,14 @@ def of_directory(
 
     Raises UnsupportedError for tensors and configurations that GGUF has no name for.
     """
+    architecture = ARCHITECTURES[config.architecture]
+    if not architecture.in_gguf:
+        raise UnsupportedError(
+            f"{path}: GGUF has no {architecture.name}, which no other program would read: pack weights while "
+            "loading, with --quantize"
+        )
     steps = [_of_array(name, values) for name, values in {**rope_tensors(config), **others}.items()]
     files = open_files(path)
-    architecture = ARCHITECTURES[config.architecture]
     prefix = model_prefix(files, architecture)
     stacks: dict[str, None] = {}
     for name, file in files.items():

@@ -75,6 +75,7 @@ class Architecture:
 
     # GGUF
     gguf: str = ""  # general.architecture; "": the name
+    in_gguf: bool = True  # False: no other program has it there, and kukri does not write it
     gguf_seeing: str = ""  # and where tokens of images have several positions, if that is another
     gguf_epsilon: str = "attention.layer_norm_rms_epsilon"
     interleaved_rope: bool = (

@@ -6,10 +6,11 @@ embeddings, and each norm follows the addition: the stream between blocks is nor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.op_set import EmbedBy, Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.heads import encoder_head
 from kukri.models.layers import MLP, Attention, Embedding, LayerNorm, NoNorm, NormedEmbedding
@@ -36,13 +37,20 @@ class BertMLP(MLP):
 class BertBlock(Block):
     """One layer: attention and MLP, each added to what it reads, each sum normalized."""
 
+    list_name = "model.encoder.layer"
+    attention_type: Callable[..., Any] = BertAttention
+    mlp_type: Callable[..., Any] = BertMLP
+    attention_name, mlp_name = "attention", ""
+    attention_norm_name, mlp_norm_name = "attention.output.LayerNorm", "output.LayerNorm"
+
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
-        name, d_model, eps = f"model.encoder.layer.{layer}", config.d_model, config.norm_eps
+        name, size = f"{self.list_name}.{layer}", (config.d_model, config.norm_eps)
         self.layer = layer
-        self.attention: Attention = BertAttention(source, f"{name}.attention", config, layer)
-        self.attention_norm = LayerNorm(source, f"{name}.attention.output.LayerNorm", d_model, eps)
-        self.mlp: Any = BertMLP(source, name, config, layer)
-        self.mlp_norm = LayerNorm(source, f"{name}.output.LayerNorm", d_model, eps)
+        self.attention = self.attention_type(source, f"{name}.{self.attention_name}", config, layer)
+        self.attention_norm = LayerNorm(source, f"{name}.{self.attention_norm_name}", *size)
+        mlp_name = f"{name}.{self.mlp_name}" if self.mlp_name else name
+        self.mlp: Any = self.mlp_type(source, mlp_name, config, layer)
+        self.mlp_norm = LayerNorm(source, f"{name}.{self.mlp_norm_name}", *size)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -56,17 +64,24 @@ class BertBlock(Block):
 class Bert(Llama):
     """The whole model."""
 
+    block_type = BertBlock
+    norm_name = "model.embeddings.LayerNorm"
     pooler_name, classifier_name = "model.pooler.dense", "classifier"
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
-        name, d_model = "model.embeddings", config.d_model
-        tokens = Embedding(source, f"{name}.word_embeddings", config.n_vocab, d_model)
-        types = Embedding(source, f"{name}.token_type_embeddings", config.n_token_types, d_model)
-        positions = Embedding(source, f"{name}.position_embeddings", config.n_positions, d_model)
-        norm = LayerNorm(source, f"{name}.LayerNorm", d_model, config.norm_eps)
+        def embedding(name: str, n: int) -> Embedding:
+            return Embedding(source, f"model.embeddings.{name}_embeddings", n, config.d_model)
+
+        added: dict[EmbedBy, tuple[str, int]]
+        added = {
+            "token_types": ("token_type", config.n_token_types),
+            "positions": ("position", config.n_positions),
+        }
+        others = {by: embedding(name, n) for by, (name, n) in added.items() if n}
+        norm = LayerNorm(source, self.norm_name, config.d_model, config.norm_eps)
         self.config = config
-        self.embedding = NormedEmbedding(tokens, {"token_types": types, "positions": positions}, norm)
-        self.blocks = [BertBlock(source, config, layer) for layer in range(config.n_layers)]
+        self.embedding = NormedEmbedding(embedding("word", config.n_vocab), others, norm)
+        self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
         self.norm: Any = NoNorm()
         self.head = encoder_head(source, config, self.pooler_name, self.classifier_name)
 

@@ -10,16 +10,10 @@ from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.keys import Keys
-from kukri.models.layers import MLP, LayerNorm
+from kukri.models.layers import ExactMLP, LayerNorm
 from kukri.models.llama import Llama
 from kukri.models.phi import PhiAttention, PhiBlock
 from kukri.models.weights import WeightSource
-
-
-class ExactMLP(MLP):
-    """An MLP whose GELU is the error function's."""
-
-    is_exact = True
 
 
 class NeoXBlock(PhiBlock):

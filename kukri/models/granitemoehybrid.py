@@ -44,7 +44,7 @@ class Mamba2:
         entry = layer if entry is None else entry
         widths = (n, sum(self.widths), n_heads)
         self.into = Linear(source, [f"{name}.in_proj"], widths, config.d_model)
-        self.conv = Convolution(source, f"{name}.conv1d", widths[1], own.n_taps, entry, is_activated=True)
+        self.conv = Convolution(source, {f"{name}.conv1d": widths[1]}, own.n_taps, entry, is_activated=True)
         a, d, dt_bias = (
             Vector(source.vector(f"{name}.{part}", n_heads), f"{name}.{part}")
             for part in ("A_log.weight", "D.weight", "dt_proj.bias")

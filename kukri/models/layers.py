@@ -342,6 +342,12 @@ class MLP:
         return ops.gelu(x, self.is_exact)
 
 
+class ExactMLP(MLP):
+    """An MLP whose GELU is the error function's."""
+
+    is_exact = True
+
+
 class SquaredReluMLP(MLP):
     """down(max(up(x), 0)^2)."""
 

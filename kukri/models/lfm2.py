@@ -29,7 +29,7 @@ class ShortConv:
         n = config.d_model
         self.layer = layer
         self.into = Linear(source, [f"{name}.in_proj"], (n, n, n), n)
-        self.conv = Convolution(source, f"{name}.conv", n, config.recurrent.n_taps, layer)
+        self.conv = Convolution(source, {f"{name}.conv": n}, config.recurrent.n_taps, layer)
         self.out = Linear(source, [f"{name}.out_proj"], (n,), n)
         self.cache_layer: KVLayer | StateLayer = StateLayer(self.conv.states)
 

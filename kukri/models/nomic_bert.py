@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kukri.config import ModelConfig
 from kukri.models.bert import BERT, Bert, BertBlock
-from kukri.models.heads import encoder_head
-from kukri.models.layers import Attention, Embedding, GatedMLP, LayerNorm, NoNorm, NormedEmbedding
-from kukri.models.weights import WeightSource
+from kukri.models.layers import Attention, GatedMLP
 
 
 class NomicBertAttention(Attention):
@@ -28,28 +25,17 @@ class NomicBertMLP(GatedMLP):
 class NomicBertBlock(BertBlock):
     """One layer: BERT's order, with this attention and MLP."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
-        name, d_model, eps = f"model.encoder.layers.{layer}", config.d_model, config.norm_eps
-        self.layer = layer
-        self.attention = NomicBertAttention(source, f"{name}.attn", config, layer)
-        self.attention_norm = LayerNorm(source, f"{name}.norm1", d_model, eps)
-        self.mlp = NomicBertMLP(source, f"{name}.mlp", config, layer)
-        self.mlp_norm = LayerNorm(source, f"{name}.norm2", d_model, eps)
+    list_name = "model.encoder.layers"
+    attention_type, attention_name = NomicBertAttention, "attn"
+    attention_norm_name, mlp_norm_name = "norm1", "norm2"
+    mlp_type, mlp_name = NomicBertMLP, "mlp"
 
 
 class NomicBert(Bert):
     """The whole model."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource) -> None:
-        name, d_model = "model.embeddings", config.d_model
-        tokens = Embedding(source, f"{name}.word_embeddings", config.n_vocab, d_model)
-        types = Embedding(source, f"{name}.token_type_embeddings", config.n_token_types, d_model)
-        norm = LayerNorm(source, "model.emb_ln", d_model, config.norm_eps)
-        self.config = config
-        self.embedding = NormedEmbedding(tokens, {"token_types": types}, norm)
-        self.blocks = [NomicBertBlock(source, config, layer) for layer in range(config.n_layers)]
-        self.norm = NoNorm()
-        self.head = encoder_head(source, config, self.pooler_name, self.classifier_name)
+    block_type = NomicBertBlock
+    norm_name = "model.emb_ln"
 
 
 NOMIC_BERT = replace(

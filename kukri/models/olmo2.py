@@ -35,6 +35,7 @@ class Olmo2Block:
     """One layer: attention and MLP, the result of each normed and added to the residual stream."""
 
     attention_type: Callable[..., Any] = Olmo2Attention
+    attention_norm_name = "post_attention_layernorm"
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name, eps = f"model.layers.{layer}", config.norm_eps
@@ -42,7 +43,7 @@ class Olmo2Block:
         self.attention = self.attention_type(source, f"{name}.self_attn", config, layer)
         self.mlp = GatedMLP(source, f"{name}.mlp", config, layer)
         # TransformerLens calls these norms ln1 and ln2, wherever they stand
-        self.attention_norm = RMSNorm(source, f"{name}.post_attention_layernorm", config.d_model, eps)
+        self.attention_norm = RMSNorm(source, f"{name}.{self.attention_norm_name}", config.d_model, eps)
         self.mlp_norm = RMSNorm(source, f"{name}.post_feedforward_layernorm", config.d_model, eps)
         self.attention.out = PostNormed(self.attention.out, self.attention_norm, "ln1.hook_normalized")
         self.mlp.down = PostNormed(self.mlp.down, self.mlp_norm, "ln2.hook_normalized")

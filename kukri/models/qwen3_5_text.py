@@ -45,33 +45,48 @@ class GatedAttention(Qwen3Attention):
 class GatedDeltaNet:
     """The gated delta rule after a convolution, its result normed and gated head by head."""
 
+    in_names: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
+    conv_names: tuple[str, ...] = ("conv1d",)
+    norm_name, out_name = "norm", "out_proj"
+    norm_eps: float | None = None  # None: the model's
+    strength = 1.0  # multiplies what is written
+
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         own = config.recurrent
         assert own is not None, "the configuration's readers see to that"
         n_keys, n_values = own.n_groups * own.d_state, own.n_heads * own.d_head
-        self.layer, self.widths, n = layer, (n_keys, n_keys, n_values), 2 * n_keys + n_values
-        names = [f"{name}.in_proj_{part}" for part in ("qkv", "z", "a", "b")]
-        self.into = Linear(source, names, (n, n_values, own.n_heads, own.n_heads), config.d_model)
-        self.conv = Convolution(source, f"{name}.conv1d", n, own.n_taps, layer, is_activated=True)
+        self.layer, self.widths = layer, (n_keys, n_keys, n_values)
+        self.outs = (sum(self.widths), n_values, own.n_heads, own.n_heads)
+        names = [f"{name}.{part}" for part in self.in_names]
+        widths = self.outs if len(names) == len(self.outs) else (*self.widths, *self.outs[1:])
+        self.into = Linear(source, names, widths, config.d_model)
+        parts = (self.outs[0],) if len(self.conv_names) == 1 else self.widths
+        convs = {f"{name}.{part}": n for part, n in zip(self.conv_names, parts, strict=True)}
+        self.conv = Convolution(source, convs, own.n_taps, layer, is_activated=True)
         a = Vector(source.vector(f"{name}.A_log.weight", own.n_heads), f"{name}.A_log.weight")
         dt_bias = Vector(source.vector(f"{name}.dt_proj.bias", own.n_heads), f"{name}.dt_proj.bias")
         self.spec = DeltaSpec(
             layer, own.n_heads, own.n_groups, own.d_state, own.d_head, a, dt_bias, own.are_tiled
         )
-        self.norm = HeadNorm(source, f"{name}.norm", own.d_head, config.norm_eps)
-        self.out = Linear(source, [f"{name}.out_proj"], (config.d_model,), n_values)
+        eps = self.norm_eps or config.norm_eps
+        self.norm = HeadNorm(source, f"{name}.{self.norm_name}", own.d_head, eps)
+        self.out = Linear(source, [f"{name}.{self.out_name}"], (config.d_model,), n_values)
         self.cache_layer = state_layer(self.conv.states, (("delta", (own.n_heads, own.d_state, own.d_head)),))
         # x / sqrt(sum(x^2) + eps) by a norm whose mean has the d_state in it; queries are divided by its root
         self.eps = _L2_EPS / own.d_state
-        self.of_keys = Vector(np.full(own.d_state, own.d_state**-0.5, np.float32))
+        # keys and values times the root of `strength` write as much as a rule that is so much stronger
+        self.root = self.strength**0.5
+        self.of_keys = Vector(np.full(own.d_state, self.root * own.d_state**-0.5, np.float32))
         self.of_queries = Vector(np.full(own.d_state, 1 / own.d_state, np.float32))
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's states."""
-        qkv, z, a, b = self.into.parts(ops, x)
+        qkv, z, a, b = ops.split(self.into(ops, x), self.outs)
         qkv = ops.tap("linear_attn.hook_qkv", self.layer, ops.conv(qkv, self.conv.spec, batch))
         q, k, v = ops.split(qkv, self.widths)
         q, k = ops.head_norm(q, self.of_queries, self.eps), ops.head_norm(k, self.of_keys, self.eps)
+        if self.root != 1:
+            v = ops.scale(v, self.root)
         y = ops.tap("linear_attn.hook_read", self.layer, ops.delta_rule(q, k, v, a, b, self.spec, batch))
         y = ops.gated(self.norm(ops, y), z, "silu")
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +18,25 @@ from kukri.quant.blocks import dequantize
 
 
 class Convolution:
-    """The weights of a convolution of `n` channels: a matrix (channels, taps), and a bias if there is one.
+    """The weights of a convolution: a matrix (channels, taps), and a bias if there is one.
 
+    `widths` are the channels of each of the matrices that hold its rows, by name; several have no bias.
     Attributes: spec; states, its arrays of a `StateLayer`.
     """
 
     def __init__(
-        self, source: WeightSource, name: str, n: int, n_taps: int, layer: int, *, is_activated: bool = False
+        self,
+        source: WeightSource,
+        widths: Mapping[str, int],
+        n_taps: int,
+        layer: int,
+        *,
+        is_activated: bool = False,
     ) -> None:
-        weight = source.matrix(f"{name}.weight", (n, n_taps))
-        taps = np.ascontiguousarray(dequantize(weight.data, weight.type).T).reshape(-1)
+        name, n = next(iter(widths)), sum(widths.values())
+        weights = [source.matrix(f"{part}.weight", (width, n_taps)) for part, width in widths.items()]
+        rows = np.concatenate([dequantize(weight.data, weight.type) for weight in weights])
+        taps = np.ascontiguousarray(rows.T).reshape(-1)
         bias: Vector | None = None
         if source.has(f"{name}.bias"):
             bias = Vector(source.vector(f"{name}.bias", n), f"{name}.bias")

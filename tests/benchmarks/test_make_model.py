@@ -71,3 +71,14 @@ def test_the_shape_of_qwen2_5_has_the_weights_of_the_model():
     shapes = tensor_shapes(SHAPES["qwen2.5-0.5b"])
     assert sum(prod(dims) for dims in shapes.values()) == 494_032_768
     assert shapes["blk.0.attn_k.bias"] == (128,)
+
+
+def test_the_shapes_of_mixtures_are_those_of_the_models():
+    """Experts, groups or shared experts of other sizes: 35B has 40 layers and a head, Nano 52 layers."""
+    shapes = tensor_shapes(SHAPES["qwen3.5-35b-a3b-4l"])
+    of_layers = sum(prod(dims) for name, dims in shapes.items() if name.startswith("blk."))
+    head = 2048 * 248_320
+    assert 10 * of_layers + 2 * head == pytest.approx(35.1e9, rel=0.02)
+    shapes = tensor_shapes(SHAPES["nemotron-3-nano-6l"])
+    sizes = [sum(prod(d) for name, d in shapes.items() if name.startswith(f"blk.{i}.")) for i in range(6)]
+    assert 23 * (sizes[0] + sizes[1]) + 6 * sizes[5] + 2 * 2688 * 131_072 == pytest.approx(31.6e9, rel=0.02)

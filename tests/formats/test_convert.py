@@ -34,11 +34,11 @@ from kukri.quant.recipes import Recipe
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.tokenizer import Tokenizer, load_tokenizer
-from tests.test_llm_safetensors import CHECKPOINTS, N_VOCAB, TINY, exact_logits, make
+from tests.test_llm_safetensors import ALONE, CHECKPOINTS, N_VOCAB, TINY, exact_logits, make
 from tests.tiny_gguf import tiny_config, write_tiny
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 50).tolist()
-KINDS = list(CHECKPOINTS)
+KINDS = [kind for kind in CHECKPOINTS if kind not in ALONE]
 
 
 def convert(source: Path, target: Path, mix: str | None = None) -> Path:
@@ -54,6 +54,14 @@ def test_every_architecture_gives_the_logits_it_gave(kind: str, tmp_path: Path) 
     want = exact_logits(directory, IDS)
     # RoPE's factors pass through float32, all else is bit for bit
     np.testing.assert_allclose(exact_logits(path, IDS), want, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_models_without_a_name_in_gguf_are_refused(kind: str, tmp_path: Path) -> None:
+    """A file that no program reads, or that another reads as another model."""
+    directory, _ = make(tmp_path / "hf", kind)
+    with pytest.raises(UnsupportedError, match=r"GGUF has no .*--quantize"):
+        convert(directory, tmp_path / "m.gguf")
 
 
 # without windows, which llama.cpp does not read for these architectures

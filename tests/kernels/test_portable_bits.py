@@ -16,7 +16,7 @@ from kukri.errors import ShapeError
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.quant.mixes import MIXES
 from tests.kernels.test_cpu_lowerings import runnable
-from tests.models.tiny_models import TINY, make, write
+from tests.models.tiny_models import IN_GGUF, make, write
 
 PROGRAM = Path(__file__).with_name("logits_hashes.py")
 SOME = [("llama", "Q8_0"), ("qwen3_5_text", "F32")]
@@ -58,7 +58,7 @@ def test_avx2_gives_the_bits_of_the_host(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", [level.name for level in runnable()])
 def test_every_model_has_the_bits_of_the_host(level: str, tmp_path: Path) -> None:
     """Catches an architecture or a weight type whose bits depend on the processor."""
-    models = [(name, weight_type) for name in TINY for weight_type in ("F32", "Q8_0")]
+    models = [(name, weight_type) for name in IN_GGUF for weight_type in ("F32", "Q8_0")]
     paths = files(tmp_path, models, list(MIXES))
-    assert len(paths) > len(TINY) + len(MIXES), "the premise"
+    assert len(paths) > len(IN_GGUF) + len(MIXES), "the premise"
     assert hashes(paths, level) == hashes(paths, None)

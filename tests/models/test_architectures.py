@@ -21,7 +21,7 @@ from kukri.models import ARCHITECTURES, Model, cache_layout, load_model
 from kukri.models.trace import Trace
 from tests.models.test_llama import TOLERANCE, residual_recorder
 from tests.models.tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
-from tests.models.tiny_models import D_HEAD, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
+from tests.models.tiny_models import D_HEAD, IN_GGUF, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
 
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
@@ -47,8 +47,9 @@ def loaded(name: str, form: str, tmp_path: Path, weight_type: str = "F32") -> tu
     return hf, load_model(GGUFWeights(file, read), read)
 
 
-@pytest.mark.parametrize("form", ["state", "gguf"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "form"), [*[(name, "state") for name in TINY], *[(name, "gguf") for name in IN_GGUF]]
+)
 def test_logits_and_residuals_match_transformers(
     name: str, form: str, tmp_path: Path, reference: Backend
 ) -> None:
@@ -74,7 +75,7 @@ _GREEDY = [
 @pytest.mark.parametrize(("name", "weight_type"), _GREEDY)
 def test_greedy_ids_on_the_cpu_are_transformers_own(name: str, weight_type: str, tmp_path: Path) -> None:
     """A CPU kernel or plan that fits Llama alone; a cache that loses the window or the rotation."""
-    hf, model = loaded(name, "gguf", tmp_path, weight_type)
+    hf, model = loaded(name, "gguf" if name in IN_GGUF else "state", tmp_path, weight_type)
     ids = [*IDS]
     for _ in range(8):
         ids.append(int(hf_forward(hf, ids)[0][-1].argmax()))
@@ -193,7 +194,7 @@ def test_taps_see_what_is_added_to_the_residual_stream(name: str, backend: Backe
         np.testing.assert_array_equal(seen["ln2.hook_normalized"], seen["hook_mlp_out"])
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", IN_GGUF)
 def test_a_file_says_what_the_model_is(name: str, tmp_path: Path) -> None:
     """A fact that the file holds and the configuration drops."""
     _, config, source = make(name)
@@ -253,7 +254,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     assert windows["phi3"] == {9}
     assert windows["starcoder2"] == {11}
     assert windows["gpt_oss"] == {7, None}
-    for name in HYBRIDS:
+    for name in (*HYBRIDS, "olmo_hybrid"):
         assert {layer.is_recurrent for layer in configs[name].layers} == {True, False}
     assert {layer.is_recurrent for layer in configs["mamba2"].layers} == {True}
     for name in ("falcon_h1", "falcon_h1-normed"):

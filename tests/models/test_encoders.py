@@ -250,6 +250,23 @@ def test_a_converted_encoder_is_the_same(name: str, head: str, tmp_path: Path) -
             assert first.rerank("cat", texts) == second.rerank("cat", texts)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENCODERS)
+def test_llama_cpp_gives_the_same_vectors(name: str, tmp_path: Path) -> None:
+    """A file that only kukri understands."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    from kukri.terminal.convert import convert_model
+
+    save(tmp_path / "source", name)
+    convert_model(tmp_path / "source", tmp_path / "m.gguf", None, dry_run=False, as_json=True)
+    text = "the cat sat on the mat sitting"
+    with LLM(tmp_path / "m.gguf", n_threads=1, backend="reference") as llm:
+        want = llm.embed(text)
+    theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), embedding=True, verbose=False, n_ctx=CONTEXT)
+    np.testing.assert_allclose(theirs.embed(text, normalize=True), want, atol=2e-3)
+    theirs.close()
+
+
 @pytest.mark.parametrize("change", ["pooling", "module", "outside", "prompts"])
 def test_wrong_files_of_sentence_transformers_are_named(change: str, tmp_path: Path) -> None:
     """A module or pooling that is left out in silence, and paths that leave the directory."""

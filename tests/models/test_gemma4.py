@@ -14,6 +14,7 @@ import transformers as tr
 
 from benchmarks.make_model import SHAPES, make_model
 from kukri import LLM, SamplingParams
+from kukri.bench.card import model_card
 from kukri.config import RopeConfig
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
 from kukri.formats.gguf.config import model_config
@@ -217,8 +218,10 @@ def test_a_quantized_file_leaves_its_table_on_disk(tmp_path: Path) -> None:
         **{"attending": (1, 3), "n_shared": 2, "window": 16, "context": 256},
     )
     make_model(tmp_path / "m.gguf", shape, "Q4_K_M", "tiny")
+    card = model_card(tmp_path / "m.gguf")
     with LLM(tmp_path / "m.gguf", n_threads=2) as llm:
         (table,) = llm.model.row_tables
+        assert card.bytes_per_token == sum(card.bytes_by_type.values()) - table.stored.nbytes
         assert (table.type.name, table.shape) == ("Q8_0", (1024, 5 * 256))
         assert not table.stored.flags.owndata  # a view of the mapped file
         assert np.isfinite(llm.logits(IDS)).all()

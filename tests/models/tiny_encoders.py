@@ -29,6 +29,8 @@ class TinyEncoder:
     hf: Mapping[str, Any]
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 300.0}
+_XLM_IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 ENCODERS: dict[str, TinyEncoder] = {
     "bert": TinyEncoder("Bert", {"layer_norm_eps": 1e-5}),
     "modernbert": TinyEncoder(
@@ -42,8 +44,11 @@ ENCODERS: dict[str, TinyEncoder] = {
         "XLMRoberta",
         {
             **{"layer_norm_eps": 1e-5, "type_vocab_size": 1, "max_position_embeddings": CONTEXT + 2},
-            **{"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2},
+            **_XLM_IDS,
         },
+    ),
+    "jina_embeddings_v3": TinyEncoder(
+        "JinaEmbeddingsV3", {"layer_norm_eps": 1e-5, "rope_parameters": _ROPE, **_XLM_IDS}
     ),
     "nomic_bert": TinyEncoder("NomicBert", {"layer_norm_eps": 1e-5, "head_dim": D // HEADS}),
 }
@@ -79,7 +84,7 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
     hf.save_pretrained(directory)
     if name == "modernbert":
         byte_pairs(directory)
-    elif name == "xlm_roberta":
+    elif name in ("xlm_roberta", "jina_embeddings_v3"):
         pieces(directory)
     else:
         word_pieces(directory)

@@ -45,7 +45,7 @@ class Tiny:
     """Differences between architectures: transformers' config, ours, and GGUF's keys and tensors."""
 
     hf_type: str  # transformers.<hf_type>Config and ...ForCausalLM
-    gguf_arch: str
+    gguf_arch: str  # "": none
     hf: Mapping[str, Any]
     layers: Sequence[LayerConfig] = (FULL,) * N_LAYERS
     rotary_dim: int = D_HEAD
@@ -586,6 +586,14 @@ TINY: dict[str, Tiny] = {
         mixture=MixtureConfig(8, 3, F, normalized=True, d_shared=F),
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": F, "expert_shared_feed_forward_length": F},
     ),
+    "olmo_hybrid": Tiny(
+        "OlmoHybrid", "",
+        {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_key_heads": 2,
+         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+         "initializer_range": 0.1},
+        layers=(RECURRENT, RECURRENT, RECURRENT, FULL),
+        recurrent=RecurrentConfig(4, 4, 2, 16, 32),
+    ),
     "olmo3": Tiny(
         "Olmo3", "olmo2",
         {"sliding_window": 7,
@@ -594,6 +602,9 @@ TINY: dict[str, Tiny] = {
         keys={"attention.sliding_window": 7, **_YARN_KEYS},
     ),
 }  # fmt: skip
+
+
+IN_GGUF = [name for name, tiny in TINY.items() if tiny.gguf_arch]
 
 
 def make(
@@ -663,6 +674,8 @@ def make(
     state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
     state = _stacked(dict(_named(key, tensor) for key, tensor in state.items()))
     state = {_canonical(key, name.split("-")[0], tiny.layers): tensor for key, tensor in state.items()}
+    if name == "olmo_hybrid":
+        state = _of_olmo_hybrid(state, config)
     if name.startswith("granitemoe"):
         shared = "mlp.shared_experts" if tiny.mixture and tiny.mixture.d_shared else "shared_mlp"
         state = _of_granite(state, shared if tiny.mixture else "mlp")
@@ -779,6 +792,23 @@ def _canonical(key: str, architecture: str, layers: Sequence[LayerConfig]) -> st
         if len(modules) == 1:
             key = re.sub(rf"(\.\d+\.){re.escape(stored)}(?=\.\w+$)", rf"\1{modules[0]}", key)
     return key
+
+
+def _of_olmo_hybrid(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """OLMo Hybrid's tensors as files have them: the rule's layers with norms under other names."""
+    own, made = config.recurrent, dict[str, torch.Tensor]()
+    assert own is not None
+    n_keys = own.n_groups * own.d_state
+    for key, tensor in state.items():
+        if "conv1d" in key:
+            for part, rows in zip("qkv", tensor.split([n_keys, n_keys, own.n_heads * own.d_head])):
+                made[key.replace("conv1d", f"{part}_conv1d")] = rows
+        elif "layers.3" in key or "layers" not in key:
+            made[key] = tensor
+        else:
+            key = key.replace("input_layernorm", "attention_layer_norm")
+            made[key.replace("post_attention_layernorm", "feedforward_layer_norm")] = tensor
+    return made
 
 
 def _of_granite(state: Mapping[str, torch.Tensor], mlp: str) -> dict[str, torch.Tensor]:

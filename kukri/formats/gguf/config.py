@@ -268,9 +268,9 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
             architecture.name == name,
         )
 
-    named = [a for a in ARCHITECTURES.values() if name in (a.gguf, a.gguf_seeing)]
+    named = [a for a in ARCHITECTURES.values() if a.in_gguf and name in (a.gguf, a.gguf_seeing)]
     if not named:
-        known = ", ".join(sorted({a.gguf for a in ARCHITECTURES.values()}))
+        known = ", ".join(sorted({a.gguf for a in ARCHITECTURES.values() if a.in_gguf}))
         if name == "clip":
             known += "; an encoder of images is opened with its text model, by --mmproj"
         message = f"architecture {brief(name)} is not supported: kukri runs {known}"

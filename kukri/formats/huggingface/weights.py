@@ -342,7 +342,7 @@ def is_packed(name: str, shape: tuple[int, ...]) -> bool:
 
 def is_convolution(name: str) -> bool:
     """True for the weights of a convolution of single channels, which stay float32 in GGUF."""
-    return name.endswith((".conv.weight", ".conv1d.weight"))
+    return name.endswith((".conv.weight", "conv1d.weight"))
 
 
 def is_one_row(name: str) -> bool:

@@ -1,0 +1,62 @@
+"""Jina Embeddings v3 (Sturua et al. 2024): XLM-RoBERTa that rotates, in place of embedded positions.
+
+The updates for its tasks are adapters, in files of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kukri.models.bert import BertBlock
+from kukri.models.layers import ExactMLP
+from kukri.models.nomic_bert import NOMIC_BERT, NomicBertAttention, NomicBertBlock
+from kukri.models.xlm_roberta import XLM_ROBERTA, XLMRoberta
+
+
+class JinaV3Block(BertBlock):
+    """One layer: BERT's order under Nomic BERT's names."""
+
+    list_name = NomicBertBlock.list_name
+    attention_type, attention_name = NomicBertAttention, "mixer"
+    attention_norm_name, mlp_norm_name = "norm1", "norm2"
+    mlp_type, mlp_name = ExactMLP, "mlp"
+
+
+class JinaV3(XLMRoberta):
+    """The whole model."""
+
+    block_type = JinaV3Block
+    norm_name = "model.emb_ln"
+
+
+_NOMIC = {
+    name: stored for name, stored in NOMIC_BERT.tensor_names.items() if name[:4] not in ("attn", "mlp.")
+}
+
+JINA_EMBEDDINGS_V3 = replace(
+    XLM_ROBERTA,
+    name="jina_embeddings_v3",
+    model=JinaV3,
+    hf_class="JinaEmbeddingsV3Model",
+    hf_type="",
+    gguf="jina-bert-v3",
+    first_position=0,
+    has_rope=True,
+    layers=NOMIC_BERT.layers,
+    tensor_names={
+        **_NOMIC,
+        **{"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
+        **{
+            "mixer.Wqkv": "attn_qkv",
+            "mixer.out_proj": "attn_output",
+            "mlp.fc1": "ffn_up",
+            "mlp.fc2": "ffn_down",
+        },
+    },
+    defaults={
+        **XLM_ROBERTA.defaults,
+        **{"layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20000.0},
+    },
+    fixed={},
+    biases={"mixer": True, "mlp": True},
+)
