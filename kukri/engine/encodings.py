@@ -1,9 +1,10 @@
 """Encodes images between steps, a little at a time, and keeps their rows of embeddings by digest.
 
 An encoder runs in programs of its own: one for a part of an image (`VisionModel.parts`), one for its
-projector. While others generate, a part is cut into slices of some milliseconds: at its layers, and by rows
-where each row is computed alone (MLPs and the projector). No bit of a row depends on slices, on other images,
-or on whether the row was kept.
+projector. While others generate, a part is cut into slices of some milliseconds: at its layers, and these and
+the projector by rows. Where attention is cut, a layer's keys and values are stored in slices of their own
+before, and computed again with the queries. No bit of a row depends on slices, on other images, or on whether
+the row was kept.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kukri.vision.image import ImageInput
 PartListener = Callable[[ImagePart], Callable[[str, FloatArray], None]]
 _SLICE_S = 0.005  # slices run at least so long while others generate
 _MLP_ROWS, _PROJECTED_ROWS = 512, 64  # most rows of a slice
+_CUT_FROM = 2  # slices as long as an MLP's that a layer's attention takes at least before it is cut
 
 
 class Encodings:
@@ -67,7 +69,7 @@ class Encodings:
         while not self._programs.advance(self._job, is_brief=is_brief) or self._job.next_part():
             if self._clock() > deadline_s:
                 return None
-        rows, self._job = np.concatenate(self._job.rows), None
+        rows, self._job = _together(self._job.rows), None
         rows.flags.writeable = False
         self._keep(image.digest, rows)
         self.n_encoded += 1
@@ -84,7 +86,7 @@ class Encodings:
         job = _Job(image, self.model, listener)
         while not self._listening.advance(job, is_brief=False) or job.next_part():
             pass
-        return np.concatenate(job.rows)
+        return _together(job.rows)
 
     def is_under_way(self, image: ImageInput) -> bool:
         """True if an image has been begun."""
@@ -116,8 +118,9 @@ class _Job:
         self.on_tap = self._listener(following)
         self.n_cuts = 0
         self.hidden: FloatArray | None = None  # hidden states at the last cut
-        self.deep: dict[str, list[FloatArray]] = {}  # others that the projector reads, by tap
-        self.merged: FloatArray | None = None  # all that the projector reads, once it is there
+        self.n_stored = 0  # rows whose keys and values are in the cache, of the layer that attends next
+        self.deep: dict[str, list[FloatArray]] = {}  # others that the projector reads, by tap, as they come
+        self.merged: dict[str | None, FloatArray] = {}  # what it reads, by tap; None: the last states
         self.slices: list[FloatArray] = []  # the first rows of what follows
         return True
 
@@ -131,7 +134,7 @@ class _Job:
         self.slices.append(rows)
         if self.n_sliced < n_rows:
             return None
-        whole, self.slices = np.concatenate(self.slices), []
+        whole, self.slices = _together(self.slices), []
         return whole
 
 
@@ -159,12 +162,14 @@ class _EncoderPrograms:
         """
         part = job.part
         encoder, projector = self._programs(len(part.patches), max(len(part.windows), 1))
-        if job.merged is None:
+        if None not in job.merged:
             self._encode(job, encoder, is_brief=is_brief and self._backend.begins_at_taps)
             return False
-        following = job.merged[job.n_sliced :][: _PROJECTED_ROWS if is_brief else None]
+        first, n_rows = job.n_sliced, len(job.merged[None])
+        own = slice(first, first + _PROJECTED_ROWS if is_brief else n_rows)
+        following = np.concatenate([job.merged[name][own] for name in (None, *self._deep)], axis=1)
         rows = projector(_batch(following, self._backend.page_tokens)).numpy().copy()
-        projected = job.add_slice(rows, len(job.merged))
+        projected = job.add_slice(rows, n_rows)
         if projected is None:
             return False
         job.rows.append(projected)
@@ -172,13 +177,12 @@ class _EncoderPrograms:
 
     def _encode(self, job: _Job, encoder: CompiledProgram, *, is_brief: bool) -> None:
         """Runs a slice of the job's layers, or all up to the next cut that they need."""
-        part, first, n_rows = job.part, job.n_sliced, len(job.part.patches)
-        is_brief = is_brief or first > 0
+        part, n_rows = job.part, len(job.part.patches)
+        is_brief = is_brief or max(job.n_sliced, job.n_stored) > 0
         start = self._cuts[job.n_cuts - 1] if job.n_cuts else None
         n_cuts = self._next_cut(job.n_cuts, is_brief=is_brief)
         stop = None if n_cuts is None else self._cuts[n_cuts]
-        is_mlp = is_brief and job.n_cuts % 2 == 1
-        rows = slice(first, min(first + _MLP_ROWS, n_rows) if is_mlp else n_rows)
+        rows, lengths, n_context = self._slice(job, is_brief=is_brief)
         ends: list[FloatArray] = []
 
         def on_tap(name: str, x: FloatArray) -> None:
@@ -191,21 +195,51 @@ class _EncoderPrograms:
             if name in self._deep:
                 job.deep.setdefault(name, []).append(x.copy())
 
-        # the layer whose attention comes next says what patches attend to
-        layer = min((job.n_cuts + 1) // 2, len(self._has_windows) - 1)
-        lengths = part.windows if self._has_windows[layer] and not is_mlp else ()
         positions = None if part.positions is None else part.positions[:, rows]
-        batch = _batch(part.patches[rows], self._backend.page_tokens, lengths, positions)
+        page_tokens, first = self._backend.page_tokens, rows.start if n_context else 0
+        batch = _batch(part.patches[rows], page_tokens, lengths, positions, first, n_context)
         result = encoder(batch, on_tap, start=start, stop=stop)
+        if n_context == 1:
+            job.n_stored = rows.stop
+            return
+        job.n_stored = 0 if rows.stop == n_rows else job.n_stored
         hidden = job.add_slice(result.numpy().copy() if n_cuts is None else ends[0], n_rows)
         if hidden is None:
             return
         job.hidden = hidden
+        for name, states in job.deep.items():
+            job.merged[name] = self._model.merged(_together(states), part.grid)
+        job.deep.clear()
         if n_cuts is None:
-            deep = [np.concatenate(job.deep[name]) for name in self._deep]
-            job.merged = self._model.merged(np.concatenate([hidden, *deep], axis=1), part.grid)
+            job.merged[None] = self._model.merged(hidden, part.grid)
         else:
             job.n_cuts = n_cuts + 1
+
+    def _slice(self, job: _Job, *, is_brief: bool) -> tuple[slice, Sequence[int], int]:
+        """The rows that are computed next, the lengths of their windows, and the tokens that they see.
+
+        Those are 1 for rows whose keys and values are to be stored, and 0 if rows see themselves alone.
+        """
+        part, first, n_rows = job.part, job.n_sliced, len(job.part.patches)
+        is_mlp, config = job.n_cuts % 2 == 1, self._model.config.encoder
+        # the layer whose attention comes next says what patches attend to
+        has_windows = self._has_windows[min((job.n_cuts + 1) // 2, len(self._has_windows) - 1)]
+        if not is_brief:
+            return slice(0, n_rows), part.windows if has_windows else (), 0
+        if is_mlp:
+            return slice(first, min(first + _MLP_ROWS, n_rows)), (), 0
+        if has_windows:
+            ends = np.cumsum(part.windows)
+            start = int(np.searchsorted(ends, first, "right"))
+            stop = max(int(np.searchsorted(ends, first + _MLP_ROWS, "right")), start + 1)
+            return slice(first, int(ends[stop - 1])), part.windows[start:stop], 0
+        # as many rows as take the time of an MLP's
+        most = max(_MLP_ROWS * config.d_ffn // (2 * config.d_model + n_rows), 1)
+        if n_rows <= _CUT_FROM * most:
+            return slice(0, n_rows), (), 0
+        if job.n_stored < n_rows:
+            return slice(job.n_stored, min(job.n_stored + _MLP_ROWS, n_rows)), (), 1
+        return slice(first, min(first + most, n_rows)), (), n_rows
 
     def _next_cut(self, n_cuts: int, *, is_brief: bool) -> int | None:
         """The number of the cut that ends a slice: the next, or the one before layers that see more or less;
@@ -229,13 +263,18 @@ class _EncoderPrograms:
             most_pages = -(-self._n_patches // backend.page_tokens)
             n_pages = most_pages + self._n_windows  # each window's last may be full in part
             cache = backend.new_cache([model.cache_layer], n_pages, 0, backend.exact_kv_type)
-            limits = StepLimits(self._n_patches, self._n_windows, 1, most_pages)
+            limits = StepLimits(self._n_patches, self._n_windows, 1, most_pages, free_contexts=True)
             n_rows = self._n_patches // model.config.merge**2
             self._compiled = (
                 backend.compile(model.encode, cache, limits, self.taps.union(self._cuts, self._deep)),
                 backend.compile(model.project, cache, replace(limits, max_tokens=n_rows)),
             )
         return self._compiled
+
+
+def _together(slices: Sequence[FloatArray]) -> FloatArray:
+    """Rows that came in slices; those of a single one are not copied."""
+    return slices[0] if len(slices) == 1 else np.concatenate(slices)
 
 
 def _ignore(name: str, x: FloatArray) -> None:
@@ -247,20 +286,26 @@ def _batch(
     page_tokens: int,
     lengths: Sequence[int] = (),
     rope_positions: IntArray | None = None,
+    first: int = 0,
+    n_context: int = 0,
 ) -> ForwardBatch:
-    """Sequences of rows of these lengths, one without any, on pages of their own; no logits."""
+    """Sequences of rows of these lengths, one without any, on pages of their own; no logits.
+
+    Given `n_context` the rows, of one sequence, are those from `first` on, and see its first so many.
+    """
     n = len(activations)
     sizes = np.array(lengths or [n], np.int32)
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    positions = np.arange(n, dtype=np.int32) - np.repeat(starts[:-1], sizes)
-    n_pages = -(-sizes // page_tokens)
+    positions = np.arange(first, first + n, dtype=np.int32) - np.repeat(starts[:-1], sizes)
+    contexts = np.array([n_context], np.int32) if n_context else sizes
+    n_pages = -(-contexts // page_tokens)
     first_pages = np.cumsum(n_pages) - n_pages
     return ForwardBatch(
         np.zeros(n, np.int32),
         positions,
         positions + np.repeat(first_pages * page_tokens, sizes).astype(np.int32),
         starts,
-        sizes,
+        contexts,
         (first_pages[:, None] + np.minimum(np.arange(n_pages.max()), n_pages[:, None] - 1)).astype(np.int32),
         starts[:0],
         rope_positions=rope_positions,

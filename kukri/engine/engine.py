@@ -130,7 +130,7 @@ class Engine(RequestMaker):
         n_rows = min(MOST_ROWS, n_tokens) if is_large else n_tokens
         max_rows = config.max_requests + n_rows
         sizes = n_tokens, config.max_requests, max_rows, self._max_pages
-        limits = StepLimits(*sizes, hides_tokens=not is_causal)
+        limits = StepLimits(*sizes, free_contexts=not is_causal)
         try:
             self.runner = Runner(model, backend, layout, pool_sizes, limits, kv_type, n_states)
         except MemoryError:

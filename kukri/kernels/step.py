@@ -26,7 +26,8 @@ class ForwardBatch:
 
     `slots[t]` = page * B + offset says where token t's key and value go. Sequence s owns tokens
     query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the new ones included. An
-    encoder's last new tokens may lie beyond those: they see the others and are seen by none.
+    encoder's last new tokens may lie beyond those: they see the others and are seen by none; or those may lie
+    beyond, amid tokens that are in the cache.
     `page_table[s]` lists its pages in order (unused entries are 0). Both are of the cache's first pool
     (`cache.pool_windows`); `other_pools` has the others', where entries before the window are 0 too. Without
     any the first pool's stand for all. `logit_rows` are the tokens (indices into T) whose logits are wanted.
@@ -90,7 +91,8 @@ class StepLimits:
     """The largest step a compiled program must take: T, S, N and pages per sequence.
 
     `mask_heads` is the first size of the mask that every step brings, 1 or H; 0 for steps without one.
-    With `hides_tokens` the contexts of an encoder may end before their sequences.
+    With `free_contexts` the contexts of an encoder may end before their sequences or, of backends that begin
+    at taps, after them.
     """
 
     max_tokens: int
@@ -98,7 +100,7 @@ class StepLimits:
     max_logit_rows: int
     max_pages: int
     mask_heads: int = 0
-    hides_tokens: bool = field(default=False, kw_only=True)
+    free_contexts: bool = field(default=False, kw_only=True)
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ class Stage:
         """The part of a program of this model that the stage runs."""
         config = self._model.config
         part = StageProgram(program, self._layers, config.n_layers, config.d_model)
-        return self._backend.compile(part, self.cache, replace(limits, hides_tokens=not config.is_causal))
+        return self._backend.compile(part, self.cache, replace(limits, free_contexts=not config.is_causal))
 
     def change(self, kind: Kind, body: memoryview) -> None:
         """Does a change to the cache. Raises StageError on pages and slots that there are not."""

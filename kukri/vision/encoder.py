@@ -39,14 +39,11 @@ class VisionModel(Protocol):
         """A part's patches, the batch's activations [T, values], -> hidden states [T, D]."""
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """Hidden states [T, D] of a part of this grid -> what the projector reads [R, width].
-
-        With `deep_layers` they are [T, (1 + n) * D]: theirs follow the last ones.
-        """
+        """Hidden states [T, D] of a part of this grid, the last or of a deep layer -> [R, width]."""
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """The batch's activations [R, width] -> rows [R, (1 + n deep) * d_text]: of embeddings, and of what
-        the text's first layers add.
+        """The batch's activations, what the last states and the deep ones merged to [R, (1 + n deep) * width]
+        -> rows [R, (1 + n deep) * d_text]: of embeddings, and of what the text's first layers add.
         """
 
     def check(self, image: ImageInput) -> None:

@@ -128,7 +128,7 @@ def test_convolutions_both_ways(backend, n, n_taps, n_after):
         want[start : start + n_seen] = made[0].T.numpy()
     for each in (ReferenceBackend(), backend, make_backend("torch")):
         cache = each.new_cache([KVLayer(1, 16)], 64, N_SLOTS)
-        limits = StepLimits(MOST, 4, MOST, 16, hides_tokens=True)
+        limits = StepLimits(MOST, 4, MOST, 16, free_contexts=True)
         assert_close(each.compile(program, cache, limits)(batch).numpy(), want, 1e-5)
 
 

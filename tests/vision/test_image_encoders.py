@@ -102,6 +102,7 @@ def test_slices_change_no_bit(run: tuple[str, Any, LLM, float], monkeypatch: pyt
     seen, encodings = image(name, 2, 7), llm.engine.encodings
     assert encodings is not None
     monkeypatch.setattr("kukri.engine.encodings._MLP_ROWS", 7)
+    monkeypatch.setattr("kukri.engine.encodings._CUT_FROM", 0.1)
     monkeypatch.setattr("kukri.engine.encodings._PROJECTED_ROWS", 3)
     monkeypatch.setattr(encodings, "_clock", iter(range(10**6)).__next__)  # a slice takes a second
     found: list[Any] = []

@@ -185,7 +185,7 @@ class CpuProgram:
             "n_positions": min(recorder.n_positions, *ropes, 1 << 31),
             "n_types": recorder.n_types,
             "n_states": cache.n_states if cache.states else -1,
-            "hides_tokens": int(limits.hides_tokens),
+            "free_contexts": int(limits.free_contexts),
         }
         self._check_records = [
             pack_record(check, {**sizes, "batch": self._batch.view(pool), "n_pages": n_pages})

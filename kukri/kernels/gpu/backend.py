@@ -105,7 +105,7 @@ class GpuProgram(TorchProgram):
             return super().__call__(batch, on_tap, start=start, stop=stop)
         check_sizes(batch, self._limits)
         cache = self._ops.cache
-        check_indices(batch, cache.n_pages, cache.n_slots, self._limits.hides_tokens)
+        check_indices(batch, cache.n_pages, cache.n_slots, self._limits.free_contexts)
         if batch.inputs is not self.inputs:
             self.inputs.copy(batch)
         with torch.no_grad():

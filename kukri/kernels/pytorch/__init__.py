@@ -150,7 +150,7 @@ class TorchProgram:
         """See CompiledProgram. Everything before `start` is computed, and replaced there."""
         check_sizes(batch, self._limits)
         cache = self._ops.cache
-        check_indices(batch, cache.n_pages, cache.n_slots, self._limits.hides_tokens)
+        check_indices(batch, cache.n_pages, cache.n_slots, self._limits.free_contexts)
         check_adapters(batch, self._ops.adapters)
         if batch.inputs is not self.inputs:
             self.inputs.copy(batch)

@@ -238,18 +238,18 @@ class TensorLogits:
 
 
 def check_indices(
-    batch: ForwardBatch, n_pages: Sequence[int], n_states: int | None, hides_tokens: bool = False
+    batch: ForwardBatch, n_pages: Sequence[int], n_states: int | None, free_contexts: bool = False
 ) -> None:
     """Raises ShapeError if an index of the batch leads outside its array; a device would not say so.
 
     `n_pages` are those of each pool; `n_states` is None for a model without recurrent layers. With
-    `hides_tokens` a context may end before its sequence.
+    `free_contexts` a context may end before its sequence.
     """
     starts, contexts, n_tokens = batch.query_start, batch.context_len, batch.n_tokens
     lengths = np.diff(starts)
     covers = starts[0] == 0 and starts[-1] == n_tokens and (lengths > 0).all()
     ends = batch.positions[starts[1:] - 1] + 1 if covers else lengths
-    least = 1 if hides_tokens else ends
+    least = 1 if free_contexts else ends
     if not covers or (ends < lengths).any() or (contexts < least).any():
         raise ShapeError("bad step: sequences that do not cover the step's tokens")
     places = batch.page_table.shape[1]

@@ -87,9 +87,8 @@ class RotatedEncoder:
         return ops.tap("ln_final.hook_normalized", None, self.norm(ops, x))
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """A square's hidden states side by side; those of each layer together."""
-        layers = np.split(hidden, hidden.shape[1] // self.config.encoder.d_model, axis=1)
-        return np.concatenate([layer.reshape(-1, self.width) for layer in layers], axis=1)
+        """A square's hidden states side by side."""
+        return hidden.reshape(-1, self.width)
 
     def check(self, image: ImageInput) -> None:
         """See VisionModel.check."""

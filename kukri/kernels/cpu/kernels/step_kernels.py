@@ -57,11 +57,11 @@ def _outside(array, n, limit, least=0):
     return False
 
 
-def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types, n_states, hides_tokens):
+def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types, n_states, free_contexts):
     """0 if no index of the batch leads outside its array, else which check failed (see BATCH_CHECKS).
 
-    `n_states` is -1 for a model without recurrent layers. With `hides_tokens` a context may end before its
-    sequence.
+    `n_states` is -1 for a model without recurrent layers. With `free_contexts` a context may end before its
+    sequence, or after.
     """
     n_tokens = load_i64(batch + N_TOKENS)
     n_sequences = load_i64(batch + N_SEQUENCES)
@@ -81,7 +81,7 @@ def check_batch(tile, batch, n_vocab, n_pages, max_pages, n_positions, n_types, 
         if stop <= start or stop > n_tokens:
             return 4
         end = load_i32(load_i64(batch + POSITIONS) + 4 * (stop - 1)) + 1
-        if context <= 0 or context > end or end < stop - start or (context != end and hides_tokens == 0):
+        if context <= 0 or end < stop - start or (context != end and free_contexts == 0):
             return 4
         n_used = (context + PAGE_TOKENS - 1) // PAGE_TOKENS
         if n_used > max_pages or end > n_positions:
