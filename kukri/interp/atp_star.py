@@ -7,12 +7,14 @@ and MLP (GradDrop), so that effects that cancel each other are seen. Estimates a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kukri.errors import RequestError, UnsupportedError
+from kukri.interp.fitting import graded_runs, text_groups
 from kukri.interp.gradients import Metric
 from kukri.interp.patching import HasInterp
 from kukri.interp.session import Session
@@ -50,25 +52,28 @@ def atp_star(
     layers = range(session.config.n_layers)
     if any(f"blocks.{i}.attn.hook_v" not in session.points for i in layers):
         raise UnsupportedError("AtP* needs attention in every layer, whose values are made of the stream")
-    tapes = [session.array_tape() for _ in range(2)]
-    result = None
-    for tape, texts in zip(tapes, (clean, corrupted)):
-        result = tape.run(session.model, TextRows.of(texts))
-    assert result is not None
-    rows = Rows(np.array([len(ids) for ids in corrupted], np.int32))
-    _, grad = metric(rows.padded(result.x))
-    grad = rows.rows(np.asarray(grad, np.float32))
-    parts = [_Layer(session, rows, tapes[0], tapes[1], i) for i in layers]
-    sums: list[list[FloatArray]] = [[] for _ in parts]
-    for dropped in layers if grad_drop else [-1]:
-        ends = [f"blocks.{dropped}.hook_{end}_out" for end in ("attn", "mlp")] if grad_drop else []
-        tapes[1].backward(result, grad, ends)
-        for i, part in enumerate(parts):
-            if i != dropped:
-                effects = [np.abs(one) for one in part.effects()]
-                sums[i] = [a + b for a, b in zip(sums[i], effects)] if sums[i] else effects
+    dropped: Sequence[int | None] = layers if grad_drop else [None]
+    # signed effects of the layers' nodes, with each of these dropped: summed over texts
+    sums: dict[tuple[int | None, int], list[FloatArray]] = {}
+    groups = text_groups(session, corrupted, 4 * sum(session.trace.widths.values()))
+    for run in graded_runs(session, corrupted, metric, groups, session.array_tape):
+        tape = session.array_tape()
+        tape.run(session.model, TextRows.of(clean[run.texts]))
+        rows = Rows(np.array([len(ids) for ids in corrupted[run.texts]], np.int32))
+        parts = [_Layer(session, rows, tape, run.tape, i) for i in layers]
+        for layer in dropped:
+            ends = [] if layer is None else [f"blocks.{layer}.hook_{end}_out" for end in ("attn", "mlp")]
+            run.tape.backward(run.result, run.grad, ends)
+            for i, part in enumerate(parts):
+                if i != layer:
+                    effects, before = part.effects(), sums.get((layer, i))
+                    sums[layer, i] = effects if before is None else [a + b for a, b in zip(before, effects)]
     n = np.float32(max(len(layers) - 1, 1) if grad_drop else 1)
-    q, k, v, z, mlp_out = ((np.stack(found) / n).astype(np.float32) for found in zip(*sums))
+    found = [
+        [sum(map(np.abs, nodes)) / n for nodes in zip(*(sums[key] for key in sums if key[1] == i))]
+        for i in layers
+    ]
+    q, k, v, z, mlp_out = (np.stack(each).astype(np.float32) for each in zip(*found))
     return NodeScores(q, k, v, z, mlp_out)
 
 
@@ -96,7 +101,7 @@ class _Layer:
             for name in ("attn.hook_v", "attn.hook_z", "hook_mlp_out")
         }
 
-    def effects(self) -> tuple[FloatArray, ...]:
+    def effects(self) -> list[FloatArray]:
         """The effects of q, k, v, z [pos, head] and the MLP [pos], by the gradients that the tape has now."""
         spec, rows = self._spec, self._rows
         z, v = (
@@ -121,4 +126,4 @@ class _Layer:
                 if name == "hook_mlp_out"
                 else product.reshape(len(product), -1, spec.d_head).sum(axis=2)
             )
-        return tuple(found)
+        return found

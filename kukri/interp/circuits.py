@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import RequestError, brief
+from kukri.interp.fitting import most_that_fit
 from kukri.interp.names import FINAL
 from kukri.interp.patching import HasInterp
 from kukri.interp.session import Session
@@ -29,7 +30,8 @@ from kukri.kernels.arrays import FloatArray
 Indices = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (targets done, targets in all)
 Held = Literal["features", "attention", "nothing"]
-_BATCH = 64  # targets that go back at once
+_BATCH = 64  # targets that go back at once, if memory has room for them
+_GRADIENTS = 8  # that are alive at a time, of each row of a target
 _UPDATES = 8  # times that the most influential features are chosen
 _PRUNED_BYTES = 32  # for each pair of nodes while the graph is pruned
 _VOCAB_BLOCK = 8192  # tokens
@@ -389,13 +391,14 @@ class _Run:
         directions = directions - mean_direction(self.session)
         last = len(self.ids) - 1
         edges[:n_logits, :n_sources] = self._sources([(FINAL, last, one) for one in directions])
+        n_targets = self._targets_at_once()
         done, is_visited = n_logits, np.zeros(n, np.bool_)
         weights = np.zeros(n_sources + n_logits, np.float32)
         weights[n_sources:] = shares
         while done < n_rows:
             rank = np.argsort(-_partial(edges[:done], node_of[:done], weights)[:n], kind="stable")
             rank = rank[~is_visited[rank]][: max(-(-(n_rows - n_logits) // _UPDATES), _BATCH)]
-            for batch in _batches(self.features, rank[: n_rows - done]):
+            for batch in _batches(self.features, rank[: n_rows - done], n_targets):
                 edges[done : done + len(batch), :n_sources] = self._sources([self._target(f) for f in batch])
                 node_of[done : done + len(batch)] = batch
                 is_visited[batch] = True
@@ -414,6 +417,13 @@ class _Run:
             prompt, self.ids.astype(np.int64), len(self.errors), self.features[chosen],
             self.activations[chosen], tokens, shares, square, constants, self.transcoders.scan, n,
         )  # fmt: skip
+
+    def _targets_at_once(self) -> int:
+        """How many gradients memory has room for."""
+        widths = [heads.spec.n_heads * heads.spec.d_head for heads in self.session.trace.heads.values()]
+        of_target = 4 * len(self.ids) * _GRADIENTS * max(self.session.config.d_model, *widths)
+        left = None if self.max_bytes is None else max(self.max_bytes - self.n_bytes, 0)
+        return most_that_fit(self.session, of_target, _BATCH, left)
 
     def _target(self, feature: int) -> tuple[str, int, FloatArray]:
         layer, position, _ = self.features[feature].tolist()
@@ -439,24 +449,26 @@ class _Run:
             if tap not in begin:
                 begin[tap] = np.zeros((len(targets), n_rows, len(direction)), np.float32)
             begin[tap][i, position] = direction
-        grads = self.tape.pull_back(begin)
         n, n_tokens, n_layers = len(self.features), len(self.ids), len(self.errors)
         found = np.zeros((len(targets), n + (n_layers + 1) * n_tokens), np.float32)
-        for i, written in enumerate(self.written):
-            for j in range(written.shape[1]):
-                grad = grads.get(self.writes[i + j])
-                if grad is None:
-                    continue
-                for position, own in enumerate(self.slices[i][:n_rows]):
-                    if own.stop > own.start:
-                        columns = slice(self.starts[i] + own.start, self.starts[i] + own.stop)
-                        found[:, columns] += grad[:, position] @ written[own, j].T
         by_position = found[:, n:].reshape(len(targets), n_layers + 1, n_tokens)
-        sources = [*zip(self.writes, self.errors), ("hook_embed", self.embedded)]
-        for i, (tap, x) in enumerate(sources):
-            if tap in grads:
-                by_position[:, i, :n_rows] = np.einsum("btd,td->bt", grads[tap], x[:n_rows])
+        for tap, grad in self.tape.pull_back(begin):
+            layer = self.writes.index(tap) if tap in self.writes else n_layers
+            x = self.embedded if layer == n_layers else self.errors[layer]
+            by_position[:, layer, :n_rows] = np.einsum("btd,td->bt", grad, x[:n_rows])
+            if layer < n_layers:
+                self._add_features(found, layer, grad)
         return found
+
+    def _add_features(self, found: FloatArray, layer: int, grad: FloatArray) -> None:
+        """Adds what features write to a layer's output, whose gradient is [targets, rows, D], to `found`."""
+        for i, written in enumerate(self.written[: layer + 1]):
+            if layer - i >= written.shape[1]:
+                continue
+            for position, own in enumerate(self.slices[i][: grad.shape[1]]):
+                if own.stop > own.start:
+                    columns = slice(self.starts[i] + own.start, self.starts[i] + own.stop)
+                    found[:, columns] += grad[:, position] @ written[own, layer - i].T
 
 
 def mean_direction(session: Session) -> FloatArray:
@@ -476,11 +488,11 @@ def stream_tap(session: Session, hook: str, layer: int) -> str:
     return point.tap
 
 
-def _batches(features: Indices, chosen: Indices) -> Iterator[Indices]:
-    """Features in batches that end at about the same layer and position."""
+def _batches(features: Indices, chosen: Indices, n: int) -> Iterator[Indices]:
+    """Features in batches of n that end at about the same layer and position."""
     order = chosen[np.lexsort((features[chosen, 1], features[chosen, 0]))]
-    for start in range(0, len(order), _BATCH):
-        yield order[start : start + _BATCH]
+    for start in range(0, len(order), n):
+        yield order[start : start + n]
 
 
 def _shares(edges: FloatArray) -> FloatArray:

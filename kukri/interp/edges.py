@@ -13,12 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import RequestError, UnsupportedError, brief
+from kukri.interp.fitting import graded_runs, text_groups
 from kukri.interp.gradients import Metric
 from kukri.interp.names import Point, apply_norm, norm_scale, normalized
 from kukri.interp.patching import HasInterp
@@ -26,7 +28,7 @@ from kukri.interp.session import Session
 from kukri.interp.tape import TextRows
 from kukri.interp.values import Rows
 from kukri.interp.weights import rows as weight_rows
-from kukri.kernels.arrays import FloatArray
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.models.trace import Norm
 
 _ENDS = ("q", "k", "v")
@@ -61,26 +63,41 @@ def edge_attribution_patch(
 
     (clean - corrupted) output of the source times the gradient at the target's input. With `n_steps` over 1
     the gradient is averaged over midpoints between the two runs' embeddings. The texts must have the same
-    lengths; the outputs of all sources are in memory. Raises RequestError, and UnsupportedError for models
-    whose heads and MLPs do not add to the stream what they write, one after the other.
+    lengths; as many as memory has room for are run together. Raises RequestError, and UnsupportedError for
+    models whose heads and MLPs do not add to the stream what they write, one after the other.
     """
     if n_steps < 1:
         raise RequestError(f"n_steps must be at least 1, not {n_steps}", param="n_steps")
-    pair = _Pair(llm.interp, corrupted_tokens, clean_tokens)
-    sources = pair.sources()
-    names = tuple(name for name, _ in sources)
-    outputs = np.stack([output.reshape(-1) for _, output in sources])
+    session = llm.interp
+    corrupted, clean = _checked(session, corrupted_tokens, clean_tokens)
+    of_sources = sum(heads.spec.n_heads + 1 for heads in session.trace.heads.values()) + 1
+    groups = text_groups(session, corrupted, 4 * of_sources * session.config.d_model)
+
+    @lru_cache(maxsize=1)
+    def pair_of(start: int, stop: int) -> _Pair:
+        return _Pair(session, corrupted[start:stop], clean[start:stop])
+
+    names: tuple[str, ...] = ()
     ends: list[str] = []
     found: list[FloatArray] = []
     for step in range(n_steps):
-        tape = pair.gradients(metric, None if n_steps == 1 else (step + 0.5) / n_steps)
-        for row, (targets, n_before, grads) in enumerate(_targets(pair.session, tape)):
-            score = grads.reshape(len(grads), -1) @ outputs[:n_before].T / np.float32(n_steps)
-            if step:
-                found[row] += score
-            else:
-                ends += targets
-                found.append(score)
+        share = np.float32((step + 0.5) / n_steps)
+
+        def given(group: slice, share: np.float32 = share) -> dict[str, FloatArray]:
+            return pair_of(group.start, group.stop).embedded(share) if n_steps > 1 else {}
+
+        for run in graded_runs(session, corrupted, metric, groups, session.tape, given):
+            run.tape.backward(run.result, run.grad)
+            sources = pair_of(run.texts.start, run.texts.stop).sources()
+            names = tuple(name for name, _ in sources)
+            outputs = np.stack([output.reshape(-1) for _, output in sources])
+            for row, (targets, n_before, grads) in enumerate(_targets(session, run.tape)):
+                score = grads.reshape(len(grads), -1) @ outputs[:n_before].T / np.float32(n_steps)
+                if row == len(found):
+                    ends += targets
+                    found.append(score)
+                else:
+                    found[row] += score
     scores = np.zeros((len(ends), len(names)), np.float32)
     exists = np.zeros(scores.shape, np.bool_)
     row = 0
@@ -105,14 +122,15 @@ def patch_edges(
 ) -> Iterator[float]:
     """`patch_edge` of each edge, (source, target)."""
     session: Session = llm.interp
-    pair = _Pair(session, corrupted_tokens, clean_tokens)
-    outputs = dict(pair.sources())
-    texts = [ids.tolist() for ids in pair.corrupted]
+    corrupted, clean = _checked(session, corrupted_tokens, clean_tokens)
+    outputs = dict(_Pair(session, corrupted, clean).sources())
+    rows = Rows(np.array([len(ids) for ids in corrupted], np.int32))
+    texts = [ids.tolist() for ids in corrupted]
     before = metric(llm.run_with_hooks(texts))[0]
     for source, target in edges:
         if source not in outputs:
             raise RequestError(f"there is no source {brief(source)}: sources are embed, a0.h0, m0, ...")
-        change = pair.rows.padded(outputs[source])
+        change = rows.padded(outputs[source])
         hooks = _input_hooks(session, target, change)
         yield metric(llm.run_with_hooks(texts, fwd_hooks=hooks))[0] - before
 
@@ -156,61 +174,60 @@ def _mlp_norm(session: Session, layer: int) -> Norm | None:
     return None if point is None else point.norm
 
 
-class _Pair:
-    """A clean and a corrupted run."""
-
-    def __init__(self, session: Session, corrupted_tokens: Any, clean_tokens: Any) -> None:
-        self.session = session
-        self.corrupted, clean = session.tokens(corrupted_tokens), session.tokens(clean_tokens)
-        lengths = [len(ids) for ids in self.corrupted]
-        if [len(ids) for ids in clean] != lengths:
-            raise RequestError(
-                "the clean and the corrupted texts must have the same lengths", param="clean_tokens"
+def _checked(
+    session: Session, corrupted_tokens: Any, clean_tokens: Any
+) -> tuple[list[IntArray], list[IntArray]]:
+    """The corrupted and the clean texts. Raises RequestError and UnsupportedError."""
+    corrupted, clean = session.tokens(corrupted_tokens), session.tokens(clean_tokens)
+    if [len(ids) for ids in clean] != [len(ids) for ids in corrupted]:
+        raise RequestError(
+            "the clean and the corrupted texts must have the same lengths", param="clean_tokens"
+        )
+    for i in range(session.config.n_layers):
+        needed = {f"blocks.{i}.{name}" for name in ("hook_resid_mid", "attn.hook_k", "attn.hook_z")}
+        if not needed <= session.points.keys():
+            raise UnsupportedError(
+                "edges need layers that have attention, its keys made of the stream, and then an MLP"
             )
-        for i in range(session.config.n_layers):
-            needed = {f"blocks.{i}.{name}" for name in ("hook_resid_mid", "attn.hook_k", "attn.hook_z")}
-            if not needed <= session.points.keys():
-                raise UnsupportedError(
-                    "edges need layers that have attention, its keys made of the stream, and then an MLP"
-                )
-        self.rows, self._batch = Rows(np.array(lengths, np.int32)), TextRows.of(self.corrupted)
-        self._clean, self._before = (self._run(TextRows.of(texts)) for texts in (clean, self.corrupted))
+    return corrupted, clean
 
-    def _run(self, batch: TextRows, given: dict[str, FloatArray] | None = None) -> Any:
-        tape = self.session.tape(given)
-        tape.result = tape.run(self.session.model, batch)
-        return tape
 
-    def gradients(self, metric: Metric, at: float | None) -> Any:
-        """A tape of the corrupted run, or of embeddings on the way to the clean one's, with gradients."""
-        tape = self._before
-        if at is not None:
-            ends = [one.value("hook_embed") for one in (self._before, self._clean)]
-            tape = self._run(self._batch, {"hook_embed": ends[0] + np.float32(at) * (ends[1] - ends[0])})
-        _, grad = metric(self.rows.padded(tape.values(tape.result)))
-        tape.backward(tape.result, self.rows.rows(np.asarray(grad, np.float32)))
-        return tape
+class _Pair:
+    """What differs between a clean and a corrupted run of some texts."""
 
-    def change(self, tap: str) -> FloatArray:
-        """The clean value less the corrupted one, [rows, width]."""
-        found: FloatArray = self._clean.value(tap) - self._before.value(tap)
-        return found
+    def __init__(self, session: Session, corrupted: list[IntArray], clean: list[IntArray]) -> None:
+        self.session = session
+        blocks = [f"blocks.{i}." for i in range(session.config.n_layers)]
+        names = ("hook_resid_pre", "attn.hook_z", "hook_mlp_out", "hook_resid_post")
+        taps = [block + name for block in blocks for name in names]
+        runs = []
+        for texts in (clean, corrupted):
+            tape = session.tape()
+            tape.run(session.model, TextRows.of(texts))
+            runs.append({tap: tape.value(tap) for tap in ("hook_embed", *taps)})
+        self._changes = {tap: runs[0][tap] - runs[1][tap] for tap in taps}
+        self._ends = runs[1]["hook_embed"], runs[0]["hook_embed"]
+
+    def embedded(self, share: np.float32) -> dict[str, FloatArray]:
+        """Embeddings on the way from the corrupted run's to the clean one's."""
+        start, end = self._ends
+        return {"hook_embed": start + share * (end - start)}
 
     def sources(self) -> list[tuple[str, FloatArray]]:
         """What each source writes in the clean run less what it writes in the corrupted one, [rows, D]."""
         session = self.session
-        found = [("embed", self.change("blocks.0.hook_resid_pre"))]
+        found = [("embed", self._changes["blocks.0.hook_resid_pre"])]
         total = found[0][1].copy()
         for i in range(session.config.n_layers):
             matrix = session.trace.matrices[f"blocks.{i}.hook_attn_out"]
             d_head = session.trace.heads[i].spec.d_head
-            z = self.change(f"blocks.{i}.attn.hook_z").reshape(len(total), -1, d_head)
+            z = self._changes[f"blocks.{i}.attn.hook_z"].reshape(len(total), -1, d_head)
             weights = weight_rows(matrix).T.reshape(z.shape[1], d_head, -1)
             heads = [z[:, h] @ weights[h] for h in range(z.shape[1])]
             found += [(f"a{i}.h{h}", output) for h, output in enumerate(heads)]
-            found.append((f"m{i}", self.change(f"blocks.{i}.hook_mlp_out")))
+            found.append((f"m{i}", self._changes[f"blocks.{i}.hook_mlp_out"]))
             total += sum(heads) + found[-1][1]
-            end = self.change(f"blocks.{i}.hook_resid_post")
+            end = self._changes[f"blocks.{i}.hook_resid_post"]
             if not np.allclose(total, end, atol=1e-3 * max(float(np.abs(end).max()), 1e-6)):
                 raise UnsupportedError(
                     f"edges need heads and MLPs that add what they write to the stream: layer {i}'s do not"

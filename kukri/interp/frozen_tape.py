@@ -7,7 +7,7 @@ targets go back at once, [targets, rows, width]; of a target only the rows up to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,9 @@ class FrozenTape(Tape):
         finally:
             self._is_running = False
 
-    def pull_back(self, targets: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-        """Gradients [targets, rows, width] at the taps that MLPs write and at "hook_embed".
+    def pull_back(self, targets: Mapping[str, FloatArray]) -> Iterator[tuple[str, FloatArray]]:
+        """Gradients [targets, rows, width] at the taps that MLPs write and at "hook_embed", by name, from the
+        last to the first; those that are zero are left out.
 
         `targets` are the gradients to begin with, by tap: [targets, rows, width] with the same rows.
         """
@@ -55,15 +56,13 @@ class FrozenTape(Tape):
         for tap, begin in targets.items():
             self._tapped[tap].add(begin)
         names = {id(self._tapped[tap]): tap for tap in (*self.writes, "hook_embed")}
-        found: dict[str, FloatArray] = {}
         last = max(self._at[tap] for tap in targets)
         for variable, pull in reversed(self._nodes[: last + 1]):
             grad, variable.grad = variable.grad, None
             if grad is not None:
                 pull(grad)
                 if id(variable) in names:
-                    found[names[id(variable)]] = grad
-        return found
+                    yield names[id(variable)], grad
 
     def attention(
         self, q: Variable, k: Variable | None, v: Variable | None, spec: AttentionSpec, batch: TextRows

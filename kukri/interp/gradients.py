@@ -13,6 +13,7 @@ import numpy as np
 
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
+from kukri.interp.fitting import graded_runs, text_groups
 from kukri.interp.listening import NamesFilter
 from kukri.interp.names import LOGITS, Point
 from kukri.interp.patching import Axes, HasInterp, check_axes
@@ -85,13 +86,21 @@ def run_with_gradients(
     session = llm.interp
     texts = session.tokens(prompt)
     points = _points(session, names)
-    value, tape, rows, batch = _run(session, texts, metric)
     taps = {point.tap for point in points if point.tap}
+    values: dict[str, list[FloatArray]] = {tap: [] for tap in taps}
+    grads: dict[str, list[FloatArray]] = {tap: [] for tap in taps}
+    for run in graded_runs(session, texts, metric, text_groups(session, texts), session.tape):
+        run.tape.backward(run.result, run.grad)
+        for tap in taps:
+            values[tap].append(run.tape.value(tap))
+            grads[tap].append(run.tape.gradient(tap))
+    rows, ids = Rows(np.array([len(ids) for ids in texts], np.int32)), np.concatenate(texts)
     wanted = [point.name for point in points]
-    values = {tap: tape.value(tap) for tap in taps}
-    grads = {tap: tape.gradient(tap) for tap in taps}
-    activations = ActivationCache(session.values, values, rows, batch.token_ids, wanted)
-    return value, activations, ActivationCache(session.values, grads, rows, batch.token_ids, wanted)
+    caches = [
+        ActivationCache(session.values, {tap: np.concatenate(one[tap]) for tap in taps}, rows, ids, wanted)
+        for one in (values, grads)
+    ]
+    return run.value, caches[0], caches[1]
 
 
 def attribution_patch(
@@ -139,33 +148,37 @@ def integrated_gradients(
     session = llm.interp
     texts = session.tokens(prompt)
     tap = "hook_embed"
-    _, tape, rows, _ = _run(session, texts, None)
-    end = tape.value(tap)
+    end = _embedded(session, texts)
     start = np.zeros_like(end)
     if baseline is not None:
         others = session.tokens(baseline)
         if [len(ids) for ids in others] != [len(ids) for ids in texts]:
             raise RequestError("the baseline must have as many tokens as the prompt", param="baseline")
-        start = _run(session, others, None)[1].value(tap)
-    total = np.zeros_like(end)
+        start = _embedded(session, others)
+    lengths = [len(ids) for ids in texts]
+    starts = np.cumsum([0, *lengths])
+    groups, total = text_groups(session, texts), np.zeros_like(end)
     for i in range(n_steps):
         at = start + (end - start) * np.float32((i + 0.5) / n_steps)
-        total += _run(session, texts, metric, {tap: at})[1].gradient(tap)
+
+        def given(group: slice, at: FloatArray = at) -> dict[str, FloatArray]:
+            return {tap: at[starts[group.start] : starts[group.stop]]}
+
+        for run in graded_runs(session, texts, metric, groups, session.tape, given):
+            run.tape.backward(run.result, run.grad)
+            total[starts[run.texts.start] : starts[run.texts.stop]] += run.tape.gradient(tap)
+    rows = Rows(np.array(lengths, np.int32))
     return rows.padded(((end - start) * total / np.float32(n_steps)).sum(axis=1))
 
 
-def _run(
-    session: Session, texts: list[Any], metric: Metric | None, given: dict[str, FloatArray] | None = None
-) -> tuple[float, Any, Rows, TextRows]:
-    """Runs texts, and with a metric back."""
-    rows, batch = Rows(np.array([len(ids) for ids in texts], np.int32)), TextRows.of(texts)
-    tape = session.tape(given)
-    logits = tape.run(session.model, batch)
-    if metric is None:
-        return 0.0, tape, rows, batch
-    value, grad = metric(rows.padded(tape.values(logits)))
-    tape.backward(logits, rows.rows(np.asarray(grad, np.float32)))
-    return value, tape, rows, batch
+def _embedded(session: Session, texts: list[Any]) -> FloatArray:
+    """The embeddings of texts, [rows, D]."""
+    parts: list[FloatArray] = []
+    for group in text_groups(session, texts):
+        tape = session.tape()
+        tape.run(session.model, TextRows.of(texts[group]))
+        parts.append(tape.value("hook_embed"))
+    return np.concatenate(parts)
 
 
 def _points(session: Session, names: NamesFilter) -> list[Point]:

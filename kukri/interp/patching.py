@@ -15,6 +15,7 @@ import numpy as np
 
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
+from kukri.interp.fitting import most_that_fit
 from kukri.interp.session import Session
 from kukri.interp.texts import Piece
 from kukri.interp.values import Rows
@@ -22,7 +23,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 
 Axes = Literal["layer pos", "layer head", "layer pos head"]
 Metric = Callable[[FloatArray], Any]
-_STEP_TOKENS, _STEP_CELLS = 512, 64  # cells that run at a time
+_STEP_TOKENS, _STEP_CELLS = 512, 64  # cells that run at a time, if memory has room for them
 
 
 class HasInterp(Protocol):
@@ -172,7 +173,7 @@ class _Sweep:
         for i in self.edits:
             check_axes(session, name, axes, i)
         self.ids = np.stack(texts)  # [B, T]
-        self.n_batch, self.n_tokens = self.ids.shape
+        self.n_batch, self.n_tokens = len(texts), len(texts[0])
         self.is_last = logits == "last"
         starts = [f"blocks.{i}.hook_resid_pre" for i in range(session.config.n_layers)]
         self.taps = frozenset([*starts, *self.edits.values()])
@@ -184,7 +185,8 @@ class _Sweep:
         """Runs the text as it is; its keys and values stay in the first pages."""
         texts, n, b = self.session.texts, self.n_tokens, self.n_batch
         self.base_pages = texts.pages_for(n)
-        texts.reserve(self.base_pages * b * (1 + _STEP_CELLS), b * _STEP_CELLS)
+        self.n_cells = most_that_fit(self.session, self._cell_bytes(), self._most_cells())
+        texts.reserve(self.base_pages * b * (1 + self.n_cells), b * self.n_cells)
         pieces = texts.whole(list(self.ids))
 
         def keep(tap: str, x: FloatArray) -> None:
@@ -193,6 +195,20 @@ class _Sweep:
 
         logits = texts.run(pieces, self.taps, keep, logit_rows=self._last_rows([n] * b))
         self.logits = logits.reshape(b, -1, logits.shape[1])
+
+    def _most_cells(self) -> int:
+        """Cells that run at a time in a step of a good size."""
+        shortest = 1 if "pos" in self.axes and not self.is_recurrent else self.n_tokens
+        return min(max(_STEP_TOKENS // (shortest * self.n_batch), 1), _STEP_CELLS)
+
+    def _cell_bytes(self) -> int:
+        """What a cell takes at most: pages, activations and logits, which are copied once."""
+        texts, config = self.session.texts, self.session.config
+        rows = self.n_tokens * self.n_batch
+        page = texts.backend.page_bytes(self.session.model.cache_layout, texts.kv_type)
+        n_logits = self.n_batch * (1 if self.is_last else self.n_tokens)
+        widest = max(self.session.trace.widths.values())
+        return page * self.base_pages * self.n_batch + 4 * (2 * n_logits * config.n_vocab + 8 * rows * widest)
 
     def layer(self, layer: int, values: FloatArray, metric: Metric) -> Any:
         """The metric of the layer's cells, [pos], [head] or [pos, head]."""
@@ -266,7 +282,7 @@ class _Sweep:
         n = 0
         for cell in cells:
             size = (self.n_tokens - self._first(cell)) * self.n_batch
-            if group and (n + size > _STEP_TOKENS or len(group) == _STEP_CELLS):
+            if group and (n + size > _STEP_TOKENS or len(group) == self.n_cells):
                 yield group
                 group, n = [], 0
             group.append(cell)

@@ -230,6 +230,17 @@ def test_the_most_influential_features_are_traced(pair, tmp_path):
     assert kept.sum() >= 0.9 * best.sum()
 
 
+def test_targets_one_at_a_time(pair, tmp_path, monkeypatch):
+    """A gradient that is left from the target before, or rows of a target of another length."""
+    folder, session = save_across(tmp_path / "t"), llama_session(pair)
+    expected, seen = attribute(session, IDS, folder, max_features=40), []
+    monkeypatch.setattr(session.interp.texts.backend, "free_bytes", lambda: 1)
+    found = attribute(session, IDS, folder, max_features=40, progress=lambda done, total: seen.append(done))
+    assert np.diff(seen).tolist() == [1] * 39
+    np.testing.assert_array_equal(found.features, expected.features)
+    np.testing.assert_allclose(found.edges, expected.edges, atol=1e-5)
+
+
 def test_pruning_keeps_what_leads_to_logits(pair, tmp_path):
     """Nodes that lead nowhere, features made of nothing, thresholds that are taken the other way round."""
     graph = attribute(llama_session(pair), IDS, save_single(tmp_path / "t"), max_features=10_000)

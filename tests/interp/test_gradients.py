@@ -11,7 +11,7 @@ import torch
 from kukri import LLM
 from kukri.errors import RequestError, UnsupportedError
 from kukri.interp import gradients
-from kukri.interp.tape import Tape
+from kukri.interp.tape import Tape, TextRows
 from tests.interp import tl_models
 from tests.models import tiny_models
 from tests.tiny_gguf import write_tiny
@@ -126,6 +126,12 @@ FINITE = {
 }
 
 
+def value_of(session, ids, metric, given):
+    """The metric of a text with other values at some taps."""
+    tape = session.tape(given)
+    return metric(tape.values(tape.run(session.model, TextRows.of([ids])))[None])[0]
+
+
 @pytest.mark.parametrize("model", FINITE)
 def test_gradients_are_finite_differences(model):
     """A gradient of queries, keys or values by another rotation or group, of a token's other expert."""
@@ -144,7 +150,7 @@ def test_gradients_are_finite_differences(model):
         values = []
         for step in (-3e-3, 3e-3):
             given = {tap: (x + np.float32(step) * direction).reshape(-1, session.trace.widths[tap])}
-            values.append(gradients._run(session, [IDS], metric, given)[0])
+            values.append(value_of(session, IDS, metric, given))
         slope = (values[1] - values[0]) / 6e-3
         assert float((grads[name] * direction).sum()) == pytest.approx(slope, rel=1e-2, abs=1e-3), name
 
@@ -167,7 +173,7 @@ def test_attribution_patching_estimates_patching():
             part = stream.copy()
             part[pos] += np.float32(1e-2) * (other[pos] - stream[pos])
             given = {f"blocks.{layer}.hook_resid_pre": part}
-            moved = (gradients._run(session, [near], metric, given)[0] - value) / 1e-2
+            moved = (value_of(session, near, metric, given) - value) / 1e-2
             assert found[layer, pos] == pytest.approx(moved, rel=0.05, abs=2e-3)
     by_head = gradients.attribution_patch(llm, near, IDS, metric, "z", "layer pos head")
     assert by_head.shape == (tiny_models.N_LAYERS, len(IDS), tiny_models.HEADS)
