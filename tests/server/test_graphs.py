@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -16,7 +17,9 @@ from safetensors.numpy import save_file
 
 from kukri import LLM
 from kukri.model_options import ModelOptions
+from kukri.server.neuronpedia import graphs as graphs_module
 from kukri.server.neuronpedia.graph_worker import outcome_of
+from kukri.server.neuronpedia.graphs import Graphs
 from kukri.server.settings import ModelSpec
 from tests.server.live_server import MODEL, Served, serving
 from tests.server.test_neuronpedia import ALLOWED, KEYS, PROMPT, arrays
@@ -128,6 +131,33 @@ def children() -> list[str]:
     return found
 
 
+def test_progress_of_a_graph(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a line of progress that is taken for the graph, and progress that is left after it."""
+    graphs = Graphs()
+    told = [["tracing", [3, 8]], ["tracing", [8, 8]], ["made", ""], {"nodes": []}]
+    states: list[dict[str, Any]] = []
+
+    class Scripted:
+        @classmethod
+        async def start(cls, module: str, max_line: int) -> Scripted:
+            return cls()
+
+        async def send(self, *parts: bytes) -> None: ...
+        async def kill(self) -> None: ...
+        async def read_line(self) -> bytes:
+            states.append(graphs.state())
+            return json.dumps(told.pop(0)).encode()
+
+    monkeypatch.setattr(graphs_module, "WorkerProcess", Scripted)
+    assert asyncio.run(graphs._made({})) == b'{"nodes": []}'
+    assert [one.get("progress") for one in states[:3]] == [
+        None,
+        {"done": 3, "total": 8},
+        {"done": 8, "total": 8},
+    ]
+    assert http.get("/check-busy").json() == {"busy": False}
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_one_graph_at_a_time_which_ends_with_its_client(site: Served, http: httpx.Client) -> None:
     """Catches a second graph alongside the first, one that nobody waits for, streams that wait for one."""
@@ -148,6 +178,7 @@ def test_one_graph_at_a_time_which_ends_with_its_client(site: Served, http: http
     assert answer.status_code == 200
     first.close()
     site.wait_until(lambda: not is_busy() and not children())
+    assert http.get("/check-busy").json() == {"busy": False}
     assert http.post(PATH, json={"prompt": "again", "max_feature_nodes": 4}).status_code == 200
 
 
@@ -235,7 +266,10 @@ def test_the_process_tells_whose_fault_it_is(files: Path, tmp_path: Path) -> Non
         "model": {"model": str(files / "tiny.gguf")}, "transcoders": str(files / "mlps"), "ids": [5, 6, 7],
         "attributed": {"max_features": 4}, "written": {"slug": "a"}, "metadata": {"prompt": "abc"},
     }  # fmt: skip
-    outcome, text = outcome_of(job)
+    seen: list[tuple[int, int]] = []
+    outcome, text = outcome_of(job, lambda done, total: seen.append((done, total)))
+    assert seen
+    assert seen[-1][0] == seen[-1][1]
     assert outcome == "made"
     assert json.loads(text)["metadata"]["prompt"] == "abc"
     assert outcome_of({**job, "ids": [10**6]})[0] == "refused"

@@ -1,7 +1,7 @@
 """A process that makes one attribution graph: no stream waits for it, and to end it is to kill it.
 
-A line of stdin is the job, JSON; it ends when its stdin does. The first line of stdout is [outcome, message],
-see `outcome_of`; after "made" the next line is the graph.
+A line of stdin is the job, JSON; it ends when its stdin does. Lines of stdout are ["tracing", [done, total]],
+counted in targets, then [outcome, message], see `outcome_of`; after "made" the next line is the graph.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from threading import Thread
@@ -19,7 +20,7 @@ _NICENESS = 10  # streams come first
 Outcome = Literal["made", "refused", "failed"]
 
 
-def graph_of(job: dict[str, Any]) -> dict[str, Any]:
+def graph_of(job: dict[str, Any], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
     """The pruned graph of a job in circuit-tracer's JSON, its features with their tokens.
 
     A job has the `model`'s options, the directory of its `transcoders`, the token `ids` of the `prompt`, the
@@ -43,19 +44,22 @@ def graph_of(job: dict[str, Any]) -> dict[str, Any]:
     backend = make_backend("reference")
     session = Session(read.model, backend, tokenizer.encode, tokenizer.token_bytes, nullcontext)
     transcoders = Transcoders.load(Path(job["transcoders"]))
-    made = attribute(SimpleNamespace(interp=session), job["ids"], transcoders, **job["attributed"])
+    llm = SimpleNamespace(interp=session)
+    made = attribute(llm, job["ids"], transcoders, progress=progress, **job["attributed"])
     found = made.as_json(token_text, **job["written"])
     add_written_tokens(session, transcoders, found, token_text)
     found["metadata"] |= job["metadata"]
     return found
 
 
-def outcome_of(job: dict[str, Any]) -> tuple[Outcome, str]:
+def outcome_of(
+    job: dict[str, Any], progress: Callable[[int, int], None] | None = None
+) -> tuple[Outcome, str]:
     """("made", JSON of the graph), ("refused", why) if the request is to blame, else ("failed", why)."""
     from kukri.errors import KukriError, RequestError, UnsupportedError
 
     try:
-        return "made", json.dumps(graph_of(job))
+        return "made", json.dumps(graph_of(job, progress))
     except (RequestError, UnsupportedError) as error:
         return "refused", str(error)
     except KukriError as error:
@@ -71,10 +75,14 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(job["n_threads"])  # read when NumPy is imported
     with suppress(AttributeError, OSError):  # not every system has it
         os.nice(_NICENESS)
-    outcome, text = outcome_of(job)
+    outcome, text = outcome_of(job, _tell)
     print(json.dumps([outcome, "" if outcome == "made" else text]), flush=True)
     if outcome == "made":
         print(text, flush=True)
+
+
+def _tell(done: int, total: int) -> None:
+    print(json.dumps(["tracing", [done, total]]), flush=True)
 
 
 def _end_with_stdin() -> None:

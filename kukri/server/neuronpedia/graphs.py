@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from starlette.requests import Request
@@ -33,6 +33,13 @@ class Graphs:
 
     def __init__(self) -> None:
         self.is_busy = False
+        self._progress: tuple[int, int] | None = None  # targets done, and in all
+
+    def state(self) -> dict[str, Any]:
+        """/check-busy: whether a graph is being made, and how much of it is."""
+        if self._progress is None:
+            return {"busy": self.is_busy}
+        return {"busy": self.is_busy, "progress": dict(zip(("done", "total"), self._progress))}
 
     async def make(self, served: ServedModel, body: GraphBody, http: Request) -> bytes:
         """/generate-graph: the JSON of the graph. A caller that stops waiting ends the process that makes it.
@@ -56,11 +63,31 @@ class Graphs:
             http.scope["kukri.log"].update(n_prompt_tokens=len(ids))
             client_of(http.scope).meter.add(len(ids), 0)
             async with asyncio.timeout(served.settings.deadline_s):
-                return await _made(_job(served, body, ids, folder))
+                return await self._made(_job(served, body, ids, folder))
         except TimeoutError:
             raise DeadlineError(f"the graph was not done within {served.settings.deadline_s:g} s") from None
         finally:
-            self.is_busy = False
+            self.is_busy, self._progress = False, None
+
+    async def _made(self, job: dict[str, Any]) -> bytes:
+        """The graph of a job. Raises RequestError and KukriError."""
+        worker = await WorkerProcess.start("kukri.server.neuronpedia.graph_worker", _MAX_LINE)
+        try:
+            await worker.send(json.dumps(job).encode() + b"\n")
+            outcome, message = "tracing", cast(Any, None)
+            while outcome == "tracing":
+                self._progress = message
+                told = await worker.read_line() or b'["failed", "the process that makes the graph has ended"]'
+                outcome, message = json.loads(told)
+            if outcome == "made":
+                return await worker.read_line()
+        finally:
+            await worker.kill()
+        if outcome == "refused":
+            raise RequestError(message)
+        for path, what in ((job["transcoders"], "the transcoders"), (job["model"]["model"], "the model")):
+            message = message.replace(path, what)  # no paths of this machine
+        raise KukriError(message)
 
 
 def folder_of(served: ServedModel, name: str | None) -> str:
@@ -117,24 +144,6 @@ def _job(served: ServedModel, body: GraphBody, ids: list[int], folder: str) -> d
             "pruning_settings": thresholds,
         },
     }
-
-
-async def _made(job: dict[str, Any]) -> bytes:
-    """The graph of a job. Raises RequestError and KukriError."""
-    worker = await WorkerProcess.start("kukri.server.neuronpedia.graph_worker", _MAX_LINE)
-    try:
-        await worker.send(json.dumps(job).encode() + b"\n")
-        told = await worker.read_line() or b'["failed", "the process that makes the graph has ended"]'
-        outcome, message = json.loads(told)
-        if outcome == "made":
-            return await worker.read_line()
-    finally:
-        await worker.kill()
-    if outcome == "refused":
-        raise RequestError(message)
-    for path, what in ((job["transcoders"], "the transcoders"), (job["model"]["model"], "the model")):
-        message = message.replace(path, what)  # no paths of this machine
-    raise KukriError(message)
 
 
 async def salient_logits(served: ServedModel, body: SalientBody, http: Request) -> dict[str, Any]:

@@ -105,6 +105,6 @@ def add_neuronpedia_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     @app.get("/check-busy", response_class=JSONResponse)
     async def check_busy(request: Request) -> Response:
-        """Whether a graph is being made, as Neuronpedia's graph server says it."""
+        """Whether a graph is being made, as Neuronpedia's graph server says it, and how much of it is."""
         check_interp(registry.settings, request.scope)
-        return JSONResponse({"busy": graphs.is_busy})
+        return JSONResponse(graphs.state())

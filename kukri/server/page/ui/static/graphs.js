@@ -59,8 +59,15 @@ async function make() {
     return warn("This server wants an API key: give it to the chat page first.")
   }
   const started = Date.now()
-  const tell = () => ($("status").textContent = `Tracing … ${Math.round((Date.now() - started) / 1000)} s`)
-  const ticks = setInterval(tell, 1000)
+  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) }
+  let share = ""
+  const tell = () => ($("status").textContent = `Tracing … ${share}${Math.round((Date.now() - started) / 1000)} s`)
+  const look = async () => {
+    tell()
+    const { progress } = await (await fetch("../check-busy", { headers })).json()
+    share = progress ? `${Math.floor((100 * progress.done) / progress.total)}%, ` : ""
+  }
+  const ticks = setInterval(() => look().catch(() => {}), 1000)
   abort = new AbortController()
   setBusy(true)
   warn("")
@@ -69,7 +76,6 @@ async function make() {
     const body = { prompt: prompt.value, max_feature_nodes: $("features").valueAsNumber || 0, compress: true }
     const model = read("kukri.model")
     if (model) body.model_id = model
-    const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) }
     const options = { method: "POST", headers, body: JSON.stringify(body), signal: abort.signal }
     const answer = await fetch("../generate-graph", options)
     if (!answer.ok) throw new Error((await answer.json()).error.message)
