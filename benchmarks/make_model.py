@@ -60,6 +60,7 @@ class Shape:
     state: tuple[int, int, int, int] = (0, 0, 0, 0)
     mixed: tuple[int, ...] = ()  # nemotron_h's layers that are a mixture
     d_shared: int = 0  # width of a mixture's expert for all tokens
+    has_next_token: bool = False  # the last layer is for multi-token prediction
     n_shared: int = 0  # gemma4's last layers, which read the keys of others, with MLPs of twice the width
     d_per_layer: int = 0  # and the width of each layer's embeddings
     # latent attention: the latent, a head's key, of it what rotates, its value, and what queries are made of
@@ -97,6 +98,13 @@ SHAPES = {
         mixed=(1, 3),
         n_taps=4,
         state=(64, 8, 64, 128),
+    ),
+    "qwen3.5-2b": Shape(
+        *("qwen35", 2048, 6144, 25, 8, 2, 256, 248320, 32768, 1e7),
+        attending=(*range(3, 24, 4), 24),
+        n_taps=4,
+        state=(16, 16, 128, 128),
+        has_next_token=True,
     ),
     "qwen3-30b-a3b-4l": Shape(
         *("qwen3moe", 2048, 6144, 4, 32, 4, 128, 151936, 32768, 1e6),
@@ -193,6 +201,9 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         if shape.attending:
             maker = {"gemma4": _gemma4_layer, "nemotron_h_moe": _layer_of_one_part}
             parts = maker.get(shape.architecture, _hybrid_layer)(shape, layer, i)
+        if shape.has_next_token and i == shape.n_layers - 1:
+            parts |= {"nextn.eh_proj": (d, 2 * d), "nextn.enorm": (d,), "nextn.hnorm": (d,)}
+            parts |= {"nextn.shared_head_norm": (d,)}
         shapes |= {f"blk.{i}.{part}{_ENDINGS.get(part, '.weight')}": dims for part, dims in parts.items()}
     return shapes
 
@@ -392,6 +403,8 @@ def _metadata(shape: Shape, mix: str, name: str) -> dict[str, Any]:
     if shape.architecture.startswith("qwen35"):
         keys |= {"full_attention_interval": 4, "rope.dimension_count": shape.d_head // 4}
         keys |= {"rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)}
+    if shape.has_next_token:
+        keys["nextn_predict_layers"] = 1
     if shape.window:
         keys["attention.sliding_window"] = shape.window
     if shape.architecture == "gemma4":

@@ -6,6 +6,8 @@ to a file, which is printed as a whole; code is written from a request; prose is
 letter. A ratio is of the times from the first token to the last, the median over rounds; for streams, of the
 times in which all of them are answered, their prompts being cached. An agent's conversation has ten turns
 over one file, each with the answers before it in its prompt; its times are those of all turns.
+With `--next-token` the model drafts by its own layer for multi-token prediction, and each draft that it made
+is replaced by the right token with a chance of 0.8: what such drafts gain if they are accepted so often.
 With `--predicted` an answer is given as its own prediction instead, whole and with a fifth of its tokens
 wrong: what drafts cost and save whatever a model of random weights writes.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from kukri.sampling import SamplingParams
 if TYPE_CHECKING:
     from kukri.calls.results import Result
     from kukri.engine.request import Timings
+    from kukri.llm import LLM
 
 _CONTEXT, _LONG_CONTEXT = 1024, 8192  # the least, and that of an agent if the model has it
 _N_PROSE = 160  # tokens of an answer at most
@@ -173,6 +176,7 @@ _TURNS = (
 _GROUPS = {"copies": COPIES, "edits": EDITS, "code": CODE, "prose": PROSE}
 _TEMPERATURES = (0.0, 0.7)
 _RIGHT = (1.0, 0.8, 0.0)  # shares of a prediction
+_FORCED, _N_DRAFTS = 0.8, 3  # the chance of a forced draft, and most of them in a step
 
 
 @dataclass(frozen=True)
@@ -203,12 +207,15 @@ class SpeculationReport:
 class _Trial:
     """An engine that answers tasks both ways."""
 
-    def __init__(self, path: Path, n_threads: int | None, rounds: int) -> None:
+    def __init__(
+        self, path: Path, n_threads: int | None, rounds: int, draft_model: str | None = None
+    ) -> None:
         from kukri.llm import LLM
 
         config = read_headers(path).config
         context = _CONTEXT if config is None else min(_LONG_CONTEXT, config.max_context)
-        self.llm = LLM(path, n_threads=n_threads, max_context=context, max_requests=_N_STREAMS)
+        options: dict[str, Any] = {"n_threads": n_threads, "max_context": context}
+        self.llm = LLM(path, max_requests=_N_STREAMS, draft_model=draft_model, **options)
         self._rounds = rounds
 
     def row(self, name: str, tasks: Sequence[Task], temperature: float) -> SpeculationRow:
@@ -255,14 +262,29 @@ class _Trial:
         answer = llm.generate(prompt, params, speculation="off")
         draws = random.Random(0)
         prediction = [token if draws.random() < share else 7 for token in answer.token_ids]
-        kinds: list[dict[str, Any]] = [{"speculation": "off"}, {"prediction": prediction}]
+        return self._against(f"predicted, {share:.0%} right", prompt, params, answer, prediction=prediction)
+
+    def next_token(self) -> SpeculationRow:
+        """A text continued with drafts of the layer for multi-token prediction, of which 0.8 are right."""
+        llm, prompt = self.llm, list(range(100, 228))
+        params = SamplingParams(temperature=0, max_tokens=_N_PROSE, ignore_eos=True)
+        answer = llm.generate(prompt, params, speculation="off")
+        force_drafts(llm, [*prompt, *answer.token_ids])
+        name = f"{_N_DRAFTS} drafts of the next-token layer, {_FORCED:.0%} right"
+        return self._against(name, prompt, params, answer, speculation="draft")
+
+    def _against(
+        self, name: str, prompt: list[int], params: SamplingParams, answer: Result, **kind: Any
+    ) -> SpeculationRow:
+        """Plain decoding and a kind of speculation in turns. Raises KukriError unless both give `answer`."""
+        llm = self.llm
+        kinds: list[dict[str, Any]] = [{"speculation": "off"}, kind]
         measures = [partial(llm.generate, prompt, params, **kind) for kind in kinds]
         rounds = in_turns(measures, self._rounds, silent)
         if any(result.token_ids != answer.token_ids for pair in rounds for result in pair):
-            raise KukriError("speculation changed an answer that was predicted")
+            raise KukriError(f"speculation changed an answer: {name}")
         plain_s, speculating_s = zip(*([r.timings.decode_s for r in pair] for pair in rounds), strict=True)
-        name, timings = f"predicted, {share:.0%} right", rounds[-1][1].timings
-        return _row(name, 0.0, len(answer.token_ids), [timings], plain_s, speculating_s)
+        return _row(name, 0.0, len(answer.token_ids), [rounds[-1][1].timings], plain_s, speculating_s)
 
     def _answer(self, tasks: Sequence[Task], temperature: float, kind: str) -> tuple[float, list[Result]]:
         """Seconds of the answers, and the answers."""
@@ -280,6 +302,30 @@ class _Trial:
         results = llm.calls.run(calls)
         spent_s = time.perf_counter() - started
         return results[0].timings.decode_s if len(tasks) == 1 else spent_s, results
+
+
+def force_drafts(llm: LLM, text: list[int]) -> None:
+    """Makes drafts of the next-token layer right with a chance of 0.8, for requests that continue a text so.
+
+    The layer computes them as ever.
+    """
+    from kukri.engine.next_token_drafts import NextTokenDrafts
+
+    draws = random.Random(0)
+
+    class Forced(NextTokenDrafts):
+        def chances(self, n: int) -> Iterator[float]:
+            return super().chances(min(n, _N_DRAFTS))
+
+        def propose(self, n: int) -> list[int]:
+            first = self.first + self.n_tokens
+            right = text[first : first + len(super().propose(n))]
+            self.drafts = [token if draws.random() < _FORCED else 7 for token in right]
+            return self.drafts
+
+    drafting = llm.engine._draft_model
+    assert drafting is not None, "it was opened with its layer"
+    drafting.kind = Forced
 
 
 def _row(
@@ -305,16 +351,18 @@ def _row(
 
 
 def measure(
-    model: str | None, rounds: int, n_threads: int | None, say: Say = silent, *, predicted: bool = False
+    model: str | None, rounds: int, n_threads: int | None, say: Say = silent, *, only: str = ""
 ) -> SpeculationReport:
-    """Answers everything `rounds` times each way; with `predicted` only answers that are predicted."""
+    """Answers everything `rounds` times each way; `only` what is "predicted", or "next_token" drafts."""
     path = model_path(model, _CONTEXT)
-    trial = _Trial(path, n_threads, rounds)
+    trial = _Trial(path, n_threads, rounds, "mtp" if only == "next_token" else None)
     rows: list[SpeculationRow] = []
     means: dict[str, dict[str, float]] = {name: {} for name in _GROUPS}
-    if predicted:
+    if only == "predicted":
         rows = [trial.predicted(share) for share in _RIGHT]
-    for temperature in () if predicted else _TEMPERATURES:
+    if only == "next_token":
+        rows = [trial.next_token()]
+    for temperature in () if only else _TEMPERATURES:
         for kind, tasks in _GROUPS.items():
             wanted = [(task.name, [task]) for task in tasks]
             streams = [tasks[i % len(tasks)] for i in range(_N_STREAMS)]
@@ -334,8 +382,12 @@ def main() -> None:
     experiment = Experiment("speculation", "Compare decoding with speculation and without, in turns.")
     experiment.count("-r", "--rounds", 5, "times each way")
     experiment.options.add_argument("--predicted", action="store_true", help="predict the answers themselves")
+    experiment.options.add_argument(
+        "--next-token", action="store_true", help="draft by the model's own layer"
+    )
     given = experiment.parse()
-    report = measure(given.model, given.rounds, given.threads, experiment.say, predicted=given.predicted)
+    only = "predicted" if given.predicted else "next_token" if given.next_token else ""
+    report = measure(given.model, given.rounds, given.threads, experiment.say, only=only)
     rows = [
         [
             row.task,

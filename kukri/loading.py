@@ -27,9 +27,12 @@ from kukri.kernels.backend import Backend
 from kukri.kernels.cache import pool_layouts, pool_windows, without_windows
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
 from kukri.model_identity import model_identity, weights_identity
-from kukri.model_options import READERS, ModelOptions
+from kukri.model_options import OWN_LAYER, READERS, ModelOptions
 from kukri.models import Model, load_model
+from kukri.models.llama import Llama
+from kukri.models.next_token import NextTokenLayer
 from kukri.models.rope import with_scaling
+from kukri.models.weights import WeightSource
 from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
 from kukri.tokenizer import Tokenizer, load_tokenizer
@@ -63,6 +66,7 @@ class ReadModel:
     vision: VisionModel | None  # the encoder of images, of a model that sees
     image_processor: ImageProcessor | None  # which prepares images for it
     mmproj: Path | None  # the encoder's file, if it has one of its own
+    next_token: NextTokenLayer | None  # its own layer that drafts, if it is to
     default_params: SamplingParams  # as the files advise
     text_encoder: TextEncoder
 
@@ -141,8 +145,10 @@ def _on_backend(
     if options.stages != 1 or options.devices:
         backend = _staged(options, read, engine_config, local)
     model.bind(backend)
-    draft_model = None if options.draft_model is None else _draft_model(options.draft_model, tokenizer)
-    models = [model] if draft_model is None else [model, draft_model]
+    draft_model: Model | None = read.next_token
+    if options.draft_model is not None and draft_model is None:
+        draft_model = _draft_model(options.draft_model, tokenizer)
+    models: list[Model] = [model] if draft_model is None else [model, draft_model]
     if progress is not None:
         _report_packing(backend, models, progress)
     engine_config = _sized(engine_config, models, backend)
@@ -184,13 +190,17 @@ def read_model(options: ModelOptions) -> ReadModel:
             )
         used = _within(config, options.max_context)
         model = load_model(checkpoint.weights(used), used)
+        next_token = None
+        if options.draft_model == OWN_LAYER:
+            next_token = _next_token_layer(checkpoint.weights(used), model, path)
         vision = checkpoint.load_vision()
         image_processor = None if vision is None else checkpoint.image_processor()
         text_encoder = TextEncoder(
             model, tokenizer, checkpoint.embedding, checkpoint.dense, options.max_context
         )
     return ReadModel(
-        path, config, tokenizer, model, vision, image_processor, checkpoint.mmproj, defaults, text_encoder
+        *(path, config, tokenizer, model, vision, image_processor, checkpoint.mmproj, next_token, defaults),
+        text_encoder,
     )
 
 
@@ -205,6 +215,7 @@ def read_weights(path: Path, options: ModelOptions) -> tuple[ModelConfig, Model]
 def _check_stages(options: ModelOptions) -> None:
     """Raises ConfigError on options that a model in several processes does not take."""
     given = [name for name in _ALONE if getattr(options, name)]
+    given += ["draft_model"] * (options.draft_model == OWN_LAYER)
     if given:
         names = ", ".join(given)
         raise ConfigError(f"{names}: these need the whole model in one process, without stages (--stages)")
@@ -353,8 +364,8 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
         kv_bytes = cost.n_bytes(cost.wanted(n_requests, context))
         kv_bytes = kv_bytes if most_kv_bytes is None else min(kv_bytes, most_kv_bytes)
     weight_bytes = _weight_bytes(headers, options.quantize)
-    if options.draft_model is not None:
-        weight_bytes += _weight_bytes(read_headers(hub.resolve(options.draft_model)), None)
+    if options.draft_model not in (None, OWN_LAYER):
+        weight_bytes += _weight_bytes(read_headers(hub.resolve(options.draft_model or "")), None)
     weight_bytes += sum(_file_bytes(Path(adapter).expanduser()) for adapter in options.adapters.values())
     n_values = (n_requests + _LOGIT_ROWS) * config.n_vocab
     n_values += n_requests * state_bytes(layout) // 4
@@ -439,6 +450,18 @@ def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer) -> Model:
         if any(a != b for a, b in zip(_texts(own), _texts(tokenizer), strict=False) if a and b):
             raise ConfigError(f"{path} has other tokens than the model: a draft model needs the same")
         return load_model(checkpoint.weights(config), config)
+
+
+def _next_token_layer(source: WeightSource, model: Model, path: Path) -> NextTokenLayer:
+    """The layer for multi-token prediction. Raises ConfigError if the files of the model have none."""
+    try:
+        if not isinstance(model, Llama):
+            raise UnsupportedError("its kind of model has none that kukri runs")
+        return NextTokenLayer(source, model)
+    except UnsupportedError as error:
+        raise ConfigError(
+            f"{path} cannot draft for itself (--draft-model {OWN_LAYER}): {error}; leave draft_model out"
+        ) from None
 
 
 def _texts(tokenizer: Tokenizer) -> list[str]:

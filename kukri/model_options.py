@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 BackendName = Literal["cpu", "portable", "torch", "gpu", "reference"]
 # commands have these groups of flags; an option of no group is set only in Python and in files
 Group = Literal["any", "generating", "many", "readers"]
+OWN_LAYER = "mtp"  # the draft model that is a layer of the model's own files
 READERS = ("control_vectors", "probes", "saes", "transcoders")  # options of the group "readers"
 
 _RAY_STAGES = "kukri.scale.pipeline:RayStages"  # by name: it stands above this module, and imports Ray
@@ -165,7 +166,11 @@ class ModelOptions:
         "generating",
     )
     draft_model: str | None = declared(
-        as_path, "Small model with the same vocabulary that drafts tokens.", "generating", metavar="MODEL"
+        as_path,
+        "Small model with the same vocabulary that drafts tokens; mtp for the model's own layer for "
+        "multi-token prediction.",
+        "generating",
+        metavar="MODEL",
     )
     adapters: Mapping[str, str] = declared(
         _paths,

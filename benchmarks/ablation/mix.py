@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from kukri.engine import Engine, Request
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.runner import OwnTaps
 from kukri.kernels.backend import Logits
-from kukri.models.both_ways import SeesWhole
 
 
 def mixed_requests(engine: Engine, sizes: Sizes) -> list[Request]:
@@ -66,12 +66,12 @@ def watched(engine: Engine) -> Iterator[HeldMemory]:
     """Records the pages held during each step within the `with` block."""
     held, forward = HeldMemory(), engine.runner.run
 
-    def look(chunks: Sequence[Chunk], *own: OwnTaps, sees_whole: SeesWhole = "") -> Logits:
+    def look(chunks: Sequence[Chunk], *own: OwnTaps, **more: Any) -> Logits:
         running = engine.scheduler.running
         held.pages = max(held.pages, engine.pool.n_pages - engine.pool.n_free)
         held.whole = max(held.whole, len(running) * engine.pool.pages_for(engine.max_context))
         held.own = max(held.own, sum(engine.pool.pages_for(request.max_cached) for request in running))
-        return forward(chunks, *own, sees_whole=sees_whole)
+        return forward(chunks, *own, **more)
 
     engine.runner.run = look  # type: ignore[method-assign]
     try:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from kukri.engine.request_images import RequestImages
-from kukri.kernels.arrays import IntArray
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, StepInputs
 
 
@@ -85,11 +85,11 @@ class BatchBuilder:
         self._others = [(pages.slots.data, pages.page_table, pool) for pool, pages in others]
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
 
-    def build(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+    def build(self, chunks: Sequence[Chunk], activations: FloatArray | None = None) -> ForwardBatch:
         """The batch of one step: tokens and rows of logits in the order of chunks, the drafts' rows last.
 
         Of the list of chunks that the last batch had, which advanced by a token each, only what differs is
-        written: nobody else may have written to the inputs.
+        written: nobody else may have written to the inputs. `activations` [T, D] are the batch's.
         """
         if chunks is self._last:
             return self._advance(chunks)
@@ -141,9 +141,9 @@ class BatchBuilder:
         rotated_by = _rotated_by(chunks, batch.positions) if self._has_axes else None
         is_plain = t == n_rows == len(chunks) and not (self._has_types or self._has_states)
         self._last = chunks if is_plain and rotated_by is None else None
-        if rotated_by is None:
+        if rotated_by is None and activations is None:
             return batch
-        other = replace(batch, rope_positions=rotated_by)
+        other = replace(batch, rope_positions=rotated_by, activations=activations)
         object.__setattr__(other, "inputs", inputs)
         return other
 

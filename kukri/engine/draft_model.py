@@ -17,7 +17,7 @@ from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import AcceptanceRate, Drafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.runner import Runner
-from kukri.kernels.arrays import IntArray
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import without_windows
 from kukri.kernels.step import StepLimits
@@ -35,6 +35,7 @@ class ModelDrafts:
     adapter_slot = -1  # drafts are the same for all adapters
     state_slot = 0
     images = None  # it reads their placeholder tokens
+    keeps_accepted = True  # what it read of drafts stays, if they are accepted
 
     def __init__(
         self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, relative_cost: float
@@ -68,7 +69,7 @@ class ModelDrafts:
                 break
             n_accepted += 1
         if self.drafts:
-            self.n_cached = min(self.n_cached, self.n_tokens + n_accepted)
+            self.n_cached = min(self.n_cached, self.n_tokens + n_accepted * self.keeps_accepted)
         self.drafts, self.tokens, self.n_tokens = [], tokens, n_tokens
 
     def chances(self, n: int) -> Iterator[float]:
@@ -90,6 +91,9 @@ class ModelDrafts:
 
 class DraftModel:
     """Computes drafts for the requests of a step, in one batch. Not for several threads at a time."""
+
+    kind: type[ModelDrafts] = ModelDrafts
+    _activations: FloatArray | None = None  # [T, D] that a run reads besides its tokens
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class DraftModel:
 
     def drafts(self) -> ModelDrafts:
         """Fresh draft state for a request."""
-        return ModelDrafts(
+        return self.kind(
             self.pool,
             np.zeros(self._max_pages, np.int32),
             self._max_context,
@@ -137,7 +141,7 @@ class DraftModel:
         depth = 1
         while ready:
             chunks = [
-                _chunk(drafts, drafts.n_tokens + depth - 1, drafts.n_tokens + depth) for drafts, _ in ready
+                chunk_of(drafts, drafts.n_tokens + depth - 1, drafts.n_tokens + depth) for drafts, _ in ready
             ]
             self._run(chunks, [drafts for drafts, _ in ready])
             depth += 1
@@ -157,10 +161,10 @@ class DraftModel:
         done: list[tuple[ModelDrafts, int]] = []
         for drafts, n in wanted:
             stop = min(drafts.n_tokens, drafts.n_cached + n_left)
-            if stop == drafts.n_cached or not self._make_room(drafts, drafts.n_tokens + n - 1):
+            if stop == drafts.n_cached or not self.make_room(drafts, drafts.n_tokens + n - 1):
                 continue
             n_left -= stop - drafts.n_cached
-            chunks.append(_chunk(drafts, drafts.n_cached, stop))
+            chunks.append(chunk_of(drafts, drafts.n_cached, stop))
             if stop == drafts.n_tokens:
                 done.append((drafts, n))
             drafts.n_cached = stop
@@ -170,7 +174,7 @@ class DraftModel:
 
     def _run(self, chunks: list[Chunk], drafting: list[ModelDrafts]) -> None:
         """Runs a step whose rows of logits are, in order, those of the requests that get a draft."""
-        logits = self._runner.run(chunks)
+        logits = self._runner.run(chunks, activations=self._activations)
         for drafts, draft in zip(drafting, logits.argmax() if drafting else (), strict=True):
             position = drafts.n_tokens + len(drafts.drafts)
             drafts.n_cached = position
@@ -179,7 +183,8 @@ class DraftModel:
             drafts.tokens[position] = draft
             drafts.drafts.append(draft)
 
-    def _make_room(self, drafts: ModelDrafts, n_tokens: int) -> bool:
+    def make_room(self, drafts: ModelDrafts, n_tokens: int) -> bool:
+        """Allocates pages for so many tokens in all; False if there are too few."""
         n_pages = self.pool.pages_for(n_tokens)
         n_new = n_pages - drafts.n_pages
         if n_new > self.pool.n_free:
@@ -190,6 +195,6 @@ class DraftModel:
         return True
 
 
-def _chunk(drafts: ModelDrafts, start: int, stop: int) -> Chunk:
+def chunk_of(drafts: ModelDrafts, start: int, stop: int) -> Chunk:
     """Tokens `start` to `stop` - 1 of a sequence; its last token and its drafts want logits."""
     return Chunk(drafts, start, stop - start, int(stop >= drafts.n_tokens))

@@ -18,6 +18,7 @@ from kukri.engine.draft_model import DraftModel
 from kukri.engine.drafts import Drafts
 from kukri.engine.encodings import Encodings
 from kukri.engine.kv_size import KVCost
+from kukri.engine.next_token_drafts import NextTokenDraftModel, StepRows, has_next_token_drafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
@@ -29,7 +30,7 @@ from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutpu
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
-from kukri.engine.step_taps import StepImages, StepTaps, has_images, sees_whole
+from kukri.engine.step_taps import has_images, request_taps, sees_whole
 from kukri.errors import ConfigError, KukriError, RequestError, StageError, UnsupportedError, failure_of
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, Logits
@@ -41,6 +42,7 @@ from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.models.adapter import Adapter
+from kukri.models.next_token import NextTokenLayer
 from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs
 from kukri.vision.encoder import VisionModel
 
@@ -169,7 +171,8 @@ class Engine(RequestMaker):
                     "after a rejected draft it has no state to continue from"
                 )
             relative_cost = draft_model.n_parameters / model.n_parameters
-            self._draft_model = DraftModel(
+            kind = NextTokenDraftModel if isinstance(draft_model, NextTokenLayer) else DraftModel
+            self._draft_model = kind(
                 *(draft_model, draft_backend or backend, config, self.max_context, max(pool_sizes)),
                 *(model.config.n_vocab, relative_cost),
             )
@@ -243,7 +246,7 @@ class Engine(RequestMaker):
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
             if scheduled.is_repeat:
-                logits = self.runner.run(chunks, *_own_taps(chunks))
+                logits = self.runner.run(chunks, *self._own_taps(chunks))
             else:
                 logits = self._run(scheduled)
             step = InFlight(chunks, logits, scheduled.is_repeat, scheduled.prompt_cost, now_s)
@@ -268,15 +271,22 @@ class Engine(RequestMaker):
         self._copy(scheduled)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
         if not has_images(chunks):
-            return run(chunks, *_own_taps(chunks))
+            return run(chunks, *self._own_taps(chunks))
         # runs of images that see all of themselves come first, in a program of their own
         chunks.sort(key=lambda chunk: not sees_whole(chunk))
         n_whole = sum(map(bool, map(sees_whole, chunks)))
         parts = [part for part in (chunks[:n_whole], chunks[n_whole:]) if part]
-        logits = [run(part, *_own_taps(part), sees_whole=sees_whole(part[0])) for part in parts]
+        logits = [run(part, *self._own_taps(part), sees_whole=sees_whole(part[0])) for part in parts]
         if len(logits) == 1 or not len(logits[0]):
             return logits[-1]
         return HostLogits(np.concatenate([each.numpy() for each in logits]))
+
+    def _own_taps(self, chunks: Sequence[ScheduledChunk]) -> list[OwnTaps]:
+        """The listeners of a step's requests, what writes its images, and what notes rows to draft by."""
+        own: list[OwnTaps] = [*request_taps(chunks)]
+        if isinstance(self._draft_model, NextTokenDraftModel) and has_next_token_drafts(chunks):
+            own.append(StepRows(chunks, self._draft_model.layer))
+        return own
 
     def _copy(self, scheduled: ScheduledStep) -> None:
         """Writes the pages and states that requests are to begin with."""
@@ -399,6 +409,8 @@ class Engine(RequestMaker):
     def _add_drafts(self, scheduled: ScheduledStep) -> None:
         """Extends the chunks of decoding requests by draft tokens."""
         chunks = scheduled.chunks
+        if isinstance(self._draft_model, NextTokenDraftModel):
+            self._draft_model.read_ahead(chunks)
         planned = self.scheduler.plan_drafts(chunks)
         if self._draft_model is not None:
             self._draft_model.compute([(drafts, n) for _, drafts, n in planned])
@@ -559,13 +571,6 @@ class Engine(RequestMaker):
         self.residence.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
         # a hook sees each token of a sequence once, and none that is not in it
         self.scheduler.takes_drafts = not self.runner.hooks
-
-
-def _own_taps(chunks: Sequence[ScheduledChunk]) -> list[OwnTaps]:
-    """The listeners of a step's requests, and what writes its images."""
-    listens = any(chunk.request.taps is not None for chunk in chunks)
-    own: list[OwnTaps] = [StepTaps(chunks)] if listens else []
-    return [*own, StepImages(chunks)] if has_images(chunks) else own
 
 
 def _note_stages(step: InFlight) -> None:

@@ -64,18 +64,25 @@ class Runner:
         if adapters:
             self._compiled("logits", frozenset(), True)
 
-    def run(self, chunks: Sequence[Chunk], *own: OwnTaps, sees_whole: SeesWhole = "") -> Logits:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        *own: OwnTaps,
+        sees_whole: SeesWhole = "",
+        activations: FloatArray | None = None,
+    ) -> Logits:
         """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache.
 
         `own` see the taps of the step's requests, one after another: `StepImages` before the hooks. With
-        `sees_whole` each token sees those after it in its chunk too, in those layers.
+        `sees_whole` each token sees those after it in its chunk too, in those layers. `activations` [T, D]
+        are for a program that reads them.
         """
         has_adapters = self._has_adapters(chunks)
         if not own and not self.hooks and not has_adapters:
             program, builder = self.plain
         else:
             program, builder = self._compiled("logits", self._names(own), has_adapters, sees_whole)
-        return program(builder.build(chunks), self._listener(own))
+        return program(builder.build(chunks, activations), self._listener(own))
 
     def run_hidden(self, chunks: Sequence[Chunk], *own: OwnTaps, sees_whole: SeesWhole = "") -> Logits:
         """Runs one step and gives hidden states [N, D], the last norm's outputs, instead of logits."""

@@ -79,6 +79,13 @@ class StepImages:
             row += chunk.n_tokens
 
 
+def request_taps(chunks: Sequence[ScheduledChunk]) -> list[StepTaps | StepImages]:
+    """The listeners of a step's requests, and what writes its images."""
+    listens = any(chunk.request.taps is not None for chunk in chunks)
+    own: list[StepTaps | StepImages] = [StepTaps(chunks)] if listens else []
+    return [*own, StepImages(chunks)] if has_images(chunks) else own
+
+
 def has_images(chunks: Sequence[ScheduledChunk]) -> bool:
     """True if a token of a step is a row of an image."""
     return any(

@@ -37,6 +37,7 @@ from kukri.formats.huggingface.weights import (
     is_one_row,
     model_prefix,
     norm_offset,
+    of_next_token,
     parts_of,
 )
 from kukri.formats.imatrix import ImportanceMatrix
@@ -44,6 +45,7 @@ from kukri.host.mapped_files import release_pages
 from kukri.kernels.constants import Experts
 from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES
+from kukri.models.next_token import is_after_last
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order
 from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, dequantize
@@ -154,8 +156,10 @@ def of_directory(
     files = open_files(path)
     prefix = model_prefix(files, architecture)
     stacks: dict[str, None] = {}
+    has_next_token = False
     for name, file in files.items():
-        canonical = canonical_name(name, prefix)
+        canonical = of_next_token(canonical_name(name, prefix), config.n_layers)
+        has_next_token |= architecture.next_token != "" and is_after_last(canonical, config.n_layers)
         is_unused = config.head.kind == "none" and re.fullmatch(architecture.unused, canonical)
         if follows_from_config(name, config.tie_embeddings) or is_unused or is_of_images(name):
             continue
@@ -176,7 +180,8 @@ def of_directory(
             steps.append(_of_safetensors(config, file, name, head, 0, 1))
     steps += _of_experts(path, config, stacks)
     steps.sort(key=_place)
-    return Conversion(config, {**model_metadata(config), **text, **_lists(path, config)}, tuple(steps))
+    metadata = {**model_metadata(config, has_next_token=has_next_token), **text, **_lists(path, config)}
+    return Conversion(config, metadata, tuple(steps))
 
 
 def _lists(path: Path, config: ModelConfig) -> dict[str, FloatArray]:
@@ -245,7 +250,7 @@ def _of_safetensors(
         return Step(stored_name, shape, _F32, type, read_multiplied, name)
     if is_decay(name):
         return Step(stored_name, shape, _F32, _F32, read_decay, name)
-    if offset := norm_offset(name, config):
+    if offset := norm_offset(hf_name(stored_name, config.architecture), config):
         return Step(stored_name, shape, _F32, _F32, read_norm, name)
     if is_one_row(name):
         shape = shape[1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from kukri.config import ModelConfig
 from kukri.models.keys import Keys
@@ -68,6 +68,8 @@ class Architecture:
     layers: str = "model.layers"  # the list of layers
     embedding: str = "model.embed_tokens"  # the token embedding
     unused: str = ""  # pattern of names: tensors that files carry and the model may leave
+    # files may have a layer for multi-token prediction after the last; "mtp": safetensors call it so
+    next_token: Literal["", "layer", "mtp"] = ""
 
     numbers: Set[str] = frozenset()  # fields of ModelConfig that only some have: `facts.OPTIONAL_FACTS`
     # fields of ModelConfig whose keys are others than usual: GGUF's and config.json's

@@ -23,7 +23,7 @@ DEEPSEEK_V3 = replace(
     hf_class="DeepseekV3ForCausalLM",
     ignores=DEEPSEEK_V2.ignores - {"n_group", "topk_group", "rope_interleave"}
     | {"num_nextn_predict_layers", "num_mtp_layers"},
-    unused=r"model\.layers\.\d+\.(?:eh_proj|enorm|hnorm|shared_head\..+|embed_tokens)\.weight",
+    next_token="layer",
     fixed={
         **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
         "rope_interleave": True,

@@ -36,6 +36,7 @@ GLM4_MOE = Architecture(
     Glm4Moe,
     "Glm4MoeForCausalLM",
     gguf="glm4moe",
+    next_token="layer",
     partial_rotary=True,
     tensor_names={"post_attention_layernorm": "post_attention_norm"},
     reads={"attention_bias", _NORMED},

@@ -144,7 +144,7 @@ QWEN3_5_TEXT = Architecture(
         *("mamba_ssm_dtype", "attn_output_gate", "output_gate_type"),
         *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     },
-    unused=r"mtp\..+",
+    next_token="mtp",
     defaults={
         **{"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
         "mrope_interleaved": True,

@@ -44,6 +44,7 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 _LOCAL_THETA = "rope.freq_base_swa"
 _KV_HEADS, _INTERVAL = "attention.head_count_kv", "full_attention_interval"
 _RECURRENT = "attention.recurrent_layers"
+_NEXT_TOKEN = "nextn_predict_layers"
 
 # For mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
 # and the function that makes them of logits, 1 softmax, 3 softmax of the chosen ones; 0 says nothing.
@@ -132,7 +133,10 @@ def model_config(gguf: GGUFFile) -> ModelConfig:
 def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> ModelConfig:
     _check_neutral(keys, architecture)
     n_vocab, d_model = _embedding_shape(gguf)
-    known = {"n_vocab": n_vocab, "n_layers": keys.whole("block_count", most=len(gguf.tensors))}
+    n_layers = keys.whole("block_count", most=len(gguf.tensors))
+    if architecture.next_token:
+        n_layers -= keys.whole(_NEXT_TOKEN, 0, least=0, most=n_layers - 1)
+    known = {"n_vocab": n_vocab, "n_layers": n_layers}
     numbers = read_numbers(keys, "gguf", architecture, known)
     if numbers["d_model"] != d_model:
         message = f"is {numbers['d_model']}, but the width of tensor 'token_embd.weight' is {d_model}"
@@ -170,8 +174,11 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
     return ModelConfig(**found)
 
 
-def model_metadata(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a configuration. Raises UnsupportedError for settings without a key."""
+def model_metadata(config: ModelConfig, *, has_next_token: bool = False) -> dict[str, Any]:
+    """The keys of a configuration, of a file that also has the layer for multi-token prediction if told so.
+
+    Raises UnsupportedError for settings without a key.
+    """
     architecture = ARCHITECTURES[config.architecture]
     local = local_rope(config, architecture)
     nope = [i for i, layer in enumerate(config.layers) if not layer.use_rope]
@@ -187,6 +194,8 @@ def model_metadata(config: ModelConfig) -> dict[str, Any]:
         **_mixture_keys(config, architecture),
         **_recurrent_keys(config, architecture),
     }
+    if has_next_token:
+        keys |= {"block_count": config.n_layers + 1, _NEXT_TOKEN: 1}
     architecture.write_gguf(config, keys)
     name = gguf_architecture(config)
     return {
@@ -294,6 +303,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         neutral |= {key: (keys.value(base),) for key, base in AS_WITHOUT_WINDOW.items() if keys.has(base)}
     read_here = {fact.gguf for fact in facts(architecture)}
     read_here |= {_LOCAL_THETA} if architecture.local_rope else set()
+    read_here |= {_NEXT_TOKEN} if architecture.next_token else set()
     if architecture.recurrent is not None:
         read_here |= {*architecture.recurrent.gguf.values(), _INTERVAL, _RECURRENT}
     read_here |= architecture.gguf_reads | ({SECTIONS_KEY} if has_sections(architecture) else set())

@@ -20,6 +20,7 @@ from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.models import Architecture
 from kukri.models.keys import Keys
+from kukri.models.next_token import is_after_last
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS
@@ -103,7 +104,12 @@ class GGUFWeights:
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors that no layer took."""
-        unused = [name for name in self._gguf.tensors if name not in self._taken]
+        unused = [
+            name
+            for name in self._gguf.tensors
+            if name not in self._taken
+            and not (self._architecture.next_token and is_after_last(name, self._config.n_layers))
+        ]
         if unused:
             message = f"holds tensors that no layer of {self._config.architecture} takes: "
             raise UnusedTensorError(message + brief_list([*map(brief, unused)]), path=self._gguf.path)

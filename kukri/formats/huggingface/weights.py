@@ -18,6 +18,7 @@ from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES, Architecture
+from kukri.models.next_token import is_after_last
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name, of_experts
 from kukri.quant.blocks import dequantize
@@ -57,6 +58,14 @@ _BARE = (
     r"sinks|A_log|D|layer_scalar|router\.(?:per_expert_)?scale|(?<=\d\.)experts\.(?:gate_up|down)_proj"
     r"|(?<=act_fn\.)(?:alpha_[pn]|beta|eps)"
 )
+
+# What joins the layer for multi-token prediction to the model, where its name is "mtp".
+_MTP = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+}
 
 _ONE_ROW = re.compile(r".+\.(?:shared_expert_gate\.weight|moe_statics\.e_score_correction[._]bias)")
 
@@ -194,7 +203,7 @@ class SafetensorsWeights:
             for name in self.names
             if name not in self._taken
             and not follows_from_config(name, self._config.tie_embeddings)
-            and not re.fullmatch(self._architecture.unused, canonical_name(name, self._prefix))
+            and not self._is_unused(canonical_name(name, self._prefix))
         ]
         if unused:
             listed = brief_list([*map(brief, unused)])
@@ -203,6 +212,12 @@ class SafetensorsWeights:
                 "check model_type in config.json, or save the checkpoint without them",
                 path=self.path,
             )
+
+    def _is_unused(self, name: str) -> bool:
+        """True for a tensor that the model may leave."""
+        if self._architecture.next_token and is_after_last(name, self._config.n_layers):
+            return True
+        return re.fullmatch(self._architecture.unused, name) is not None
 
     def _packed(
         self,
@@ -225,6 +240,8 @@ class SafetensorsWeights:
 
     def _stored_name(self, name: str) -> str:
         name = parameter_name(name)
+        if self._architecture.next_token == "mtp" and is_after_last(name, self._config.n_layers):
+            return mtp_name(name)
         return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     def _take(
@@ -395,6 +412,21 @@ def model_prefix(names: Collection[str], architecture: Architecture) -> str:
     prefixes = (architecture.hf_prefix, *_PREFIXES)
     found = (prefix for prefix in prefixes if f"{prefix}{embedding}.weight" in names)
     return next(found, _PREFIXES[0])
+
+
+def mtp_name(name: str) -> str:
+    """The name in safetensors of a tensor of the layer after the last, where "mtp" is that layer's name."""
+    module, dot, kind = name.split(".", 3)[3].rpartition(".")
+    return f"mtp.{_MTP[module]}.{kind}" if module in _MTP else f"mtp.layers.0.{module}{dot}{kind}"
+
+
+def of_next_token(name: str, n_layers: int) -> str:
+    """The inverse of `mtp_name`, for a model of so many layers; other names as they are."""
+    if not name.startswith("mtp."):
+        return name
+    module, _, kind = name.removeprefix("mtp.").rpartition(".")
+    module = {stored: own for own, stored in _MTP.items()}.get(module, module.removeprefix("layers.0."))
+    return f"model.layers.{n_layers}.{module}.{kind}"
 
 
 def canonical_name(name: str, prefix: str) -> str:

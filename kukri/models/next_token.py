@@ -1,0 +1,110 @@
+"""The layer for multi-token prediction that comes with a model (DeepSeek-AI 2024), as a program that drafts.
+
+Of what the model made of token i, after its last norm, and of the embedding of token i + 1 it predicts token
+i + 2: by one further layer of the model's own kind, and the model's head. Its own result takes the place of
+the model's when it drafts more than one token. Names are DeepSeek's: the layer is that after the last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kukri.config import ModelConfig
+from kukri.errors import UnsupportedError
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import Vector, Weight
+from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.taps import tap_name
+from kukri.models.layers import Linear, RMSNorm
+from kukri.models.llama import Llama
+from kukri.models.weights import Parameter, TakenWeights, WeightSource
+
+# Tokens that may be drafted, the first of the vocabulary. Ids follow the order in which a tokenizer's merges
+# were learned, so these are the frequent ones; all of 248,320 rows would cost a quarter of a step of 2B.
+MOST_DRAFTED = 1 << 16
+_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
+RESULT = "ln_final.hook_normalized"  # the tap of the program's own result [N, D]
+
+
+class NextTokenLayer(Llama):
+    """A model of one layer: `layer(ops, batch)` gives logits [N, tokens that may be drafted].
+
+    `batch.activations` [T, D] are hidden states, and `token_ids` the tokens that follow each. Attributes, as
+    of other models: config, of one layer; parameters and vectors that a draft reads; embedding, the model's.
+    `tap` is where the model shows its hidden states, before its last norm.
+    """
+
+    def __init__(self, source: WeightSource, model: Llama) -> None:
+        """Raises UnsupportedError if the source has no such layer, or the model another kind of norm."""
+        config, norm = model.config, model.norm
+        if type(norm) is not RMSNorm or not has_next_token_layer(source, config):
+            raise UnsupportedError("it has no layer for multi-token prediction that kukri runs")
+        last = next(layer for layer in reversed(config.layers) if not layer.is_recurrent)
+        self.config = replace(config, n_layers=1, layers=(last,))
+        self.tap = tap_name("hook_resid_post", config.n_layers - 1)
+        taken = TakenWeights(source)
+        first = _AsFirstLayer(taken, config.n_layers)
+        name, d_model, eps = "model.layers.0", config.d_model, config.norm_eps
+        self._model, self.embedding = model, model.embedding
+        self._embedding_norm = RMSNorm(first, f"{name}.enorm", d_model, eps)
+        self._hidden_norm = RMSNorm(first, f"{name}.hnorm", d_model, eps)
+        self._joined = Linear(first, [f"{name}.eh_proj"], (d_model,), 2 * d_model)
+        self.blocks = [model.block_type(first, self.config, 0)]
+        self.norm = RMSNorm(first, f"{name}.shared_head.norm", d_model, eps)
+        self._head, self._bias = _first_rows(model, MOST_DRAFTED)
+        head = Parameter("head", self._head.shape, self._head.type.name, self._head.stored.nbytes)
+        self.parameters = (*taken.parameters.values(), head)
+        self.vectors: Sequence[FloatArray] = tuple(taken.vectors.values())
+
+    def __call__(self, ops: Ops, batch: Any) -> Tensor:
+        """See the class. Writes the batch's tokens to the cache."""
+        embedded = self._embedding_norm(ops, self._model.embed(ops, batch))
+        hidden = self._hidden_norm(ops, ops.activations(batch, self.config.d_model))  # type: ignore[attr-defined]
+        x = self.through_blocks(ops, self._joined(ops, ops.join_heads((embedded, hidden), 1)), batch)
+        x = ops.tap(RESULT, None, self.norm(ops, ops.logit_rows(x, batch)))
+        return self._model.adjust_logits(ops, ops.linear(x, (self._head,), self._bias))
+
+    def normed(self, x: FloatArray) -> FloatArray:
+        """The rows [R, D] of `tap` after the model's last norm."""
+        mean_square = np.mean(x * x, axis=-1, keepdims=True)
+        norm = self._model.norm
+        y: FloatArray = x / np.sqrt(mean_square + np.float32(norm.eps)) * norm.weight.data
+        return y
+
+
+def is_after_last(name: str, n_layers: int) -> bool:
+    """True for a tensor of a layer after the model's, by its name here or in a GGUF file, or in `mtp`."""
+    match = _LAYER.match(name)
+    return name.startswith("mtp.") or (match is not None and int(match[1]) >= n_layers)
+
+
+def has_next_token_layer(source: WeightSource, config: ModelConfig) -> bool:
+    """True if a checkpoint has a layer for multi-token prediction."""
+    return source.has(f"model.layers.{config.n_layers}.eh_proj.weight")
+
+
+def _first_rows(model: Llama, n: int) -> tuple[Weight, Vector | None]:
+    """The first rows of a model's head, and of its bias."""
+    head = model.head
+    whole = head.weights[0] if isinstance(head, Linear) else model.embedding.weight
+    bias = head.bias if isinstance(head, Linear) else None
+    n = min(n, whole.shape[0])
+    rows = Weight(whole.data[:n], whole.type, (n, whole.shape[1]), "head", whole.per_token)
+    return rows, None if bias is None else Vector(bias.data[:n], "head.bias")
+
+
+class _AsFirstLayer:
+    """A `WeightSource` whose layer 0 is another's layer `layer`."""
+
+    def __init__(self, source: WeightSource, layer: int) -> None:
+        self._source, self._name = source, f"model.layers.{layer}."
+
+    def __getattr__(self, name: str) -> Any:
+        """A method whose first argument is a tensor's name."""
+        method = getattr(self._source, name)
+        return lambda tensor, *others: method(tensor.replace("model.layers.0.", self._name), *others)
