@@ -45,7 +45,7 @@ BODIES = (
     *("/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/activations"),
     *("/v1/activation/single", "/v1/activation/all", "/v1/activation/topk-by-token"),
     *("/v1/util/sae-topk-by-decoder-cossim", "/v1/steer/completion", "/v1/steer/completion-chat"),
-    *("/generate-graph", "/forward-pass"),
+    *("/generate-graph", "/steer", "/forward-pass"),
 )
 GETS = (
     *("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -116,6 +117,66 @@ def test_likeliest_next_tokens(http: httpx.Client, files: Path) -> None:
     assert shares[order[: n - 1]].sum() < 0.2 <= found["cumulative_probability"]
     np.testing.assert_allclose(found["cumulative_probability"], shares[order[:n]].sum(), rtol=1e-3)
     assert len(found["input_tokens"]) == len(ids)
+
+
+def test_features_of_a_graph_are_set(http: httpx.Client, files: Path) -> None:
+    """Catches a value of another token, steps that are steered with the prompt, rows that are late."""
+    features = [
+        {"layer": 0, "index": 3, "token_active_position": 2, "steer_position": 4, "delta": 25.0},
+        {"layer": 1, "index": 7, "token_active_position": 1, "steer_generated_tokens": True, "ablate": True},
+        {"layer": 1, "index": 9, "token_active_position": 3, "steer_generated_tokens": True, "delta": 40.0},
+    ]
+    body = {"prompt": PROMPT, "model_id": MODEL, "features": features, "n_tokens": 6, "top_k": 3}
+    answer = http.post("/steer", json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    with opened(files, "mlps") as llm:
+        ids = llm.tokenizer.encode(PROMPT, add_special=True)
+        clamps = []
+        for one, positions in zip(features, ([4], "generated", "generated")):
+            reader = llm.interp.catalog.transcoders["mlps"].reader(one["layer"])
+            _, cache = llm.run_with_cache(ids, names=[reader.name])
+            now = reader.features(cache[reader.name][0])[one["token_active_position"], one["index"]]
+            strength = 0.0 if one.get("ablate") else float(now) + one["delta"]
+            of = {"transcoder": "mlps", "layer": one["layer"], "features": [one["index"]]}
+            clamps.append({"op": "clamp", **of, "strength": strength, "positions": positions})
+        for kind, edits in (("DEFAULT", []), ("STEERED", clamps)):
+            made = llm.generate(ids, max_tokens=7, temperature=0, logprobs=3, interventions=edits)
+            rows = found[f"{kind}_LOGITS_BY_TOKEN"]
+            tokens = [*ids, *made.token_ids[:6]]
+            assert [row["token"] for row in rows] == [
+                llm.tokenizer.decode([i], continues=True) for i in tokens
+            ]
+            assert found[f"{kind}_GENERATION"] == "".join(row["token"] for row in rows)
+            assert not any(row["top_logits"] for row in rows[: len(ids) - 1])
+            for row, token in zip(rows[len(ids) - 1 :], made.logprobs, strict=True):
+                shares = [math.exp(logprob) for _, logprob in token.top_logprobs]
+                assert [one["prob"] for one in row["top_logits"]] == pytest.approx(shares, rel=1e-3)
+    assert found["DEFAULT_GENERATION"] != found["STEERED_GENERATION"]
+    again = http.post("/steer", json={**body, "features": []}).json()
+    assert again["STEERED_LOGITS_BY_TOKEN"] == again["DEFAULT_LOGITS_BY_TOKEN"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"delta": None}, "give a delta, or ablate"),
+        ({"ablate": True}, "give a delta, or ablate"),
+        ({"steer_generated_tokens": True}, "give a steer_position, or steer_generated_tokens"),
+        ({"steer_position": 99}, "steer_position must be below the"),
+        ({"token_active_position": 99}, "token_active_position must be below the"),
+        ({"index": 10_000}, "index must be from 0 to"),
+        ({"layer": 9}, "needs a layer that it has"),
+    ],
+)  # fmt: skip
+def test_steering_that_is_refused(http: httpx.Client, change: dict[str, Any], words: str) -> None:
+    """Catches an edit of nothing, and an index error."""
+    feature = {"layer": 0, "index": 3, "token_active_position": 2, "steer_position": 4, "delta": 25.0}
+    answer = http.post("/steer", json={"prompt": PROMPT, "features": [{**feature, **change}]})
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+    frozen = http.post("/steer", json={"prompt": PROMPT, "features": [feature], "freeze_attention": True})
+    assert frozen.status_code == 400
 
 
 def children() -> list[str]:

@@ -75,9 +75,9 @@ class Seen:
 
 
 async def see(
-    served: ServedModel, model: str | None, prompt: str, hooks: Sequence[str], http: Request
+    served: ServedModel, model: str | None, prompt: str | list[int], hooks: Sequence[str], http: Request
 ) -> Seen:
-    """Runs a prompt. Raises RequestError."""
+    """Runs a prompt, a text or token ids. Raises RequestError."""
     names = list(dict.fromkeys(hooks))
     body = ActivationsBody(model=model, input=prompt, names=names)
     requests, taps = await asyncio.to_thread(capturing, served, body, http.scope["kukri.client"])

@@ -19,7 +19,7 @@ from kukri.interp.circuits import likeliest
 from kukri.server.access import client_of
 from kukri.server.errors import DeadlineError
 from kukri.server.models.served_model import ServedModel
-from kukri.server.neuronpedia.schema import GraphBody, SalientBody
+from kukri.server.neuronpedia.schema import GraphBody, GraphPromptBody, SalientBody
 from kukri.server.openai.embeddings import request_options, rows_of
 from kukri.server.worker_process import WorkerProcess
 
@@ -90,14 +90,18 @@ class Graphs:
         raise KukriError(message)
 
 
-def folder_of(served: ServedModel, name: str | None) -> str:
-    """The directory of the transcoders of this name, or of the only ones. Raises RequestError."""
-    session = served.session
-    there = session.catalog.transcoders
+def transcoder_name(served: ServedModel, name: str | None) -> str:
+    """The name, or that of the only transcoders. Raises RequestError."""
+    there = served.session.catalog.transcoders
     if name is None and len(there) != 1:
         known = f"choose by transcoder: {', '.join(there)}" if there else "start with --transcoder NAME=DIR"
         raise RequestError(f"the server has {len(there) or 'no'} transcoders: {known}", param="transcoder")
-    name = next(iter(there)) if name is None else name
+    return next(iter(there)) if name is None else name
+
+
+def folder_of(served: ServedModel, name: str | None) -> str:
+    """The directory of the transcoders of this name, or of the only ones. Raises RequestError."""
+    session, name = served.session, transcoder_name(served, name)
     try:
         session.catalog.known("transcoder", name).check(session.config.n_layers, session.config.d_model)
     except ConfigError as error:
@@ -108,7 +112,7 @@ def folder_of(served: ServedModel, name: str | None) -> str:
     return os.fspath(folder)
 
 
-async def prompt_of(served: ServedModel, body: SalientBody) -> list[int]:
+async def prompt_of(served: ServedModel, body: GraphPromptBody) -> list[int]:
     """The token ids of a text, whose control tokens count, or of a chat before its answer."""
     limit = served.llm.engine.max_context
     if body.messages is None:

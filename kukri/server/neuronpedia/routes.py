@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse, Response
 from kukri.server.access import check_interp
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
-from kukri.server.neuronpedia import activations, steering
+from kukri.server.neuronpedia import activations, graph_steering, steering
 from kukri.server.neuronpedia.graphs import Graphs, salient_logits
 from kukri.server.neuronpedia.schema import (
     AllBody,
     CosineBody,
     GraphBody,
+    GraphSteerBody,
     SalientBody,
     SingleBody,
     SteerChatBody,
@@ -97,6 +98,11 @@ def add_neuronpedia_routes(app: FastAPI, registry: ModelRegistry) -> None:
             small = await asyncio.to_thread(gzip.compress, found, _GZIP_LEVEL)
             return Response(small, headers={"content-encoding": "gzip"}, media_type="application/json")
         return Response(found, media_type="application/json")
+
+    @app.post("/steer", response_class=JSONResponse)
+    async def steered_features(body: GraphSteerBody, request: Request) -> Response:
+        """A text continued with features of its graph set, as Neuronpedia's graph server does it."""
+        return await answered(body, request, graph_steering.steer)
 
     @app.post("/forward-pass", response_class=JSONResponse)
     async def forward_pass(body: SalientBody, request: Request) -> Response:

@@ -149,14 +149,12 @@ class SteerChatBody(SteerBody):
     is_assistant_axis: Literal[False] | None = None
 
 
-class SalientBody(Body):
-    """A text, or a chat that is to be answered, and how many of its likeliest next tokens are meant."""
+class GraphPromptBody(Body):
+    """A text, or a chat that is to be answered."""
 
     prompt: str = ""
     messages: Annotated[list[SteerMessage], Field(min_length=1)] | None = None
     model_id: _Name | None = None
-    max_n_logits: Annotated[int, Field(ge=1, le=100)] = 10
-    desired_logit_prob: Annotated[float, Field(gt=0, le=1)] = 0.95
 
     @property
     def model(self) -> str | None:
@@ -164,10 +162,58 @@ class SalientBody(Body):
         return self.model_id
 
     @model_validator(mode="after")
-    def _is_one(self) -> SalientBody:
+    def _is_one(self) -> GraphPromptBody:
         if (self.messages is None) == (not self.prompt):
             raise RequestError("give a prompt or messages, one of them", param="prompt")
         return self
+
+
+class SalientBody(GraphPromptBody):
+    """How many of the likeliest next tokens are meant."""
+
+    max_n_logits: Annotated[int, Field(ge=1, le=100)] = 10
+    desired_logit_prob: Annotated[float, Field(gt=0, le=1)] = 0.95
+
+
+class GraphFeature(Body):
+    """A feature that is set to what it is at `token_active_position` plus `delta`, or to 0, at
+    `steer_position` or at the tokens of the answer.
+    """
+
+    layer: Annotated[int, Field(ge=0, le=MAX_COUNT)]
+    index: _Index
+    token_active_position: _Index
+    steer_position: _Index | None = None
+    steer_generated_tokens: bool = False
+    delta: float | None = None
+    ablate: bool = False
+
+    @model_validator(mode="after")
+    def _is_one(self) -> GraphFeature:
+        if self.ablate == (self.delta is not None):
+            raise RequestError("give a delta, or ablate: one of them", param="delta")
+        if self.steer_generated_tokens == (self.steer_position is not None):
+            raise RequestError(
+                "give a steer_position, or steer_generated_tokens: one of them", param="steer_position"
+            )
+        return self
+
+
+class GraphSteerBody(GraphPromptBody):
+    """A prompt continued as it is and with features of a graph set: `n_tokens`, each with the `top_k`
+    likeliest. `transcoder` names the transcoders if the server has several.
+    """
+
+    refused: ClassVar[Refused] = {
+        "freeze_attention": ((False,), "interventions change what attention sees (see GraphMeasure)"),
+    }
+    transcoder: _Name | None = None
+    features: Annotated[list[GraphFeature], Field(max_length=64)]
+    n_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 10
+    top_k: Annotated[int, Field(ge=1, le=20)] = 5
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    freq_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    seed: int | None = None
 
 
 class GraphBody(SalientBody):

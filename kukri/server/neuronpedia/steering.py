@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 
-from kukri.sampling import SampledToken
+from kukri.sampling import SampledToken, SamplingParams
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import ServedModel
 from kukri.server.neuronpedia.activations import index_of, reader_of
@@ -63,13 +63,30 @@ async def _answers(
     special = served.tokenizer.special_ids
     spared = [i for i, token in enumerate(ids) if token in special] if spares_special else []
     steered = await asyncio.to_thread(_interventions, served, body, others(spared, len(ids)))
+    edits = [steered if kind == "STEERED" else [] for kind in body.types]
+    return await ended_calls(served, body.model, ids, params, edits, http)
+
+
+async def ended_calls(
+    served: ServedModel,
+    model: str | None,
+    ids: Sequence[int],
+    params: SamplingParams,
+    edits: Sequence[list[dict[str, Any]]],
+    http: Request,
+) -> list[LiveCall]:
+    """An ended call for each list of interventions. Raises KukriError if one failed."""
     calls: list[LiveCall] = []
     try:
-        for kind in body.types:
-            edits = steered if kind == "STEERED" else []
-            adapter = served.adapter_of(body.model)
+        for interventions in edits:
             call = await served.submit(
-                [ids], params, http.scope, user=None, priority=None, adapter=adapter, interventions=edits
+                [ids],
+                params,
+                http.scope,
+                user=None,
+                priority=None,
+                adapter=served.adapter_of(model),
+                interventions=interventions,
             )
             calls.append(call)
         await asyncio.gather(*map(_ended, calls))
