@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.config import EmbeddingConfig, ModelConfig
-from kukri.errors import ConfigError, FormatError, brief, brief_list, reading
+from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, brief_list, reading
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.vision import MmprojWeights, find_mmproj, read_mmproj, width_of
@@ -80,10 +80,14 @@ def open_checkpoint(
             opened = _open_gguf(gguf, path)
         named = mmproj or find_mmproj(path)
         if named is not None:
-            with reading(named):
-                opened = _with_mmproj(
-                    opened, gguf, files.enter_context(GGUFFile(named)), is_named=bool(mmproj)
-                )
+            try:
+                with reading(named):
+                    encoder = files.enter_context(GGUFFile(named))
+                    opened = _with_mmproj(opened, gguf, encoder, is_named=bool(mmproj))
+            except UnsupportedError as error:
+                if mmproj is not None:
+                    raise
+                _log.warning("%s; the model is opened without it", error)
         yield opened
 
 

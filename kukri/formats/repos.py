@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from kukri.errors import DownloadError, UnsupportedError, brief_list
-from kukri.formats.gguf.split import is_mmproj, part_name, part_of
+from kukri.formats.gguf.split import fitting_mmproj, is_mmproj, part_name, part_of
 from kukri.formats.known_models import KNOWN_MODELS
 
 # progress(done_bytes, total_bytes): called now and then during a download; the total is 0 if nobody knows it
@@ -117,7 +117,10 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def choose(name: RepoName, files: Iterable[str]) -> list[str]:
-    """The files to fetch, the first of them the one to open or config.json. Raises UnsupportedError."""
+    """The files to fetch, the first of them the one to open or config.json. Raises UnsupportedError.
+
+    A GGUF model comes with its encoder of images, if there is one in its folder.
+    """
     files = sorted(files)
     if name.choice is None and "config.json" in files:
         weights = ["model.safetensors"] if "model.safetensors" in files else _sharded(files)
@@ -135,7 +138,10 @@ def choose(name: RepoName, files: Iterable[str]) -> list[str]:
         if name.choice is None or any(_fits(part, name.choice) for part in parts)
     ]
     if len(fitting) == 1:
-        return _complete(name, models[fitting[0]])
+        folder, slash, model = fitting[0].rpartition("/")
+        beside = [file.removeprefix(folder + slash) for file in files if file.rpartition("/")[0] == folder]
+        encoder = fitting_mmproj(model, beside)
+        return [*_complete(name, models[fitting[0]]), *([folder + slash + encoder] if encoder else [])]
     problem = "holds several models" if fitting else f"has no {name.choice}"
     raise UnsupportedError(f"{name} {problem}: choose one of {_choices(name, fitting or list(models))}")
 

@@ -12,6 +12,7 @@ import pytest
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.vision import find_mmproj
 from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name
 from tests.fake_hub import TOKEN, Hub, running
 from tests.formats.test_gguf_split import split
@@ -151,7 +152,9 @@ def test_the_right_files_are_chosen():
         "model-00002-of-00002.safetensors",
     ]
     for choice in ("Q4_K_M", "q4_k_m", "Tiny-1B-Q4_K_M.gguf"):
-        assert choose(RepoName("o/r", choice=choice), GGUF) == ["Tiny-1B-Q4_K_M.gguf"]
+        assert choose(RepoName("o/r", choice=choice), GGUF) == ["Tiny-1B-Q4_K_M.gguf", "mmproj-Tiny-F16.gguf"]
+    several = ["q/m-Q8_0.gguf", "q/mmproj-F32.gguf", "q/mmproj-BF16.gguf", "mmproj-F16.gguf"]
+    assert choose(RepoName("o/r"), several) == ["q/m-Q8_0.gguf", "q/mmproj-BF16.gguf"]
     with pytest.raises(
         UnsupportedError, match="o/r:Q4_K has no Q4_K: choose one of o/r:Q4_K_M, o/r:Q4_K_S, o/r:Q8_0"
     ):
@@ -192,10 +195,14 @@ def test_shards_come_with_their_index(fake):
 
 
 def test_one_file_of_a_gguf_repository(fake):
-    """Catches all types fetched for one, or a bar drawn into a pipe."""
+    """Catches all types fetched for one, a model without its encoder, or a bar drawn into a pipe."""
     done = resolve(fake, "org/tiny-GGUF:q8_0")
-    assert Path(done.stdout.strip()).read_bytes() == b"GGUF q8"
-    assert fake.n_downloads == 1
+    path = Path(done.stdout.strip())
+    assert path.read_bytes() == b"GGUF q8"
+    encoder = find_mmproj(path)
+    assert encoder is not None
+    assert encoder.read_bytes() == b"GGUF projector"
+    assert fake.n_downloads == 2
     assert "choose one of org/tiny-GGUF:Q4_K_M, org/tiny-GGUF:Q4_K_S, org/tiny-GGUF:Q8_0" in refused(
         fake, "org/tiny-GGUF"
     )

@@ -194,7 +194,7 @@ def test_a_file_is_found_by_its_name(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).touch()
     assert find_mmproj(model) is None
-    for name in ("mmproj-BF16.gguf", "mmproj-SmolVLM-256M-Instruct-f16.gguf"):
+    for name in ("mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-SmolVLM-256M-Instruct-f16.gguf"):
         (tmp_path / name).touch()
         assert find_mmproj(model) == tmp_path / name
     assert find_mmproj(tmp_path / names[1]) == tmp_path / names[2]
@@ -210,6 +210,10 @@ def test_another_models_encoder_next_to_a_text_model_is_left_alone(
     with LLM(tmp_path / "tiny.gguf", backend="reference") as llm:
         assert llm.image_processor is None
     assert "is of another model" in caplog.text
+    changed(idefics3 / "mmproj-tiny.gguf", tmp_path / "mmproj.gguf", {"clip.projector_type": "new"})
+    with LLM(tmp_path / "tiny.gguf", backend="reference") as llm:
+        assert llm.image_processor is None
+    assert "'new'" in caplog.text
 
 
 def test_pages_of_another_encoder_are_not_found(idefics3: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -30,3 +31,19 @@ def part_paths(path: Path, count: int) -> list[Path] | None:
 def is_mmproj(name: str) -> bool:
     """True for the name of a file that holds an encoder of images."""
     return name.lower().endswith(".gguf") and "mmproj" in name.lower()
+
+
+_ENCODER_TYPES = ("f16", "bf16", "q8_0", "f32")  # the first that there is
+
+
+def fitting_mmproj(model: str, files: Iterable[str]) -> str | None:
+    """The one of a folder's files that holds a model's encoder: `mmproj` in its name, and else nothing but
+    what the model's begins with, and a type. The one that has most in common, and of these the first type.
+    """
+    found: list[tuple[int, int, str]] = []
+    for file in sorted(files):
+        name = re.sub(r"[-_.]?mmproj[-_.]?", "", Path(file).stem.lower())
+        stem, _, kind = re.fullmatch(rf"(.*?)(?:(^|[-_.])({'|'.join(_ENCODER_TYPES)}))?", name).groups()  # type: ignore[union-attr]
+        if is_mmproj(file) and file != model and model.lower().startswith(stem):
+            found.append((-len(stem), _ENCODER_TYPES.index(kind) if kind else len(_ENCODER_TYPES), file))
+    return min(found)[2] if found else None

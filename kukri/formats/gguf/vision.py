@@ -5,6 +5,7 @@ Keys become those of config.json and preprocessor_config.json, so that a family 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,7 +28,7 @@ from kukri.formats.gguf.mmproj_names import (
     stored_name,
 )
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
-from kukri.formats.gguf.split import is_mmproj
+from kukri.formats.gguf.split import fitting_mmproj
 from kukri.formats.huggingface.vision import vision_config
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
@@ -42,24 +43,13 @@ _LAYER = re.compile(r"v\.blk\.\d+")
 
 
 def find_mmproj(model: Path) -> Path | None:
-    """The file next to a model's with its encoder: `mmproj` in its name, and else nothing but what the
-    model's begins with. The one that has most in common, and of several the first.
-    """
+    """The file next to a model's with its encoder, by their names."""
     try:
-        files = sorted(model.parent.iterdir()) if model.is_file() else []
+        files = os.listdir(model.parent) if model.is_file() else []
     except OSError:  # a folder may be opened and not listed
         files = []
-    found = {
-        path: re.sub(r"[-_.](?:b?f16|f32|q8_0)$", "", re.sub(r"[-_.]?mmproj[-_.]?", "", path.stem.lower()))
-        for path in files
-        if path != model and is_mmproj(path.name)
-    }
-    fitting = [
-        path
-        for path, stem in found.items()
-        if model.name.lower().startswith(stem) or stem in ("f16", "bf16", "f32", "q8_0")
-    ]
-    return max(fitting, key=lambda path: len(found[path]), default=None)
+    found = fitting_mmproj(model.name, files)
+    return None if found is None else model.with_name(found)
 
 
 def width_of(file: GGUFFile) -> int:
