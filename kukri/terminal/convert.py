@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kukri.errors import ConfigError
+from kukri.errors import ConfigError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.convert import (
@@ -90,7 +90,11 @@ def _write_encoder(source: Path, target: Path) -> None:
             rows = checkpoint.weights(checkpoint.config).matrix("model.embed_tokens.weight", shape)
             others["v.token_embd.img_break"] = dequantize(rows.data[break_id : break_id + 1], rows.type)[0]
         path = target.with_name(f"mmproj-{target.name}")
-        write_mmproj(source, checkpoint.config.d_model, path, processor, others)
+        try:
+            write_mmproj(source, checkpoint.config.d_model, path, processor, others)
+        except UnsupportedError as error:
+            print(f"the encoder of images is left out: {error}", file=sys.stderr)
+            return
     print(f"wrote {path}: the encoder of images", file=sys.stderr)
 
 

@@ -26,6 +26,7 @@ QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "image_mean": [0.5] * 3,
     "image_std": [0.5] * 3, "size": {"shortest_edge": 65536, "longest_edge": 1_048_576},
 }  # fmt: skip
+PADDLEOCR = {"image_processor_type": "PaddleOCRVLImageProcessor"}
 PIXTRAL = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1024}}
 LFM2 = {"image_processor_type": "Lfm2VlImageProcessorFast"}
 
@@ -35,6 +36,9 @@ def reference(stated):
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+        PaddleOCRVLImageProcessorPil,
+    )
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -44,6 +48,7 @@ def reference(stated):
         "Idefics3ImageProcessor": Idefics3ImageProcessorPil, "Gemma3ImageProcessor": Gemma3ImageProcessorPil,
         "Gemma4ImageProcessor": Gemma4ImageProcessorPil, "Qwen2VLImageProcessor": Qwen2VLImageProcessorPil,
         "PixtralImageProcessor": PixtralImageProcessorPil,
+        "PaddleOCRVLImageProcessor": PaddleOCRVLImageProcessorPil,
     }  # fmt: skip
     return classes[name](**options)
 
@@ -118,6 +123,19 @@ def test_patches_are_those_of_qwen(stated, size):
     np.testing.assert_array_equal(own.pixels, theirs["pixel_values"])
 
 
+@pytest.mark.parametrize("size", [*SIZES, (20, 300), (300, 9)], ids=str)
+def test_patches_are_those_of_paddleocr_vl(size):
+    """Catches a narrow picture that is not widened, to the bit. Theirs lie row by row, ours by squares."""
+    image = picture(*(SIZES[size] if isinstance(size, str) else size))
+    theirs = reference(PADDLEOCR)(images=[Image.fromarray(image)], return_tensors="np")
+    own = image_processor(PADDLEOCR, {}, {}).prepare(image)
+    _, rows, columns = own.grid
+    assert own.grid == tuple(theirs["image_grid_thw"][0])
+    assert own.n_tokens == rows * columns // 4
+    squares = own.pixels.reshape(rows // 2, columns // 2, 2, 2, 3, 14, 14).swapaxes(1, 2)
+    np.testing.assert_array_equal(squares.reshape(-1, 3, 14, 14), theirs["pixel_values"])
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("merge", [1, 2])
 def test_patches_are_those_of_pixtral(merge, size):
@@ -173,9 +191,9 @@ def test_sizes_are_those_of_lfm2_vl(size, grid, n_tokens):
     [
         (SMOLVLM, {"image_seq_len": 64}, "<image>"), (GEMMA3, {}, "<image_soft_token>"),
         (GEMMA4, {}, "<|image|>"), (QWEN3, {}, "<|image_pad|>"), (PIXTRAL, {"patch_size": 16}, "[IMG]"),
-        (LFM2, {}, "<image>"),
+        (LFM2, {}, "<image>"), (PADDLEOCR, {}, "<|IMAGE_PLACEHOLDER|>"),
     ],
-    ids=["smolvlm", "gemma3", "gemma4", "qwen3-vl", "pixtral", "lfm2-vl"],
+    ids=["smolvlm", "gemma3", "gemma4", "qwen3-vl", "pixtral", "lfm2-vl", "paddleocr-vl"],
 )  # fmt: skip
 def test_a_text_has_a_token_for_each_row(stated, processor, token):
     """Catches a prompt whose places do not match the rows that the encoder makes."""

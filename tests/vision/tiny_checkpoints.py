@@ -38,6 +38,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lighton_ocr": ("<|image_pad|>", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
     "mistral3": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
+    "paddleocr_vl": (
+        "<|IMAGE_PLACEHOLDER|>",
+        {
+            "image_processor_type": "PaddleOCRVL",
+            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
+        },
+    ),
     "qwen2_5_vl": (
         "<|image_pad|>",
         {

@@ -172,6 +172,20 @@ MODELS = {
         },
         tile_tokens=15,
     ),
+    "paddleocr_vl": TinyVision(
+        tr.PaddleOCRVLConfig,
+        tr.PaddleOCRVLForConditionalGeneration,
+        {
+            **QWEN_IDS,
+            "tie_word_embeddings": False,
+            "text_config": {
+                **{**TEXT, "model_type": "paddleocr_vl_text", "head_dim": 16, "tie_word_embeddings": False},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {**SIGLIP, "image_size": 30, "patch_size": 4},  # 7 x 7 positions
+        },
+        tile_tokens=15,
+    ),
     "qwen2_5_vl": TinyVision(
         tr.Qwen2_5_VLConfig,
         tr.Qwen2_5_VLForConditionalGeneration,
@@ -234,6 +248,7 @@ MODELS = {
 
 
 QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+OF_SQUARES = ("paddleocr_vl", *QWENS)  # of patches, whose rows have three positions
 PIXTRALS = ("mistral3", "lighton_ocr")
 
 
@@ -264,7 +279,7 @@ def save(directory: Path, name: str) -> Any:
 def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
     """Tiles of random numbers, and the digest of them."""
     tiny = MODELS[name]
-    if name in (*QWENS, *PIXTRALS):  # 10 x 6 patches, of more tiles wider and less tall ones
+    if name in (*OF_SQUARES, *PIXTRALS):  # 10 x 6 patches, of more tiles wider and less tall ones
         grid = (1, 10, 6) if n_tiles == 1 else (1, 6, 10 * n_tiles)
         values = 96 if name in QWENS else 48  # two frames or one
         pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], values)).astype(np.float32)
@@ -338,15 +353,21 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
             cut = torch.from_numpy(one.pixels).reshape(one.grid[1], one.grid[2], 3, 4, 4)
             into[:, :height, :width] = cut.permute(2, 0, 3, 1, 4).reshape(3, height, width)
         inputs["image_sizes"] = torch.tensor(sizes)
-    elif asked.images and asked_of in QWENS:
+    elif asked.images and asked_of in OF_SQUARES:
         inputs["pixel_values"] = torch.from_numpy(np.concatenate([one.pixels for one in asked.images]))
+        if asked_of == "paddleocr_vl":  # row by row, where Qwen's lie square by square
+            parts = [
+                one.pixels.reshape(one.grid[1] // 2, one.grid[2] // 2, 2, 2, -1).transpose(0, 2, 1, 3, 4)
+                for one in asked.images
+            ]
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate([p.reshape(-1, 3, 4, 4) for p in parts]))
         inputs["image_grid_thw"] = torch.tensor([one.grid for one in asked.images])
     elif asked.images:
         pixels = np.concatenate([one.pixels for one in asked.images])
         inputs["pixel_values"] = torch.from_numpy(pixels)
         if asked_of != "gemma3":
             inputs["pixel_values"] = inputs["pixel_values"][None]
-    if asked_of in (*QWENS, "gemma4-whole", "gemma4-unified"):
+    if asked_of in (*OF_SQUARES, "gemma4-whole", "gemma4-unified"):
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
     if asked_of == "gemma3":
         inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
@@ -360,7 +381,7 @@ def their_tokens(theirs: Any, name: str, asked: ImagePrompt, n: int) -> list[int
     from the last row's place, where `get_rope_index` of the longer text says the largest position and one.
     """
     inputs = their_inputs(name, asked)
-    if name not in QWENS or not asked.images:
+    if name not in OF_SQUARES or not asked.images:
         more = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         found: list[int] = theirs.generate(**inputs, max_new_tokens=n, **more)[0, len(asked) :].tolist()
         return found

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError
+from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.models.keys import Keys
 from kukri.vision.config import VisionConfig
@@ -171,8 +171,12 @@ def stored_name(name: str, config: VisionConfig) -> str:
 
 
 def clip_of(config: VisionConfig) -> Clip:
-    """How llama.cpp writes the family of an encoder."""
-    return next(clip for name, clip in FAMILIES.items() if name in vision_families()[config.family].hf_types)
+    """How llama.cpp writes the family of an encoder. Raises UnsupportedError if kukri does not know that."""
+    types = vision_families()[config.family].hf_types
+    found = next((clip for name, clip in FAMILIES.items() if name in types), None)
+    if found is None:
+        raise UnsupportedError(f"kukri reads encoders of {config.family} from directories alone")
+    return found
 
 
 def colour_order(n: int, *, writes: bool) -> npt.NDArray[np.int64]:

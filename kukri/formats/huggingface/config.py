@@ -78,17 +78,22 @@ _NEUTRAL: dict[str, Any] = {
 # Models of images and text whose text is a model that runs
 _OF_IMAGES = (
     *("gemma3", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "lfm2-vl", "qwen3_5", "qwen3_5_moe"),
-    *("lighton_ocr", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+    *("lighton_ocr", "mistral3", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
 )
 
 # Types of such texts that go by another's name
 _TEXT_TYPES = {
     "gemma4_unified_text": "gemma4_text",
-    "qwen2_5_vl": "qwen2",  # a file that states text and images in one
+    "paddleocr_vl": "llama",  # a file that states text and images in one, as below
+    "paddleocr_vl_text": "llama",
+    "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
+
+# Keys of its first files that say what its class does in any case
+_PADDLEOCR_UNREAD = ("rope_is_neox_style", "use_3d_rope", "use_flash_attention", "weight_share_add_bias")
 
 # Words in the names of keys that change the computation of some architecture: refused unless they say "none".
 _CHANGES = re.compile(
@@ -147,6 +152,13 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
 def text_config(stated: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of the language model in a model of images and text; of any other, as it is."""
     own = stated.get("text_config")
+    if stated.get("model_type") == "paddleocr_vl":
+        keys = {
+            **(own if isinstance(own, dict) else stated),
+            "tie_word_embeddings": stated.get("tie_word_embeddings", True),
+        }
+        biases = dict.fromkeys(("attention_bias", "mlp_bias"), keys.pop("use_bias", False))
+        return {**biases, **{key: value for key, value in keys.items() if key not in _PADDLEOCR_UNREAD}}
     if stated.get("model_type") not in _OF_IMAGES or not isinstance(own, dict):
         return dict(stated)
     above = {key: stated[key] for key in ("tie_word_embeddings", "eos_token_id") if key in stated}

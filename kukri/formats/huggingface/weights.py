@@ -85,7 +85,8 @@ _PREFIXES = (
 
 # Tensors besides those of the text in models of images and text.
 _IMAGES = re.compile(
-    r"(?:model\.)?(?:(?:vision|audio)_\w+|embed_(?:vision|audio)|multi_modal_projector|connector|visual)\..+"
+    r"(?:model\.)?(?:(?:vision|audio)_\w+|embed_(?:vision|audio)|multi_modal_projector|connector|visual|mlp_AR)"
+    r"\..+"
 )
 
 

@@ -7,7 +7,7 @@ those of earlier layers, for the text's first layers to add (DeepStack, Meng et 
 from __future__ import annotations
 
 from math import isqrt
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -66,13 +66,18 @@ class Qwen3Vision(RotatedEncoder):
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """See RotatedEncoder.values."""
-        places = between_corners(self._learned, grid)[tuple(grid_of_blocks(grid, self.config.merge))]
+        places = between(self._learned, grid, "corners")[tuple(grid_of_blocks(grid, self.config.merge))]
         return np.concatenate([patches, places], axis=1)
 
 
-def between_corners(grid: FloatArray, shape: tuple[int, int]) -> FloatArray:
-    """Numbers [height, width, D] of a grid at the places of another, whose corners are the same."""
-    (rows, row_shares), (columns, column_shares) = (_taps(n, size) for n, size in zip(grid.shape[:2], shape))
+def between(grid: FloatArray, shape: tuple[int, int], aligned: Literal["corners", "centres"]) -> FloatArray:
+    """Numbers [height, width, D] of a grid at the places of another, bilinearly.
+
+    Both grids' corners are the centres of their first and last cells, or the cells' own corners.
+    """
+    (rows, row_shares), (columns, column_shares) = (
+        _taps(n, size, aligned) for n, size in zip(grid.shape[:2], shape)
+    )
     found = np.zeros((*shape, grid.shape[2]), np.float32)
     for y, down in zip(rows, row_shares):
         for x, along in zip(columns, column_shares):
@@ -80,9 +85,14 @@ def between_corners(grid: FloatArray, shape: tuple[int, int]) -> FloatArray:
     return found
 
 
-def _taps(n: int, size: int) -> tuple[Any, Any]:
+def _taps(n: int, size: int, aligned: Literal["corners", "centres"]) -> tuple[Any, Any]:
     """The two of `n` numbers between which each of `size` lies, and their shares: [2, size] each."""
-    places = np.arange(size, dtype=np.float32) * np.float32(n - 1) / np.float32(max(size - 1, 1))
+    places = np.arange(size, dtype=np.float32)
+    if aligned == "corners":
+        places = places * np.float32(n - 1) / np.float32(max(size - 1, 1))
+    else:
+        half = np.float32(0.5)
+        places = (places + half) * np.float32(n) / np.float32(size) - half
     first = np.floor(places)
     indices = np.stack([first, first + 1]).astype(np.int32).clip(0, n - 1)
     return indices, np.stack([1 - (places - first), places - first]).astype(np.float32)

@@ -12,7 +12,7 @@ from kukri.vision.processors.idefics3 import Idefics3Processor
 from kukri.vision.processors.lfm2_vl import Lfm2VlProcessor
 from kukri.vision.processors.pixtral import LightOnOcrProcessor, PixtralProcessor
 from kukri.vision.processors.processor import Detail, ImageProcessor
-from kukri.vision.processors.qwen import QwenProcessor
+from kukri.vision.processors.qwen import PaddleOcrProcessor, QwenProcessor
 
 _BY_TYPE: dict[str, type[ImageProcessor]] = {
     "Gemma3": Gemma3Processor,
@@ -20,6 +20,7 @@ _BY_TYPE: dict[str, type[ImageProcessor]] = {
     "Gemma4Unified": Gemma4UnifiedProcessor,
     "Idefics3": Idefics3Processor,
     "Lfm2Vl": Lfm2VlProcessor,
+    "PaddleOCRVL": PaddleOcrProcessor,
     "Pixtral": PixtralProcessor,
     "Qwen2VL": QwenProcessor,
     "Qwen2_5_VL": QwenProcessor,

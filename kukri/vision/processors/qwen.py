@@ -1,4 +1,4 @@
-"""Qwen2-VL to Qwen3.5, and the families that read pictures as they do: sides within a budget of pixels."""
+"""Qwen2-VL to Qwen3.5, and PaddleOCR-VL, which reads pictures as they do: sides within a budget of pixels."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ class QwenProcessor(ImageProcessor):
 
     placeholder: ClassVar[str] = "<|image_pad|>"
     token: ClassVar[str] = "<|image_pad|>"
+    around: ClassVar[tuple[str, str]] = ("<|vision_start|>", "<|vision_end|>")
+    class_sides: ClassVar[tuple[int, int, int]] = (56 * 56, 28 * 28 * 1280, 2)  # if a file states none
+    widens: ClassVar[bool] = False
     patch: int
     merge: int
     n_frames: int  # a picture is a film of so many frames
@@ -45,20 +48,20 @@ class QwenProcessor(ImageProcessor):
     @property
     def written(self) -> str:
         """The placeholder between the tokens that templates write around it."""
-        return f"<|vision_start|>{self.placeholder}<|vision_end|>"
+        return self.around[0] + self.placeholder + self.around[1]
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
         """The one of a checkpoint: `min_pixels` and `max_pixels` win over `size`."""
-        size = size_of(stated, "size")
-        least = integer(size, "shortest_edge", integer(size, "min_pixels", 56 * 56, _MAX_PIXELS), _MAX_PIXELS)
-        most = integer(
-            size, "longest_edge", integer(size, "max_pixels", 28 * 28 * 1280, _MAX_PIXELS), _MAX_PIXELS
+        size, (own_least, own_most, n_frames) = size_of(stated, "size"), cls.class_sides
+        least = integer(
+            size, "shortest_edge", integer(size, "min_pixels", own_least, _MAX_PIXELS), _MAX_PIXELS
         )
+        most = integer(size, "longest_edge", integer(size, "max_pixels", own_most, _MAX_PIXELS), _MAX_PIXELS)
         made = cls(
             patch=integer(stated, "patch_size", 14),
             merge=integer(stated, "merge_size", 2, 64),
-            n_frames=integer(stated, "temporal_patch_size", 2, 64),
+            n_frames=integer(stated, "temporal_patch_size", n_frames, 64),
             min_pixels=integer(stated, "min_pixels", least, _MAX_PIXELS),
             max_pixels=integer(stated, "max_pixels", most, _MAX_PIXELS),
             resample=filter_of(stated, BICUBIC),
@@ -70,10 +73,14 @@ class QwenProcessor(ImageProcessor):
 
     def prepare(self, image: ByteArray) -> ImageInput:
         """Patches float32 [n, 3 * n_frames * patch * patch], token by token; (1, rows, columns)."""
-        height, width = image.shape[:2]
+        height, width, side = *image.shape[:2], self.patch * self.merge
+        if self.widens and height < side:
+            height, width = side, round(width * side / height)
+        if self.widens and width < side:
+            height, width = round(height * side / width), side
         if max(height, width) / min(height, width) > _LONGEST_TO_SHORTEST:
             raise too_narrow(height, width, _LONGEST_TO_SHORTEST)
-        side, size, merge = self.patch * self.merge, self.patch, self.merge
+        size, merge = self.patch, self.merge
         height, width = within_pixels(height, width, side, self.min_pixels, self.max_pixels)
         planes = self.scale.planes(resized(image, height, width, self.resample))
         cut = planes.reshape(3, height // side, merge, size, width // side, merge, size)
@@ -100,3 +107,12 @@ class QwenProcessor(ImageProcessor):
 
     def _within(self, n_pixels: int) -> Self:
         return replace(self, max_pixels=max(min(self.max_pixels, n_pixels), self.min_pixels))
+
+
+class PaddleOcrProcessor(QwenProcessor):
+    """PaddleOCR-VL's: a picture is no film, and one narrower than a token is first made as wide."""
+
+    placeholder = token = "<|IMAGE_PLACEHOLDER|>"
+    around = ("<|IMAGE_START|>", "<|IMAGE_END|>")
+    class_sides = (384 * 384, 1536 * 1536, 1)
+    widens = True

@@ -1,0 +1,108 @@
+"""PaddleOCR-VL's eyes (Cui et al. 2025): a SigLIP encoder of any proportions, whose heads rotate.
+
+They do so by row and column, and learned positions are resized too. Squares of patches, normed and side by
+side, go through an MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isqrt
+from typing import Any
+
+import numpy as np
+
+from kukri.kernels.arrays import FloatArray
+from kukri.kernels.op_set import Tensor
+from kukri.models.keys import Keys
+from kukri.models.layers import MLP, Embedding, LayerNorm, Linear
+from kukri.models.weights import WeightSource
+from kukri.quant.blocks import dequantize
+from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig
+from kukri.vision.encoder import VisionFamily
+from kukri.vision.encoders.qwen3_vl import between
+from kukri.vision.encoders.rotated import (
+    RotatedAttention,
+    RotatedBlock,
+    RotatedEncoder,
+    grid_of_blocks,
+    read_rotated,
+)
+
+
+class _Attention(RotatedAttention):
+    out_name = "out_proj"
+
+
+class _Block(RotatedBlock):
+    norm_type, attention_type, mlp_type = LayerNorm, _Attention, MLP
+    attention_norm_name, mlp_norm_name, attention_name = "layer_norm1", "layer_norm2", "self_attn"
+
+
+class PaddleOcrVision(RotatedEncoder):
+    """The encoder and its projector, whose norm reads what the encoder's last one makes of a patch."""
+
+    block_type, norm_type, adds_places = _Block, LayerNorm, True
+
+    def __init__(self, config: VisionConfig, source: WeightSource) -> None:
+        super().__init__(config, source)
+        encoder = config.encoder
+        learned = Embedding(source, "model.embed_positions", encoder.n_positions, encoder.d_model).weight
+        side = isqrt(encoder.n_positions)
+        self._learned = dequantize(learned.data, learned.type).reshape(side, side, -1)
+        self.merged_norm = LayerNorm(source, "projector.pre_norm", encoder.d_model, config.projector_eps)
+        self.hidden = Linear(source, ["projector.linear_1"], (self.width,), self.width)
+        self.projector = Linear(source, ["projector.linear_2"], (config.d_text,), self.width)
+
+    def encode(self, ops: Any, batch: Any) -> Tensor:
+        """See VisionModel.encode."""
+        return self.merged_norm(ops, super().encode(ops, batch))
+
+    def project(self, ops: Any, batch: Any) -> Tensor:
+        """See VisionModel.project."""
+        x = self.hidden(ops, ops.activations(batch, self.width))
+        return self.projector(ops, ops.gelu(x, is_exact=True))
+
+    def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See RotatedEncoder.values."""
+        places = between(self._learned, grid, "centres")[tuple(grid_of_blocks(grid, self.config.merge))]
+        return np.concatenate([patches, places], axis=1)
+
+
+def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
+    for key in ("hidden_act", "layer_norm_eps"):
+        vision.expect(key, SIGLIP_DEFAULTS[key])
+    rope = vision.value("rope_parameters") or {}
+    if not isinstance(rope, dict) or rope.get("rope_theta", 10000) != 10000:
+        raise vision.unsupported("rope_parameters", "must have the base 10000: kukri runs nothing else")
+    others = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"}
+    values = {name: vision.value(own) for name, own in others.items()}
+    vision.values = {**vision.values, **values, "temporal_patch_size": 1}
+    merge = vision.whole("spatial_merge_size", most=64)
+    n_positions = (
+        max(vision.whole("image_size", most=1 << 13) // vision.whole("patch_size", most=1 << 10), 1) ** 2
+    )
+    config = read_rotated(keys, vision, d_text, "paddleocr_vl", side=28 * merge, projector_eps=1e-5)
+    return replace(config, encoder=replace(config.encoder, n_positions=n_positions))
+
+
+PADDLEOCR_VISION = VisionFamily(
+    "paddleocr_vl",
+    PaddleOcrVision,
+    hf_types=("paddleocr_vl",),
+    read_hf=_read_hf,
+    names={
+        "model.embed_patches": ("visual.vision_model.embeddings.patch_embedding",),
+        "model.embed_positions": ("visual.vision_model.embeddings.position_embedding",),
+        "model.layers": ("visual.vision_model.encoder.layers",),
+        "model.norm": ("visual.vision_model.post_layernorm",),
+        "projector": ("mlp_AR",),
+    },
+    unused=r"(?:model\.)?visual\.vision_model\.(?:embeddings\.packing_position_embedding|head)\..+",
+    defaults={"image_token_id": 100295},
+    vision_defaults={
+        **SIGLIP_DEFAULTS,
+        **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "patch_size": 14},
+        **{"num_attention_heads": 16, "image_size": 384, "spatial_merge_size": 2},
+    },
+)
