@@ -39,6 +39,8 @@ def scores(
     found: FloatArray = (queries @ keys * np.float32(spec.scale)).reshape(n_batch, spec.n_heads, n_tokens, -1)
     if spec.softcap is not None:
         found = np.float32(spec.softcap) * np.tanh(found / np.float32(spec.softcap))
+    if (biases := spec.biases(keys_ahead(n_tokens))) is not None:
+        found = found + biases
     return np.where((_is_seen(spec, n_tokens, lengths) | seen_ahead)[:, None], found, MASKED)
 
 
@@ -62,6 +64,13 @@ def mixed(weights: FloatArray, v: FloatArray, spec: AttentionSpec) -> FloatArray
     values = v.transpose(0, 2, 1, 3)[:, :, None]  # [B, G, 1, T, K]
     z: FloatArray = (by_group @ values).reshape(n_batch, spec.n_heads, n_tokens, -1)
     return z.transpose(0, 2, 1, 3)
+
+
+def keys_ahead(n_tokens: int) -> IntArray:
+    """By how many tokens each key of a text comes after a query, [query, key]."""
+    steps = np.arange(n_tokens)
+    ahead: IntArray = steps - steps[:, None]
+    return ahead
 
 
 def seen_keys(spec: AttentionSpec, n_tokens: int) -> npt.NDArray[np.bool_]:

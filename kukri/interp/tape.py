@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
-from kukri.interp.attention import seen_keys
+from kukri.interp.attention import keys_ahead, seen_keys
 from kukri.interp.recurrence import DeltaRule
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
@@ -567,6 +567,8 @@ def _shares(q: FloatArray, k: FloatArray, spec: AttentionSpec) -> tuple[FloatArr
     scores = _by_head(q, spec.n_kv_heads, spec.group) @ keys.swapaxes(-1, -2) * np.float32(spec.scale)
     if spec.softcap is not None:
         scores = np.float32(spec.softcap) * np.tanh(scores / np.float32(spec.softcap))
+    if (biases := spec.biases(keys_ahead(len(q)))) is not None:
+        scores = scores + biases.reshape(scores.shape)
     scores = np.where(seen_keys(spec, len(q)), scores, np.float32(-np.inf))
     top = scores.max(-1, keepdims=True)
     sink: FloatArray | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kukri.interp.attention import seen_keys
+from kukri.interp.attention import keys_ahead, seen_keys
 from kukri.interp.tape import TextRows
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import CacheLayout
@@ -87,6 +87,8 @@ class TorchTape(TorchOps):
             scores = heads @ keys.transpose(1, 2) * spec.scale
             if spec.softcap is not None:
                 scores = self.softcap(scores, spec.softcap)
+            if (biases := spec.biases(keys_ahead(heads.shape[1]))) is not None:
+                scores = scores + torch.from_numpy(biases).to(q.device)
             is_seen = torch.from_numpy(seen_keys(spec, heads.shape[1])).to(q.device)
             shares = softmax(scores.masked_fill(~is_seen, -torch.inf), sinks)
             parts.append((shares @ values).transpose(0, 1).reshape(-1, spec.n_heads * spec.d_head))

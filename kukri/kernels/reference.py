@@ -318,7 +318,7 @@ class ReferenceOps:
                 heads = q[t].reshape(
                     spec.n_kv_heads, -1, spec.d_head
                 )  # [G, H/G, K]: query heads by their KV head
-                scores = self._scores(heads, keys[:, :, first:n_visible], spec)
+                scores = self._scores(heads, keys[:, :, first:n_visible], spec, position - first)
                 out[t] = (_softmax(scores, spec.sinks) @ values[:, first:n_visible]).reshape(-1)
         return out
 
@@ -331,15 +331,17 @@ class ReferenceOps:
         out = np.empty(q.shape, np.float32)
         for t in range(batch.n_tokens):
             heads = q[t].reshape(spec.n_kv_heads, -1, spec.d_head)
-            scores = self._scores(heads, keys[:, :, :n_context], spec)
+            scores = self._scores(heads, keys[:, :, :n_context], spec, int(batch.positions[t]))
             added = np.broadcast_to(batch.mask[:, t], (spec.n_heads, n_context)).reshape(scores.shape)
             out[t] = (_softmax(scores + added, spec.sinks) @ values[:, :n_context]).reshape(-1)
         return out
 
-    def _scores(self, heads: FloatArray, keys: FloatArray, spec: AttentionSpec) -> FloatArray:
-        """Scores [G, H/G, n] of query heads [G, H/G, K] and keys [G, K, n]."""
+    def _scores(self, heads: FloatArray, keys: FloatArray, spec: AttentionSpec, place: int) -> FloatArray:
+        """Scores [G, H/G, n] of query heads [G, H/G, K] and keys [G, K, n], a query at `place` among them."""
         scores = heads @ keys * np.float32(spec.scale)
-        return scores if spec.softcap is None else self.softcap(scores, spec.softcap)
+        scores = scores if spec.softcap is None else self.softcap(scores, spec.softcap)
+        biases = spec.biases(np.arange(keys.shape[2]) - place)
+        return scores if biases is None else scores + biases.reshape(scores.shape)
 
     def conv(self, x: FloatArray, spec: ConvSpec, batch: ForwardBatch) -> FloatArray:
         """Each column of x [T, C] times the taps of it and the inputs before it."""

@@ -6,7 +6,11 @@ Shape letters: T tokens, H query heads, G key/value heads, K head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
+
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Vector
 
 
@@ -51,6 +55,9 @@ class AttentionSpec:
     add nothing.
 
     A layer that `reads` another's keys and values has none of its own, and stores nothing.
+
+    `distances` [H * 2R], if there are any, are added to scores: of each head the numbers of keys that are R
+    tokens before a query to R - 1 after it. Keys further off have those of the ends.
     """
 
     layer: int
@@ -63,6 +70,16 @@ class AttentionSpec:
     is_causal: bool = True
     sinks: Vector | None = None
     reads: int | None = None  # the layer whose keys and values it reads; None: its own
+    distances: Vector | None = None
+
+    def biases(self, ahead: npt.NDArray[Any]) -> FloatArray | None:
+        """What is added to scores of keys so many tokens `ahead` of a query: [H, *ahead.shape], or None."""
+        if self.distances is None:
+            return None
+        table = self.distances.data.reshape(self.n_heads, -1)
+        reach = table.shape[1] // 2
+        found: FloatArray = table[:, ahead.clip(-reach, reach - 1) + reach]
+        return found
 
     @property
     def kv_layer(self) -> int:

@@ -23,7 +23,8 @@ class ModernBertAttention(Attention):
 class ModernBertMLP(GatedMLP):
     """down(gelu(gate(x)) * up(x)) by the exact GELU, under ModernBERT's names."""
 
-    in_names, out_name = ("Wi",), "Wo"
+    in_names: tuple[str, ...] = ("Wi",)
+    out_name = "Wo"
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) * up."""

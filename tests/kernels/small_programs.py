@@ -117,6 +117,7 @@ def attention_case(
     softcap=None,
     is_causal=True,
     sinks=None,
+    reach=0,
 ):
     """A program and a batch of several sequences, their pages scattered, on caches with the same past."""
     n_tokens = sum(n_new)
@@ -124,7 +125,8 @@ def attention_case(
     x = f32_weight(rng.standard_normal((n_tokens, width)))
     heads = (group * n_kv_heads, n_kv_heads, d_head)
     sinks = None if sinks is None else Vector(np.asarray(sinks, np.float32))
-    spec = AttentionSpec(0, *heads, d_head**-0.5, window, softcap, is_causal, sinks)
+    distances = Vector(rng.standard_normal(2 * reach * heads[0]).astype(np.float32)) if reach else None
+    spec = AttentionSpec(0, *heads, d_head**-0.5, window, softcap, is_causal, sinks, distances=distances)
     n_pages = [-(-c // PAGE_TOKENS) for c in contexts]
     free = rng.permutation(sum(n_pages) + 5).astype(np.int32)  # pages with holes between them
     table = np.zeros((len(contexts), max(n_pages)), np.int32)

@@ -334,6 +334,20 @@ def test_attention(backend, group, n_kv_heads, d_head, kv_type, window):
     np.testing.assert_array_equal(caches[0].values[0], caches[1].values[0])
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("group", "n_kv_heads", "reach"), [(1, 3, 300), (3, 2, 5), (20, 1, 50)])
+def test_attention_with_biases_by_distance(backend, group, n_kv_heads, reach, is_causal):
+    """Would catch another head's bias, a distance off by one or of the other sign, one that is read beyond
+    the table, and biases on the past or on later tokens alone."""
+    contexts = (1, 70, 200, 130, 64)
+    n_new = (1, 1, 20, 130, 3) if is_causal else contexts
+    case = (group, n_kv_heads, 16, None, contexts, n_new)
+    program, batch, past = attention_case(np.random.default_rng(5), *case, is_causal=is_causal, reach=reach)
+    got = run(backend, program, batch, copy_of(past), max_sequences=5)
+    want = run(ReferenceBackend(), program, batch, copy_of(past), max_sequences=5)
+    assert_close(got, want, relative=1e-5)
+
+
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "f32"])
 def test_attention_with_a_softcap(backend, kv_type):
     """Would catch a cap after the mask, on partial results alone, or of scores before their scale."""
@@ -529,18 +543,19 @@ def test_results_do_not_depend_on_threads_or_batch_mates(n_threads, kv_type):
 
 
 @pytest.mark.parametrize(
-    ("group", "d_head", "kv_type", "window", "softcap"),
+    ("group", "d_head", "kv_type", "window", "softcap", "reach"),
     [
-        *((7, 64, "f16", None, None), (3, 64, "f16", 100, 0.5), (12, 16, "f16", 5, None)),
-        *((4, 96, "q8_0", None, None), (3, 64, "q4", 70, None), (2, 48, "f32", None, None)),
-        *((1, 16, "f16", None, None), (2, 256, "f16", None, None)),
+        *((7, 64, "f16", None, None, 0), (3, 64, "f16", 100, 0.5, 0), (12, 16, "f16", 5, None, 0)),
+        *((4, 96, "q8_0", None, None, 0), (3, 64, "q4", 70, None, 0), (2, 48, "f32", None, None, 0)),
+        *((1, 16, "f16", None, None, 0), (2, 256, "f16", None, None, 0), (3, 16, "f16", 100, None, 60)),
     ],
 )
-def test_a_prompt_attends_as_its_tokens_alone(backend, group, d_head, kv_type, window, softcap):
+def test_a_prompt_attends_as_its_tokens_alone(backend, group, d_head, kv_type, window, softcap, reach):
     """Would catch rows of a tile or of a vector given a neighbour's, tiles left out of which a row sees keys,
     and another order of sums than that of one token: results are equal to the bit."""
     rng = np.random.default_rng(group)
-    case = attention_case(rng, group, 2, d_head, window, (500, 37), (460, 33), kv_type, softcap)
+    sizes = (group, 2, d_head, window, (500, 37), (460, 33), kv_type, softcap)
+    case = attention_case(rng, *sizes, reach=reach)
     program, batch, past = case
     want = run(ReferenceBackend(), program, batch, copy_of(past))
     together = run(backend, program, batch, past)

@@ -103,13 +103,14 @@ def test_norms_activations_and_rope():
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4"])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (40, 0.8)])
-@pytest.mark.parametrize("sinks", [None, (-3, 0, 2, 9, 1, -1)], ids=str)
-def test_attention_with_holes_and_poison(kv_type, window, softcap, sinks):
+@pytest.mark.parametrize(("sinks", "reach"), [(None, 0), ((-3, 0, 2, 9, 1, -1), 30)], ids=str)
+def test_attention_with_holes_and_poison(kv_type, window, softcap, sinks, reach):
     """NaN from unused cache, a page of another sequence, a window off by one, heads in another order."""
     rng = np.random.default_rng(4)
     layout = [KVLayer(1, 32), KVLayer(3, 32)]
     vector = None if sinks is None else Vector(np.array(sinks, np.float32))
-    spec = AttentionSpec(1, 6, 3, 32, 0.3, window, softcap, sinks=vector)
+    distances = Vector(rng.standard_normal(12 * reach).astype(np.float32)) if reach else None
+    spec = AttentionSpec(1, 6, 3, 32, 0.3, window, softcap, sinks=vector, distances=distances)
     sequences = [(0, 150), (33, 1), (16, 1), (7, 3), (90, 1), (0, 1)]
     reference, tensors = ReferenceBackend(), TorchBackend()
     caches = [b.new_cache(layout, 60, kv_type=kv_type) for b in (reference, tensors)]

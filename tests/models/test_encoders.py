@@ -13,13 +13,21 @@ import torch
 from kukri import LLM
 from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels import make_backend
+from kukri.models import ARCHITECTURES
+from kukri.models.jina_bert_v2 import alibi
+from kukri.models.mpnet import REACH, buckets
+from kukri.terminal.convert import convert_model
+from tests.models.jina_class import slopes
 from tests.models.tiny_encoders import CONTEXT, ENCODERS, N_LAYERS, V, hf_states, load, save
 from tests.models.tiny_llama import Driver, random_ids
 
 IDS = [max(i, 2) for i in random_ids(37, V)]  # no padding, which XLM-RoBERTa has no position for
 TOLERANCES = {"reference": 1e-4, "cpu": 2e-3, "torch": 1e-4}  # float16 keys and values on the CPU
 TEXTS = ["the cat sat on the mat.", "a", "cats, sitting! " * 9, "", "the mat"]
+IN_GGUF = [name for name in ENCODERS if ARCHITECTURES[name].in_gguf]
 STREAMS = dict.fromkeys(ENCODERS, "hook_resid_post")  # the tap of what transformers calls hidden states
 
 
@@ -96,6 +104,60 @@ def test_a_cross_encoder_scores_pairs_as_transformers(name: str, tmp_path: Path)
         assert llm.classify("the cat")[0].score == pytest.approx(float(torch.sigmoid(alone)), abs=2e-3)
         with pytest.raises(RequestError, match="top_n"):
             llm.rerank("cat?", documents, top_n=0)
+
+
+def test_distances_have_the_buckets_of_mpnet() -> None:
+    """A boundary of a logarithm, and distances that the tiny model's texts are too short for."""
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    ahead = np.arange(-600, 600)
+    wanted = MPNetEncoder.relative_position_bucket(torch.from_numpy(ahead)).numpy()
+    np.testing.assert_array_equal(buckets(ahead), wanted)
+    assert len(set(wanted[600 - REACH :][: 2 * REACH])) == len(set(wanted)) == 31
+
+
+@pytest.mark.parametrize("n_heads", [1, 4, 6, 12])
+def test_slopes_of_alibi(n_heads: int) -> None:
+    """Slopes of heads that are no power of 2, in another order."""
+    table = alibi(n_heads, 3).data.reshape(n_heads, 6)
+    np.testing.assert_allclose(table, -np.outer(slopes(n_heads), [3, 2, 1, 0, 1, 2]), rtol=1e-6)
+
+
+def test_patterns_have_biases(tmp_path: Path) -> None:
+    """A pattern of scores alone, and four-dimensional masks that lose the biases in silence."""
+    hf = save(tmp_path, "mpnet")
+    with LLM(tmp_path, n_threads=1) as llm:
+        _, cache = llm.run_with_cache(IDS)
+        with torch.no_grad():
+            wanted = hf(torch.tensor([IDS]), output_attentions=True).attentions
+        for layer in (0, N_LAYERS - 1):
+            got = cache[f"blocks.{layer}.attn.hook_pattern"][0]
+            np.testing.assert_allclose(got, wanted[layer][0], atol=2e-3)
+        with pytest.raises(KukriError, match="biased by distance"):
+            llm.model.forward(np.array([IDS]), np.ones((1, 1, len(IDS), len(IDS)), bool))
+
+
+def test_older_files_of_jina_hold_gate_and_up_apart(tmp_path: Path) -> None:
+    """A file of 2024 that is refused, or whose gate is taken for what it gates."""
+    save(tmp_path / "hf", "jina_bert_v2")
+    convert_model(tmp_path / "hf", tmp_path / "m.gguf", None, dry_run=False, as_json=True)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        stated = dict(file.metadata)
+        tensors: dict[str, Any] = {}
+        for name, tensor in file.tensors.items():
+            parts = [name, name]
+            if "ffn_up" in name:
+                parts = [name.replace("ffn_up", "ffn_gate"), name]
+            rows = np.split(file.data(name), 2) if "ffn_up" in name else [file.data(name)]
+            for part, of_part in zip(parts, rows):
+                shape = (len(of_part), *tensor.shape[1:]) if "ffn_up" in name else tensor.shape
+                tensors[part] = (tensor.type, of_part.copy(), shape)
+    write_gguf(tmp_path / "old.gguf", stated, tensors)
+    found = []
+    for path in ("m.gguf", "old.gguf"):
+        with LLM(tmp_path / path, backend="reference") as llm:
+            found.append(llm.embed(TEXTS))
+    np.testing.assert_allclose(*found, atol=1e-6)
 
 
 @pytest.mark.parametrize("head", ["ForTokenClassification", "ForQuestionAnswering"])
@@ -222,11 +284,9 @@ def test_forward_is_transformers_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", IN_GGUF)
 def test_a_converted_encoder_is_the_same(name: str, head: str, tmp_path: Path) -> None:
     """Tensors, token types, pooling or word pieces that a GGUF file says in another way."""
-    from kukri.terminal.convert import convert_model
-
     source = tmp_path / "source"
     save(source, name, head, **({} if head == "Model" else {"num_labels": 1}))
     (source / "1_Pooling").mkdir()
@@ -251,12 +311,10 @@ def test_a_converted_encoder_is_the_same(name: str, head: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", IN_GGUF)
 def test_llama_cpp_gives_the_same_vectors(name: str, tmp_path: Path) -> None:
     """A file that only kukri understands."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    from kukri.terminal.convert import convert_model
-
     save(tmp_path / "source", name)
     convert_model(tmp_path / "source", tmp_path / "m.gguf", None, dry_run=False, as_json=True)
     text = "the cat sat on the mat sitting"

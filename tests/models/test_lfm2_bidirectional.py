@@ -73,9 +73,10 @@ def test_convolutions_without_a_middle_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_gradients_go_both_ways(tmp_path: Path) -> None:
-    """A derivative that reaches earlier inputs alone."""
-    save(tmp_path, NAME)
+@pytest.mark.parametrize("name", [NAME, "mpnet"])
+def test_gradients_go_both_ways(name: str, tmp_path: Path) -> None:
+    """A derivative that reaches earlier inputs alone, or of scores without their biases."""
+    save(tmp_path, name)
 
     def run(backend: Any) -> tuple[Any, Any]:
         own = Session(

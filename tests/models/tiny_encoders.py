@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.models import Model, load_model
-from tests.models import lfm2_class
+from tests.models import jina_class, lfm2_class
 
 BYTES_V = 300  # for byte pairs, which need a token for each byte
 N_LAYERS, D, F, V, HEADS, CONTEXT = 4, 64, 96, 80, 4, 96
@@ -50,6 +50,10 @@ ENCODERS: dict[str, TinyEncoder] = {
     "jina_embeddings_v3": TinyEncoder(
         "JinaEmbeddingsV3", {"layer_norm_eps": 1e-5, "rope_parameters": _ROPE, **_XLM_IDS}
     ),
+    "mpnet": TinyEncoder(
+        "MPNet", {"layer_norm_eps": 1e-5, "max_position_embeddings": CONTEXT + 2, **_XLM_IDS}
+    ),
+    "jina_bert_v2": TinyEncoder("JinaV2", {"layer_norm_eps": 1e-5}),
     "nomic_bert": TinyEncoder("NomicBert", {"layer_norm_eps": 1e-5, "head_dim": D // HEADS}),
 }
 
@@ -84,6 +88,8 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
     hf.save_pretrained(directory)
     if name == "modernbert":
         byte_pairs(directory)
+    elif name == "mpnet":
+        word_pieces(directory, transformers.MPNetTokenizer, ("<s>", "<pad>", "</s>", "[UNK]", "<mask>"))
     elif name in ("xlm_roberta", "jina_embeddings_v3"):
         pieces(directory)
     else:
@@ -93,7 +99,8 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
 
 def _hf_class(name: str) -> Any:
     """A class of transformers, or one that stands for a class on the hub."""
-    return vars(lfm2_class).get(name) or getattr(transformers, name)
+    own = vars(lfm2_class) | vars(jina_class)
+    return own.get(name) or getattr(transformers, name)
 
 
 def byte_pairs(directory: Path) -> None:
@@ -120,14 +127,19 @@ def byte_pairs(directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-def word_pieces(directory: Path) -> None:
+_BERT_IDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def word_pieces(
+    directory: Path, kind: Any = transformers.BertTokenizer, special: Sequence[str] = _BERT_IDS
+) -> None:
     """A WordPiece tokenizer of V tokens, as transformers saves it."""
     pieces = [*"abcdefghijklmnopqrstuvwxyz", "the", "cat", "sat", "##s", "##ing", "on", "mat", ",", ".", "!"]
     pieces += [f"##{letter}" for letter in "abcdefghijklmnopqrtuvwxyz"]
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+    tokens = [*special, *pieces]
     tokens += [f"w{i}" for i in range(V - len(tokens))]
     (directory / "vocab.txt").write_text("\n".join(tokens))
-    made = transformers.BertTokenizer(vocab={token: i for i, token in enumerate(tokens)})
+    made = kind(vocab={token: i for i, token in enumerate(tokens)})
     made.save_pretrained(directory)
 
 

@@ -76,6 +76,7 @@ _PREFIXES = (
     "bert.",
     "nomic_bert.",
     "roberta.",
+    "mpnet.",
     "model.language_model.",
     "language_model.model.",
     "model.text_model.",

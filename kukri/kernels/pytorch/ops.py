@@ -495,6 +495,11 @@ class TorchOps:
         scores = scores.view(n_sequences, n_kv_heads, -1, n, keys.shape[2]) * spec.scale
         if spec.softcap is not None:
             scores = self.softcap(scores, spec.softcap)
+        if spec.distances is not None:
+            table = self.constants.vector(spec.distances).view(spec.n_heads, -1)
+            reach = table.shape[1] // 2
+            biases = table[:, group.ahead.clamp(-reach, reach - 1) + reach]  # [H, S, n, places]
+            scores += biases.view(n_kv_heads, -1, *group.ahead.shape).permute(2, 0, 1, 3, 4)
         is_visible = group.is_visible[:, None, None]
         if mask is not None:
             by_head = (n_kv_heads, -1) if len(mask) > 1 else (1, 1)

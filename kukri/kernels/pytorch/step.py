@@ -174,12 +174,17 @@ class AttentionGroup:
         return (self._places >= self.first_keys[:, None]) & (self._places < self.n_keys[:, None])
 
     @cached_property
-    def is_visible(self) -> Tensor:
-        """Which places each token sees, causally or not, within the window: bool [S, n, places]."""
+    def ahead(self) -> Tensor:
+        """By how many tokens each place comes after each token: int64 [S, n, places]."""
         n = self.tokens.shape[1]
         back = torch.arange(n - 1, -1, -1, device=self.tokens.device)
         positions = self.context_len[:, None] - 1 - back  # [S, n]
-        ahead = self._places - positions[..., None]  # [S, n, places]
+        return self._places - positions[..., None]
+
+    @cached_property
+    def is_visible(self) -> Tensor:
+        """Which places each token sees, causally or not, within the window: bool [S, n, places]."""
+        ahead = self.ahead
         seen = ahead <= 0 if self.is_causal else self.is_key[:, None].expand(ahead.shape)
         return seen if self.window is None else seen & (ahead > -self.window) & (ahead < self.window)
 

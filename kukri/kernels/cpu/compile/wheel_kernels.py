@@ -47,6 +47,7 @@ ATTENTION_SIZES = (
 SOFTCAP_SIZES = ((2, 256), (2, 128))  # Gemma 2
 ATTENTION_FAMILIES = ("attend_f16", "attend_finish")
 SOFTCAP_FAMILIES = ("attend_f16_softcap",)
+BIASED_SIZES = ((1, 64),)  # all-mpnet-base-v2, Jina v2
 MOST_PROCESSES = 16  # each takes some 250 MB
 
 
@@ -55,6 +56,7 @@ def wheel_kernel_names() -> list[str]:
     names = [f"{family}[{g},{d}]" for family in ATTENTION_FAMILIES for g, d in ATTENTION_SIZES]
     names += [f"attend_q8_0[{g},{d}]" for g, d in ATTENTION_SIZES if d % KV_BLOCK == 0]
     names += [f"{family}[{g},{d}]" for family in SOFTCAP_FAMILIES for g, d in SOFTCAP_SIZES]
+    names += [f"attend_f16_biased[{g},{d}]" for g, d in BIASED_SIZES]
     for module in KERNEL_MODULES:
         found = importlib.import_module(f"kukri.kernels.cpu.{module}").KERNELS
         names += [name for name, source in found.items() if isinstance(source, KernelSource)]

@@ -18,16 +18,16 @@ from typing import Any
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.kernel_cache import KernelSource
 from kukri.kernels.cpu.kernels.attention_rows import (
+    ADJUSTED,
     NO_SCORE,
     PAGES_BYTES,
+    RANGE_BYTES,
     Work,
-    capped,
     each,
     finish,
     finish_rotated,
     load_pages,
     make_load_rows,
-    uncapped,
 )
 from kukri.kernels.cpu.kernels.intrinsics import (
     device,
@@ -233,7 +233,7 @@ def _make_values(cached: CachedNumbers, rows: int, d_head: int, together: int) -
     return weighted_values
 
 
-def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, cap_scores: Any) -> Any:
+def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, adjust: Any) -> Any:
     """A function for one chunk of keys and `rows` query rows."""
     row_scores = 4 * CHUNK_TOKENS
     # pages, or vectors of values, at a time: enough to keep the FMA units busy, if registers hold their sums
@@ -247,13 +247,16 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, cap_scores: Any) 
     weighted_values = _make_values(cached, rows, d_head, together)
 
     @device
-    def softmax(scores, cap, base, first, last, part, row):
+    def softmax(scores, cap, base, seen, part, row):
         """Turns a row of scores into exponentials; stores their maximum and sum."""
         s = scores + row * row_scores
-        s0 = mask_outside(cap_scores(load_f32x16(s), cap), base, first, last)
-        s1 = mask_outside(cap_scores(load_f32x16(s + 64), cap), base + 16, first, last)
-        s2 = mask_outside(cap_scores(load_f32x16(s + 128), cap), base + 32, first, last)
-        s3 = mask_outside(cap_scores(load_f32x16(s + 192), cap), base + 48, first, last)
+        first = load_i64(seen)
+        last = load_i64(seen + 8)
+        biases = load_i64(seen + 16) + 4 * base
+        s0 = mask_outside(adjust(load_f32x16(s), cap, biases), base, first, last)
+        s1 = mask_outside(adjust(load_f32x16(s + 64), cap, biases + 64), base + 16, first, last)
+        s2 = mask_outside(adjust(load_f32x16(s + 128), cap, biases + 128), base + 32, first, last)
+        s3 = mask_outside(adjust(load_f32x16(s + 192), cap, biases + 192), base + 48, first, last)
         largest = max(max_lanes(maximum(maximum(s0, s1), maximum(s2, s3))), NO_SCORE)
         top = splat(largest)
         s0 = exponential(s0 - top)
@@ -277,21 +280,20 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, cap_scores: Any) 
         for page in range(0, (n_keys + PAGE_TOKENS - 1) >> 4, n_pages):
             page_scores(q, keys, values, pages + 8 * page, scores + 64 * page)
         for row in range(rows):
-            first = load_i64(ranges + 16 * row)
-            softmax(scores, cap, base, first, load_i64(ranges + 16 * row + 8), part, row)
+            softmax(scores, cap, base, ranges + RANGE_BYTES * row, part, row)
         weighted_values(scores, values, pages, first_key, n_keys, part, next_keys)
 
     return chunk_part
 
 
-def _make_token_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: int, cap_scores: Any) -> Any:
+def _make_token_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: int, adjust: Any) -> Any:
     """A function that attends for one work entry of up to `n_tokens` tokens and one key head."""
     rows = group * n_tokens
     load_rows = make_load_rows(group, d_head)
-    chunk_part = _make_chunk(cached, rows, d_head, cap_scores)
+    chunk_part = _make_chunk(cached, rows, d_head, adjust)
     scratch_bytes = partial_bytes(rows, d_head)
     finish_rows = _make_finish_rows(cached.is_rotated, group, d_head)
-    q_bytes, range_bytes, score_bytes = 4 * rows * d_head, 16 * rows, 4 * rows * CHUNK_TOKENS
+    q_bytes, range_bytes, score_bytes = 4 * rows * d_head, RANGE_BYTES * rows, 4 * rows * CHUNK_TOKENS
 
     @device
     def attend_token(work):
@@ -302,7 +304,7 @@ def _make_token_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: 
         part = stack_bytes(scratch_bytes)
         merged = stack_bytes(scratch_bytes)
         first_visible = load_rows(work, rows, rows_q, ranges)
-        n_context = load_i64(ranges + 16 * (rows - 1) + 8) + 1
+        n_context = load_i64(ranges + RANGE_BYTES * (rows - 1) + 8) + 1
         is_partial = load_i64(work.entry + WORK_PARTIAL) >= 0  # one chunk has nothing to merge it with
         state = work.partials if is_partial else merged
         _start(state, rows, d_head)
@@ -342,18 +344,21 @@ def _make_finish_rows(is_rotated: bool, group: int, d_head: int) -> Any:
     return finish_rows
 
 
-def _make_attend(cached: CachedNumbers, is_capped: bool, group: int, d_head: int) -> KernelSource:
-    """`attend_f16[group,d_head]`: every work entry for every key head; `attend_f16_softcap` caps scores."""
-    cap_scores, n_few = capped if is_capped else uncapped, query_tokens(group)
-    one_token = _make_token_entry(cached, group, 1, d_head, cap_scores)
-    few_tokens = one_token if n_few == 1 else _make_token_entry(cached, group, n_few, d_head, cap_scores)
-    many_tokens = make_prompt_entry(cached, group, d_head, is_capped)
+def _make_attend(cached: CachedNumbers, ending: str, group: int, d_head: int) -> KernelSource:
+    """`attend_f16[group,d_head]`: every work entry for every key head.
+
+    `attend_f16_softcap` caps scores, `attend_f16_biased` adds to them by distance.
+    """
+    adjust, n_few = ADJUSTED[ending], query_tokens(group)
+    one_token = _make_token_entry(cached, group, 1, d_head, adjust)
+    few_tokens = one_token if n_few == 1 else _make_token_entry(cached, group, n_few, d_head, adjust)
+    many_tokens = make_prompt_entry(cached, group, d_head, ending)
     head_bytes = cached.head_bytes(d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     def attend(
         tile, batch, q, q_stride, scale, softcap, n_kv_heads, keys, values, page_stride, window, n_ahead,
-        sinks, partials, y, y_stride,
+        distances, distance_stride, sinks, partials, y, y_stride,
     ):  # fmt: skip
         n_work = load_i64(batch + N_WORK)
         n_parts = n_kv_heads if n_work < _ENTRIES_TO_CUT else 1
@@ -368,7 +373,7 @@ def _make_attend(cached: CachedNumbers, is_capped: bool, group: int, d_head: int
                 batch, entry, head, q, q_stride, splat(f32_of_bits(scale)), splat(f32_of_bits(softcap)),
                 keys + head * head_bytes, values + head * head_bytes,
                 keys + min(head + 1, stop - 1) * head_bytes, page_stride, window, n_ahead,
-                sinks, partial, y, y_stride,
+                distances, distance_stride, sinks, partial, y, y_stride,
             )  # fmt: skip
             n_tokens = load_i64(entry + WORK_N_TOKENS)
             if n_tokens == 1:
@@ -379,8 +384,7 @@ def _make_attend(cached: CachedNumbers, is_capped: bool, group: int, d_head: int
                 many_tokens(work)
         return 0
 
-    suffix = "_softcap" if is_capped else ""
-    return KernelSource(f"attend_{cached.kv_type}{suffix}[{group},{d_head}]", attend)
+    return KernelSource(f"attend_{cached.kv_type}{ending}[{group},{d_head}]", attend)
 
 
 def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSource:
@@ -427,8 +431,11 @@ def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSour
 
 
 KERNELS = {
-    **{f"attend_{cached.kv_type}": partial(_make_attend, cached, False) for cached in CACHED},
-    **{f"attend_{cached.kv_type}_softcap": partial(_make_attend, cached, True) for cached in CACHED},
+    **{
+        f"attend_{cached.kv_type}{ending}": partial(_make_attend, cached, ending)
+        for cached in CACHED
+        for ending in ADJUSTED
+    },
     "attend_finish": partial(_make_attend_finish, False),
     "attend_finish_rotated": partial(_make_attend_finish, True),
 }

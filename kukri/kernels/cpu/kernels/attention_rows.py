@@ -31,6 +31,8 @@ from kukri.kernels.paged_kv import PAGE_TOKENS
 
 NO_SCORE = -1.0e30  # the maximum of no scores: finite, so that differences stay defined
 PAGES_BYTES = 8 * (CHUNK_PAGES + 1)  # page offsets of a chunk
+# a row: the first and the last key that it sees, and the address of its bias for the key at 0
+RANGE_BYTES = 24
 
 
 class Work(NamedTuple):
@@ -49,6 +51,8 @@ class Work(NamedTuple):
     page_stride: Any
     window: Any
     n_ahead: Any
+    distances: Any  # the first head's for a distance of 0; then a head's bytes
+    distance_stride: Any
     sinks: Any
     partials: Any
     y: Any
@@ -56,7 +60,7 @@ class Work(NamedTuple):
 
 
 def make_load_rows(group: int, d_head: int) -> Any:
-    """A function for `rows` query rows of a work entry, scaled, and the ranges of keys that they see."""
+    """A function for `rows` query rows of a work entry, scaled, and RANGE_BYTES of each."""
     row_bytes = 4 * d_head
 
     @device
@@ -75,8 +79,11 @@ def make_load_rows(group: int, d_head: int) -> Any:
             position = load_i32(positions + 4 * t)
             first = max(position - work.window + 1, 0)
             first_visible = min(first_visible, first)
-            store_i64(ranges + 16 * row, first)
-            store_i64(ranges + 16 * row + 8, min(position + work.n_ahead, last))
+            place = ranges + RANGE_BYTES * row
+            store_i64(place, first)
+            store_i64(place + 8, min(position + work.n_ahead, last))
+            of_head = work.distances + (work.head * group + row % group) * work.distance_stride
+            store_i64(place + 16, of_head - 4 * position)
         return first_visible
 
     return load_rows
@@ -121,12 +128,19 @@ def each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
 
 
 @device
-def uncapped(scores, cap):
-    """The scores."""
+def _plain(scores, cap, biases):
     return scores
 
 
 @device
-def capped(scores, cap):
-    """cap * tanh(scores / cap)."""
+def _capped(scores, cap, biases):
     return hyperbolic_tangent(scores / cap) * cap
+
+
+@device
+def _biased(scores, cap, biases):
+    return scores + load_f32x16(biases)
+
+
+# what becomes of 16 scores, by the ending of a kernel's name; `biases` is an address
+ADJUSTED = {"": _plain, "_softcap": _capped, "_biased": _biased}

@@ -11,15 +11,15 @@ from typing import Any
 
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.kernels.attention_rows import (
+    ADJUSTED,
     NO_SCORE,
     PAGES_BYTES,
-    capped,
+    RANGE_BYTES,
     each,
     finish,
     finish_rotated,
     load_pages,
     make_load_rows,
-    uncapped,
 )
 from kukri.kernels.cpu.kernels.intrinsics import (
     device,
@@ -205,19 +205,21 @@ def _make_values(cached: CachedNumbers, d_head: int) -> Any:
     return tile_values
 
 
-def _make_softmax(is_capped: bool) -> Any:
+def _make_softmax(ending: str) -> Any:
     """A function for the softmax of 16 rows of scores, and how their results so far and the chunk's merge."""
-    cap_vector = capped if is_capped else uncapped
+    adjust, changes_all = ADJUSTED[ending], ending != ""
 
     @device
     def limit(scores, cap, ranges, base, is_masked):
-        """Caps scores, and masks those of keys that a row does not see."""
+        """Adjusts scores, and masks those of keys that a row does not see."""
         for row in range(_LANES):
-            first = load_i64(ranges + 16 * row)
-            last = load_i64(ranges + 16 * row + 8)
+            seen = ranges + RANGE_BYTES * row
+            first = load_i64(seen)
+            last = load_i64(seen + 8)
+            biases = load_i64(seen + 16) + 4 * base
             for i in range(0, CHUNK_TOKENS, 16):
                 place = scores + row * _ROW_SCORES + 4 * i
-                s = cap_vector(load_f32x16(place), cap)
+                s = adjust(load_f32x16(place), cap, biases + 4 * i)
                 store_f32x16(place, mask_outside(s, base + i, first, last) if is_masked else s)
 
     @device
@@ -225,7 +227,7 @@ def _make_softmax(is_capped: bool) -> Any:
         """`top` and `total` are the rows' maxima and sums; what is kept and taken of values is stored."""
         lanes = stack_bytes(_LANES_BYTES)
         tops = stack_bytes(64)
-        if is_capped or is_masked:
+        if changes_all or is_masked:
             limit(scores, cap, ranges, base, is_masked)
         for row in range(_LANES):
             s = scores + row * _ROW_SCORES
@@ -264,13 +266,13 @@ def _make_softmax(is_capped: bool) -> Any:
 @device
 def _bounds(ranges, row, n):
     """The least and the largest first key, and last key, that one of n rows from `row` on sees."""
-    least_first = load_i64(ranges + 16 * row)
+    least_first = load_i64(ranges + RANGE_BYTES * row)
     most_first = least_first
-    least_last = load_i64(ranges + 16 * row + 8)
+    least_last = load_i64(ranges + RANGE_BYTES * row + 8)
     most_last = least_last
     for i in range(row + 1, row + n):
-        first = load_i64(ranges + 16 * i)
-        last = load_i64(ranges + 16 * i + 8)
+        first = load_i64(ranges + RANGE_BYTES * i)
+        last = load_i64(ranges + RANGE_BYTES * i + 8)
         least_first = min(least_first, first)
         most_first = max(most_first, first)
         least_last = min(least_last, last)
@@ -278,18 +280,18 @@ def _bounds(ranges, row, n):
     return least_first, most_first, least_last, most_last
 
 
-def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, is_capped: bool) -> Any:
-    """A function that attends for one work entry of several tokens and one key head."""
+def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: str) -> Any:
+    """A function that attends for one work entry of several tokens and one key head, scores by `ADJUSTED`."""
     most_rows = group * prompt_tokens(group, d_head)
     room = -(-most_rows // 48) * 48  # whole tiles, and whole vectors of rows
     load_rows = make_load_rows(group, d_head)
     widen_keys, widen_values = _make_widen(cached, d_head)
     tile_scores, tile_values = _make_scores(cached, d_head), _make_values(cached, d_head)
-    softmax = _make_softmax(is_capped)
+    softmax = _make_softmax(ending)
     finish_row = finish_rotated if cached.is_rotated else finish
     row_bytes, head_bytes = 4 * d_head, cached.head_bytes(d_head)
     n_scales = d_head // 16 // cached.vectors_per_scale(d_head)
-    q_bytes, range_bytes, score_bytes = room * row_bytes, 16 * room, room * _ROW_SCORES
+    q_bytes, range_bytes, score_bytes = room * row_bytes, RANGE_BYTES * room, room * _ROW_SCORES
     wide_bytes = CHUNK_TOKENS * (row_bytes + 4 * n_scales)
     tile_bytes, vector_bytes, lane_bytes = 16 * (room // _TILE_ROWS), 16 * (room // _LANES), 4 * room
 
@@ -376,7 +378,7 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, is_capped:
                 is_masked = first > base or last < base + CHUNK_TOKENS - 1
                 row = vector * _LANES
                 softmax(
-                    scores + row * _ROW_SCORES, work.cap, ranges + 16 * row, base, is_masked,
+                    scores + row * _ROW_SCORES, work.cap, ranges + RANGE_BYTES * row, base, is_masked,
                     top + 4 * row, total + 4 * row, keep + 4 * row, take + 4 * row,
                 )  # fmt: skip
             widen_values(work.values, pages, n_pages, wide)

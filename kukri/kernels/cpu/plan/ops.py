@@ -20,6 +20,7 @@ from kukri.kernels.cpu.compile.kernel_cache import float_bits
 from kukri.kernels.cpu.pack.layouts import ROWS, TOKENS, PanelKind, linear_kernel
 from kukri.kernels.cpu.pack.weights import PackedWeight
 from kukri.kernels.cpu.run.abi import (
+    CHUNK_TOKENS,
     EXPERT_ENTRY_BYTES,
     LOGIT_ROWS,
     MAX_ENTRY_ROWS,
@@ -428,14 +429,22 @@ class Attend(Op):
     spec: AttentionSpec
     kv_type: KVType
     partials: Buffer
+    most_tokens: int  # that a sequence may have
 
     @property
     def kernel(self) -> str:
-        family = f"attend_{self.kv_type}" + ("" if self.spec.softcap is None else "_softcap")
-        return f"{family}[{self.spec.group},{self.spec.d_head}]"
+        ending = "" if self.spec.softcap is None else "_softcap"
+        ending = ending if self.spec.distances is None else "_biased"
+        return f"attend_{self.kv_type}{ending}[{self.spec.group},{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:
+        # as far as any query and key of a chunk are apart
+        steps = np.arange(-self.most_tokens, self.most_tokens + CHUNK_TOKENS)
+        biases = self.spec.biases(steps)
+        distances = 0 if biases is None else at.of_array(biases) + 4 * self.most_tokens
         return _attention(self.q, self.y, self.spec, at) | {
+            "distances": distances,
+            "distance_stride": 0 if biases is None else 4 * len(steps),
             "window": cut_of(self.spec).window,
             "n_ahead": cut_of(self.spec).n_ahead,
             "partials": at.of(self.partials),

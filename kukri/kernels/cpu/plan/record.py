@@ -34,6 +34,7 @@ from kukri.kernels.cpu.plan.ops import Buffer, Op, RouteTable, Rows, Value
 from kukri.kernels.cpu.run.abi import MAX_BEST, MAX_GROUPS, MAX_TILE_ROWS, partial_bytes
 from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.op_set import EmbedBy, GateBy
+from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.step import StepLimits
@@ -345,10 +346,16 @@ class Recorder:
         if self._limits.mask_heads:
             if self._kv_type != "f16":
                 raise MissingKernelError(f"masks over a KV cache of {self._kv_type}: they need f16")
+            if spec.distances is not None:
+                raise MissingKernelError("masks of four dimensions over attention that is biased by distance")
             self._add(ops.AttendMasked(q, y, spec))
             return y
+        if spec.softcap is not None and spec.distances is not None:
+            raise MissingKernelError("capped scores with biases by distance")
         for q_part, y_part, part in self._in_tiles(q, y, spec):
-            attend = ops.Attend(q_part, y_part, part, self._kv_type, Buffer(self._partials_bytes(part)))
+            partials = Buffer(self._partials_bytes(part))
+            most_tokens = self._limits.max_pages * PAGE_TOKENS
+            attend = ops.Attend(q_part, y_part, part, self._kv_type, partials, most_tokens)
             self._add(attend)
             self._add(ops.AttendFinish(y_part, y_part, attend.partials, part, self._kv_type))
         return y
@@ -366,8 +373,8 @@ class Recorder:
         widths = [n * spec.d_head for n in counts]
         first = 0
         for q_part, y_part, n in zip(self.split(q, widths), self.split(y, widths), counts, strict=True):
-            sinks = spec.sinks and Vector(spec.sinks.data[first : first + n], spec.sinks.name)
-            yield q_part, y_part, replace(spec, n_heads=n, sinks=sinks)
+            sinks, distances = (_of_heads(each, spec, first, n) for each in (spec.sinks, spec.distances))
+            yield q_part, y_part, replace(spec, n_heads=n, sinks=sinks, distances=distances)
             first += n
 
     def route(self, logits: Value, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
@@ -536,3 +543,11 @@ def _widths(groups: Iterable[Sequence[int]]) -> tuple[int, int]:
     """(columns, columns that kernels store, of which each writes whole tiles) of results in groups."""
     sums = [sum(group) for group in groups]
     return sum(sums), sum(sums[:-1]) + -(-sums[-1] // ROWS) * ROWS
+
+
+def _of_heads(vector: Vector | None, spec: AttentionSpec, first: int, n: int) -> Vector | None:
+    """The part of n heads, from `first` on, of a vector of all heads."""
+    if vector is None:
+        return None
+    rows = vector.data.reshape(spec.n_heads, -1)[first : first + n]
+    return Vector(rows.reshape(-1), vector.name)
