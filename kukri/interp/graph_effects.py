@@ -6,7 +6,8 @@ thing after the other: see `Held`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +17,10 @@ from kukri.interp.frozen_tape import FrozenTape, ReplayedTape
 from kukri.interp.names import FINAL
 from kukri.interp.patching import HasInterp
 from kukri.interp.tape import TextRows
-from kukri.interp.transcoders import Transcoders
+from kukri.interp.transcoders import Layer, Transcoders
 from kukri.kernels.arrays import FloatArray
 
 _FINAL_POINT = "ln_final.hook_out"
-Read = Callable[[int], FloatArray]  # what the MLP of a layer reads, [T, D]
 
 
 class GraphMeasure:
@@ -100,12 +100,13 @@ class GraphMeasure:
         given = np.array([node in factors for node in nodes.tolist()], np.bool_)
         targets = np.array([factors.get(node, 1.0) for node in nodes.tolist()], np.float32)
         change = np.zeros((len(x), layer.n_features), np.float32)
-        if held == "attention" and not np.array_equal(x, before):
-            change = layer.features(x) - layer.features(before)
+        if held != "features" and not np.array_equal(x, before):
+            was = layer.features(before)
+            change = layer.features(x) - was if held == "attention" else _of_active(layer, was, x - before)
         change[positions[given], numbers[given]] = ((targets - 1) * self._graph.activations[nodes])[given]
-        if held == "attention":
+        if held != "features":
             return change[positions, numbers], change
-        moved = np.einsum("nd,nd->n", layer.encoders(numbers), (x - before)[positions])
+        moved = _products(layer, positions, numbers, x - before)
         return np.where(given, change[positions, numbers], moved), change
 
     def _in_the_model(self, factors: Mapping[int, float]) -> FloatArray:
@@ -152,3 +153,18 @@ class GraphMeasure:
             found[nodes] = features[i]
         found[-len(self._directions) :] = self._directions @ final
         return found
+
+
+def _products(layer: Layer, positions: Any, numbers: Any, x: FloatArray) -> FloatArray:
+    """The products of features' encoders and rows of x, [n]."""
+    found: FloatArray = np.einsum("nd,nd->n", layer.encoders(numbers), x[positions])
+    return found
+
+
+def _of_active(layer: Layer, was: FloatArray, moved: FloatArray) -> FloatArray:
+    """How features [T, F] change if what they read does by `moved`, and no other becomes active."""
+    positions, numbers = np.nonzero(was)
+    values = was[positions, numbers]
+    change = np.zeros_like(was)
+    change[positions, numbers] = np.maximum(_products(layer, positions, numbers, moved), -values)
+    return change

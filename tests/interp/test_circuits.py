@@ -393,6 +393,8 @@ def test_measured_effects_are_the_graphs(pair, tmp_path, form):
         for factors in ({node: 2.0}, {node: 0.0, n // 4: 3.0}):
             expected, found = (one.effects(factors, held="features") for one in (graph, measure))
             np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+            expected, found = (one.effects(factors, held="choice") for one in (graph, measure))
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
         expected, found = (one.effects({node: 1.001}, held="attention") for one in (graph, measure))
         np.testing.assert_allclose(found, expected, rtol=1e-2, atol=5e-3 * np.abs(expected).max())
     before, after = (measure.effects({0: factor}, held="attention") for factor in (1.0, -5.0))
@@ -412,7 +414,7 @@ def test_effects_in_the_model(pair, tmp_path):
         n_logits = len(graph.logit_tokens)
         np.testing.assert_allclose(found[-n_logits:], leads[1] - leads[0], atol=1e-4)
         assert found[node] == -graph.activations[node]
-    with pytest.raises(RequestError, match="held must be features, attention, nothing, not 'norms'"):
+    with pytest.raises(RequestError, match="held must be features, choice, attention, nothing, not 'norms'"):
         measure.effects({0: 0.0}, held="norms")
     with pytest.raises(RequestError, match="the features are nodes"):
         measure.effects({len(graph.edges): 0.0})
