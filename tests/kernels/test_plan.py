@@ -280,7 +280,7 @@ def test_results_that_nothing_reads_are_not_written():
 
 def attend(n_heads, window=None):
     spec = AttentionSpec(0, n_heads, 1, 16, 0.25, window)
-    return ops.Attend(value(), value(), spec, "f16", Buffer(99))
+    return ops.Attend(value(), value(), spec, "f16", Buffer(99), 64)
 
 
 def test_work_is_cut_first_and_once_for_each_kind_of_layer():
