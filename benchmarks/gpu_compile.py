@@ -70,9 +70,10 @@ MAX_SLOTS = {
     "IQ4_XS": 2.7,
     "MXFP4": 2.6,
     "Q5_K": 2.55,
+    "Q6_K": 3.0,  # small programs load activations more often, and were measured to be faster
 }  # per weight of a GEMV for one token: what these reach
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):  # and with an older assembler
-    MAX_SLOTS = {"IQ4_XS": 2.95, "MXFP4": 2.85, "Q5_K": 2.95, "Q6_K": 2.9, "IQ4_NL": 2.7, "Q5_0": 2.55}
+    MAX_SLOTS = {"IQ4_XS": 2.95, "MXFP4": 2.85, "Q5_K": 2.95, "Q6_K": 3.3, "IQ4_NL": 2.7, "Q5_0": 2.55}
     MAX_SLOTS |= {"Q2_K": 2.6, "Q3_K": 2.85}
 MAX_SLOTS_OTHERS = 2.5  # the aim
 # issue slots of a card for each byte that it reads at full bandwidth: SMs * lanes * clock / bandwidth
@@ -152,7 +153,8 @@ def linear_cases() -> list[Case]:
                 tile = tiles.gemv_tile(name, m) if kind == "q8" else tiles.fused_tile(m)
                 columns = 0 if kind == "q8" else tiles.fused_columns(1536, m, kind == "rms_norm")
                 constants = dict(TYPE=name, M=m, BN=tile.rows, ASM=True, INPUT=kind, W=columns, **none)
-                weights = tile.rows * tiles.LANES * 64
+                constants["UNROLL"] = tile.unroll
+                weights = tile.rows * tiles.LANES * 64 * tile.unroll
                 label = f"gemv {name} M={m}" + ("" if kind == "q8" else f" {kind}")
                 most = None if kind == "q8" else linear_kernels.MAX_REGISTERS
                 case = Case(label, linear_kernels.gemv, constants, tile.n_warps, 3, weights, name, most)
@@ -160,21 +162,26 @@ def linear_cases() -> list[Case]:
         has_experts = name in ("Q4_K", "MXFP4")
         if has_experts:
             tile = tiles.gemv_tile(name, 1)
-            constants = dict(TYPE=name, BN=tile.rows, ASM=True, **none)
-            weights, kernel = tile.rows * tiles.LANES * 64, linear_kernels.gemv_of_experts
+            constants = dict(TYPE=name, BN=tile.rows, ASM=True, UNROLL=tile.unroll, **none)
+            weights, kernel = tile.rows * tiles.LANES * 64 * tile.unroll, linear_kernels.gemv_of_experts
             label = f"gemv {name} of experts, M=1"
             cases.append(Case(label, kernel, constants, tile.n_warps, 3, weights, name))
         for by_expert in (False, True) if has_experts else (False,):
             for n_tokens in (16, 512):
                 tile = tiles.expert_tile(n_tokens) if by_expert else tiles.gemm_tile(name, n_tokens)
                 constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, EXPERTS=by_expert, **none)
+                constants |= {"UNROLL": tile.unroll, "SPLIT": False}
                 label = f"gemm {name} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
                 most, sizes = (
                     linear_kernels.MAX_REGISTERS if by_expert else None,
                     (tile.n_warps, tile.n_stages),
                 )
-                case = Case(label, linear_kernels.gemm, constants, *sizes, tile.rows * 64, name, most)
+                case = Case(
+                    label, linear_kernels.gemm, constants, *sizes, tile.rows * 64 * tile.unroll, name, most
+                )
                 cases.append(replace(case, types={"xq": "*i8"}))
+    sums = {"W": tiles.LANE_ROWS, "HAS_BIAS": True, "HAS_RESIDUAL": True}
+    cases.append(Case("add_lanes", linear_kernels.add_lanes, sums, 4))
     for by_expert in (False, True):
         constants = dict(BN=tiles.F32_ROWS, BK=tiles.F32_COLUMNS, EXPERTS=by_expert, **none)
         label = f"products of fp32{' by expert' if by_expert else ''}"

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from tests.kernels.gpu.device import IS_INTERPRETED
+
 if TYPE_CHECKING:
     from kukri import LLM
     from kukri.kernels.backend import Backend
@@ -43,7 +45,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Triton's own functions are interpreted or compiled for good when it is imported, which torch does somewhere:
 # here they are interpreted, for tests/kernels/gpu.
 with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
+    patch.setenv("TRITON_INTERPRET", str(int(IS_INTERPRETED)))
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
 

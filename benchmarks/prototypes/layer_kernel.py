@@ -41,7 +41,7 @@ def _product(
     for block in range(tl.program_id(0), tl.cdiv(n_rows, BN), tl.num_programs(0)):
         gemv_rows(
             block, 0, 0, 0, quants, high, scales, xq, xd, xm, xs, y, y, residual, n_tokens, n_rows, n_pairs,
-            n_rows, TYPE, M, BN, ASM, False, HAS_RESIDUAL,
+            n_rows, TYPE, M, BN, ASM, False, HAS_RESIDUAL, 1,
         )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def linear(x: Q8Rows, routes: Routes, matrix: Matrix, bias: Tensor | None) -> Te
     A row is bit-identical for any T. Rows without an expert are undefined.
     """
     out, n_experts = _output(routes, matrix.n_rows, bias)
-    if len(routes.experts) <= tiles.MAX_GEMV_TOKENS:
+    if len(routes.experts) <= tiles.MAX_EXPERT_GEMV_TOKENS:
         _gemv(x, routes.experts, matrix, out, n_experts)
     else:
         tile = tiles.expert_tile(len(out.y) // n_experts)
@@ -88,6 +88,7 @@ def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: in
         n_all // len(x.quants),
         n_experts,
         BN=tile.rows,
+        UNROLL=tile.unroll,
         num_warps=tile.n_warps,
         **products.product_constants(matrix, out),
     )

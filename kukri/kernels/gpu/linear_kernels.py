@@ -155,6 +155,7 @@ def gemv(
     x_stride, width, eps,
     TYPE: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, INPUT: tl.constexpr, W: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """y[t, n] = x[t] · W[n] for M tokens (a power of two) and BN rows a program; `xq` as int32 words.
 
@@ -167,7 +168,7 @@ def gemv(
     token0 = (tl.program_id(1) * M).to(tl.int64)
     gemv_rows(
         tl.program_id(0), token0, token0, 0, quants, high, scales, xq, xd, xm, xs, y, bias, residual,
-        n_tokens, n_rows, n_pairs, y_stride, TYPE, M, BN, ASM, HAS_BIAS, HAS_RESIDUAL,
+        n_tokens, n_rows, n_pairs, y_stride, TYPE, M, BN, ASM, HAS_BIAS, HAS_RESIDUAL, UNROLL,
     )  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def gemv_of_experts(
     quants, high, scales, xq, xd, xm, xs, y, bias, experts, n_tokens, n_rows, n_pairs, y_stride, rows_each,
     n_experts,
     TYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The same for rows of y that have an expert each, int32 `experts`: its matrix is one of those that lie
     one above the other, n_rows each. `rows_each` rows of y read one of the n_tokens rows of x.
@@ -186,7 +187,7 @@ def gemv_of_experts(
     if expert < n_experts:
         gemv_rows(
             tl.program_id(0), row, row // rows_each, expert, quants, high, scales, xq, xd, xm, xs, y, bias, y,
-            n_tokens, n_rows, n_pairs, y_stride, TYPE, 1, BN, ASM, HAS_BIAS, HAS_RESIDUAL,
+            n_tokens, n_rows, n_pairs, y_stride, TYPE, 1, BN, ASM, HAS_BIAS, HAS_RESIDUAL, UNROLL,
         )  # fmt: skip
 
 
@@ -195,12 +196,13 @@ def gemv_rows(
     block, y_row, token0, expert, quants, high, scales, xq, xd, xm, xs, y, bias, residual, n_tokens, n_rows,
     n_pairs, y_stride,
     TYPE: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Rows block * BN … of an expert's matrix (0 if there is one matrix) times tokens token0 … of x, written
     to rows y_row … of y.
 
     A thread has a pair: its weights come by 128-bit loads and stay in registers for all M tokens.
+    UNROLL pairs are under way at once.
     """
     row = block * BN + tl.arange(0, BN)
     lane, word = tl.arange(0, LANES), tl.arange(0, 4)
@@ -213,7 +215,7 @@ def gemv_rows(
     sums = ()  # float32 [BN, LANES] for each token
     for _token in tl.static_range(M):
         sums = sums + (tl.zeros([BN, LANES], tl.float32),)  # noqa: RUF005
-    for first in range(0, n_pairs, LANES):
+    for first in tl.range(0, n_pairs, LANES, loop_unroll_factor=UNROLL):
         pair = first + lane
         inside = pair < n_pairs
         mask = (row < n_rows)[:, None] & inside[None, :]  # [BN, LANES]
@@ -345,10 +347,14 @@ def gemm(
     quants8, high, scales, xq, xd, xm, xs, y, bias, residual, order, work, n_tokens, n_rows, n_pairs,
     y_stride, rows_each,
     TYPE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EXPERTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EXPERTS: tl.constexpr, UNROLL: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The same for BM tokens a program (see `_tile_rows`), on int8 matrix units; `quants8` is the plane as
     bytes, `xq` int8.
+
+    With SPLIT a program has one of the LANES sums of its rows, the third number of the grid, and y is
+    [LANES, n_tokens, n_rows]: `add_lanes` adds them. So a matrix of few rows has programs for a whole device.
     """
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     y_row, ok_t, token64, above, n_steps = _tile_rows(
@@ -359,9 +365,10 @@ def gemm(
     k = tl.arange(0, 32)
     row64 = column.to(tl.int64)
     total = tl.zeros([BN, BM], tl.float32)
-    for lane in range(LANES):
+    first_lane = tl.program_id(2) if SPLIT else 0
+    for lane in range(first_lane, first_lane + 1 if SPLIT else LANES):
         acc = tl.zeros([BN, BM], tl.float32)
-        for pair in range(lane, n_steps, LANES):
+        for pair in tl.range(lane, n_steps, LANES, loop_unroll_factor=UNROLL):
             row_pair = row64 * n_pairs + pair
             a, b, c = _scale_words(scales, row64, pair, n_pairs, ok_r, TYPE)
             for C in tl.static_range(2):
@@ -394,8 +401,25 @@ def gemm(
                 )
         total += acc
     at = y_row[None, :] * y_stride + row[:, None]
+    if SPLIT:
+        at += first_lane.to(tl.int64) * n_tokens * n_rows
     mask = ok_r[:, None] & ok_t[None, :]
     _finish(y, total, bias, residual, at, column[:, None] + at * 0, mask, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def add_lanes(
+    parts, y, bias, residual, n_tokens, n_rows, y_stride,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y[t, n] = the LANES sums `parts` [LANES, n_tokens, n_rows], one after another, bias and residual."""
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * W + tl.arange(0, W)
+    mask = row < n_rows
+    total = tl.zeros([W], tl.float32)
+    for lane in tl.static_range(LANES):
+        total += tl.load(parts + (lane * n_tokens + token) * n_rows + row, mask=mask, other=0)
+    _finish(y, total, bias, residual, token * y_stride + row, row, mask, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit

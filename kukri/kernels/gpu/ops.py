@@ -6,8 +6,7 @@ attention rotates as it stores. A tap reads floats. So a step has no launch whos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -57,12 +56,16 @@ class Deferred:
             products.linear(self.q8, matrix, out)
 
 
-@dataclass(frozen=True, eq=False)
 class Rotated:
-    """Queries or keys that attention is to rotate."""
+    """Queries or keys that attention is to rotate; `rotate` does it for another reader, such as a norm."""
 
-    x: Tensor
-    frequencies: RopeFrequencies
+    def __init__(self, x: Tensor, frequencies: RopeFrequencies, rotate: Callable[[], Tensor]) -> None:
+        self.x, self.frequencies, self._rotate = x, frequencies, rotate
+
+    @cached_property
+    def floats(self) -> Tensor:
+        """float32, of the shape of x."""
+        return self._rotate()
 
 
 class PackedConstants(DeviceConstants):
@@ -73,7 +76,6 @@ class PackedConstants(DeviceConstants):
         self._packed: dict[tuple[Weight, ...], Matrix] = {}
         self._packed_experts: dict[tuple[Experts, ...], Matrix] = {}
         self._float_experts: dict[tuple[Experts, ...], Tensor] = {}
-        self._f32: dict[Weight, Tensor] = {}
         self.is_batch_invariant = True  # until a plain op takes part whose sums may depend on shapes
 
     def packed(self, weights: tuple[Weight, ...]) -> Matrix:
@@ -101,12 +103,6 @@ class PackedConstants(DeviceConstants):
                 room[start:stop] = to_device(weight, self.device, dtype).data
                 start = stop
         return self._float_experts[experts]
-
-    def f32_matrix(self, weight: Weight) -> Tensor:
-        """A matrix in float32, whatever the numbers of others."""
-        if weight not in self._f32:
-            self._f32[weight] = to_device(weight, self.device, torch.float32).data
-        return self._f32[weight]
 
 
 class TritonOps(TorchOps):
@@ -199,7 +195,11 @@ class TritonOps(TorchOps):
         is_plain = batch.mask is None and spec.is_causal and batch.rope_positions.ndim == 1
         if not is_plain or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
-        return Rotated(q, rope), None if k is None else Rotated(k, rope)
+
+        def rotated(x: Any) -> Rotated:
+            return Rotated(x, rope, lambda: self.rotate(x, rope, spec, batch))
+
+        return rotated(q), None if k is None else rotated(k)
 
     def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """See Ops.attention: a launch if all decode, two if a context is long, else another that stores."""
@@ -340,7 +340,7 @@ class TritonOps(TorchOps):
 
     def floats(self, x: Any) -> Tensor:
         """A value as float32, computed if it was put off."""
-        floats: Tensor = x.floats if isinstance(x, Deferred) else x
+        floats: Tensor = x.floats if isinstance(x, Deferred | Rotated) else x
         return floats
 
     def _product(self, x: Deferred, weights: tuple[Weight, ...], out: Output) -> None:
@@ -364,7 +364,7 @@ class TritonOps(TorchOps):
             stop = start + weight.shape[0]
             part = out.columns(start, stop)
             if is_f32:
-                products.linear_f32(x, self.constants.f32_matrix(weight), part)
+                products.linear_f32(x, self.constants.table(weight).data, part)
             else:
                 products.linear_float(x, self.constants.matrix(weight).data, part)
             start = stop

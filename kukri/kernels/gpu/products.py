@@ -102,7 +102,7 @@ def linear(x: Q8Rows, matrix: Matrix, out: Output) -> None:
     n_tokens = len(x.quants)
     if n_tokens <= tiles.MAX_GEMV_TOKENS:
         tile = tiles.gemv_tile(matrix.type_name, triton.next_power_of_2(n_tokens))
-        _gemv(x, matrix, out, tile, None)
+        gemv(x, matrix, out, tile)
     else:
         gemm(x, matrix, out, tiles.gemm_tile(matrix.type_name, n_tokens))
 
@@ -115,7 +115,11 @@ def gemm(
     """
     y, n_tokens = out.y, len(x.quants)
     grid, order, work = _grid(y, tile, groups)
-    linear_kernels.gemm[grid](
+    is_split = groups is None and grid[0] * grid[1] < tiles.SPLIT_PROGRAMS
+    whole, lanes = out, tiles.LANES if is_split else 1
+    if is_split:
+        out = Output(torch.empty((lanes, *y.shape), dtype=torch.float32, device=y.device))
+    linear_kernels.gemm[*grid, lanes](
         *gemm_tensors(matrix, x),
         *out.tensors,
         order,
@@ -123,12 +127,31 @@ def gemm(
         n_tokens,
         y.shape[1],
         matrix.n_pairs,
-        y.stride(0),
+        out.y.stride(-2),
         len(y) // n_tokens,
         EXPERTS=groups is not None,
+        SPLIT=is_split,
+        UNROLL=tile.unroll,
         **_tile_constants(tile),
         **register_options(y, None if groups is None else linear_kernels.MAX_REGISTERS),
         **product_constants(matrix, out),
+    )
+    if is_split:
+        _add_lanes(out.y, whole)
+
+
+def _add_lanes(parts: Tensor, out: Output) -> None:
+    """Writes the sum of float32 [LANES, T, rows] over its lanes, in order."""
+    n_tokens, n_rows = out.y.shape
+    linear_kernels.add_lanes[triton.cdiv(n_rows, tiles.LANE_ROWS), n_tokens](
+        parts,
+        *out.tensors,
+        n_tokens,
+        n_rows,
+        out.y.stride(0),
+        W=tiles.LANE_ROWS,
+        num_warps=4,
+        **out.constants,
     )
 
 
@@ -150,11 +173,11 @@ def linear_of(recipe: Recipe, matrix: Matrix, out: Output) -> Q8Rows:
     The same bits as `quantized` and `linear`. At most MAX_GEMV_TOKENS tokens; y must not overlap the recipe.
     """
     rows, _ = empty_q8(recipe.x, matrix.n_columns)
-    _gemv(rows, matrix, out, tiles.fused_tile(triton.next_power_of_2(len(recipe.x))), recipe)
+    gemv(rows, matrix, out, tiles.fused_tile(triton.next_power_of_2(len(recipe.x))), recipe)
     return rows
 
 
-def _gemv(rows: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, recipe: Recipe | None) -> None:
+def gemv(rows: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, recipe: Recipe | None = None) -> None:
     """The product for few tokens, of rows that are there or that a recipe makes."""
     n_tokens, y = len(rows.quants), out.y
     x, other = (y, y) if recipe is None else (recipe.x, recipe.other)
@@ -173,6 +196,7 @@ def _gemv(rows: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, recipe: R
         0.0 if recipe is None else recipe.eps,
         M=tile.tokens,
         BN=tile.rows,
+        UNROLL=tile.unroll,
         INPUT=kind,
         W=0 if kind == "q8" else tiles.fused_columns(matrix.n_pairs * PAIR, tile.tokens, kind == "rms_norm"),
         num_warps=tile.n_warps,

@@ -1,7 +1,9 @@
-"""Sizes of the tiles that the Triton kernels are launched with, chosen by reading their machine code.
+"""Sizes of the tiles that the Triton kernels are launched with, chosen by measurement, or by reading their
+machine code.
 
 They follow from the matrix or the layer, and from the number of tokens only if no bit of a result depends
-on it. `python -m benchmarks.gpu_compile` shows what each choice costs.
+on it. `python -m benchmarks.gpu_compile` shows what each choice costs, `benchmarks.gpu_tiles` what products
+take on a device.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LANES = 8  # sums of a row in a product: see linear_kernels.py
-MAX_GEMV_TOKENS = 8
+MAX_GEMV_TOKENS = 4  # beyond, a GEMM with one program for each sum is faster
+MAX_EXPERT_GEMV_TOKENS = 8
 ROW_COLUMNS = 1024  # columns of a program that quantizes or gates
 FLOAT_COLUMNS = 64  # columns of a step of gemm_float
 MERGE_HEADS = 4
+LANE_ROWS = 256  # rows of a program that adds the sums of a product
+SPLIT_PROGRAMS = 128  # a product of fewer programs is split by its sums: about a device's processors
 F32_ROWS, F32_COLUMNS = 8, 256  # tile of a step of gemv_f32
 CONV_TOKENS, CONV_COLUMNS = 16, 64  # tile of a program of a convolution
 STATE_COLUMNS = 16  # columns of a recurrent state per program, with all rows
@@ -31,10 +36,17 @@ class Tile:
     tokens: int
     n_warps: int
     n_stages: int = 3
+    unroll: int = 1  # steps of a row that are under way at once
 
 
 def gemv_tile(type_name: str, n_tokens: int) -> Tile:
-    """A product for at most MAX_GEMV_TOKENS tokens."""
+    """A product for a few tokens. The first two were measured: small programs, or several steps at once, as
+    the latency of loads bounds them. The others were chosen by their machine code.
+    """
+    if type_name in ("Q4_0", "Q4_1", "Q4_K"):
+        return Tile(16, n_tokens, 4, unroll=4) if n_tokens == 1 else Tile(8, n_tokens, 2)
+    if type_name == "Q6_K":
+        return Tile(8, n_tokens, 2)
     if type_name in ("IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K"):
         return Tile(64 if n_tokens == 1 else 16, n_tokens, 8)
     return Tile(32 if n_tokens <= 2 else 16, n_tokens, 4)

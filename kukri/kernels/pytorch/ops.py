@@ -26,7 +26,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.kv_types import TENSOR_TYPES, rotate_heads
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
-from kukri.kernels.pytorch.weights import DeviceMatrix, tensor_of, to_device
+from kukri.kernels.pytorch.weights import FLOATS, DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.taps import Hook, tap_name
@@ -63,6 +63,7 @@ class DeviceConstants:
     def __init__(self, device: torch.device, dtype: torch.dtype, unpacked_bytes: int) -> None:
         self.device, self.dtype, self._bytes_left = device, dtype, unpacked_bytes
         self._matrices: dict[Weight, DeviceMatrix] = {}
+        self._tables: dict[Weight, DeviceMatrix] = {}
         self._vectors: dict[Vector, Tensor] = {}
         self.rope_tables: dict[RopeFrequencies, RopeTable] = {}
 
@@ -77,6 +78,15 @@ class DeviceConstants:
                 found = found.unpacked()
             self._matrices[weight] = found
         return found
+
+    def table(self, weight: Weight) -> DeviceMatrix:
+        """A matrix whose rows are read, not multiplied: floats stay what they are in the file."""
+        dtype = FLOATS.get(weight.type.name, torch.float32)
+        if dtype == self.dtype:
+            return self.matrix(weight)
+        if weight not in self._tables:
+            self._tables[weight] = to_device(weight, self.device, dtype)
+        return self._tables[weight]
 
     def vector(self, vector: Vector) -> Tensor:
         """A vector, float32."""
@@ -132,7 +142,7 @@ class TorchOps:
             raise ShapeError(
                 f"bad step: a {what} outside the {'vocabulary' if by == 'token_ids' else 'model'}"
             )
-        rows = self.constants.matrix(weight).rows(getattr(batch, by)).float()
+        rows = self.constants.table(weight).rows(getattr(batch, by)).float()
         return rows if residual is None else rows + residual
 
     def activations(self, batch: DeviceBatch, width: int) -> Tensor:
@@ -418,7 +428,7 @@ class TorchOps:
         weights = torch.zeros_like(logits).scatter(1, order, shares)
         if routing.scales is not None:
             weights = weights * self.constants.vector(routing.scales)
-        if tap is not None:
+        if tap is not None and tap_name(*tap) in self.taps:  # else a graph that is captured may not read them
             weights = self.tap(*tap, weights)
             check_routes(weights.detach().cpu().numpy(), routing.n_used)
         numbers = torch.arange(logits.shape[1], device=logits.device)

@@ -125,7 +125,8 @@ class _Group:
             self._edit_rows()
             for stage in stages:
                 self._run(stage)
-            results["last_peak"] = self.x.amax(1).double()
+            if self.x is not self._logits:
+                results["last_peak"] = self.x.amax(1).double()
             if is_greedy:  # the lowest id of equals
                 results["token"] = self.x.argmax(1).double()
             else:

@@ -70,7 +70,9 @@ class _PinnedStaging:
     """
 
     def __init__(self, size: int) -> None:
-        self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._buffers = [
+            torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(2)
+        ]
         self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
         self._turn = 0
 

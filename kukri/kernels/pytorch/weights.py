@@ -23,7 +23,7 @@ from kukri.quant.types import QUANT_TYPES, RUN
 from kukri.quant.types.schema import Block, Codebook, Cut, Numbers, n_numbers
 
 _CHUNK_WEIGHTS = 1 << 23  # dequantized at a time: 32 MB of float32
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +65,8 @@ def to_device(weight: Weight, device: torch.device, dtype: torch.dtype) -> Devic
     name = weight.type.name
     if weight.type.block is not None:
         data, packed_type = tensor_of(weight.data).to(device), name
-    elif name in _FLOATS:
-        data = _aligned(tensor_of(weight.data)).to(device).view(_FLOATS[name]).to(dtype)
+    elif name in FLOATS:
+        data = _aligned(tensor_of(weight.data)).to(device).view(FLOATS[name]).to(dtype)
         packed_type = None
     else:
         raise MissingKernelError(f"the torch backend does not read {name}: it reads {', '.join(TYPES)}")

@@ -1,4 +1,4 @@
-"""Makes the Triton kernels run under Triton's interpreter, on the CPU.
+"""Makes the Triton kernels run under Triton's interpreter, unless KUKRI_TEST_DEVICE names a device.
 
 The variable is read when a kernel is decorated and when it is launched, so it is set while the modules are
 imported (Triton itself in tests/conftest.py, before torch can) and during these tests. Other tests of the
@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
+
+os.environ["TRITON_INTERPRET"] = str(int(IS_INTERPRETED))
 try:
     import triton  # noqa: F401
 except ImportError as error:
@@ -38,5 +41,13 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def _on_device(monkeypatch):
+    """Interpreted; or tensors that a test makes lie on the device, and are copied where NumPy reads them."""
+    if IS_INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        yield
+        return
+    plain = torch.Tensor.numpy
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda x: plain(x.cpu()))
+    with torch.device(DEVICE):
+        yield

@@ -10,6 +10,7 @@ from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import QUANT_TYPES
+from tests.kernels.gpu.device import DEVICE
 
 
 def matrix(array, name=""):
@@ -45,7 +46,7 @@ def test_updates_beside_kernels():
     )
     limits = StepLimits(8, 2, 8, 1)
     results = []
-    for backend in (GpuBackend(), ReferenceBackend()):
+    for backend in (GpuBackend(DEVICE), ReferenceBackend()):
         cache = backend.new_cache([KVLayer(1, 16)], 2)
         compiled = backend.compile(program, cache, limits, frozenset(), [made])
         results.append(compiled(batch).numpy().copy())

@@ -12,6 +12,7 @@ from kukri.kernels.gpu import attention, kv_types, tiles
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
+from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.test_gpu_rows import floats
 from tests.kernels.small_programs import assert_close
 from tests.kernels.test_shared_kv import program_of, results
@@ -43,20 +44,20 @@ class Step:
         self.contexts = np.array(contexts, np.int32)
         self.start = np.concatenate([[0], np.cumsum(n_new)]).astype(np.int32)
         self.sinks = None
-        self.q = torch.from_numpy(rng.standard_normal((self.start[-1], group * n_kv_heads, d_head))).half()
+        self.q = torch.as_tensor(rng.standard_normal((self.start[-1], group * n_kv_heads, d_head))).half()
         # a new token for each sequence, before its rotation: columns of a wider tensor
         widths = [n * d_head for n in (group * n_kv_heads, n_kv_heads, n_kv_heads)]
-        qkv = torch.from_numpy(rng.standard_normal((len(contexts), sum(widths) + 5), dtype=np.float32))
+        qkv = torch.as_tensor(rng.standard_normal((len(contexts), sum(widths) + 5), dtype=np.float32))
         self.new = qkv[:, : sum(widths)].split(widths, 1)
         angles = rng.uniform(0, 7, (max(contexts), d_head // 2 - 4)).astype(np.float32)
-        self.rope = torch.from_numpy(np.cos(angles)), torch.from_numpy(np.sin(angles))
+        self.rope = torch.as_tensor(np.cos(angles)), torch.as_tensor(np.sin(angles))
         last = self.contexts - 1
-        self.positions = torch.from_numpy(last)
+        self.positions = torch.as_tensor(last)
         pages = self.table[np.arange(len(contexts)), last // 16]
-        self.slots = torch.from_numpy((pages * 16 + last % 16).astype(np.int32))
+        self.slots = torch.as_tensor((pages * 16 + last % 16).astype(np.int32))
 
     def tensors(self):
-        return (torch.from_numpy(a) for a in (self.start, self.contexts, self.table))
+        return (torch.as_tensor(a) for a in (self.start, self.contexts, self.table))
 
     def one_pass(self, is_prefill):
         rows = tiles.attention_tile(self.spec.group, self.spec.d_head, is_prefill).rows
@@ -125,16 +126,16 @@ def make_cache(rng, kind, shape, used):
     def numbers():
         if kind == "f16":
             x = np.where(used[:, None, None, :, None], rng.standard_normal(shape), np.nan).astype(np.float16)
-            return (torch.from_numpy(x)[:, LAYER],) * 2
+            return (torch.as_tensor(x)[:, LAYER],) * 2
         if kind == "fp8":
             x = np.where(used[:, None, None, :, None], rng.integers(0, 127, shape), 0x7F).astype(np.uint8)
             x |= rng.integers(0, 2, shape, np.uint8) << 7  # 0x7F and 0xFF are NaN
             x &= np.where(used[:, None, None, :, None], 0xBF, 0xFF).astype(np.uint8)  # below 2 in size
-            return (torch.from_numpy(x)[:, LAYER],) * 2
+            return (torch.as_tensor(x)[:, LAYER],) * 2
         scales = rng.uniform(0.2, 1.5, (*shape[:-1], shape[-1] // 32)) / 127
         scales = np.where(used[:, None, None, :, None], scales, np.nan).astype(np.float16)
         quants = rng.integers(-127, 128, shape).astype(np.int8)
-        return torch.from_numpy(quants)[:, LAYER], torch.from_numpy(scales)[:, LAYER]
+        return torch.as_tensor(quants)[:, LAYER], torch.as_tensor(scales)[:, LAYER]
 
     (keys, key_scales), (values, value_scales) = numbers(), numbers()
     return attention.PagedTensors(keys, values, key_scales, value_scales)
@@ -259,5 +260,5 @@ def test_a_layer_reads_the_keys_of_another(d_head):
     """
     program = program_of(d_head, np.random.default_rng(1))
     want = results(ReferenceBackend(), program, "f16", d_head)
-    for got, expected in zip(results(GpuBackend(), program, "f16", d_head), want, strict=True):
+    for got, expected in zip(results(GpuBackend(DEVICE), program, "f16", d_head), want, strict=True):
         assert_close(got, expected, 5e-3)

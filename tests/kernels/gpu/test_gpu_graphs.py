@@ -15,6 +15,7 @@ from kukri.kernels.gpu.attention import CHUNK
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.gpu.graphs import graph_sizes
 from kukri.kernels.step import StepLimits
+from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
 from tests.kernels.gpu.test_gpu_backend import Sequence, model_of
 from tests.models.tiny_llama import random_ids
 from tests.models.tiny_models import V
@@ -69,7 +70,7 @@ class Row:
 @pytest.fixture
 def setup():
     graphs = FakeGraphs()
-    backend = GpuBackend(capture=graphs)
+    backend = GpuBackend(DEVICE, capture=graphs)
     cache = backend.new_cache([KVLayer(1, 16)], 30)
     program = backend.compile(shows_its_inputs, cache, StepLimits(32, 12, 32, 40))
     builder = BatchBuilder(program.inputs, 16)
@@ -131,7 +132,7 @@ def test_what_reads_the_device_is_not_captured():
         return shows_its_inputs(ops, batch)
 
     graphs = FakeGraphs()
-    backend = GpuBackend(capture=graphs)
+    backend = GpuBackend(DEVICE, capture=graphs)
     compiled = backend.compile(program, backend.new_cache([KVLayer(1, 16)], 30), StepLimits(8, 2, 8, 40))
     builder = BatchBuilder(compiled.inputs, 16)
     for row in (Row(7, 1, 20), Row(8, 2, 3)):
@@ -160,7 +161,7 @@ def test_a_model_decodes_the_same_bits_by_graphs():
     model = model_of("qwen3", 1)
     results = []
     for capture in (None, FakeGraphs()):
-        backend = GpuBackend(capture=capture)
+        backend = GpuBackend(DEVICE, capture=capture)
         program = backend.compile(model, backend.new_cache(model.cache_layout, 4), StepLimits(8, 3, 8, 1))
         builder, rows = BatchBuilder(program.inputs, 16), []
         sequences = [Sequence(random_ids(9, V, seed=i), i) for i in range(3)]
@@ -172,6 +173,7 @@ def test_a_model_decodes_the_same_bits_by_graphs():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not IS_INTERPRETED, reason="kukri doctor --gpu does it on a device")
 def test_the_checks_of_a_device_pass_under_the_interpreter():
     """`kukri doctor --gpu` would call right kernels wrong, or a promise of bits broken."""
     sizes = Sizes(tokens=(1, 9), n_columns=256, n_rows=21, contexts=(40, 17, 3), n_layers=1)

@@ -9,6 +9,7 @@ from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import attention
 from kukri.kernels.gpu.products import Output, linear_of, to_device
 from kukri.kernels.gpu.rows import Recipe
+from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.test_gpu_attention import Step, copied, same, same_caches
 from tests.kernels.gpu.test_gpu_linear import QUANT_TYPES, np, random_rows
 
@@ -16,7 +17,7 @@ from tests.kernels.gpu.test_gpu_linear import QUANT_TYPES, np, random_rows
 def matrix(seed, n_rows, n_columns, type_name="Q4_0"):
     type = QUANT_TYPES[type_name]
     data = random_rows(np.random.default_rng(seed), type_name, (n_rows, n_columns))
-    return to_device([Weight(data, type, (n_rows, n_columns))], "cpu")
+    return to_device([Weight(data, type, (n_rows, n_columns))], DEVICE)
 
 
 def test_a_layer_is_its_five_launches():

@@ -11,11 +11,13 @@ import torch
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.constants import Weight
+from kukri.kernels.gpu import tiles
 from kukri.kernels.gpu.pack import PACKED_TYPES, pack
 from kukri.kernels.gpu.products import Output, linear, linear_float, linear_of, to_device
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, quantize, quantized
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.kernels.gpu.device import DEVICE
 from tests.random_blocks import random_rows
 
 N_ROWS = 37
@@ -27,9 +29,9 @@ def case(type_name, n_tokens, n_columns=None, seed=0):
     type = QUANT_TYPES[type_name]
     n_columns = n_columns or (288 if type.block_size == 32 else 768)
     data = random_rows(rng, type_name, (N_ROWS, n_columns))
-    matrix = to_device([Weight(data, type, (N_ROWS, n_columns))], "cpu")
+    matrix = to_device([Weight(data, type, (N_ROWS, n_columns))], DEVICE)
     x = rng.standard_normal((n_tokens, n_columns), dtype=np.float32)
-    return matrix, dequantize(data, type), torch.from_numpy(x)
+    return matrix, dequantize(data, type), torch.as_tensor(x)
 
 
 def rounded(rows, n_columns):
@@ -71,11 +73,15 @@ def test_product(type_name, n_tokens):
 
 
 @pytest.mark.parametrize("type_name", PACKED_TYPES)
-def test_batch_does_not_matter(type_name):
-    """Catches an order of sums that depends on the batch: one token, eight, and a matrix product agree."""
+def test_batch_does_not_matter(type_name, monkeypatch):
+    """Catches an order of sums that depends on the batch: one token, eight, and a matrix product agree,
+    whether a program has all sums of a row or one.
+    """
     matrix, _, x = case(type_name, 9)
     rows = quantize(x)
     many = product(matrix, rows)  # int8 matrix product
+    monkeypatch.setattr(tiles, "SPLIT_PROGRAMS", 0)
+    assert (bits(many) == bits(product(matrix, rows))).all()
     eight = product(matrix, some(rows, slice(0, 8)))
     one = product(matrix, some(rows, slice(7, 8)))
     assert (bits(many)[:8] == bits(eight)).all()
@@ -158,8 +164,8 @@ def test_extreme_quants(type_name):
     for at in HALVES[type_name]:
         blocks[:, :, at : at + 2] = np.float16([1.0]).view(np.uint8)
     w = dequantize(data, type).astype(np.float64)
-    matrix = to_device([Weight(data, type, (4, 256))], "cpu")
-    rows = quantize(torch.from_numpy(np.repeat(np.float32([[127.0], [-127.0]]), 256, axis=1)))
+    matrix = to_device([Weight(data, type, (4, 256))], DEVICE)
+    rows = quantize(torch.as_tensor(np.repeat(np.float32([[127.0], [-127.0]]), 256, axis=1)))
     got, want = product(matrix, rows).numpy(), rounded(rows, 256) @ w.T
     # sums of 8 blocks are beyond 2^24, where float32 has no room for every whole number
     np.testing.assert_allclose(got, want, rtol=3e-7)
@@ -186,8 +192,8 @@ def test_the_host_holds_some_rows_at_a_time():
     finally:
         tracemalloc.stop()
     assert peak < 0.5 * n_bytes  # pieces of 2^20 weights, a tenth of these
-    last = to_device([Weight(weights[1].stored[-5:], type, (5, 1024))], "cpu")
-    assert torch.equal(to_device(weights, "cpu").quants[-5:], last.quants)
+    last = to_device([Weight(weights[1].stored[-5:], type, (5, 1024))], DEVICE)
+    assert torch.equal(to_device(weights, DEVICE).quants[-5:], last.quants)
 
 
 def test_other_types_are_refused():

@@ -12,6 +12,7 @@ from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import QUANT_TYPES
+from tests.kernels.gpu.device import DEVICE
 
 N_SLOTS, MOST = 7, 16
 
@@ -94,7 +95,7 @@ def test_recurrent_layers(case):
     """A tap, head or group next to its own, a state that is not zero at first, saved a token early or late;
     a result that depends on chunks or neighbours: one sequence whole and saved on the way, another in pieces.
     """
-    backend = GpuBackend()
+    backend = GpuBackend(DEVICE)
     mine, reference = Runs(backend, case), Runs(ReferenceBackend(), case)
     pieces, saves = [(1, 0, 11), (0, 0, 3)], [(0, 2), (1, 6), (9, 4), (12, 5)]
     got, want = mine.step(pieces, saves), reference.step(pieces, saves)

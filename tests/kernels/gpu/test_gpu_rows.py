@@ -49,7 +49,7 @@ def test_quantize(width):
     x[1, :32] = 0
     x[0, :8] = [127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 3.5]
     wide = torch.full((3, width + 5), float("nan"))
-    wide[:, :width] = torch.from_numpy(x)
+    wide[:, :width] = torch.as_tensor(x)
     rows = quantize(wide[:, :width])
     quants, scales, sums = quantized(x)
     assert (rows.quants.numpy() == quants).all()
@@ -71,16 +71,16 @@ def test_rms_norm(width):
     wide = rng.standard_normal((3, width + 7), dtype=np.float32) * 1e-2
     weight = rng.standard_normal(width, dtype=np.float32)
     want = OPS.rms_norm(wide[:, :width], Vector(weight), 1e-4)
-    x = torch.from_numpy(wide)[:, :width]
-    np.testing.assert_allclose(rms_norm(x, torch.from_numpy(weight), 1e-4).numpy(), want, rtol=2e-6)
-    check_q8(rms_norm_q8(x, torch.from_numpy(weight), 1e-4), want)
+    x = torch.as_tensor(wide)[:, :width]
+    np.testing.assert_allclose(rms_norm(x, torch.as_tensor(weight), 1e-4).numpy(), want, rtol=2e-6)
+    check_q8(rms_norm_q8(x, torch.as_tensor(weight), 1e-4), want)
 
 
 def test_rms_norm_of_heads():
     """Catches a norm over all heads at once."""
     rng = np.random.default_rng(3)
     x, weight = rng.standard_normal((2, 5 * 48), dtype=np.float32), rng.standard_normal(48, dtype=np.float32)
-    got = rms_norm(torch.from_numpy(x).reshape(-1, 48), torch.from_numpy(weight), 1e-5)
+    got = rms_norm(torch.as_tensor(x).reshape(-1, 48), torch.as_tensor(weight), 1e-5)
     np.testing.assert_allclose(got.numpy().reshape(2, -1), OPS.head_norm(x, Vector(weight), 1e-5), rtol=2e-6)
 
 
@@ -91,7 +91,7 @@ def test_silu_mul(width):
     gate_up[0, :2] = [-200, 200]
     gate, up = gate_up[:, :width], gate_up[:, width:]
     want = OPS.gated(up, gate, "silu")
-    parts = torch.from_numpy(gate_up).split(width, 1)
+    parts = torch.as_tensor(gate_up).split(width, 1)
     np.testing.assert_allclose(silu_mul(*parts).numpy(), want, rtol=1e-5, atol=1e-12)
     check_q8(silu_mul_q8(*parts), want)
 
@@ -111,9 +111,9 @@ def test_rope_and_store(kind, d_head, rotary):
     cos, sin = np.cos(angles), np.sin(angles)
     cos[0], sin[0] = 1, 0
     cache = empty_cache(kind, 6, 2, d_head)
-    table = (torch.from_numpy(cos), torch.from_numpy(sin)) if rotary else None
-    arrays = (torch.from_numpy(a) for a in (q, k, v))
-    new = attention.NewTokens(*arrays, table, torch.from_numpy(positions), torch.from_numpy(slots))
+    table = (torch.as_tensor(cos), torch.as_tensor(sin)) if rotary else None
+    arrays = (torch.as_tensor(a) for a in (q, k, v))
+    new = attention.NewTokens(*arrays, table, torch.as_tensor(positions), torch.as_tensor(slots))
     got = attention.rope_and_store(new, cache, spec)
     want_q, want_k = (
         rotated(q, cos[positions], sin[positions], d_head),
@@ -181,5 +181,5 @@ def floats(cache):
     pairs = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
     if cache.kind != "q8_0":
         float8 = torch.float8_e4m3fn
-        return tuple((x.view(float8) if cache.kind == "fp8" else x).float().numpy() for x, _ in pairs)
+        return tuple((x.view(float8) if x.dtype == torch.uint8 else x).float().numpy() for x, _ in pairs)
     return tuple((x.float() * scales.float().repeat_interleave(32, dim=-1)).numpy() for x, scales in pairs)

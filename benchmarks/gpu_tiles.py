@@ -1,0 +1,146 @@
+"""Products on a GPU by tile: `python -m benchmarks.gpu_tiles`, for the sizes in `kukri.kernels.gpu.tiles`.
+
+Each product with a packed matrix of a 3B model is timed for 1 to 512 tokens with several tiles, as a graph of
+launches that read matrices in turn, so that neither Python nor the cache is measured. What the tiles in use
+take comes first, then the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from unittest import mock
+
+import torch
+
+from benchmarks.harness import Experiment, Table, run
+from kukri.errors import UnsupportedError
+from kukri.kernels.gpu import products, tiles
+from kukri.kernels.gpu.pack import PACKED_TYPES, PAIR
+from kukri.kernels.gpu.products import Matrix, Output
+from kukri.kernels.gpu.rows import quantize
+from kukri.kernels.gpu.tiles import Tile
+
+SHAPES = {"q k v": (3072, 2048), "output": (2048, 2048), "gate up": (22016, 2048), "down": (2048, 11008)}
+_BYTES = 1 << 28  # of matrices read in turn: more than a cache holds
+_WORDS = {"Q4_K": (8, 0, 4), "Q6_K": (8, 4, 5), "Q8_0": (16, 0, 0)}  # quants, high bits a pair; scales of 256
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Microseconds of a product with a tile; `split` if a program has one of its sums."""
+
+    type: str
+    shape: str
+    n_tokens: int
+    tile: Tile
+    split: bool
+    us: float
+
+
+def candidates(n_tokens: int) -> Iterator[tuple[Tile, bool]]:
+    """Tiles and whether sums are split, for a number of tokens."""
+    if n_tokens <= tiles.MAX_GEMV_TOKENS:
+        for (rows, warps), unroll in product(((8, 2), (16, 2), (16, 4), (32, 4), (64, 8)), (1, 2, 4)):
+            yield Tile(rows, n_tokens, warps, unroll=unroll), False
+        return
+    for (rows, warps), tokens, unroll in product(((32, 4), (64, 4), (128, 8)), (16, 32, 64), (1, 2)):
+        if tokens < 2 * n_tokens:
+            yield from ((Tile(rows, tokens, warps, unroll=unroll), split) for split in (False, True))
+
+
+def matrices(type_name: str, n_rows: int, n_columns: int) -> list[Matrix]:
+    """Packed matrices of random bits with small scales."""
+    words, high, scales = _WORDS[type_name]
+    n_pairs = n_columns // PAIR
+
+    def bits(*shape: int) -> torch.Tensor:
+        return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32, device="cuda")
+
+    def matrix() -> Matrix:
+        width = n_pairs // 4 * scales or n_pairs
+        scale = torch.full((n_rows, width), 0x1C001C00, dtype=torch.int32, device="cuda")
+        quants, top = bits(n_rows, n_pairs, words), bits(n_rows, n_pairs, high) if high else bits(1)
+        return Matrix(type_name, n_rows, n_columns, n_pairs, quants, top, scale)
+
+    return [matrix() for _ in range(max(1, _BYTES // (n_rows * n_pairs * 4 * words)))]
+
+
+def microseconds(launch: Callable[[int], None], n_launches: int) -> float:
+    """Time of a launch in a graph of them, the best of three replays; the first launch compiles."""
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(n_launches):
+            launch(i)
+    best = float("inf")
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e3 / n_launches)
+    return best
+
+
+def measure(type_name: str, shape: str, n_tokens: int) -> Iterator[Timed]:
+    """Each candidate's time."""
+    n_rows, n_columns = SHAPES[shape]
+    weights = matrices(type_name, n_rows, n_columns)
+    x = quantize(torch.randn(n_tokens, n_columns, device="cuda"))
+    out = Output(torch.empty(n_tokens, n_rows, device="cuda"))
+    for tile, split in candidates(n_tokens):
+
+        def launch(i: int, tile: Tile = tile) -> None:
+            if n_tokens <= tiles.MAX_GEMV_TOKENS:
+                products.gemv(x, weights[i % len(weights)], out, tile)
+            else:
+                products.gemm(x, weights[i % len(weights)], out, tile)
+
+        with mock.patch.object(tiles, "SPLIT_PROGRAMS", 1 << 30 if split else 0):
+            us = microseconds(launch, 20 if n_tokens < 64 else 4)
+        yield Timed(type_name, shape, n_tokens, tile, split, us)
+
+
+def in_use(type_name: str, shape: str, n_tokens: int) -> tuple[Tile, bool]:
+    """The tile that is launched, and whether its sums are split."""
+    if n_tokens <= tiles.MAX_GEMV_TOKENS:
+        return tiles.gemv_tile(type_name, n_tokens), False
+    tile = tiles.gemm_tile(type_name, n_tokens)
+    n_programs = -(-SHAPES[shape][0] // tile.rows) * -(-n_tokens // tile.tokens)
+    return tile, n_programs < tiles.SPLIT_PROGRAMS
+
+
+def main() -> None:
+    """Parses options, measures, reports."""
+    experiment = Experiment("gpu_tiles", "Times of products on a GPU by the sizes of their tiles.")
+    experiment.options.add_argument("--types", default="Q4_K,Q6_K", help="weight types (Q4_K,Q6_K)")
+    experiment.options.add_argument("--tokens", default="1,4,16,512", help="numbers of tokens (1,4,16,512)")
+    given = experiment.parse()
+    if not torch.cuda.is_available():
+        raise UnsupportedError("gpu_tiles needs a GPU that PyTorch sees")
+    assert set(_WORDS) <= set(PACKED_TYPES)
+    found, rows = [], []
+    for name, shape, n_tokens in product(given.types.split(","), SHAPES, map(int, given.tokens.split(","))):
+        experiment.say(f"{name}, {shape}, {n_tokens} tokens")
+        timed = sorted(measure(name, shape, n_tokens), key=lambda one: one.us)
+        found += timed
+        now = [one for one in timed if (one.tile, one.split) == in_use(name, shape, n_tokens)]
+        rows += [
+            [name, shape, str(n_tokens), what, f"{one.us:.1f}", _name(one)]
+            for what, one in (*(("in use", one) for one in now), *(("fastest", one) for one in timed[:3]))
+        ]
+    header = ["type", "matrix", "tokens", "", "us", "rows x tokens, warps, unroll, split"]
+    experiment.show({"timed": [asdict(one) for one in found]}, Table("products", header, rows))
+
+
+def _name(one: Timed) -> str:
+    tile = one.tile
+    return f"{tile.rows} x {tile.tokens}, {tile.n_warps}, {tile.unroll}{', split' if one.split else ''}"
+
+
+if __name__ == "__main__":
+    run(main)
