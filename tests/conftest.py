@@ -56,7 +56,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leaves what is there by now, tests and packages, out of garbage collection: it stays anyway."""
-    gc.collect()
     gc.freeze()
 
 

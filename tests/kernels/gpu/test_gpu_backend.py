@@ -123,7 +123,7 @@ class Recorder:
             self._is_recording = False
 
 
-QUICK = ("qwen3", "qwen2_moe", "hunyuan_v1_dense")
+QUICK = ("qwen2_moe", "hunyuan_v1_dense")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=SLOW) for n in TINY if n not in QUICK)])
