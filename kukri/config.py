@@ -285,6 +285,7 @@ class ModelConfig:
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     logit_softcap: float | None = None  # and so do logits
     is_causal: bool = True  # False: an encoder, whose tokens see the whole text
+    sees_later: bool = True  # False: an encoder whose tokens see earlier ones alone
     n_token_types: int = 0  # embeddings that tell the texts of a pair apart; 0: none
     n_positions: int = 0  # rows of an embedding of positions; 0: none
     d_per_layer: int = 0  # width of a second embedding of tokens, one for each layer; 0: none

@@ -6,13 +6,27 @@ Tokens, prefixes, expansion and skipped tokens are PyLate's, which trains such m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from kukri.config import LateInteraction, ModelConfig
+from kukri.config import HeadConfig, LateInteraction, ModelConfig
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.tokenizer import Tokenizer
+
+
+def as_encoder(config: ModelConfig, late: LateInteraction | None) -> ModelConfig:
+    """The model as an encoder whose tokens see earlier ones alone, if nobody is to see some of a query's.
+
+    Convolutions of such a text leave those out; a causal model that keeps other states stays as it is.
+    """
+    hides = late is not None and late.expands and not late.sees_expansion
+    has_states = config.recurrent is not None and config.recurrent.n_heads > 0
+    has_head = config.head.kind != "none" and not config.tie_embeddings
+    if not (hides and config.is_causal) or has_states or has_head:
+        return config
+    return replace(config, is_causal=False, sees_later=False, head=HeadConfig("none"))
 
 
 class LateEncoder:
@@ -42,8 +56,8 @@ class LateEncoder:
         reaches = min(windows, default=config.query_tokens) >= config.query_tokens
         if not config.sees_expansion and (model.is_causal or not reaches):
             raise UnsupportedError(
-                "queries are expanded by tokens that others do not see: kukri runs that on encoders whose "
-                "windows are as long as a query"
+                "queries are expanded by tokens that others do not see: kukri runs that on models without "
+                "states whose windows are as long as a query"
             )
 
     def room(self, is_query: bool) -> int:

@@ -26,6 +26,7 @@ from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import pool_layouts, pool_windows, without_windows
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
+from kukri.late_interaction import as_encoder
 from kukri.model_identity import model_identity, weights_identity
 from kukri.model_options import OWN_LAYER, READERS, ModelOptions
 from kukri.models import Model, load_model
@@ -181,6 +182,7 @@ def read_model(options: ModelOptions) -> ReadModel:
     with open_checkpoint(path, options.quantize, mmproj) as checkpoint:
         defaults = default_params(checkpoint.sampling or hub.known_sampling(path))
         config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
+        config = as_encoder(config, checkpoint.embedding.late)
         tokenizer = load_tokenizer(checkpoint.tokenizer)
         if options.chat_template is not None:
             tokenizer.chat_template = options.chat_template

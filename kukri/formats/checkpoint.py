@@ -94,9 +94,9 @@ def open_checkpoint(
 def _open_gguf(gguf: GGUFFile, path: Path) -> Checkpoint:
     _report_unknown(path, unknown_keys(gguf))
     advice = gguf_advice(gguf.metadata)
-    embedding = gguf_embedding(gguf.metadata, str(gguf.metadata.get("general.architecture")))
+    embedding = gguf_embedding(gguf, str(gguf.metadata.get("general.architecture")))
     config = model_config(gguf)
-    dense = gguf_dense(gguf) if ARCHITECTURES[config.architecture].has_dense else ()
+    dense = gguf_dense(gguf) if ARCHITECTURES[config.architecture].n_dense else ()
     return Checkpoint(path, config, gguf, partial(GGUFWeights, gguf), advice, embedding, dense)
 
 

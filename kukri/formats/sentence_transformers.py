@@ -15,7 +15,7 @@ from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.huggingface.weights import RUNS
-from kukri.formats.json_files import read_json
+from kukri.formats.json_files import parse_json, read_json
 from kukri.kernels.arrays import FloatArray
 from kukri.models import ARCHITECTURES
 from kukri.models.keys import Keys
@@ -39,6 +39,7 @@ _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
 
 # Where GGUF files have the prompt for a query and a document, as llama.cpp's converter writes it, and the
 # prompt that Qwen3-Reranker was trained on.
+LATE_KEY = "kukri.late_interaction"  # kukri's own: settings under PyLate's keys, as JSON
 PAIR_KEY = "tokenizer.chat_template.rerank"
 PAIR_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 PAIR_TEMPLATE = (
@@ -110,17 +111,31 @@ def _directory_embedding(
     return config, tuple(layers)
 
 
-def gguf_embedding(metadata: Mapping[str, Any], architecture: str) -> EmbeddingConfig:
-    """Reads a GGUF file's embedding settings: `{architecture}.pooling_type`, and the prompt of pairs."""
+def gguf_embedding(gguf: GGUFFile, architecture: str) -> EmbeddingConfig:
+    """Reads a GGUF file's embedding settings: `{architecture}.pooling_type`, the prompt of pairs, and those
+    of late interaction, which are kukri's own; files without them that have its tokens and its dense layer
+    get PyLate's.
+    """
+    metadata = gguf.metadata
     template, name = metadata.get(PAIR_KEY), str(metadata.get("general.name")).replace(" ", "-")
     if isinstance(template, str) and all(part in template for part in ("{query}", "{document}")):
         return EmbeddingConfig(pair_template=template)
     if _JUDGES in name.lower():
         return EmbeddingConfig(pair_template=PAIR_TEMPLATE)
+    if LATE_KEY in metadata or (DENSE_TENSORS[0] in gguf.tensors and _has_prefixes(metadata)):
+        text = Keys(metadata, gguf.path).text(LATE_KEY, "{}")
+        return EmbeddingConfig(late=_pylate(Keys(parse_json(text.encode(), gguf.path), gguf.path)))
     pooling = metadata.get(f"{architecture}.pooling_type")
     if isinstance(pooling, int | np.integer) and int(pooling) in _GGUF_POOLINGS:
         return EmbeddingConfig(_GGUF_POOLINGS[int(pooling)])
     return EmbeddingConfig()
+
+
+def _has_prefixes(metadata: Mapping[str, Any]) -> bool:
+    """True if PyLate's prefixes are tokens of a file, where words of WordPiece have a mark."""
+    tokens, usual = metadata.get("tokenizer.ggml.tokens"), LateInteraction()
+    known = {*tokens} if isinstance(tokens, list) else set()
+    return all({prefix, f"▁{prefix}"} & known for prefix in (usual.query_prefix, usual.document_prefix))
 
 
 def gguf_dense(gguf: GGUFFile) -> tuple[DenseLayer, ...]:
@@ -140,10 +155,10 @@ def gguf_dense(gguf: GGUFFile) -> tuple[DenseLayer, ...]:
 def dense_tensors(model: ModelConfig, layers: Sequence[DenseLayer]) -> dict[str, FloatArray]:
     """Dense layers by GGUF's names. Raises UnsupportedError if GGUF has no place for them."""
     is_plain = all(layer.bias is None and layer.activation == "identity" for layer in layers)
-    if layers and not (ARCHITECTURES[model.architecture].has_dense and is_plain and len(layers) == 2):
+    if layers and not (is_plain and len(layers) == ARCHITECTURES[model.architecture].n_dense):
         raise UnsupportedError(
             f"GGUF has no place for these {len(layers)} dense layers: it holds two without bias and "
-            "activation, of EmbeddingGemma"
+            "activation, of EmbeddingGemma, or one, of LFM2's ColBERT"
         )
     return {name: layer.weight for name, layer in zip(DENSE_TENSORS, layers)}
 
@@ -152,8 +167,14 @@ def gguf_keys(
     model: ModelConfig, embedding: EmbeddingConfig, layers: Sequence[DenseLayer] = ()
 ) -> dict[str, Any]:
     """GGUF's keys of an encoder's pooling, token types and dense layers; of others those of ranking."""
-    if embedding.late is not None:
-        raise UnsupportedError("GGUF has no place for a vector of each token (ColBERT): keep the safetensors")
+    if (late := embedding.late) is not None:
+        if ARCHITECTURES[model.architecture].n_dense != 1:
+            raise UnsupportedError(
+                "GGUF has a place for the vector of each token (ColBERT) of LFM2 alone: keep the safetensors"
+            )
+        name = ARCHITECTURES[model.architecture].gguf
+        width = len(layers[-1].weight) if layers else model.d_model
+        return {f"{name}.embedding_length_out": np.uint32(width), LATE_KEY: json.dumps(_as_pylate(late))}
     number = next(number for number, pooling in _GGUF_POOLINGS.items() if pooling == embedding.pooling)
     pooling_key = f"{ARCHITECTURES[model.architecture].gguf}.pooling_type"
     if model.is_causal:
@@ -269,8 +290,24 @@ def _late_interaction(directory: Path) -> LateInteraction | None:
     """PyLate's settings of a model with a vector for each token; None for others."""
     path = directory / _SETTINGS
     keys = Keys(read_json(path) if path.is_file() else {}, path)
-    if str(keys.value("similarity_fn_name")).lower() != "maxsim":
-        return None
+    return _pylate(keys) if str(keys.value("similarity_fn_name")).lower() == "maxsim" else None
+
+
+def _as_pylate(late: LateInteraction) -> dict[str, Any]:
+    """Settings under PyLate's keys."""
+    return {
+        "query_prefix": late.query_prefix,
+        "document_prefix": late.document_prefix,
+        "query_length": late.query_tokens,
+        "document_length": late.document_tokens,
+        "do_query_expansion": late.expands,
+        "attend_to_expansion_tokens": late.sees_expansion,
+        "skiplist_words": list(late.skipped),
+    }
+
+
+def _pylate(keys: Keys) -> LateInteraction:
+    """Settings by PyLate's keys."""
     usual = LateInteraction()
     words = keys.value("skiplist_words")
     return LateInteraction(

@@ -302,7 +302,7 @@ class Tape:
     def conv(self, x: Variable, spec: ConvSpec, batch: TextRows) -> Variable:
         """The derivative is the convolution backwards, with the taps in the other order."""
         taps = spec.taps.data.reshape(spec.n_taps, -1)
-        n_before = spec.n_taps - 1 - spec.n_after
+        n_before = spec.n_taps - 1 - (spec.n_after or 0)
         y = np.zeros_like(x.x) if spec.bias is None else np.tile(spec.bias.data, (len(x.x), 1))
         for rows in batch.texts:
             for i, weights in enumerate(taps):

@@ -348,7 +348,7 @@ class ReferenceOps:
         n, n_taps = x.shape[1], spec.n_taps
         taps = spec.taps.data.reshape(n_taps, n)
         y = np.zeros(x.shape, np.float32) if spec.bias is None else np.tile(spec.bias.data, (len(x), 1))
-        if spec.n_after:
+        if spec.n_after is not None:
             return self._conv_both_ways(x, y, taps, spec.n_after, batch)
         for step, states, past in self._states("conv", spec.layer, batch):
             seen = np.concatenate(

@@ -98,7 +98,7 @@ class ConvSpec:
 
     `taps` [K * C] has the weights of the oldest input first. Its state is the array "conv" [K - 1, C].
 
-    With `n_after` that many of the K inputs come after the current one, in texts that are whole in a step.
+    With `n_after`, texts are whole in a step, and that many of the K inputs come after the current one.
     There is no state then, tokens that nobody sees count as 0, and what is made of them is 0.
     """
 
@@ -107,7 +107,7 @@ class ConvSpec:
     taps: Vector
     bias: Vector | None = None  # [C]
     is_activated: bool = False  # by SiLU
-    n_after: int = 0
+    n_after: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

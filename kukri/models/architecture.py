@@ -83,7 +83,7 @@ class Architecture:
     interleaved_rope: bool = (
         False  # rows of q and k are ordered so that dimensions 2i and 2i + 1 rotate together
     )
-    has_dense: bool = False  # files may hold dense layers on top of pooled vectors
+    n_dense: int = 0  # dense layers that files may hold on top of vectors
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # for absent keys, without their prefix
     gguf_reads: Set[str] = frozenset()  # keys that `read_gguf` reads, or that change nothing here
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # if they differ from Llama's

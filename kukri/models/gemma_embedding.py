@@ -14,6 +14,6 @@ GEMMA_EMBEDDING = replace(
     hf_class="Gemma3TextModel",
     gguf="gemma-embedding",
     is_causal=False,
-    has_dense=True,
+    n_dense=2,
     fixed={"use_bidirectional_attention": True},
 )

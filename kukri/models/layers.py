@@ -229,7 +229,7 @@ class Attention:
             this.scale,
             this.window,
             this.softcap,
-            config.is_causal,
+            config.is_causal or not config.sees_later,
             reads=this.kv_from,
         )
         # texts that see all of themselves are computed in one step: no page is passed by a window

@@ -22,7 +22,10 @@ from kukri.models.weights import WeightSource
 
 
 class ShortConv:
-    """out(c * conv(b * x)), with b, c and x linear in the layer's input."""
+    """out(c * conv(b * x)), with b, c and x linear in the layer's input.
+
+    An encoder's middle tap is the token's own, unless tokens see earlier ones alone; it keeps nothing.
+    """
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         assert config.recurrent is not None, "the configuration's readers see to that"
@@ -32,6 +35,10 @@ class ShortConv:
         self.conv = Convolution(source, {f"{name}.conv": n}, config.recurrent.n_taps, layer)
         self.out = Linear(source, [f"{name}.out_proj"], (n,), n)
         self.cache_layer: KVLayer | StateLayer = StateLayer(self.conv.states)
+        if not config.is_causal:
+            n_after = self.conv.spec.n_taps // 2 if config.sees_later else 0
+            self.conv.spec = replace(self.conv.spec, n_after=n_after)
+            self.cache_layer = KVLayer(0, config.d_head)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's state."""
@@ -101,6 +108,7 @@ LFM2 = Architecture(
     "lfm2",
     Lfm2,
     "Lfm2ForCausalLM",
+    n_dense=1,
     tensor_names={
         "model.embedding_norm": "token_embd_norm",
         "operator_norm": "attn_norm",

@@ -210,6 +210,7 @@ def _special_ids(vocabulary: Vocabulary, files: TokenizerFiles) -> dict[str, int
             )
     ids = dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends))
     named = {"bos": vocabulary.bos_id, "unknown": vocabulary.unk_id, "padding": _padding(vocabulary, files)}
+    named["mask"] = vocabulary.mask_id
     return ids | {f"{name}_token_id": i for name, i in named.items() if i is not None}
 
 

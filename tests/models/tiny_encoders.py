@@ -59,14 +59,13 @@ ENCODERS: dict[str, TinyEncoder] = {
 
 
 # without heads for tasks
+_LFM2 = {
+    **{"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    **{"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5},
+}
 BARE_ENCODERS = {
-    "lfm2_bidirectional": TinyEncoder(
-        "Lfm2Bidirectional",
-        {
-            **{"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv", "conv"]},
-            **{"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5},
-        },
-    )
+    "lfm2_bidirectional": TinyEncoder("Lfm2Bidirectional", _LFM2),
+    "lfm2": TinyEncoder("Lfm2", _LFM2),
 }
 
 

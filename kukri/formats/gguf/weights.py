@@ -38,7 +38,7 @@ class GGUFWeights:
         self.path, self._gguf, self._config = gguf.path, gguf, config
         self._taken = set(ROPE_TENSORS) if config.rope.scaling is not None else set[str]()
         self._architecture = architecture_of(gguf)
-        if self._architecture.has_dense:
+        if self._architecture.n_dense:
             self._taken |= {name for name in gguf.tensors if re.fullmatch(r"dense_[23]\.weight", name)}
         self._per_token = activations_per_token(gguf)
         _check_biases(gguf, self._architecture)

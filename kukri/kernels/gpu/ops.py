@@ -192,7 +192,7 @@ class TritonOps(TorchOps):
         several positions.
         """
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
-        is_plain = batch.mask is None and spec.is_causal and batch.rope_positions.ndim == 1
+        is_plain = not self._by_pytorch(spec, batch) and batch.rope_positions.ndim == 1
         if not is_plain or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
 
@@ -201,9 +201,13 @@ class TritonOps(TorchOps):
 
         return rotated(q), None if k is None else rotated(k)
 
+    def _by_pytorch(self, spec: AttentionSpec, batch: DeviceBatch) -> bool:
+        """True for attention that has no kernel."""
+        return batch.mask is not None or not spec.is_causal or batch.has_unseen
+
     def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """See Ops.attention: a launch if all decode, two if a context is long, else another that stores."""
-        if batch.mask is not None or not spec.is_causal:
+        if self._by_pytorch(spec, batch):
             self.is_capturable = self.constants.is_batch_invariant = False
             return super().attention(q, k, v, spec, batch)
         table = None
@@ -227,7 +231,7 @@ class TritonOps(TorchOps):
 
     def conv(self, x: Any, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
         """See Ops.conv. PyTorch does it both ways."""
-        if spec.n_after:
+        if spec.n_after is not None:
             return super().conv(self.floats(x), spec, batch)
         states = self.cache.states[spec.layer]["conv"]
         return recurrent.conv(self.floats(x), states, spec, self.constants.vector, batch)

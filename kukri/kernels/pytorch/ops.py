@@ -284,7 +284,7 @@ class TorchOps:
         y = torch.zeros(x.shape, device=x.device)
         if spec.bias is not None:
             y += self.constants.vector(spec.bias)
-        if spec.n_after:
+        if spec.n_after is not None:
             return self._conv_both_ways(x, y, taps, spec.n_after, batch)
         for step, states, past in self._states("conv", spec.layer, batch):
             seen = torch.cat([past, x[step.start : step.stop]])

@@ -113,6 +113,13 @@ class DeviceBatch:
         self._device = device
         self._groups: dict[tuple[bool, int | None, int], list[AttentionGroup]] = {}
 
+    @cached_property
+    def has_unseen(self) -> bool:
+        """True if a sequence ends with tokens that no token sees."""
+        host = self.host
+        ends = host.positions[host.query_start[1:] - 1] + 1
+        return not self.is_decode and bool((ends > host.context_len).any())
+
     def attention_groups(self, spec: AttentionSpec, pool: int) -> list[AttentionGroup]:
         """The step's tokens in groups: all sequences that decode, and each piece of a prompt.
 
@@ -130,7 +137,8 @@ class DeviceBatch:
 
         def group(sequences: list[int], first: list[int], n: int, seen: list[int]) -> AttentionGroup:
             """n tokens of each sequence, from `first` on; `seen` are those up to the last of them."""
-            n_keys = seen if is_causal else [contexts[s] for s in sequences]
+            ends_at = [contexts[s] for s in sequences]
+            n_keys = [min(n, end) for n, end in zip(seen, ends_at)] if is_causal else ends_at
             first_keys = [max(context - n + 1 - (window or context), 0) for context in seen]
             first_page = min(first_keys) // PAGE_TOKENS
             rows = torch.tensor(sequences, device=self._device)
@@ -187,7 +195,8 @@ class AttentionGroup:
     def is_visible(self) -> Tensor:
         """Which places each token sees, causally or not, within the window: bool [S, n, places]."""
         ahead = self.ahead
-        seen = ahead <= 0 if self.is_causal else self.is_key[:, None].expand(ahead.shape)
+        seen = self.is_key[:, None].expand(ahead.shape)
+        seen = seen & (ahead <= 0) if self.is_causal else seen
         return seen if self.window is None else seen & (ahead > -self.window) & (ahead < self.window)
 
     @cached_property

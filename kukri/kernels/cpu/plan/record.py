@@ -164,7 +164,7 @@ class Recorder:
         """See Ops.conv."""
         _require_multiple("the channels of a convolution", x.width, 16)
         y = self._like(x)
-        self._add((state_ops.ConvBothWays if spec.n_after else state_ops.Conv)(x, y, spec))
+        self._add((state_ops.Conv if spec.n_after is None else state_ops.ConvBothWays)(x, y, spec))
         return y
 
     def scan(self, x: Value, b: Value, c: Value, dt: Value, spec: ScanSpec, batch: Any) -> Value:

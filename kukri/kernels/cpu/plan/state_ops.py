@@ -34,7 +34,7 @@ class ConvBothWays(Op):
     kernel = "conv_both_ways"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return _conv_fields(self, at) | {"n_after": self.spec.n_after}
+        return _conv_fields(self, at) | {"n_after": self.spec.n_after or 0}
 
 
 def _conv_fields(op: Conv | ConvBothWays, at: Addresses) -> dict[str, int]:
