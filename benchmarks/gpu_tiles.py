@@ -100,7 +100,7 @@ def measure(type_name: str, shape: str, n_tokens: int) -> Iterator[Timed]:
             else:
                 products.gemm(x, weights[i % len(weights)], out, tile)
 
-        with mock.patch.object(tiles, "SPLIT_PROGRAMS", 1 << 30 if split else 0):
+        with mock.patch.object(tiles, "splits_sums", lambda *_, split=split: split):
             us = microseconds(launch, 20 if n_tokens < 64 else 4)
         yield Timed(type_name, shape, n_tokens, tile, split, us)
 
@@ -111,7 +111,7 @@ def in_use(type_name: str, shape: str, n_tokens: int) -> tuple[Tile, bool]:
         return tiles.gemv_tile(type_name, n_tokens), False
     tile = tiles.gemm_tile(type_name, n_tokens)
     n_programs = -(-SHAPES[shape][0] // tile.rows) * -(-n_tokens // tile.tokens)
-    return tile, n_programs < tiles.SPLIT_PROGRAMS
+    return tile, tiles.splits_sums(n_programs, n_tokens)
 
 
 def main() -> None:

@@ -30,9 +30,8 @@ class NextTokenDrafts(ModelDrafts):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.first = 0  # the token after the first whose row was noted; 0 before there is one
-        self._rows: FloatArray | None = (
-            None  # its tokens have these from `_first_row` on, as far as they are known
-        )
+        # the tokens from `_first_row` on have these, as far as they are known
+        self._rows: FloatArray | None = None
         self._first_row = 0
 
     def note(self, start: int, rows: FloatArray) -> None:

@@ -115,7 +115,7 @@ def gemm(
     """
     y, n_tokens = out.y, len(x.quants)
     grid, order, work = _grid(y, tile, groups)
-    is_split = groups is None and grid[0] * grid[1] < tiles.SPLIT_PROGRAMS
+    is_split = groups is None and tiles.splits_sums(grid[0] * grid[1], n_tokens)
     whole, lanes = out, tiles.LANES if is_split else 1
     if is_split:
         out = Output(torch.empty((lanes, *y.shape), dtype=torch.float32, device=y.device))

@@ -17,7 +17,9 @@ ROW_COLUMNS = 1024  # columns of a program that quantizes or gates
 FLOAT_COLUMNS = 64  # columns of a step of gemm_float
 MERGE_HEADS = 4
 LANE_ROWS = 256  # rows of a program that adds the sums of a product
-SPLIT_PROGRAMS = 128  # a product of fewer programs is split by its sums: about a device's processors
+# A product of fewer programs, about a device's processors, is split by its sums. For more tokens, parts of
+# prompts, which no graph records, the further launch would cost more than it saves.
+SPLIT_PROGRAMS, MAX_SPLIT_TOKENS = 128, 256
 F32_ROWS, F32_COLUMNS = 8, 256  # tile of a step of gemv_f32
 CONV_TOKENS, CONV_COLUMNS = 16, 64  # tile of a program of a convolution
 STATE_COLUMNS = 16  # columns of a recurrent state per program, with all rows
@@ -77,6 +79,11 @@ def gemm_tile(type_name: str, n_tokens: int) -> Tile:
         if n_tokens <= 32
         else Tile(64, 32 if type_name in ("Q2_K", "Q3_K", "Q4_1", "Q6_K") else 64, 4)
     )
+
+
+def splits_sums(n_programs: int, n_tokens: int) -> bool:
+    """True for such a product of so many programs that is to have one for each of its LANES sums."""
+    return n_programs < SPLIT_PROGRAMS and n_tokens <= MAX_SPLIT_TOKENS
 
 
 def expert_tile(n_rows: int) -> Tile:
