@@ -243,6 +243,7 @@ class _Trial:
     def _converse(self, temperature: float, kind: str) -> tuple[float, list[Result]]:
         """Seconds in which all turns were decoded, and the answers; fewer turns if the context is full."""
         messages: list[dict[str, str]] = []
+        self.llm.engine.earlier_answers.forget()
         results: list[Result] = []
         for i, turn in enumerate(_TURNS):
             file = "" if i else f"Here is my file:\n```python\n{_FILE}```\n"
@@ -278,8 +279,12 @@ class _Trial:
     ) -> SpeculationRow:
         """Plain decoding and a kind of speculation in turns. Raises KukriError unless both give `answer`."""
         llm = self.llm
-        kinds: list[dict[str, Any]] = [{"speculation": "off"}, kind]
-        measures = [partial(llm.generate, prompt, params, **kind) for kind in kinds]
+
+        def ask(kind: dict[str, Any]) -> Result:
+            llm.engine.earlier_answers.forget()
+            return llm.generate(prompt, params, **kind)
+
+        measures = [partial(ask, kind) for kind in ({"speculation": "off"}, kind)]
         rounds = in_turns(measures, self._rounds, silent)
         if any(result.token_ids != answer.token_ids for pair in rounds for result in pair):
             raise KukriError(f"speculation changed an answer: {name}")
@@ -289,6 +294,7 @@ class _Trial:
     def _answer(self, tasks: Sequence[Task], temperature: float, kind: str) -> tuple[float, list[Result]]:
         """Seconds of the answers, and the answers."""
         llm, calls = self.llm, []
+        llm.engine.earlier_answers.forget()  # the same requests are asked again
         for i, task in enumerate(tasks):
             params = SamplingParams(
                 temperature=temperature, seed=i, max_tokens=task.max_tokens, stop=task.stop, speculation=kind
@@ -307,8 +313,9 @@ class _Trial:
 def force_drafts(llm: LLM, text: list[int]) -> None:
     """Makes drafts of the next-token layer right with a chance of 0.8, for requests that continue a text so.
 
-    The layer computes them as ever.
+    The layer computes them as ever. No text is looked up.
     """
+    from kukri.engine.lookup_drafts import LookupDrafts
     from kukri.engine.next_token_drafts import NextTokenDrafts
 
     draws = random.Random(0)
@@ -323,6 +330,7 @@ def force_drafts(llm: LLM, text: list[int]) -> None:
             self.drafts = [token if draws.random() < _FORCED else 7 for token in right]
             return self.drafts
 
+    LookupDrafts.chances = lambda drafts, n: iter(())  # type: ignore[method-assign, assignment]
     drafting = llm.engine._draft_model
     assert drafting is not None, "it was opened with its layer"
     drafting.kind = Forced

@@ -9,22 +9,29 @@ that replaced rejected drafts are prefilled before the next drafts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
 from kukri.config import EngineConfig
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import AcceptanceRate, Drafts
+from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.runner import Runner
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.backend import Backend
+from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import without_windows
 from kukri.kernels.step import StepLimits
 from kukri.models import Model
 
 _PRIOR = (0.7,) * 6  # acceptance of its drafts, before an answer shows its own
 _MIN_COST = 0.05  # a draft costs at least this part of a full step: some costs do not depend on weights
+_ROW_COST = 0.2  # a further row of its step, as a part of the first
+# the share of steps that a model serves next to look-ups, at first, and what a step changes it by; of an
+# answer's tokens to come, at most so many, this part counts as steps
+_SHARE, _STEP, _MOST_AHEAD, _PART_AHEAD = 0.1, 0.02, 1024, 0.25
 _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is tried again
 
 
@@ -49,6 +56,11 @@ class ModelDrafts:
         self._pool, self._max_context = pool, max_context
         self._rate = AcceptanceRate(_PRIOR)
         self._n_without = 0  # tokens since the last draft
+
+    @property
+    def reading_cost(self) -> float:
+        """What the tokens cost that it has yet to read before the newest, in steps of one token."""
+        return _ROW_COST * self.relative_cost * max(self.n_tokens - self.n_cached - 1, 0)
 
     @property
     def pages(self) -> list[int]:
@@ -87,6 +99,57 @@ class ModelDrafts:
         self.page_row[: self.n_pages] = 0
         self.n_pages = self.n_cached = 0
         self.drafts = []
+
+
+class EitherDrafts:
+    """Drafts of texts and of a draft model, for one answer: each step has those that promise more tokens.
+
+    The model's have to be worth the reading of what it has not read, by the steps that it may yet serve.
+    """
+
+    def __init__(self, looked_up: LookupDrafts, model: ModelDrafts) -> None:
+        self.model, self._looked_up = model, looked_up
+        self.source: LookupDrafts | ModelDrafts = looked_up  # whose the drafts are
+        self._share = _SHARE  # the share of steps for which the model promised more
+
+    @property
+    def relative_cost(self) -> float:
+        """See Drafts.relative_cost."""
+        return self.source.relative_cost
+
+    def follow(self, tokens: IntArray, n_tokens: int) -> None:
+        """See Drafts.follow."""
+        self._looked_up.follow(tokens, n_tokens)
+        self.model.follow(tokens, n_tokens)
+
+    def chances(self, n: int) -> Iterator[float]:
+        """See Drafts.chances. Chooses the source."""
+        looked_up, model = list(self._looked_up.chances(n)), list(self.model.chances(n))
+        more = _gain(model, self.model.relative_cost) - _gain(looked_up, 0.0)
+        self._share += _STEP * ((more > 0.0) - self._share)
+        n_steps = min(len(self.model.tokens) - self.model.n_tokens, _MOST_AHEAD) * _PART_AHEAD
+        is_model = more > 0.0 and more * self._share * n_steps > self.model.reading_cost
+        self.source = self.model if is_model else self._looked_up
+        return iter(model if is_model else looked_up)
+
+    def propose(self, n: int) -> list[int]:
+        """See Drafts.propose."""
+        return self.source.propose(n)
+
+    def release(self) -> None:
+        """See Drafts.release."""
+        self.model.release()
+
+
+def _gain(chances: Iterable[float], cost: float) -> float:
+    """Tokens that drafts of these chances promise beyond what they cost, each in steps of one token."""
+    return float(sum(max(chance - cost, 0.0) for chance in accumulate(chances, mul)))
+
+
+def model_drafts(drafts: Drafts | None) -> ModelDrafts | None:
+    """The part of a request's drafts that a draft model makes."""
+    own = drafts.model if isinstance(drafts, EitherDrafts) else drafts
+    return own if isinstance(own, ModelDrafts) else None
 
 
 class DraftModel:
@@ -136,7 +199,8 @@ class DraftModel:
         They are written after the request's tokens, if it has room for them. Other kinds of drafts are
         skipped.
         """
-        own = [(drafts, n) for drafts, n in wanted if isinstance(drafts, ModelDrafts)]
+        sources = [(d.source if isinstance(d, EitherDrafts) else d, n) for d, n in wanted]
+        own = [(drafts, n) for drafts, n in sources if isinstance(drafts, ModelDrafts)]
         ready = [(drafts, n) for drafts, n in self._prefill(own) if n > 1 == len(drafts.drafts)]
         depth = 1
         while ready:
@@ -147,9 +211,9 @@ class DraftModel:
             depth += 1
             ready = [(drafts, n) for drafts, n in ready if n > depth == len(drafts.drafts)]
 
-    def check_integrity(self, running: Iterable[Drafts]) -> None:
+    def check_integrity(self, running: Iterable[Drafts | None]) -> None:
         """Asserts that pages are held by the requests that run, and by each alone."""
-        self.pool.check_integrity([drafts.pages for drafts in running if isinstance(drafts, ModelDrafts)])
+        self.pool.check_integrity([own.pages for drafts in running if (own := model_drafts(drafts))])
 
     def _prefill(self, wanted: Sequence[tuple[ModelDrafts, int]]) -> list[tuple[ModelDrafts, int]]:
         """Prefills the requests' uncached tokens within one step's budget.
@@ -175,13 +239,17 @@ class DraftModel:
     def _run(self, chunks: list[Chunk], drafting: list[ModelDrafts]) -> None:
         """Runs a step whose rows of logits are, in order, those of the requests that get a draft."""
         logits = self._runner.run(chunks, activations=self._activations)
-        for drafts, draft in zip(drafting, logits.argmax() if drafting else (), strict=True):
+        for drafts, draft in zip(drafting, self._chosen(logits, drafting), strict=True):
             position = drafts.n_tokens + len(drafts.drafts)
             drafts.n_cached = position
             if draft >= self._n_vocab:  # no token of the larger model: nothing follows it
                 continue
             drafts.tokens[position] = draft
             drafts.drafts.append(draft)
+
+    def _chosen(self, logits: Logits, drafting: Sequence[ModelDrafts]) -> Sequence[int]:
+        """The likeliest token of each that drafts, by its row of logits."""
+        return logits.argmax() if drafting else ()
 
     def make_room(self, drafts: ModelDrafts, n_tokens: int) -> bool:
         """Allocates pages for so many tokens in all; False if there are too few."""

@@ -116,7 +116,9 @@ def _row_price(costs: tuple[float, ...], n_tokens: int) -> float:
 class Drafts(Protocol):
     """The source of one request's draft tokens."""
 
-    relative_cost: float  # cost of a draft: see DraftBudget.offer
+    @property
+    def relative_cost(self) -> float:
+        """The cost of a draft: see DraftBudget.offer."""
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's tokens that came since the last call, and counts which drafts they accept."""

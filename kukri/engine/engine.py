@@ -14,7 +14,7 @@ import numpy as np
 
 from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
-from kukri.engine.draft_model import DraftModel
+from kukri.engine.draft_model import DraftModel, EitherDrafts
 from kukri.engine.drafts import Drafts
 from kukri.engine.encodings import Encodings
 from kukri.engine.kv_size import KVCost
@@ -161,6 +161,7 @@ class Engine(RequestMaker):
             cost=StepCost(even_depth(model.config, model.n_parameters), (config.max_step_ms or inf) / 1000),
             n_in_flight=config.max_in_flight,
             row_costs=backend.row_costs,
+            earlier_answers=self.earlier_answers,
         )
         self.models = [model] if draft_model is None else [model, draft_model]
         self._draft_model: DraftModel | None = None
@@ -395,8 +396,7 @@ class Engine(RequestMaker):
         self.scheduler.check_integrity()
         if self._draft_model is not None:
             holding = (*self.scheduler.running, *self.scheduler.ending)
-            drafts = (request.drafts for request in holding)
-            self._draft_model.check_integrity(d for d in drafts if d is not None)
+            self._draft_model.check_integrity(request.drafts for request in holding)
 
     def _release_adapters(self) -> None:
         """Gives back the slots of adapters that are unloaded and that no request uses any more."""
@@ -477,16 +477,17 @@ class Engine(RequestMaker):
         for (chunk, _, results), token in zip(turns, tokens, strict=True):
             results.append(chunk.request.error or token)
 
-    def _drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], Drafts | None]:
+    def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
         """See RequestMaker._drafts."""
-        kind = params.speculation or ("ngram" if params.prediction else self.config.speculation)
-        if kind == "off":
+        kind = params.speculation or self.config.speculation
+        if kind == "off" and not params.prediction:
             return no_drafts
         if kind == "draft":
             if self._draft_model is None:
                 raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
-            return self._draft_model.drafts
-        return self._lookup_drafts(params, prompt)
+            looked_up, of_model = self._lookup_drafts(params, prompt, client), self._draft_model.drafts
+            return lambda: EitherDrafts(looked_up(), of_model())
+        return self._lookup_drafts(params, prompt, client)
 
     def _score_prompt(self, chunk: ScheduledChunk, logits: Logits) -> None:
         """Keeps the log-probabilities of the prompt's tokens that the rows of a chunk are about."""

@@ -20,6 +20,7 @@ _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2^64 over the golden ratio
 _POSITION = (1 << 24) - 1  # the bits of a position; the others are those of a key
 _SIZES = (2, 4)  # tokens of the n-grams that are looked up
 _MOST_PLACES = 4  # places that are followed at a time
+_MOST_EARLIER, _MOST_CLIENTS = 4096, 64  # tokens of a client's answers that are kept, and clients
 _LONGEST = 16  # tokens of a match that are compared: rates tell no longer ones apart
 # chance of a draft after 0, 1, 2, 4, 8, 16 matching tokens, before an answer shows its own: of places that
 # disagree about it, of one place, and of several that agree; at most what code and prose of two models showed
@@ -28,6 +29,38 @@ _PRIORS = (
     (0.1, 0.4, 0.4, 0.6, 0.8, 0.95),
     (0.1, 0.5, 0.6, 0.8, 0.9, 0.97),
 )
+
+
+class EarlierAnswers:
+    """The last answers to each client, which later ones may repeat: some thousand tokens of some clients.
+
+    Nobody's answers are drafted for others: how long a draft takes would tell what it is. One thread adds,
+    and any may read.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[IntArray, ...]] = {}  # by client; the longest silent first
+
+    def add(self, client: str, answer: IntArray) -> None:
+        """Keeps an answer, or its end."""
+        if len(answer) < _LONGEST:
+            return
+        newest = answer[-_MOST_EARLIER:].copy()
+        kept = [other for other in self._answers.pop(client, ()) if not np.array_equal(other, newest)]
+        kept.append(newest)
+        while sum(map(len, kept)) > _MOST_EARLIER:
+            kept.pop(0)
+        self._answers[client] = tuple(kept)
+        if len(self._answers) > _MOST_CLIENTS:
+            del self._answers[next(iter(self._answers))]
+
+    def of(self, client: str) -> tuple[IntArray, ...]:
+        """The last answers to a client, the newest last."""
+        return self._answers.get(client, ())
+
+    def forget(self) -> None:
+        """Forgets all."""
+        self._answers = {}
 
 
 class TextIndex:

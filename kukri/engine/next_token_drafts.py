@@ -8,18 +8,22 @@ cached prefix holds it does not see. So a draft may be worse, and no answer diff
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kukri.engine.batch_builder import Chunk
-from kukri.engine.draft_model import DraftModel, ModelDrafts, chunk_of
+from kukri.engine.draft_model import DraftModel, ModelDrafts, chunk_of, model_drafts
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.backend import CompiledProgram, Logits
+from kukri.kernels.step import ForwardBatch
 from kukri.models import Model
 from kukri.models.next_token import RESULT, NextTokenLayer
 
 _MOST_UNREAD = 64  # rows of a request that wait for others, whether drafts are wanted or not
+_N_LAST, _MOST_RARE = 64, 8  # last tokens of a text, and how many may be rare for frequent ones to be drafted
 
 
 class NextTokenDrafts(ModelDrafts):
@@ -33,6 +37,9 @@ class NextTokenDrafts(ModelDrafts):
         # the tokens from `_first_row` on have these, as far as they are known
         self._rows: FloatArray | None = None
         self._first_row = 0
+        self.has_rare = False  # True if rare tokens are likely: all are drafted then
+        # set by the model: tokens that are not rare, and what a draft costs among these and among all
+        self.n_frequent, self.costs = 0, (0.0, 0.0)
 
     def note(self, start: int, rows: FloatArray) -> None:
         """Takes the rows [n, D] that the model made of the request's tokens from `start` on.
@@ -57,6 +64,9 @@ class NextTokenDrafts(ModelDrafts):
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """See Drafts.follow."""
         super().follow(tokens[self.first :], max(n_tokens - self.first, 0) if self.first else 0)
+        n_rare = np.count_nonzero(tokens[max(n_tokens - _N_LAST, 0) : n_tokens] >= self.n_frequent)
+        self.has_rare = bool(n_rare > _MOST_RARE)
+        self.relative_cost = self.costs[self.has_rare]
         if self._rows is not None and self.n_cached > self._first_row:
             self._rows = self._rows[self.n_cached - self._first_row :]
             self._first_row = self.n_cached
@@ -91,13 +101,22 @@ class NextTokenDraftModel(DraftModel):
         assert isinstance(layer, NextTokenLayer), "other models draft without rows"
         self.layer = layer
         self._results: FloatArray | None = None  # what the last run made
+        self._head: CompiledProgram | None = None  # for rare tokens, once there are some
         self._runner.hooks.add({RESULT: self._keep})
+
+    def drafts(self) -> NextTokenDrafts:
+        """See DraftModel.drafts."""
+        made, layer = super().drafts(), self.layer
+        assert isinstance(made, NextTokenDrafts)
+        more = (layer.config.n_vocab - layer.n_frequent) * layer.config.d_model / layer.n_parameters
+        made.n_frequent, made.costs = layer.n_frequent, (made.relative_cost, made.relative_cost * (1 + more))
+        return made
 
     def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
         """Reads what is known of requests of which much is unread, such as prompts: all but the last row."""
         n_left, reading, read = self._max_tokens, list[Chunk](), list[tuple[NextTokenDrafts, int]]()
         for chunk in chunks:
-            request, drafts = chunk.request, chunk.request.drafts
+            request, drafts = chunk.request, model_drafts(chunk.request.drafts)
             if not isinstance(drafts, NextTokenDrafts):
                 continue
             drafts.follow(request.tokens, min(request.n_cached + 1, request.n_tokens))
@@ -123,6 +142,26 @@ class NextTokenDraftModel(DraftModel):
             assert isinstance(drafts, NextTokenDrafts)
             drafts.add_own(row)
 
+    def _chosen(self, logits: Logits, drafting: Sequence[ModelDrafts]) -> Sequence[int]:
+        found = list(super()._chosen(logits, drafting))
+        rare = [
+            i for i, drafts in enumerate(drafting) if isinstance(drafts, NextTokenDrafts) and drafts.has_rare
+        ]
+        if rare and self._results is not None:
+            for i, token in zip(rare, self._of_all(self._results[rare]), strict=True):
+                found[i] = token
+        return found
+
+    def _of_all(self, results: FloatArray) -> Sequence[int]:
+        """The likeliest of all tokens by results [n, D]."""
+        if self._head is None:
+            limits = replace(self._runner.limits, max_tokens=self._runner.limits.max_sequences)
+            self._head = self._runner.backend.compile(self.layer.of_all, self._runner.cache, limits)
+        counted = np.arange(len(results) + 1, dtype=np.int32)
+        rows, none = counted[:-1], np.zeros(len(results), np.int32)
+        batch = ForwardBatch(none, none, none, counted, none + 1, none[:, None], rows, activations=results)
+        return self._head(batch).argmax()
+
     def _keep(self, name: str, x: FloatArray) -> None:
         self._results = x.copy()
 
@@ -142,7 +181,7 @@ class StepRows:
             return
         row = 0
         for chunk in self._chunks:
-            drafts, stop = chunk.request.drafts, row + chunk.n_tokens
+            drafts, stop = model_drafts(chunk.request.drafts), row + chunk.n_tokens
             if isinstance(drafts, NextTokenDrafts):
                 drafts.note(chunk.start, self._layer.normed(x[row:stop]))
             row = stop
@@ -150,4 +189,4 @@ class StepRows:
 
 def has_next_token_drafts(chunks: Sequence[ScheduledChunk]) -> bool:
     """True if the layer drafts for a request of a step."""
-    return any(isinstance(chunk.request.drafts, NextTokenDrafts) for chunk in chunks)
+    return any(isinstance(model_drafts(chunk.request.drafts), NextTokenDrafts) for chunk in chunks)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.engine.drafts import Drafts
-from kukri.engine.lookup_drafts import LookupDrafts, TextIndex
+from kukri.engine.lookup_drafts import EarlierAnswers, LookupDrafts, TextIndex
 from kukri.engine.pages import PageKey, check_fits, pages_for
 from kukri.engine.request import Output, Request
 from kukri.engine.request_images import RequestImages
@@ -57,7 +57,7 @@ class RequestMaker(ABC):
         self.max_context, self.eos_ids = max_context, frozenset(eos_ids)
         self.n_pages, self.page_tokens = n_pages, page_tokens
         self._max_pages = pages_for(max_context, page_tokens)
-        self._identity = identity
+        self._identity, self.earlier_answers = identity, EarlierAnswers()
         self._ids = count(1)
 
     def make_request(self, prompt_ids: npt.ArrayLike, params: SamplingParams | None = None) -> Request:
@@ -91,7 +91,7 @@ class RequestMaker(ABC):
         n_answers = params.best_of or params.n
         if n_answers > params.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # what the best are chosen by
-        make_drafts = self._drafts(params, prompt)
+        make_drafts = self._drafts(params, prompt, client)
         requests: list[Request] = []
         for i in range(n_answers):
             own = params if i == 0 or params.seed is None else replace(params, seed=_seed(params.seed + i))
@@ -230,17 +230,24 @@ class RequestMaker(ABC):
         check_fits(request.max_cached, self.n_pages, self.page_tokens)
 
     @abstractmethod
-    def _drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], Drafts | None]:
+    def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
         """A function that makes the source of an answer's drafts. Raises RequestError if it is missing."""
 
-    def _lookup_drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], LookupDrafts]:
-        """Drafts from the text so far and the prediction. Raises RequestError for a prediction in text."""
+    def _lookup_drafts(
+        self, params: SamplingParams, prompt: IntArray, client: str
+    ) -> Callable[[], LookupDrafts]:
+        """Drafts from the text so far, the prediction, and earlier answers to the client.
+
+        Raises RequestError for a prediction in text.
+        """
         n_vocab = self._model_config.n_vocab
         given = [i for i in params.prediction if isinstance(i, int) and 0 <= i < n_vocab]
         if len(given) < len(params.prediction):
             raise RequestError("prediction must be token ids of the vocabulary here", param="prediction")
-        texts: list[list[int] | IntArray] = [given[: self.max_context], prompt] if given else [prompt]
-        return partial(LookupDrafts, TextIndex(texts), first=0 if given else None)
+        earlier = self.earlier_answers.of(client)
+        predicted = [given[: self.max_context]] if given else []
+        first = sum(len(answer) + 1 for answer in earlier) if given else None
+        return partial(LookupDrafts, TextIndex([*earlier, *predicted, prompt]), first=first)
 
     def _checked_prompt(self, prompt_ids: npt.ArrayLike | ImagePrompt) -> tuple[IntArray, ImagePrompt | None]:
         """The token ids of a prompt, and the prompt if images stand in it."""

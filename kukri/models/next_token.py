@@ -24,15 +24,16 @@ from kukri.models.layers import Linear, RMSNorm
 from kukri.models.llama import Llama
 from kukri.models.weights import Parameter, TakenWeights, WeightSource
 
-# Tokens that may be drafted, the first of the vocabulary. Ids follow the order in which a tokenizer's merges
-# were learned, so these are the frequent ones; all of 248,320 rows would cost a quarter of a step of 2B.
+# Tokens that are drafted unless a text has many others, the first of the vocabulary. Ids follow the order in
+# which a tokenizer's merges were learned, so these are the frequent ones of languages in Latin letters: to
+# read all 248,320 rows would cost a quarter of a step of 2B.
 MOST_DRAFTED = 1 << 16
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 RESULT = "ln_final.hook_normalized"  # the tap of the program's own result [N, D]
 
 
 class NextTokenLayer(Llama):
-    """A model of one layer: `layer(ops, batch)` gives logits [N, tokens that may be drafted].
+    """A model of one layer: `layer(ops, batch)` gives logits [N, MOST_DRAFTED] of the frequent tokens.
 
     `batch.activations` [T, D] are hidden states, and `token_ids` the tokens that follow each. Attributes, as
     of other models: config, of one layer; parameters and vectors that a draft reads; embedding, the model's.
@@ -56,7 +57,8 @@ class NextTokenLayer(Llama):
         self._joined = Linear(first, [f"{name}.eh_proj"], (d_model,), 2 * d_model)
         self.blocks = [model.block_type(first, self.config, 0)]
         self.norm = RMSNorm(first, f"{name}.shared_head.norm", d_model, eps)
-        self._head, self._bias = _first_rows(model, MOST_DRAFTED)
+        self.n_frequent = min(MOST_DRAFTED, config.n_vocab)
+        self._head, self._bias = _first_rows(model, self.n_frequent)
         head = Parameter("head", self._head.shape, self._head.type.name, self._head.stored.nbytes)
         self.parameters = (*taken.parameters.values(), head)
         self.vectors: Sequence[FloatArray] = tuple(taken.vectors.values())
@@ -68,6 +70,13 @@ class NextTokenLayer(Llama):
         x = self.through_blocks(ops, self._joined(ops, ops.join_heads((embedded, hidden), 1)), batch)
         x = ops.tap(RESULT, None, self.norm(ops, ops.logit_rows(x, batch)))
         return self._model.adjust_logits(ops, ops.linear(x, (self._head,), self._bias))
+
+    def of_all(self, ops: Ops, batch: Any) -> Tensor:
+        """Logits [N, V] of all tokens, by the results that are the batch's activations."""
+        x = ops.logit_rows(ops.activations(batch, self.config.d_model), batch)  # type: ignore[attr-defined]
+        model, head = self._model, self._model.head
+        y = model.embedding.logits(ops, x) if head is None else head(ops, x)
+        return model.adjust_logits(ops, y)
 
     def normed(self, x: FloatArray) -> FloatArray:
         """The rows [R, D] of `tap` after the model's last norm."""
@@ -93,7 +102,6 @@ def _first_rows(model: Llama, n: int) -> tuple[Weight, Vector | None]:
     head = model.head
     whole = head.weights[0] if isinstance(head, Linear) else model.embedding.weight
     bias = head.bias if isinstance(head, Linear) else None
-    n = min(n, whole.shape[0])
     rows = Weight(whole.data[:n], whole.type, (n, whole.shape[1]), "head", whole.per_token)
     return rows, None if bias is None else Vector(bias.data[:n], "head.bias")
 

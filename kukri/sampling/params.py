@@ -275,8 +275,9 @@ class SamplingParams:
     )
     speculation: str | None = other(
         None, "choice",
-        'Source of draft tokens, which save time and change no answer: "off", "ngram" (the text so far and '
-        '`prediction`) or "draft" (a draft model); None for the setting of the engine.',
+        'Source of draft tokens, which save time and change no answer: "off", "ngram" (the text so far, '
+        '`prediction` and earlier answers) or "draft" (a draft model too); None for the '
+        'setting of the engine.',
         choices=SPECULATIONS, is_optional=True,
     )
     max_draft_tokens: int | None = integer(
@@ -305,8 +306,8 @@ class SamplingParams:
         self._set("prediction", _checked_prediction(self.prediction))
         if self.speculation not in (None, *SPECULATIONS):
             raise wrong_value("speculation", f"one of {', '.join(SPECULATIONS)}, or None", self.speculation)
-        if self.prediction and self.speculation not in (None, "ngram"):
-            raise wrong_value("speculation", "ngram, because a prediction is given", self.speculation)
+        if self.prediction and self.speculation == "off":
+            raise wrong_value("speculation", "ngram or draft, because a prediction is given", "off")
         if not isinstance(self.ignore_eos, bool):
             raise wrong_value("ignore_eos", "True or False", self.ignore_eos)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

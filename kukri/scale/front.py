@@ -88,11 +88,11 @@ class RemoteRequestMaker(RequestMaker):
         request.adapter = LoadedAdapter(name, cast(Any, None), -1)  # the replicas have it
         request.prefix_root = sha256(request.prefix_root + name.encode()).digest()
 
-    def _drafts(self, params: SamplingParams, prompt: IntArray) -> Callable[[], Drafts | None]:
+    def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
         if params.speculation == "draft" and not self._has_draft_model:
             raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
         if params.prediction:
-            self._lookup_drafts(params, prompt)  # checks it
+            self._lookup_drafts(params, prompt, client)  # checks it
         return no_drafts
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kukri import LLM
 from kukri.config import EngineConfig
 from kukri.engine import Engine, Request
-from kukri.engine.draft_model import ModelDrafts
+from kukri.engine.draft_model import ModelDrafts, model_drafts
+from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.errors import ConfigError, RequestError
 from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import HostLogits
@@ -155,12 +156,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny(folder / "large.gguf"), write_tiny(folder / "small.gguf", arrays=other)
 
 
+@pytest.fixture
+def no_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All drafts are the draft model's."""
+    monkeypatch.setattr(LookupDrafts, "chances", lambda drafts, n: iter(()))
+
+
 def cheap(llm: LLM) -> None:
     """Makes drafts of a model that is not small worth their time."""
     assert llm.engine._draft_model is not None
     llm.engine._draft_model._relative_cost = 0.0
 
 
+@pytest.mark.usefixtures("no_look_up")
 def test_a_model_as_large_as_the_other_is_not_asked(tiny: tuple[Path, Path]) -> None:
     """Drafts that take the time that they save."""
     with LLM(tiny[0], draft_model=tiny[0]) as llm:
@@ -168,6 +176,7 @@ def test_a_model_as_large_as_the_other_is_not_asked(tiny: tuple[Path, Path]) -> 
         assert result.timings.n_drafted == 0
 
 
+@pytest.mark.usefixtures("no_look_up")
 def test_the_real_model_as_its_own_draft(smollm2_path: Path) -> None:
     """A cache or a program shared by the two, or pages of one used for the other."""
     prompts = ["Once upon a time", "The capital of France is", "1 2 3 4"]
@@ -181,6 +190,7 @@ def test_the_real_model_as_its_own_draft(smollm2_path: Path) -> None:
         assert all(result.timings.n_accepted == result.timings.n_drafted > 20 for result in results)
 
 
+@pytest.mark.usefixtures("no_look_up")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_two_models_answer_as_one(tiny: tuple[Path, Path], temperature: float) -> None:
     """A program that runs on the other's cache or weights."""
@@ -201,6 +211,7 @@ def test_two_models_answer_as_one(tiny: tuple[Path, Path], temperature: float) -
             assert [result.token_ids for result in looked_up] == want
 
 
+@pytest.mark.usefixtures("no_look_up")
 def test_vocabularies_may_be_padded_differently(tmp_path: Path) -> None:
     """A pair refused, as are 0.5B for 7B of most families, for rows of the embedding that are no tokens; a
     row of padding read or drafted by a model that has none.
@@ -250,6 +261,22 @@ def test_what_cannot_draft_is_refused(tiny: tuple[Path, Path], smollm2_path: Pat
 def test_a_request_tells_its_drafts_apart() -> None:
     """Drafts of a model asked of a table, or the other way round."""
     engine = make(0)
-    assert isinstance(engine.make_request([1], greedy(2)).drafts, ModelDrafts)
+    assert isinstance(model_drafts(engine.make_request([1], greedy(2)).drafts), ModelDrafts)
     for kind in ("ngram", "off"):
-        assert not isinstance(engine.make_request([1], greedy(2, speculation=kind)).drafts, ModelDrafts)
+        assert model_drafts(engine.make_request([1], greedy(2, speculation=kind)).drafts) is None
+
+
+def test_a_text_that_repeats_itself_is_looked_up() -> None:
+    """A model that drafts what is in the text, or a look-up that drafts what is not."""
+    engine = make(8, max_context=512)  # every draft of the model is wrong
+    prompt = prompt_of(10)
+    answer = expected_output(prompt, 100)
+    params = greedy(100)
+    request = engine.make_request(prompt, replace(params, prediction=tuple(answer), speculation="draft"))
+    engine.add_request(request)
+    finish(engine)
+    assert request.output_ids == answer
+    assert request.n_accepted > 80
+    asked = add(engine := make(0, max_context=512), prompt, params)
+    finish(engine)
+    assert asked.n_accepted > 50

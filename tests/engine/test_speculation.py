@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kukri import LLM
 from kukri.engine import Engine, Request
 from kukri.engine.drafts import DraftBudget
-from kukri.engine.lookup_drafts import LookupDrafts, TextIndex
+from kukri.engine.lookup_drafts import EarlierAnswers, LookupDrafts, TextIndex
 from kukri.errors import RequestError
 from kukri.sampling import Grammar, SamplingParams
 from tests.engine.driving import (
@@ -532,3 +532,40 @@ def test_the_real_model_says_the_same_to_the_bit(pair: Any, params: dict[str, An
         output = replace(a.outputs[0], timings=b.timings)
         assert replace(a, timings=b.timings, outputs=(output,)) == b
     assert drafting.engine.scheduler.n_accepted > n_before
+
+
+def test_earlier_answers_are_drafted_to_their_client_alone() -> None:
+    """An answer that another key's drafts come from, whose speed tells what it was; or none kept at all."""
+    engine, prompt = make(max_context=512), prompt_of(20)
+    want = expected_output(prompt, 100)
+    accepted = {}
+    for client in ("a", "b", "a"):
+        (request,) = engine.make_requests(prompt, greedy(100), client=client)
+        engine.add_request(request)
+        finish(engine)
+        assert request.output_ids == want
+        accepted[client] = request.n_accepted
+    assert accepted["a"] > 80 > 20 > accepted["b"]
+    predicted = replace(greedy(100), prediction=tuple(want[50:]))  # the place of a prediction is after them
+    (request,) = engine.make_requests([*prompt, *want[:50]], predicted, client="a")
+    engine.add_request(request)
+    finish(engine)
+    assert request.output_ids[:50] == want[50:]
+    assert request.n_accepted > 40
+
+
+def test_earlier_answers_are_few() -> None:
+    """Memory that grows with answers or clients; the oldest kept and the newest forgotten."""
+    answers = EarlierAnswers()
+    for i in range(100):
+        for client in ("a", f"{i}"):
+            answers.add(client, np.arange(i, i + 200, dtype=np.int32))
+    assert sum(map(len, answers.of("a"))) <= 4096
+    assert [answer[0] for answer in answers.of("a")] == list(range(80, 100))
+    answers.add("a", np.arange(90, 290, dtype=np.int32))  # said before: it is the newest now
+    assert [answer[0] for answer in answers.of("a")][-2:] == [99, 90]
+    assert len(answers.of("a")) == 20
+    assert answers.of("20") == ()
+    assert len(answers.of("99")) == 1
+    answers.add("a", np.zeros(9000, np.int32))
+    assert [len(answer) for answer in answers.of("a")] == [4096]
