@@ -268,8 +268,8 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_architecture_that_generates_goes_there_and_back() -> None:
-    """An architecture that the matrix of conversions above lacks."""
-    generating = {name for name, architecture in ARCHITECTURES.items() if architecture.is_causal}
+    """An architecture that the matrix of conversions above lacks, though GGUF has it."""
+    generating = {name for name, one in ARCHITECTURES.items() if one.is_causal and one.in_gguf}
     assert generating - {"granitemoehybrid_dense"} == {kind.split("-")[0] for kind in KINDS}
 
 
