@@ -168,7 +168,7 @@ class _EncoderPrograms:
         first, n_rows = job.n_sliced, len(job.merged[None])
         own = slice(first, first + _PROJECTED_ROWS if is_brief else n_rows)
         following = np.concatenate([job.merged[name][own] for name in (None, *self._deep)], axis=1)
-        rows = projector(_batch(following, self._backend.page_tokens)).numpy().copy()
+        rows = projector(rows_batch(following, self._backend.page_tokens)).numpy().copy()
         projected = job.add_slice(rows, n_rows)
         if projected is None:
             return False
@@ -197,7 +197,7 @@ class _EncoderPrograms:
 
         positions = None if part.positions is None else part.positions[:, rows]
         page_tokens, first = self._backend.page_tokens, rows.start if n_context else 0
-        batch = _batch(part.patches[rows], page_tokens, lengths, positions, first, n_context)
+        batch = rows_batch(part.patches[rows], page_tokens, lengths, positions, first, n_context)
         result = encoder(batch, on_tap, start=start, stop=stop)
         if n_context == 1:
             job.n_stored = rows.stop
@@ -281,7 +281,7 @@ def _ignore(name: str, x: FloatArray) -> None:
     """Listens to nothing."""
 
 
-def _batch(
+def rows_batch(
     activations: FloatArray,
     page_tokens: int,
     lengths: Sequence[int] = (),

@@ -13,6 +13,7 @@ from kukri.interp.names import find, full_name
 from kukri.interp.readers import FeatureReader, Probe, SparseAutoencoder
 from kukri.interp.transcoders import Transcoders
 from kukri.interp.values import Model
+from kukri.kernels.backend import Backend
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -33,6 +34,7 @@ class Catalog:
         self.probes: dict[str, Probe] = {}
         self.saes: dict[str, SparseAutoencoder] = {}
         self.transcoders: dict[str, Transcoders] = {}
+        self.backend: Backend | None = None  # that multiplies by their encoders
         for name, given in (control_vectors or {}).items():
             vector = ControlVector.load(given) if _is_path(given) else ControlVector(given)
             vector.check(_checked(name), config.n_layers, config.d_model)

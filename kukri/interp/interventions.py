@@ -375,6 +375,8 @@ def _reading(one: Intervention, model: Model, catalog: Catalog, spans: Spans) ->
         features = _numbers(one.features, reader.n_features, "features")
         if len(features) > _MAX_FEATURES:
             raise RequestError(f"{len(features)} features are more than {_MAX_FEATURES}")
+    if features is None and not isinstance(reader, Probe):
+        reader.prepare(catalog.backend)
     point = find(full_name(reader.name, model.config.n_layers), model.points)
     return Reading(name, point, reader, spans, one.top_k, features)
 

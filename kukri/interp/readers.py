@@ -13,7 +13,9 @@ import numpy as np
 from kukri.errors import ConfigError, FormatError, RequestError, UnsupportedError, brief, reading
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
+from kukri.interp.products import Product
 from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Backend
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _SAE_WEIGHTS, _SAE_CONFIG = "sae_weights.safetensors", "cfg.json"
@@ -35,6 +37,12 @@ class FeatureReader(Protocol):
     def n_features(self) -> int: ...  # noqa: D102
     @property
     def writes(self) -> tuple[str, ...]: ...  # noqa: D102
+
+    def prepare(self, backend: Backend | None) -> None:
+        """Keeps what `features` multiplies by in memory, for a backend's kernels in the place of BLAS if one
+        is given. Any thread may call it.
+        """
+        ...
 
     def features(self, x: FloatArray) -> FloatArray:
         """The activations of its features [rows, n_features] for x [rows, width]."""
@@ -147,6 +155,7 @@ class SparseAutoencoder:
                 self._arrays[part] = arrays[part] * lengths
             self._arrays["W_dec"] = arrays["W_dec"] / np.maximum(lengths, 1e-30)[:, None]
         self._subtracts_bias, self._normalization = subtracts_bias, normalization
+        self._product: Product | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SparseAutoencoder:
@@ -187,17 +196,22 @@ class SparseAutoencoder:
                 rescales=rescales,
             )  # fmt: skip
 
+    def prepare(self, backend: Backend | None) -> None:
+        """See FeatureReader."""
+        if backend is not None and self._product is None:
+            self._product = Product(backend, self._arrays["W_enc"].T, "F32")
+
     def features(self, x: FloatArray) -> FloatArray:
         """The activations of its features [rows, n_features] for x [rows, width]."""
         arrays = self._arrays
         x = self._normalized(x)
         if self._subtracts_bias:
             x = x - arrays["b_dec"]
+        product = x @ arrays["W_enc"] if self._product is None else self._product(x)
         if self.kind == "gated":
-            product = x @ arrays["W_enc"]
             size = np.maximum(product * np.exp(arrays["r_mag"]) + arrays["b_mag"], 0)
             return np.where(product + arrays["b_gate"] > 0, size, np.float32(0))
-        found: FloatArray = x @ arrays["W_enc"] + arrays["b_enc"]
+        found: FloatArray = product + arrays["b_enc"]
         if self.kind == "jumprelu":
             return np.where(found > np.maximum(arrays["threshold"], 0), found, np.float32(0))
         if self.kind == "topk":

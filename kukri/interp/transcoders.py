@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,8 +22,10 @@ import numpy.typing as npt
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, reading
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
+from kukri.interp.products import Product
 from kukri.interp.readers import Choose, as_floats, sparse_product
 from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Backend
 
 _READS, _WRITES = "mlp.hook_in", "hook_mlp_out"
 _LAYER = re.compile(r"layers?[_.-]?(\d{1,4})(?:\D|$)")
@@ -66,6 +68,12 @@ class Stored:
         found = as_floats(stored.reshape(-1), self.dtype, self.path, self.name)
         return found.reshape(self.shape if rows is None else (len(rows), *self.shape[1:]))
 
+    def read_columns(self, columns: npt.NDArray[np.int64]) -> FloatArray:
+        """Some columns of a matrix, [rows, n]. Raises FormatError as `read` does."""
+        stored = self.data.reshape(*self.shape, -1)[:, columns]
+        found = as_floats(stored.reshape(-1), self.dtype, self.path, self.name)
+        return found.reshape(self.shape[0], len(columns))
+
 
 class Layer:
     """A layer's transcoder. `encoder` is [F, D], or [D, F] if it is transposed, `decoder` [F, D], or
@@ -86,7 +94,7 @@ class Layer:
             names = ", ".join(_PARTS[one][0] for one in sorted(missing))
             raise FormatError(f"a transcoder needs {names}", path=path)
         self._parts, self._k, self._n_before = parts, k, n_before
-        self._encoder: FloatArray | None = None
+        self._multiply: Callable[[FloatArray], FloatArray] | None = None
         self._is_transposed, self._has_transposed_skip = is_transposed, has_transposed_skip
         (self.n_features,), (self.width,) = parts["bias"].shape, parts["output_bias"].shape[-1:]
         encoder, decoder = parts["encoder"].shape, parts["decoder"].shape
@@ -114,9 +122,14 @@ class Layer:
         shape = self._parts["decoder"].shape
         return shape[1] - self._n_before if len(shape) == 3 else 1
 
-    def keep_encoder(self) -> None:
-        """Keeps the encoder in memory, in float32, for many small products."""
-        self._encoder = self._read_encoder() if self._encoder is None else self._encoder
+    def keep_encoder(self, backend: Backend | None = None) -> None:
+        """Keeps the encoder in memory for many products: in float32, or as it is stored, for a backend's
+        kernels.
+        """
+        if backend is not None and not isinstance(self._multiply, Product):
+            self._multiply = Product(backend, self._read_encoder().T, self._parts["encoder"].dtype)
+        elif self._multiply is None:
+            self._multiply = self._read_encoder().__rmatmul__
 
     def _read_encoder(self) -> FloatArray:
         """[D, F]."""
@@ -138,8 +151,8 @@ class Layer:
 
     def features(self, x: FloatArray) -> FloatArray:
         """All features [pos, F] of inputs x [pos, D], inactive ones 0."""
-        matrix = self._read_encoder() if self._encoder is None else self._encoder
-        return self._activated(x @ matrix + self._bias, self._threshold)
+        product = x @ self._read_encoder() if self._multiply is None else self._multiply(x)
+        return self._activated(product + self._bias, self._threshold)
 
     def chooser(self, features: Sequence[int]) -> Choose:
         """See FeatureReader."""
@@ -184,9 +197,10 @@ class Layer:
 
     def encoders(self, features: npt.NDArray[np.int64]) -> FloatArray:
         """The directions that features read, [n, D]."""
+        encoder = self._parts["encoder"]
         if self._is_transposed:
-            return np.ascontiguousarray(self._parts["encoder"].read()[:, features].T)
-        return self._parts["encoder"].read(features)
+            return np.ascontiguousarray(encoder.read_columns(features).T)
+        return encoder.read(features)
 
     def biases(self, features: npt.NDArray[np.int64]) -> FloatArray:
         """The encoder's biases of features, [n]."""
@@ -265,7 +279,7 @@ class Transcoders:
 class TranscoderReader:
     """A layer's features, to read and to steer by: a `kukri.interp.readers.FeatureReader`.
 
-    Its encoder is kept in float32 once all features were asked for.
+    Its encoder is kept in memory once all features were asked for.
     """
 
     def __init__(self, transcoders: Transcoders, layer: int) -> None:
@@ -273,6 +287,10 @@ class TranscoderReader:
         self.name = f"blocks.{layer}.{transcoders.reads}"
         self.writes = tuple(f"blocks.{layer + j}.{transcoders.writes}" for j in range(self.layer.n_written))
         self.width, self.n_features = self.layer.width, self.layer.n_features
+
+    def prepare(self, backend: Backend | None) -> None:
+        """See FeatureReader."""
+        self.layer.keep_encoder(backend)
 
     def features(self, x: FloatArray) -> FloatArray:
         """See FeatureReader."""
