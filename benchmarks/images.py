@@ -2,14 +2,14 @@
 
 The encoders have true dimensions and random weights (F16), before random texts, in GGUF files that both read;
 kukri runs them as the files have them. libmtmd comes with llama-cpp-python; without it kukri is timed alone.
-Then kukri alone: the first token after a new picture and in its second turn, and the time between tokens of
-eight streams while pictures are encoded.
+The first token after a new picture and a question is timed in the same way; then of kukri alone, that of its
+second turn, and the time between tokens of eight streams while pictures are encoded.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
 from kukri.vision.processors import image_processor
 
 _N_STREAMS, _N_TOKENS = 8, 16
+_BEFORE, _AFTER = list(range(100, 140)), list(range(200, 280))  # tokens of a question
 _SIGLIP = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _QWEN = {"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096, "patch_size": 16}
 
@@ -110,6 +111,7 @@ class ImagesReport:
     model: str
     n_threads: int
     encode: Comparison | list[float]
+    first_token: Comparison | list[float]
     first_s: float
     second_turn_s: float
     between_tokens_ms: dict[str, float]
@@ -124,31 +126,43 @@ def main() -> None:
     experiment.options.add_argument("--shape", choices=PAIRS, default="smolvlm-256m", help="which encoder")
     given = experiment.parse()
     seen = np.random.default_rng(1).integers(0, 256, (4, 512, 512, 3), np.uint8)
+    new = (np.roll(seen[0], i, axis=0) for i in range(1, 1 << 30))
     with (
         _files(PAIRS[given.shape]) as (text, mmproj),
         LLM(text, mmproj=mmproj, n_threads=given.threads, max_requests=_N_STREAMS + 1) as llm,
     ):
         sides = [lambda: _encode_s(llm, seen[0])]
+        firsts = [lambda: _first_s(llm, next(new))]
         try:
             other = LibMtmd(text, mmproj, given.threads)
             sides.append(lambda: _seconds(lambda: other.rows(seen[0])))
+            firsts.append(lambda: _seconds(lambda: other.first_token(seen[0], _BEFORE, _AFTER)))
         except UnsupportedError as error:
             experiment.say(str(error))
         rounds = in_turns(sides, given.rounds, experiment.say)
+        first_rounds = in_turns(firsts, given.rounds, experiment.say)
         turns = [_turns(llm, picture) for picture in seen[1:3]]
         gaps = _gaps(llm, seen[3])
     first, second = (median(times) for times in zip(*turns))
     between = {"median": 1e3 * median(gaps), "p99": 1e3 * float(np.quantile(gaps, 0.99))}
-    values = [values[0] for values in rounds]
-    both = Comparison.of(("libmtmd", "kukri"), [(b, a) for a, b in rounds]) if len(sides) > 1 else None
-    report = ImagesReport(given.shape, given.threads, both or values, first, second, between)
+    (encode, encode_words), (first_token, first_words) = map(_compared, (rounds, first_rounds))
+    report = ImagesReport(given.shape, given.threads, encode, first_token, first, second, between)
     lines = [
-        f"kukri: {median(values):.2f} s"
-        + (f", {both.median_ratio:.2f} times as fast as libmtmd" if both else ""),
-        f"first token: {first:.2f} s; in the second turn {second:.3f} s, {second / first:.1%}",
+        f"encoded in {encode_words}",
+        f"first token in {first_words}",
+        f"its second turn: {second:.3f} s, {second / first:.1%} of {first:.2f} s",
         f"between tokens of {_N_STREAMS} streams: {between['median']:.0f} ms, p99 {between['p99']:.0f} ms",
     ]
     experiment.show(report, *lines)
+
+
+def _compared(rounds: Sequence[Sequence[float]]) -> tuple[Comparison | list[float], str]:
+    """kukri's seconds and libmtmd's, round by round, or kukri's alone; and in words."""
+    values = [values[0] for values in rounds]
+    if len(rounds[0]) == 1:
+        return values, f"{median(values):.2f} s"
+    both = Comparison.of(("libmtmd", "kukri"), [(b, a) for a, b in rounds])
+    return both, f"{median(values):.2f} s, {both.median_ratio:.2f} times as fast as libmtmd"
 
 
 @contextmanager
@@ -214,13 +228,19 @@ def _first_token_s(llm: LLM, asked: ImagePrompt) -> tuple[float, list[int]]:
     return taken_s, request.output_ids
 
 
+def _first_s(llm: LLM, picture: ByteArray) -> float:
+    """Seconds to prepare a new picture, and to the first token of a question about it."""
+    start_s = perf_counter()
+    image = _prepared(llm, picture)
+    return perf_counter() - start_s + _first_token_s(llm, _asked(llm, image, _BEFORE, _AFTER))[0]
+
+
 def _turns(llm: LLM, picture: ByteArray) -> tuple[float, float]:
     """Seconds to the first token of a question about a new picture, and of a second one."""
     image = _prepared(llm, picture)
-    before, after = list(range(100, 140)), list(range(200, 280))
-    first_s, answer = _first_token_s(llm, _asked(llm, image, before, after))
+    first_s, answer = _first_token_s(llm, _asked(llm, image, _BEFORE, _AFTER))
     image = _prepared(llm, picture)
-    second_s, _ = _first_token_s(llm, _asked(llm, image, before, [*after, *answer, *range(300, 320)]))
+    second_s, _ = _first_token_s(llm, _asked(llm, image, _BEFORE, [*_AFTER, *answer, *range(300, 320)]))
     return first_s, second_s
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.cache import KVLayer
+from kukri.kernels.constants import Weight
 from kukri.kernels.op_set import Tensor
 from kukri.models.keys import Keys
 from kukri.models.weights import Parameter, TakenWeights, WeightSource
@@ -74,9 +75,17 @@ class VisionFamily:
     vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # those in `vision_config`
 
 
+class _VisionWeights(TakenWeights):
+    """The weights, those of 16 bits to be multiplied as int16: an encoder's time goes into arithmetic."""
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        """See WeightSource.matrix."""
+        return replace(super().matrix(name, shape), as_int16=True)
+
+
 def load_vision(source: WeightSource, family: VisionFamily, config: VisionConfig) -> VisionModel:
     """The encoder with the weights of `source`. Raises what the source does."""
-    taken = TakenWeights(source)
+    taken = _VisionWeights(source)
     model = family.model(config, taken)
     source.done()
     model.parameters = tuple(taken.parameters.values())

@@ -6,6 +6,8 @@ also runs under other CPU names (test_cpu_lowerings.py), so that each int8 dot p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,49 @@ def test_linear_at_every_token_count(backend, type_name, n_tokens):
         plain_batch(n_tokens),
     )
     assert_close(got, want)
+
+
+def _as_int16(x, is_weight=False):
+    """(whole numbers [rows, blocks, 64], their scales [rows, blocks]) of rows of floats."""
+    blocks = np.pad(x, [(0, 0), (0, -x.shape[1] % 64)]).reshape(len(x), -1, 64)
+    largest = np.abs(blocks).max(axis=2)
+    if is_weight:
+        scales = np.exp2(np.floor(np.log2(largest)) - 11).astype(np.float32)
+        return np.rint(blocks / scales[..., None]).astype(np.int64), scales
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, 8191 / largest.astype(np.float64), 0).astype(np.float32)
+    scales = (largest * (1 / 8191)).astype(np.float32)
+    return np.rint(blocks * inverse[..., None]).astype(np.int64), scales
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_in"), [(1, 64), (2, 16), (3, 80), (5, 208), (8, 128), (9, 48), (65, 96), (130, 272)]
+)
+@pytest.mark.parametrize("type_name", ["F16", "BF16"])
+def test_floats_multiplied_as_int16(backend, type_name, n_tokens, n_in):
+    """Would catch another rounding than the one that is stated, a last block that is not filled, tails."""
+    rng = np.random.default_rng(n_tokens)
+    w = replace(weight(rng, type_name, 83, n_in), as_int16=True)
+    x = rng.standard_normal((n_tokens, n_in)).astype(np.float32)
+    x[-1] = 0
+    got, exact = both(
+        backend,
+        lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(f32_weight(x), batch), (w,)), batch),
+        plain_batch(n_tokens),
+    )
+    (a, of_x), (b, of_w) = _as_int16(x), _as_int16(dequantize(w.data, w.type), is_weight=True)
+    want = np.einsum("tkj,rkj,tk,rk->tr", a, b, of_x.astype(np.float64), of_w.astype(np.float64))
+    assert_close(got, want)
+    assert_close(got, exact, 1e-3)
+
+
+def test_int16_sums_do_not_overflow(backend):
+    """Would catch whole numbers too large for 64 products of one sign."""
+    two = np.full((16, 128), -2 + 2**-10, np.float16)  # 4095.5 whole ones
+    w = Weight(two.view(np.uint8), QUANT_TYPES["F16"], two.shape, as_int16=True)
+    x = f32_weight(np.full((9, 128), 7.0))
+    program = lambda ops, batch: ops.logit_rows(ops.linear(ops.embed(x, batch), (w,)), batch)  # noqa: E731
+    np.testing.assert_allclose(run(backend, program, plain_batch(9)), 128 * 7 * (-2 + 2**-10), rtol=3e-4)
 
 
 @pytest.mark.parametrize("n_out", [1, 3, 15, 16, 17, 63, 65, 1000])

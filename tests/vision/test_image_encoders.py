@@ -100,6 +100,43 @@ def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float
     assert relative(rows, want.numpy()) < bound
 
 
+@pytest.mark.parametrize("name", ["idefics3", "qwen3_vl"])
+def test_weights_of_16_bits(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches whole numbers too coarse for an encoder, or products whose bits depend on slices.
+
+    Both sides have the weights that the file has.
+    """
+    theirs = save(tmp_path, name).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    theirs = theirs.to(torch.float32)
+    seen = image(name, 2, 7)
+    with torch.no_grad():
+        of_images = {
+            k: v
+            for k, v in their_inputs(name, prompt(name, seen)).items()
+            if k.startswith(("pixel", "image_"))
+        }
+        found = theirs.model.get_image_features(**of_images).pooler_output
+    want = torch.cat([*found]) if isinstance(found, list | tuple) else found.reshape(-1, found.shape[-1])
+    asked = prompt(name, "What is ", seen, "?")
+    with LLM(tmp_path, max_requests=4) as llm:
+        encodings = llm.engine.encodings
+        assert encodings is not None
+        rows: list[Any] = []
+        monkeypatch.setattr("kukri.engine.encodings._MLP_ROWS", 7)
+        monkeypatch.setattr("kukri.engine.encodings._CUT_FROM", 0.1)
+        for is_brief in (False, True):
+            made = None
+            while made is None:
+                made = encodings.advance(seen, is_brief=is_brief)
+            rows.append(made)
+        with torch.no_grad():
+            logits = theirs(**their_inputs(name, asked)).logits[0].numpy()
+        assert relative(our_logits(llm.engine, asked), logits) < BOUNDS["cpu"]
+    np.testing.assert_array_equal(*rows)
+    assert relative(rows[0][:, : want.shape[1]], want.numpy()) < 1e-3
+
+
 def test_slices_change_no_bit(run: tuple[str, Any, LLM, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows lost or mixed up where a layer or the projector is cut, and a cut left half way."""
     name, _, llm, _ = run

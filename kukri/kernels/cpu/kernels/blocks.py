@@ -27,6 +27,7 @@ from kukri.kernels.cpu.kernels.tiles import (
     panel_block_bytes,
     tile_add_min,
     tile_add_scaled,
+    tile_dot2,
     tile_dot4_short,
     tile_dot4_signed,
     tile_fma,
@@ -65,6 +66,7 @@ from kukri.kernels.cpu.kernels.unpack import (
     word_bits,
     words_to_f32,
 )
+from kukri.kernels.cpu.pack.layouts import I16_SCALES, I16_TILES
 from kukri.quant.types.fp4 import FP4_VALUES
 from kukri.quant.types.iq1 import IQ1_TILES
 from kukri.quant.types.iq2 import IQ2_TILES
@@ -97,6 +99,16 @@ def _f16(out, w, x):
 def _bf16(out, w, x):
     _ahead_1(out, w)
     return tile_fma(out, load_bf16x16(w), x, 4)
+
+
+@device
+def _i16(out, w, x):
+    """64 floats as int16, a pair in a word."""
+    acc = tile_zeros_like(out)
+    for pair in range(32):
+        _ahead_1(out, w + 64 * pair)
+        acc = tile_dot2(acc, load_u8x64(w + 64 * pair), x, pair)
+    return tile_fold(out, acc, load_f32x16(w + 16 * I16_SCALES), x)
 
 
 # --- blocks of 32 ---
@@ -649,6 +661,7 @@ BLOCK_FUNCTIONS = {
     "F32": _f32,
     "F16": _f16,
     "BF16": _bf16,
+    I16_TILES: _i16,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,

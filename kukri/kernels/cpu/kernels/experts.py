@@ -343,6 +343,8 @@ def combine(
 
 def _panel_kinds(weight_type: str) -> list[PanelKind]:
     panel = LAYOUTS[weight_type].panel
+    if panel == "i16":
+        return []  # no experts ask for it
     return [panel, "q8t"] if weight_type == PER_TOKEN_TYPE else [panel]
 
 

@@ -74,8 +74,8 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
     block = BLOCK_FUNCTIONS[weight_type]
     per_token = kind == "q8t"
     w_step, _, x_token_step, _, n_terms = steps(weight_type, kind)
-    inputs = kind if kind in ("f32", "q16") else "q8"
-    column = 4 if kind == "f32" else cpu_target().column_bytes
+    inputs = kind if kind in ("f32", "q16", "i16") else "q8"
+    column = 4 if kind in ("f32", "i16") else cpu_target().column_bytes
     most = (8 if cpu_target().has_wide_registers else 4) // n_terms  # tokens that registers hold
 
     def make_row_tile(n: int, width: int, half: int | None = None) -> Callable[..., Any]:
@@ -189,8 +189,8 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
 
 
 def _panel_kinds(weight_type: str) -> list[PanelKind]:
-    if LAYOUTS[weight_type].panel == "f32":
-        return ["f32"]
+    if (panel := LAYOUTS[weight_type].panel) in ("f32", "i16"):
+        return [panel]
     kinds: list[PanelKind] = ["q8", "q8x2"]
     if not cpu_target().has_int8_dot:
         kinds.append("q16")

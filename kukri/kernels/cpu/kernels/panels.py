@@ -26,6 +26,7 @@ from kukri.kernels.cpu.kernels.simd import (
     round_even,
     splat,
     store_pairs,
+    store_short_pairs,
     store_words,
     sum_lanes,
     sum_lanes_i32,
@@ -34,6 +35,10 @@ from kukri.kernels.cpu.kernels.simd import (
 from kukri.kernels.cpu.pack.layouts import (
     F32_INPUT_BYTES,
     GROUP,
+    I16_BLOCK,
+    I16_BLOCK_BYTES,
+    I16_MOST,
+    I16_SCALES,
     LAST_NEGATIVE_SUMS,
     NEGATIVE_SUMS,
     NEGATIVE_TOTAL,
@@ -45,7 +50,7 @@ from kukri.kernels.cpu.pack.layouts import (
     TOKENS,
 )
 
-_COLUMN = cpu_target().column_bytes
+_COLUMN, _I16_MOST = cpu_target().column_bytes, float(I16_MOST)
 
 
 @device
@@ -242,6 +247,32 @@ def panel_q8t(row, width, x, x_stride, n, panels):
     store_f32(target + _COLUMN * (row & 7), -scale * max_lanes(zero))
 
 
+@device
+def _load_or_zeros(x, i, n):
+    return load_f32x16(x + 4 * i) if i < n else splat(0.0)
+
+
+def panel_i16(row, width, x, x_stride, n, panels):
+    """Quantizes rows of n float32, a multiple of 16, to i16 panels."""
+    source = x + row * x_stride
+    n_blocks = (n + I16_BLOCK - 1) // I16_BLOCK
+    share = panel_of(panels, n_blocks * I16_BLOCK_BYTES, row) + 4 * (row & 7)
+    for i in range(0, n, I16_BLOCK):
+        a = _load_or_zeros(source, i, n)
+        b = _load_or_zeros(source, i + 16, n)
+        c = _load_or_zeros(source, i + 32, n)
+        d = _load_or_zeros(source, i + 48, n)
+        both = maximum(absolute(a), absolute(b))
+        scale, inverse = scale_of(both, maximum(absolute(c), absolute(d)), _I16_MOST)
+        factor = splat(inverse)
+        store_short_pairs(share, to_i32(round_even(a * factor)), width)
+        store_short_pairs(share + 32 * width, to_i32(round_even(b * factor)), width)
+        store_short_pairs(share + 64 * width, to_i32(round_even(c * factor)), width)
+        store_short_pairs(share + 96 * width, to_i32(round_even(d * factor)), width)
+        store_f32(share + I16_SCALES * width, scale)
+        share += I16_BLOCK_BYTES * width
+
+
 def panel_f32(row, width, x, x_stride, n, panels):
     """Brings rows of n float32 into f32 panels."""
     target = panel_of(panels, n * F32_INPUT_BYTES, row) + 4 * (row & 7)
@@ -249,5 +280,7 @@ def panel_f32(row, width, x, x_stride, n, panels):
         store_f32(target + F32_INPUT_BYTES * width * i, load_f32(x + row * x_stride + 4 * i))
 
 
-_ROW_KERNELS = [row_kernel(each) for each in (panel_q8, panel_q8x2, panel_q16, panel_q8t, panel_f32)]
+_ROW_KERNELS = [
+    row_kernel(each) for each in (panel_q8, panel_q8x2, panel_q16, panel_q8t, panel_i16, panel_f32)
+]
 KERNELS = {source.name: source for source in _ROW_KERNELS}

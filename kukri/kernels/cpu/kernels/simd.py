@@ -389,6 +389,22 @@ def store_pairs(builder: Any, address: Any, value: Any, width: Any) -> None:
             builder.store(builder.extract_element(pairs, _I32(group)), where, align=4)
 
 
+@operation(types.void, types.int64, I32x16, types.int64)
+def store_short_pairs(builder: Any, address: Any, value: Any, width: Any) -> None:
+    """Stores 16 int32 within int16 as a token's pairs in an i16 panel, `width` wide."""
+    pairs = builder.bitcast(builder.trunc(value, ir.VectorType(_I16, 16)), ir.VectorType(_I32, 8))
+    for i in range(8):
+        where = pointer(builder, at(builder, address, builder.mul(width, _I64(4 * i))), _I32)
+        builder.store(builder.extract_element(pairs, _I32(i)), where, align=4)
+
+
+@operation(types.void, types.int64, I32x16)
+def store_i16x16(builder: Any, address: Any, value: Any) -> None:
+    """Stores 16 int32 within int16, side by side."""
+    narrow = builder.trunc(value, ir.VectorType(_I16, 16))
+    builder.store(narrow, pointer(builder, address, narrow.type), align=1)
+
+
 @operation(types.void, types.int64, I32x16)
 def store_i8x16(builder: Any, address: Any, value: Any) -> None:
     """Stores 16 int32 within int8 as bytes."""

@@ -48,6 +48,7 @@ from kukri.kernels.cpu.kernels.simd import (
 )
 from kukri.kernels.cpu.pack.layouts import (
     GROUP,
+    I16_SCALES,
     LAST_NEGATIVE_SUMS,
     NEGATIVE_SUMS,
     NEGATIVE_TOTAL,
@@ -67,13 +68,14 @@ I32x32 = Vec("I32x32", _I32, 32)
 class Tile(types.Type):  # type: ignore[misc]
     """The Numba type of `n` vectors of one kind, held in registers.
 
-    Their inputs are in a panel that is `width` tokens wide, as `inputs`: f32, q8 or q16. Lanes are rows:
+    Their inputs are in a panel that is `width` tokens wide, as `inputs`: f32, q8, q16 or i16. Lanes are rows:
     all 16, or the first or last 8 if `half` is 0 or 1.
     """
 
     def __init__(self, vec: Vec, n: int, width: int, inputs: str, half: int | None = None) -> None:
         self.vec, self.n, self.width, self.inputs, self.half = vec, n, width, inputs, half
         self.is_q16 = inputs == "q16"
+        self.scales = I16_SCALES if inputs == "i16" else SCALES
         self.is_for_matrix = inputs == "q8" and cpu_target().has_int8_matrix
         self.has_pairs = self.is_for_matrix and n > 1  # vectors are of two tokens, until `tile_rows`
         vector = vec.llvm if half is None else ir.VectorType(vec.llvm.element, vec.llvm.count // 2)
@@ -426,6 +428,21 @@ tile_dot4_signed = _tile_operation(_same, U8x64, types.int64, types.int64)(
 )
 
 
+@_tile_operation(_same, U8x64, types.int64, types.int64)
+def tile_dot2(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, pair: Any) -> Any:
+    """acc[i] += the products of 16 x 2 int16 and a pair of inputs of the i16 block at x."""
+    may_spill = kind.n > 1 and cpu_target().lowering == "avx2"  # as in `_tile_dot`
+    weights = builder.bitcast(w, I16X32)
+
+    def step(i: int) -> Any:
+        word = _of_token(builder, kind, x, builder.mul(pair, _I64(4)), i, _I32)
+        inputs = builder.bitcast(broadcast(builder, word), I16X32)
+        sums = dot2(builder, _entry(builder, kind, acc, i), weights, inputs)
+        return _in_order(builder, kind, sums) if may_spill else sums
+
+    return _each(builder, kind, step)
+
+
 @_tile_operation(_same, F32x16, types.int64, types.int64)
 def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: Any) -> Any:
     """acc[i] += v * (float32 at address + i * stride)."""
@@ -476,7 +493,7 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
 
     def step(i: int) -> Any:
         sums = row_sums(builder, _entry(builder, kind, acc, i))
-        factor = _of_tokens(builder, kind, x, SCALES, i, _F32)
+        factor = _of_tokens(builder, kind, x, kind.scales, i, _F32)
         return _fold(builder, _entry(builder, kind, out, i), sums, _of_rows(builder, kind, scale, i), factor)
 
     return _each(builder, kind, step)

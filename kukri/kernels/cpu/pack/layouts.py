@@ -44,6 +44,14 @@ words of the real ones: in lane i, words 2p and 2p + 1 are both word 2p + (i & 1
 8 + (i >> 1). Scales stay those of the real rows.
 
 For float weights ("f32") a panel is just W x 4 bytes per input: that input of each token.
+
+F16 and BF16 weights that ask for it (`Weight.as_int16`) are multiplied as int16 instead, twice as many at a
+time: blocks of 64, the last filled with zeros, of whole numbers so small that 64 products fit into an int32.
+A tile has 32 words of two of them, then a float32 scale, for each row: a power of two, so that numbers of 8
+bits (BF16, or F16 made of it) stay as they are unless they are small. Panels for it ("i16") have per block
+
+    32 x W x 4 bytes  inputs 2j and 2j + 1 of token 0, of token 1, … for j = 0 to 31 (int16)
+    W x 4 bytes       scale of each token (float32)
 """
 
 from __future__ import annotations
@@ -73,7 +81,14 @@ ODD_INPUTS = 48  # in a q16 block
 Q16_BLOCK_BYTES = 80
 F32_INPUT_BYTES = 4
 
-PanelKind = Literal["q8", "q8x2", "q16", "q8t", "f32"]
+I16_BLOCK = 64
+I16_MOST = 8191  # the largest number of a block of inputs; of weights 4096: 64 products fit into int32
+I16_WEIGHT_BITS = 12
+I16_SCALES = 128  # in a block of a panel, for each token of its width, and of a row
+I16_BLOCK_BYTES = 132
+I16_TILES = "I16_TILES"  # the form of these
+
+PanelKind = Literal["q8", "q8x2", "q16", "q8t", "f32", "i16"]
 PER_TOKEN_TYPE = "Q4_0"  # the weight type that q8t panels are for
 
 
@@ -121,6 +136,9 @@ def _layout(type: QuantType) -> TileLayout:
     )
 
 
+NO_QUANTS = -4  # the order of words that are no bytes of quants, nor mixed with other rows' for `smmla`
+
+
 def side_by_side(n_bits: int) -> int:
     """The order of words in whose bytes neighbouring quants of 1 or 2 bits lie side by side."""
     return -1 - n_bits
@@ -137,12 +155,17 @@ def _order(block: Block) -> int:
 
 # the types and forms that have tiles
 LAYOUTS = {type.name: _layout(type) for type in (*FLOATS, *PACKED, *TILES) if type.tiles is type}
+LAYOUTS[I16_TILES] = TileLayout(
+    I16_BLOCK, I16_BLOCK_BYTES, n_words=I16_BLOCK_BYTES // 4, panel="i16", order=NO_QUANTS
+)
 
 
 def inputs_bytes(kind: PanelKind, n_inputs: int) -> int:
     """Bytes of `n_inputs` inputs in a panel, of one term, for each token of its width."""
     if kind == "f32":
         return n_inputs * F32_INPUT_BYTES
+    if kind == "i16":
+        return -(-n_inputs // I16_BLOCK) * I16_BLOCK_BYTES
     return n_inputs // Q8_BLOCK * (Q16_BLOCK_BYTES if kind == "q16" else Q8_BLOCK_BYTES)
 
 
@@ -155,7 +178,7 @@ def panel_bytes(kind: PanelKind, n_inputs: int) -> int:
 
 def linear_kernel(weight_type: str, kind: PanelKind) -> str:
     """The name of the kernel that multiplies weights of a type with panels of a kind."""
-    return f"linear_{weight_type}" + ("" if kind in ("q8", "f32") else f"_{kind}")
+    return f"linear_{weight_type}" + ("" if kind in ("q8", "f32", "i16") else f"_{kind}")
 
 
 def expert_kernel(weight_type: str, kind: PanelKind) -> str:

@@ -17,7 +17,7 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     store_u8,
     store_u16,
 )
-from kukri.kernels.cpu.pack.layouts import LAYOUTS, ROWS, side_by_side
+from kukri.kernels.cpu.pack.layouts import LAYOUTS, NO_QUANTS, ROWS, side_by_side
 from kukri.quant.types import QUANT_TYPES
 
 # orders of words: numbers of the types that they are named by
@@ -258,6 +258,8 @@ def _quants(order, n_words):
     """(The first word of a block that holds quants, the one after the last.)"""
     if order in (_Q4_K, _Q5_K):
         return 3, n_words
+    if order == NO_QUANTS:
+        return 0, 0
     if order == _Q2_K:
         return 4, n_words
     if order == _Q3_K:

@@ -12,6 +12,7 @@ from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.cpu.pack.layouts import (
+    I16_TILES,
     LAYOUTS,
     PER_TOKEN_TYPE,
     ROW_SUM_BYTES,
@@ -40,9 +41,16 @@ class PackedWeight:
     n_blocks: int
 
 
+def form_of(weight: Weight) -> str:
+    """The name of the type, or form of it, that a weight's tiles have."""
+    if weight.as_int16 and weight.type.block_bytes == 2 and weight.shape[1] % ROWS == 0:
+        return I16_TILES
+    return weight.type.tiles.name
+
+
 def layout_of(weight: Weight) -> TileLayout:
-    """The tile layout of a weight's type. Raises MissingKernelError naming the types that run."""
-    layout = LAYOUTS.get(weight.type.tiles.name)
+    """The layout of a weight's tiles. Raises MissingKernelError naming the types that run."""
+    layout = LAYOUTS.get(form_of(weight))
     if layout is None:
         raise MissingKernelError(
             f"the CPU backend has no kernel for {weight.type.name} ({weight.name}): it runs {', '.join(RUN)}"
@@ -71,7 +79,7 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> PackedWeight:
     """The tiles of each group's rows, uint8 [groups, bytes]. Groups are alike in shapes and types."""
     first = groups[0][0]
     layout, n_rows = layout_of(first), sum(w.shape[0] for w in groups[0])
-    n_row_tiles, n_blocks = -(-n_rows // ROWS), first.shape[1] // layout.block_size
+    n_row_tiles, n_blocks = -(-n_rows // ROWS), -(-first.shape[1] // layout.block_size)
     per_token = first.per_token and first.type.name == PER_TOKEN_TYPE
     blocks_bytes = n_blocks * layout.tile_block_bytes
     tile_bytes = blocks_bytes + (ROW_SUM_BYTES if per_token else 0)
@@ -110,17 +118,18 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> PackedWeight:
         for w in weights:
             release_pages(w.stored)
     panel: PanelKind = "q8t" if per_token else layout.panel
-    return PackedWeight(first.type.tiles.name, panel, tiles, n_rows, n_row_tiles, n_blocks)
+    return PackedWeight(form_of(first), panel, tiles, n_rows, n_row_tiles, n_blocks)
 
 
 def in_blocks_of_tiles(weight: Weight, pool: ThreadPool) -> ByteArray:
     """The stored rows, recoded if tiles are made of other blocks."""
-    rows, form = np.ascontiguousarray(weight.stored), weight.type.tiles
-    if form is weight.type:
+    rows, (n_rows, n_columns) = np.ascontiguousarray(weight.stored), weight.shape
+    if form_of(weight) == weight.type.name:
         return rows
-    into = np.empty((len(rows), form.row_bytes(weight.shape[1])), np.uint8)
-    n_blocks = rows.size // weight.type.block_bytes
-    pool.run_kernel(
-        f"recode_{weight.type.name}", source=address_of(rows), n_blocks=n_blocks, into=address_of(into)
-    )
+    layout = layout_of(weight)
+    into = np.empty((n_rows, -(-n_columns // layout.block_size) * layout.block_bytes), np.uint8)
+    sizes = {"n_blocks": rows.size // weight.type.block_bytes}
+    if weight.type.block is None:
+        sizes = {"n_rows": n_rows, "n_columns": n_columns}
+    pool.run_kernel(f"recode_{weight.type.name}", source=address_of(rows), into=address_of(into), **sizes)
     return into

@@ -525,7 +525,9 @@ def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
     for weight in weights:
         layout_of(weight)
         last = groups[-1][0] if groups else weight
-        is_like_it = (last.type, last.per_token) == (weight.type, weight.per_token)
+        is_like_it = all(
+            getattr(last, key) == getattr(weight, key) for key in ("type", "per_token", "as_int16")
+        )
         if groups and is_like_it and sum(w.shape[0] for w in groups[-1]) % ROWS == 0:
             groups[-1] += (weight,)
         else:
