@@ -288,6 +288,7 @@ class ModelConfig:
     sees_later: bool = True  # False: an encoder whose tokens see earlier ones alone
     n_token_types: int = 0  # embeddings that tell the texts of a pair apart; 0: none
     n_positions: int = 0  # rows of an embedding of positions; 0: none
+    is_rounded: bool = False  # files hold weights that are rounded to ternary ones as they are loaded
     d_per_layer: int = 0  # width of a second embedding of tokens, one for each layer; 0: none
 
     def __post_init__(self) -> None:

@@ -450,9 +450,10 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "starcoder2-plain": (tr.Starcoder2Config, {"use_bias": False, "tie_word_embeddings": False}),
     "olmo_hybrid": (tr.OlmoHybridConfig, {**OLMO_HYBRID, "rope_parameters": {"rope_theta": None}}),
+    "bitnet": (tr.BitNetConfig, {"attention_bias": True}),
     "olmo_hybrid-rope": (tr.OlmoHybridConfig, {**OLMO_HYBRID, "attention_bias": True}),
 }
-ALONE = ("olmo_hybrid", "olmo_hybrid-rope")  # that have no name in GGUF
+ALONE = ("olmo_hybrid", "olmo_hybrid-rope", "bitnet")  # that have no name in GGUF
 # transformers' dynamic RoPE is that of the tokens so far, kukri's that of the longest context
 RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES and kind != "llama-dynamic"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -17,6 +17,7 @@ from kukri.formats.gguf.rope_keys import ROPE_TENSORS
 from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
 from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, open_files
+from kukri.formats.huggingface.ternary import PER_BYTE
 from kukri.formats.huggingface.weights import follows_from_config, is_of_images
 from kukri.formats.json_files import read_json
 from kukri.kernels.cache import CacheLayout
@@ -156,10 +157,10 @@ def _of_directory(path: Path) -> Headers:
     buffers: list[StoredTensor] = []
     for name, file in files.items():
         tensor = file.tensors[name]
-        bits = 8.0 * DTYPE_BYTES[tensor.dtype]
-        stored = StoredTensor(
-            name, tensor.dtype, bits, tensor.shape, tensor.n_bytes, file.path.name, tensor.offset
-        )
+        bits, shape = 8.0 * DTYPE_BYTES[tensor.dtype], tensor.shape
+        if tensor.dtype == "U8" and f"{name}_scale" in files:  # rows of ternary weights
+            bits, shape = bits / PER_BYTE, (shape[0] * PER_BYTE, *shape[1:])
+        stored = StoredTensor(name, tensor.dtype, bits, shape, tensor.n_bytes, file.path.name, tensor.offset)
         (buffers if follows_from_config(name, tied) or is_of_images(name) else tensors).append(stored)
     if config is not None:
         try:

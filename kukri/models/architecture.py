@@ -109,6 +109,7 @@ class Architecture:
     hf_interleaved_rope: bool = False  # rows of q and k in safetensors are ordered in pairs too
     hf_norm_offset: float = 0.0  # what is added to norms' weights; GGUF files hold them as they multiply
     hf_activation: str = "hidden_act"
+    hf_quantized: str = ""  # the quant_method of packed weights that are read
     activation: str = "silu"
     reads: Set[str] = frozenset()  # keys beyond the common ones
     ignores: Set[str] = frozenset()  # keys that files carry and the class does not read

@@ -57,6 +57,7 @@ GPT_OSS = Architecture(
     "gpt_oss",
     GptOss,
     "GptOssForCausalLM",
+    hf_quantized="mxfp4",
     gguf="gpt-oss",
     full_interval=2,
     gguf_defaults={"rope.scaling.yarn_truncate": False},

@@ -586,6 +586,7 @@ TINY: dict[str, Tiny] = {
         mixture=MixtureConfig(8, 3, F, normalized=True, d_shared=F),
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": F, "expert_shared_feed_forward_length": F},
     ),
+    "bitnet": Tiny("BitNet", "", {}),
     "olmo_hybrid": Tiny(
         "OlmoHybrid", "",
         {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_key_heads": 2,

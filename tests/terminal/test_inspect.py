@@ -107,6 +107,7 @@ OWN_TREE += (
     "falcon_h1",
     "falcon_h1-normed",
     "olmo_hybrid",
+    "bitnet",
 )
 
 

@@ -343,9 +343,9 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
 
 
 def _is_read(quantized: Any, architecture: Architecture) -> bool:
-    """True for weights that are packed in a form which is read: gpt-oss's experts."""
-    has_blocks = architecture.experts is not None and architecture.experts.is_interleaved
-    return has_blocks and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+    """True for weights that are packed in a form which is read: gpt-oss's experts, BitNet's matrices."""
+    method = architecture.hf_quantized
+    return method != "" and isinstance(quantized, dict) and quantized.get("quant_method") == method
 
 
 def _writable(name: str, has_windows: bool) -> Architecture:

@@ -14,6 +14,7 @@ from kukri.config import ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
 from kukri.formats.head_matrices import joined_heads, joined_shape, take_part
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, SafetensorsFile, open_files
+from kukri.formats.huggingface.ternary import PER_BYTE, rounded_rows, ternary_rows
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
@@ -114,11 +115,28 @@ class SafetensorsWeights:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
+        if (ternary := self._ternary(name, shape)) is not None:
+            return self._packed(*ternary, shape, name)
         (n_out, n_in), (stored, part, n_parts) = shape, joined_name(name, self._architecture)
         first = first_row(name, self._architecture)
         data, kind = self._take(stored, (first + n_parts * n_out, n_in))
         rows = data.reshape(first + n_parts * n_out, -1)[first + part * n_out :][:n_out]
         return self._packed(rows, kind, shape, name, self._row_order(name, n_out))
+
+    def _ternary(self, name: str, shape: tuple[int, int]) -> tuple[ByteArray, QuantType] | None:
+        """The ternary rows of a layer's matrix of BitNet; None for others."""
+        file = self._files.get(self._stored_name(name))
+        if file is None or ".layers." not in name:
+            return None
+        if file.tensors[self._stored_name(name)].dtype == "U8":
+            packed, _ = self._take(name, (shape[0] // PER_BYTE, shape[1]), _BYTES)
+            scale, kind = self._take(f"{name}_scale", (1,))
+            rows = packed.reshape(-1, shape[1])
+            return ternary_rows(rows, float(dequantize(scale.reshape(1, -1), kind)[0, 0]), self.path, name)
+        if not self._config.is_rounded:
+            return None
+        data, kind = self._take(name, shape)
+        return rounded_rows(dequantize(data.reshape(shape[0], -1), kind))
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
         """Matrices (experts, out, in), as stored or packed: tensors of each expert, or parts of one of all.
