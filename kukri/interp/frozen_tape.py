@@ -36,6 +36,7 @@ class FrozenTape(Tape):
         self._at: dict[str, int] = {}  # the node of a tap
         self._constants: list[FloatArray] = []  # patterns, scales and gates, in the order of the run
         self._is_running = False
+        self.keeps_matrices = False  # those of MLPs too, for many runs
 
     def run(self, program: Program, batch: TextRows) -> Variable:
         """See Tape.run."""
@@ -125,7 +126,7 @@ class FrozenTape(Tape):
 
     def _matrix(self, weight: Weight) -> FloatArray:
         """A matrix in float32, kept if gradients need it: most of a model is MLPs, which they go around."""
-        if self._is_running and weight not in self._matrices:
+        if self._is_running and not self.keeps_matrices and weight not in self._matrices:
             return dequantize(weight.data, weight.type)
         return super()._matrix(weight)
 
@@ -156,6 +157,7 @@ class ReplayedTape(FrozenTape):
     def __init__(self, first: FrozenTape, output: Callable[[str], FloatArray]) -> None:
         super().__init__(first._matrices, first._ropes, first.reads, first.writes, first._skips)
         self._given_output, self._replayed = output, iter(first._constants)
+        self.keeps_matrices = first.keeps_matrices
 
     def _frozen(self, make: Callable[[], FloatArray]) -> FloatArray:
         return next(self._replayed)

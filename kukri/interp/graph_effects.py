@@ -13,6 +13,7 @@ import numpy as np
 
 from kukri.errors import RequestError
 from kukri.interp.circuits import AttributionGraph, Held, check_held, mean_direction, stream_tap
+from kukri.interp.fitting import most_that_fit
 from kukri.interp.frozen_tape import FrozenTape, ReplayedTape
 from kukri.interp.names import FINAL
 from kukri.interp.patching import HasInterp
@@ -143,6 +144,8 @@ class GraphMeasure:
             writes = [stream_tap(session, transcoders.writes, i) for i in self._nodes]
             skips = {i: one.skip for i, one in transcoders.layers.items() if one.skip is not None}
             self._first = session.frozen_tape(reads, writes, skips)
+            room = most_that_fit(session, 1, 1 << 62)
+            self._first.keeps_matrices = 4 * session.model.n_parameters < room
             with session.alone():
                 self._first.run(session.model, TextRows.of([self._graph.token_ids.astype(np.int32)]))
         return self._first
