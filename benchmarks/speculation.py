@@ -316,7 +316,7 @@ def force_drafts(llm: LLM, text: list[int]) -> None:
     The layer computes them as ever. No text is looked up.
     """
     from kukri.engine.lookup_drafts import LookupDrafts
-    from kukri.engine.next_token_drafts import NextTokenDrafts
+    from kukri.engine.next_token_drafts import NextTokenDraftModel, NextTokenDrafts
 
     draws = random.Random(0)
 
@@ -332,7 +332,7 @@ def force_drafts(llm: LLM, text: list[int]) -> None:
 
     LookupDrafts.chances = lambda drafts, n: iter(())  # type: ignore[method-assign, assignment]
     drafting = llm.engine._draft_model
-    assert drafting is not None, "it was opened with its layer"
+    assert isinstance(drafting, NextTokenDraftModel), "it was opened with its layer"
     drafting.kind = Forced
 
 

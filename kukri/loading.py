@@ -20,6 +20,7 @@ from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.headers import Headers, read_headers
+from kukri.formats.huggingface.assistant import is_assistant, read_assistant
 from kukri.formats.huggingface.weights import packed_type
 from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
@@ -30,6 +31,7 @@ from kukri.late_interaction import as_encoder
 from kukri.model_identity import model_identity, weights_identity
 from kukri.model_options import OWN_LAYER, READERS, ModelOptions
 from kukri.models import Model, load_model
+from kukri.models.assistant import Assistant
 from kukri.models.llama import Llama
 from kukri.models.next_token import NextTokenLayer
 from kukri.models.rope import with_scaling
@@ -148,7 +150,9 @@ def _on_backend(
     model.bind(backend)
     draft_model: Model | None = read.next_token
     if options.draft_model is not None and draft_model is None:
-        draft_model = _draft_model(options.draft_model, tokenizer)
+        draft_model = _draft_model(options.draft_model, tokenizer, model)
+        if isinstance(draft_model, Assistant) and backend is not local:
+            raise ConfigError("an assistant (--draft-model) needs the whole model in one process (--stages)")
     models: list[Model] = [model] if draft_model is None else [model, draft_model]
     if progress is not None:
         _report_packing(backend, models, progress)
@@ -439,12 +443,14 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
     return replace(config, max_context=max_context)
 
 
-def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer) -> Model:
+def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer, larger: Model) -> Model:
     """Loads a draft model. Raises ConfigError if it has other tokens, or is not a language model.
 
     Ids that only one of the two has a token for, as they pad their vocabularies differently, do not matter.
     """
     path = hub.resolve(model)
+    if is_assistant(path):
+        return read_assistant(path, larger)
     with open_checkpoint(path, None) as checkpoint:
         config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)
         if config.head.kind != "language_model":

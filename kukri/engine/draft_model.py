@@ -152,6 +152,11 @@ def model_drafts(drafts: Drafts | None) -> ModelDrafts | None:
     return own if isinstance(own, ModelDrafts) else None
 
 
+def sources_of(wanted: Sequence[tuple[Drafts, int]]) -> list[tuple[Drafts, int]]:
+    """Drafts with what belongs to each, those of either kind as the kind that the step has."""
+    return [(each.source if isinstance(each, EitherDrafts) else each, n) for each, n in wanted]
+
+
 class DraftModel:
     """Computes drafts for the requests of a step, in one batch. Not for several threads at a time."""
 
@@ -199,8 +204,7 @@ class DraftModel:
         They are written after the request's tokens, if it has room for them. Other kinds of drafts are
         skipped.
         """
-        sources = [(d.source if isinstance(d, EitherDrafts) else d, n) for d, n in wanted]
-        own = [(drafts, n) for drafts, n in sources if isinstance(drafts, ModelDrafts)]
+        own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, ModelDrafts)]
         ready = [(drafts, n) for drafts, n in self._prefill(own) if n > 1 == len(drafts.drafts)]
         depth = 1
         while ready:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
+from kukri.engine.assistant_drafts import AssistantModel, make_draft_model
 from kukri.engine.draft_model import DraftModel, EitherDrafts
 from kukri.engine.drafts import Drafts
 from kukri.engine.encodings import Encodings
@@ -42,7 +43,6 @@ from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.models.adapter import Adapter
-from kukri.models.next_token import NextTokenLayer
 from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs
 from kukri.vision.encoder import VisionModel
 
@@ -164,18 +164,11 @@ class Engine(RequestMaker):
             earlier_answers=self.earlier_answers,
         )
         self.models = [model] if draft_model is None else [model, draft_model]
-        self._draft_model: DraftModel | None = None
+        self._draft_model: DraftModel | AssistantModel | None = None
         if draft_model is not None:
-            if has_states(draft_model.cache_layout):
-                raise ConfigError(
-                    "a model with recurrent layers cannot be the draft model (--draft-model): "
-                    "after a rejected draft it has no state to continue from"
-                )
-            relative_cost = draft_model.n_parameters / model.n_parameters
-            kind = NextTokenDraftModel if isinstance(draft_model, NextTokenLayer) else DraftModel
-            self._draft_model = kind(
-                *(draft_model, draft_backend or backend, config, self.max_context, max(pool_sizes)),
-                *(model.config.n_vocab, relative_cost),
+            own_sizes = self.max_context, self._max_pages, max(pool_sizes)
+            self._draft_model = make_draft_model(
+                draft_model, self.runner, draft_backend or backend, config, own_sizes
             )
         elif config.speculation == "draft":
             raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
@@ -285,8 +278,9 @@ class Engine(RequestMaker):
     def _own_taps(self, chunks: Sequence[ScheduledChunk]) -> list[OwnTaps]:
         """The listeners of a step's requests, what writes its images, and what notes rows to draft by."""
         own: list[OwnTaps] = [*request_taps(chunks)]
-        if isinstance(self._draft_model, NextTokenDraftModel) and has_next_token_drafts(chunks):
-            own.append(StepRows(chunks, self._draft_model.layer))
+        drafting = self._draft_model
+        if isinstance(drafting, (NextTokenDraftModel, AssistantModel)) and has_next_token_drafts(chunks):
+            own.append(StepRows(chunks, drafting.layer))
         return own
 
     def _copy(self, scheduled: ScheduledStep) -> None:

@@ -20,7 +20,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import CompiledProgram, Logits
 from kukri.kernels.step import ForwardBatch
 from kukri.models import Model
-from kukri.models.next_token import RESULT, NextTokenLayer
+from kukri.models.next_token import RESULT, NextTokenLayer, RowReader
 
 _MOST_UNREAD = 64  # rows of a request that wait for others, whether drafts are wanted or not
 _N_LAST, _MOST_RARE = 64, 8  # last tokens of a text, and how many may be rare for frequent ones to be drafted
@@ -41,11 +41,12 @@ class NextTokenDrafts(ModelDrafts):
         # set by the model: tokens that are not rare, and what a draft costs among these and among all
         self.n_frequent, self.costs = 0, (0.0, 0.0)
 
-    def note(self, start: int, rows: FloatArray) -> None:
-        """Takes the rows [n, D] that the model made of the request's tokens from `start` on.
+    def note(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
+        """Takes the rows [n, D] that the model made of the request's tokens in a chunk.
 
         Those of drafts that were rejected are overwritten by the next.
         """
+        start = chunk.start
         place = start + 1 - self.first
         if self._rows is None or not 0 <= place <= self._first_row + len(self._rows):
             self.release()
@@ -171,7 +172,7 @@ class StepRows:
 
     is_before_hooks = False
 
-    def __init__(self, chunks: Sequence[ScheduledChunk], layer: NextTokenLayer) -> None:
+    def __init__(self, chunks: Sequence[ScheduledChunk], layer: RowReader) -> None:
         self._chunks, self._layer = chunks, layer
         self.names = frozenset([layer.tap])
 
@@ -183,7 +184,7 @@ class StepRows:
         for chunk in self._chunks:
             drafts, stop = model_drafts(chunk.request.drafts), row + chunk.n_tokens
             if isinstance(drafts, NextTokenDrafts):
-                drafts.note(chunk.start, self._layer.normed(x[row:stop]))
+                drafts.note(chunk, self._layer.normed(x[row:stop]))
             row = stop
 
 

@@ -32,26 +32,42 @@ _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 RESULT = "ln_final.hook_normalized"  # the tap of the program's own result [N, D]
 
 
-class NextTokenLayer(Llama):
+class RowReader(Llama):
+    """A draft model that reads what the model made of tokens: rows of `tap`, which `normed` norms."""
+
+    def __init__(self, model: Llama) -> None:
+        """Raises UnsupportedError if the model's last norm is of another kind."""
+        if type(model.norm) is not RMSNorm:
+            raise UnsupportedError("its model is of a kind whose drafts kukri does not make so")
+        self._model, self.embedding = model, model.embedding
+        self.tap = tap_name("hook_resid_post", model.config.n_layers - 1)
+
+    def normed(self, x: FloatArray) -> FloatArray:
+        """The rows [R, D] of `tap` after the model's last norm."""
+        mean_square = np.mean(x * x, axis=-1, keepdims=True)
+        norm = self._model.norm
+        y: FloatArray = x / np.sqrt(mean_square + np.float32(norm.eps)) * norm.weight.data
+        return y
+
+
+class NextTokenLayer(RowReader):
     """A model of one layer: `layer(ops, batch)` gives logits [N, MOST_DRAFTED] of the frequent tokens.
 
     `batch.activations` [T, D] are hidden states, and `token_ids` the tokens that follow each. Attributes, as
     of other models: config, of one layer; parameters and vectors that a draft reads; embedding, the model's.
-    `tap` is where the model shows its hidden states, before its last norm.
     """
 
     def __init__(self, source: WeightSource, model: Llama) -> None:
         """Raises UnsupportedError if the source has no such layer, or the model another kind of norm."""
-        config, norm = model.config, model.norm
-        if type(norm) is not RMSNorm or not has_next_token_layer(source, config):
+        super().__init__(model)
+        config = model.config
+        if not has_next_token_layer(source, config):
             raise UnsupportedError("it has no layer for multi-token prediction that kukri runs")
         last = next(layer for layer in reversed(config.layers) if not layer.is_recurrent)
         self.config = replace(config, n_layers=1, layers=(last,))
-        self.tap = tap_name("hook_resid_post", config.n_layers - 1)
         taken = TakenWeights(source)
-        first = _AsFirstLayer(taken, config.n_layers)
+        first = ShiftedLayers(taken, config.n_layers)
         name, d_model, eps = "model.layers.0", config.d_model, config.norm_eps
-        self._model, self.embedding = model, model.embedding
         self._embedding_norm = RMSNorm(first, f"{name}.enorm", d_model, eps)
         self._hidden_norm = RMSNorm(first, f"{name}.hnorm", d_model, eps)
         self._joined = Linear(first, [f"{name}.eh_proj"], (d_model,), 2 * d_model)
@@ -78,13 +94,6 @@ class NextTokenLayer(Llama):
         y = model.embedding.logits(ops, x) if head is None else head(ops, x)
         return model.adjust_logits(ops, y)
 
-    def normed(self, x: FloatArray) -> FloatArray:
-        """The rows [R, D] of `tap` after the model's last norm."""
-        mean_square = np.mean(x * x, axis=-1, keepdims=True)
-        norm = self._model.norm
-        y: FloatArray = x / np.sqrt(mean_square + np.float32(norm.eps)) * norm.weight.data
-        return y
-
 
 def is_after_last(name: str, n_layers: int) -> bool:
     """True for a tensor of a layer after the model's, by its name here or in a GGUF file, or in `mtp`."""
@@ -106,13 +115,16 @@ def _first_rows(model: Llama, n: int) -> tuple[Weight, Vector | None]:
     return rows, None if bias is None else Vector(bias.data[:n], "head.bias")
 
 
-class _AsFirstLayer:
-    """A `WeightSource` whose layer 0 is another's layer `layer`."""
+class ShiftedLayers:
+    """A `WeightSource` whose layers are another's, `shift` later."""
 
-    def __init__(self, source: WeightSource, layer: int) -> None:
-        self._source, self._name = source, f"model.layers.{layer}."
+    def __init__(self, source: WeightSource, shift: int) -> None:
+        self._source, self._shift = source, shift
 
     def __getattr__(self, name: str) -> Any:
         """A method whose first argument is a tensor's name."""
         method = getattr(self._source, name)
-        return lambda tensor, *others: method(tensor.replace("model.layers.0.", self._name), *others)
+        return lambda tensor, *others: method(_LAYER.sub(self._other, tensor), *others)
+
+    def _other(self, match: re.Match[str]) -> str:
+        return f"model.layers.{int(match[1]) + self._shift}."

@@ -1,0 +1,133 @@
+"""Drafts by an assistant (models/assistant.py), which reads the larger model's cache and has none itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from kukri.config import EngineConfig
+from kukri.engine.draft_model import DraftModel, sources_of
+from kukri.engine.drafts import Drafts
+from kukri.engine.next_token_drafts import NextTokenDraftModel, NextTokenDrafts
+from kukri.engine.pages import PagePool
+from kukri.engine.request import Request
+from kukri.engine.runner import Runner
+from kukri.engine.scheduled_step import ScheduledChunk
+from kukri.errors import ConfigError
+from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.backend import Backend
+from kukri.kernels.cache import has_states
+from kukri.kernels.step import ForwardBatch, PoolPages, StepLimits
+from kukri.models import Model
+from kukri.models.assistant import Assistant
+from kukri.models.next_token import RESULT, NextTokenLayer
+
+
+class AssistantDrafts(NextTokenDrafts):
+    """The drafts of one request, made from the row of the last token that the model computed."""
+
+    request: Request | None = None  # whose pages are read, from its first row on
+
+    @property
+    def reading_cost(self) -> float:
+        """Nothing: it reads no text."""
+        return 0.0
+
+    def note(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
+        """See NextTokenDrafts.note."""
+        self.request, self._first_row, self._rows = chunk.request, chunk.start, rows
+
+    def follow(self, tokens: IntArray, n_tokens: int) -> None:
+        """See Drafts.follow."""
+        super(NextTokenDrafts, self).follow(tokens, n_tokens)
+
+    def chances(self, n: int) -> Iterator[float]:
+        """See Drafts.chances."""
+        known = 0 if self._rows is None else len(self._rows)
+        has_row = 0 <= self.n_tokens - 2 - self._first_row < known
+        return super(NextTokenDrafts, self).chances(n if has_row else 0)
+
+    def release(self) -> None:
+        """See Drafts.release."""
+        super().release()
+        self.request = None
+
+
+class AssistantModel:
+    """Computes drafts for the requests of a step, in one batch. Not for several threads at a time."""
+
+    def __init__(
+        self, assistant: Assistant, runner: Runner, limits: StepLimits, relative_cost: float
+    ) -> None:
+        """`runner` is the larger model's, whose cache is read; a step has as many tokens as sequences."""
+        self.layer, self._relative_cost = assistant, relative_cost
+        self._n_vocab = min(assistant.config.n_vocab, runner.model.config.n_vocab)
+        self._max_context = runner.model.config.max_context
+        self._program = runner.backend.compile(assistant, runner.cache, limits, frozenset([RESULT]))
+        self._none = PagePool(0, runner.backend.page_tokens)
+        self._results: FloatArray | None = None  # what the last run made
+
+    def drafts(self) -> AssistantDrafts:
+        """Fresh draft state for a request."""
+        page_row = np.zeros(1, np.int32)
+        return AssistantDrafts(self._none, page_row, self._max_context, self._n_vocab, self._relative_cost)
+
+    def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
+        """Makes this many drafts for each request. Other kinds of drafts are skipped."""
+        own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, AssistantDrafts)]
+        rows = {drafts: drafts.rows(drafts.n_tokens - 2, 1) for drafts, _ in own}
+        depth = 0
+        while ready := [drafts for drafts, n in own if n > depth == len(drafts.drafts)]:
+            batch = self._batch(ready, np.concatenate([rows[drafts] for drafts in ready]))
+            chosen = self._program(batch, self._keep).argmax()
+            assert self._results is not None, "the program stops at the tap"
+            for drafts, token, row in zip(ready, chosen, self._results, strict=True):
+                rows[drafts] = row[None]
+                if token < self._n_vocab:
+                    drafts.drafts.append(token)
+            depth += 1
+
+    def check_integrity(self, running: Iterable[Drafts | None]) -> None:
+        """Nothing can be lost: it holds nothing."""
+
+    def _batch(self, ready: Sequence[AssistantDrafts], rows: FloatArray) -> ForwardBatch:
+        """A token of each: its last one or last draft, seeing what the model has computed."""
+        n = len(ready)
+        requests = [drafts.request for drafts in ready if drafts.request is not None]
+        tokens = [(drafts.drafts or [int(drafts.tokens[drafts.n_tokens - 1])])[-1] for drafts in ready]
+        lengths = np.array([drafts.n_tokens - 1 for drafts in ready], np.int32)
+        slots = np.zeros(n, np.int32)
+        tables = [np.stack(pages) for pages in zip(*(request.page_rows for request in requests))]
+        starts = np.arange(n + 1, dtype=np.int32)
+        return ForwardBatch(
+            *(np.array(tokens, np.int32), lengths - 1, slots, starts, lengths, tables[0], starts[:-1]),
+            rope_positions=lengths,
+            activations=rows,
+            other_pools=tuple(PoolPages(slots, table) for table in tables[1:]),
+        )
+
+    def _keep(self, name: str, x: FloatArray) -> None:
+        self._results = x.copy()
+
+
+def make_draft_model(
+    small: Model, runner: Runner, backend: Backend, config: EngineConfig, sizes: tuple[int, int, int]
+) -> DraftModel | AssistantModel:
+    """What drafts for the larger model of `runner` by a smaller one, or by a part of its own.
+
+    `sizes`: tokens of a context, pages of a sequence, and pages of a cache of its own. Raises ConfigError if
+    the small model has recurrent layers.
+    """
+    if has_states(small.cache_layout):
+        raise ConfigError(
+            "a model with recurrent layers cannot be the draft model (--draft-model): "
+            "after a rejected draft it has no state to continue from"
+        )
+    (max_context, max_pages, n_pages), n = sizes, config.max_requests
+    relative_cost = small.n_parameters / runner.model.n_parameters
+    if isinstance(small, Assistant):
+        return AssistantModel(small, runner, StepLimits(n, n, n, max_pages), relative_cost)
+    kind = NextTokenDraftModel if isinstance(small, NextTokenLayer) else DraftModel
+    n_vocab = runner.model.config.n_vocab
+    return kind(small, backend, config, max_context, n_pages, n_vocab, relative_cost)
