@@ -28,7 +28,8 @@ from kukri.models.next_token import NextTokenLayer
 from kukri.terminal.convert import convert_model
 from tests.test_llm_safetensors import N_VOCAB, make
 
-KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "glm4_moe_lite", "glm4_moe")
+KINDS = ["qwen3_5_text", "glm4_moe_lite"]
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5_moe_text", "glm4_moe")]
 N_LAYERS = 4
 _MTP = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 PROMPT = [*b"It was a bright cold day in April, and the clocks were striking thirteen. "]
@@ -95,7 +96,7 @@ def ours(path: Path, hidden: np.ndarray, ids: list[int]) -> np.ndarray:
     return program(batch).numpy()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SLOW_KINDS])
 def test_logits_are_transformers(kind: str, tmp_path: Path) -> None:
     """Embedding and hidden state in each other's place, a norm left out, a token late, the wrong layer."""
     directory, model, layer = make_with_layer(tmp_path, kind)
@@ -108,7 +109,7 @@ def test_logits_are_transformers(kind: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(again, want)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe_lite"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gguf_has_the_layer_after_the_last(kind: str, tmp_path: Path) -> None:
     """A model of one layer too many, or a layer by other names than llama.cpp's."""
     directory, model, layer = make_with_layer(tmp_path, kind)
@@ -136,7 +137,7 @@ def answers(model: Any, ids: list[int]) -> np.ndarray:
     return logits
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "glm4_moe_lite"])
+@pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     return make_with_layer(tmp_path_factory.mktemp("next"), request.param)
 
@@ -170,8 +171,7 @@ class Asked:
         monkeypatch.setattr(DraftBudget, "offer", lambda budget, chances, cost=0.0: offer(budget, chances))
 
 
-@pytest.mark.parametrize("n_frequent", [200, N_VOCAB])
-@pytest.mark.parametrize("n_step", [20, 512])
+@pytest.mark.parametrize(("n_step", "n_frequent"), [(20, N_VOCAB), (512, 200)])
 def test_drafts_are_the_layers_and_change_no_answer(
     made: tuple[Path, Any, Any], n_step: int, n_frequent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
