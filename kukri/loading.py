@@ -18,7 +18,7 @@ from kukri.engine.kv_size import KVCost, choose_kv_size
 from kukri.errors import ConfigError, FormatError, KernelSizeError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
-from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.checkpoint import Checkpoint, open_checkpoint
 from kukri.formats.headers import Headers, read_headers
 from kukri.formats.huggingface.assistant import is_assistant, read_assistant
 from kukri.formats.huggingface.weights import packed_type
@@ -185,8 +185,7 @@ def read_model(options: ModelOptions) -> ReadModel:
     mmproj = None if options.mmproj is None else Path(options.mmproj).expanduser()
     with open_checkpoint(path, options.quantize, mmproj) as checkpoint:
         defaults = default_params(checkpoint.sampling or hub.known_sampling(path))
-        config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
-        config = as_encoder(config, checkpoint.embedding.late)
+        config = _config(checkpoint, options)
         tokenizer = load_tokenizer(checkpoint.tokenizer)
         if options.chat_template is not None:
             tokenizer.chat_template = options.chat_template
@@ -210,10 +209,16 @@ def read_model(options: ModelOptions) -> ReadModel:
     )
 
 
+def _config(checkpoint: Checkpoint, options: ModelOptions) -> ModelConfig:
+    """The configuration that a model runs with, its context aside."""
+    config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
+    return as_encoder(config, checkpoint.embedding.late)
+
+
 def read_weights(path: Path, options: ModelOptions) -> tuple[ModelConfig, Model]:
     """A model without its tokenizer, its weights mapped, and the configuration. Raises KukriError."""
     with open_checkpoint(path, options.quantize) as checkpoint:
-        config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
+        config = _config(checkpoint, options)
         used = _within(config, options.max_context)
         return config, load_model(checkpoint.weights(used), used)
 

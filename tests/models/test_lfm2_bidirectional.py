@@ -67,6 +67,15 @@ def test_a_converted_file_is_the_same(tmp_path: Path) -> None:
     test_encoders.test_a_converted_encoder_is_the_same(NAME, "Model", tmp_path)
 
 
+def test_stages_know_that_a_causal_model_is_an_encoder(tmp_path: Path) -> None:
+    """A stage that keeps states, and caches prefixes, of a model that is read as the files say."""
+    tiny_colbert.save_late(tmp_path, "lfm2")
+    with LLM(tmp_path, n_threads=1) as llm:
+        whole = llm.embed_tokens("cats sat", prompt_name="query")
+    with LLM(tmp_path, n_threads=1, stages=2) as llm:
+        np.testing.assert_array_equal(llm.embed_tokens("cats sat", prompt_name="query"), whole)
+
+
 @pytest.mark.parametrize("name", [NAME, "lfm2"])
 @pytest.mark.parametrize("settings", [{}, {"do_query_expansion": False, "document_length": 30}], ids=str)
 def test_colbert_in_gguf(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
