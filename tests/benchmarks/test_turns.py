@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ class FakeWorker:
     """Measures 100, 200, 300 … tokens/s for kukri and 50, 50, 50 … for the other; notes every call."""
 
     calls: ClassVar[list[tuple[str, str, int]]] = []
+    process_id = os.getpid()
 
     def __init__(
         self, engine: str, path: Any, n_threads: int, context_tokens: int, kv_type: str = "f16"

@@ -40,7 +40,9 @@ def test_a_failing_request_fails_alone(smollm2_path, caplog):
             chunks = list(events(beside))
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
         *chunks, last = events(http.post(TEXT, json=body | {"seed": 666, "stream": True}))
-        assert len(chunks) == 3
+        assert 0 < len(chunks) <= 3  # drafts that are accepted share one
+        received = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert expected.startswith(received)
         assert last["error"]["type"] == "server_error"
         assert len(victims) == 2
         assert any(getattr(record, "request_id", "") == "the-bad-one" for record in caplog.records)
