@@ -24,8 +24,8 @@ from kukri.vision.image import ImageInput
 
 PartListener = Callable[[ImagePart], Callable[[str, FloatArray], None]]
 _SLICE_S = 0.005  # slices run at least so long while others generate
-_MLP_ROWS, _PROJECTED_ROWS = 512, 64  # most rows of a slice
-_CUT_FROM = 2  # slices as long as an MLP's that a layer's attention takes at least before it is cut
+_MLP_ROWS, _PROJECTED_ROWS = 1024, 64  # most rows of a slice
+_CUT_FROM = 1.5  # slices as long as an MLP's that a layer's attention takes at least before it is cut
 
 
 class Encodings:
@@ -233,8 +233,8 @@ class _EncoderPrograms:
             start = int(np.searchsorted(ends, first, "right"))
             stop = max(int(np.searchsorted(ends, first + _MLP_ROWS, "right")), start + 1)
             return slice(first, int(ends[stop - 1])), part.windows[start:stop], 0
-        # as many rows as take the time of an MLP's
-        most = max(_MLP_ROWS * config.d_ffn // (2 * config.d_model + n_rows), 1)
+        # as many rows as take the time of an MLP's; attention takes twice as long an operation
+        most = max(_MLP_ROWS * config.d_ffn // (2 * config.d_model + 2 * n_rows), 1)
         if n_rows <= _CUT_FROM * most:
             return slice(0, n_rows), (), 0
         if job.n_stored < n_rows:

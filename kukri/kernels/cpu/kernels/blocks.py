@@ -33,6 +33,7 @@ from kukri.kernels.cpu.kernels.tiles import (
     tile_fma,
     tile_fold,
     tile_fold_halves,
+    tile_fold_into,
     tile_fold_mins,
     tile_fold_short_halves,
     tile_fold_sums,
@@ -66,7 +67,7 @@ from kukri.kernels.cpu.kernels.unpack import (
     word_bits,
     words_to_f32,
 )
-from kukri.kernels.cpu.pack.layouts import I16_SCALES, I16_TILES
+from kukri.kernels.cpu.pack.layouts import I16_SCALES, I16_TILES, TOKENS
 from kukri.quant.types.fp4 import FP4_VALUES
 from kukri.quant.types.iq1 import IQ1_TILES
 from kukri.quant.types.iq2 import IQ2_TILES
@@ -99,6 +100,22 @@ def _f16(out, w, x):
 def _bf16(out, w, x):
     _ahead_1(out, w)
     return tile_fma(out, load_bf16x16(w), x, 4)
+
+
+@device
+def i16_pair(out, w, other, x, sums):
+    """Adds a block of two weight tiles, whose inputs are read once for both, to sums over blocks in memory:
+    registers hold the whole numbers of both.
+    """
+    a = tile_zeros_like(out)
+    b = tile_zeros_like(out)
+    for pair in range(32):
+        _ahead_1(out, w + 64 * pair)
+        _ahead_1(out, other + 64 * pair)
+        a = tile_dot2(a, load_u8x64(w + 64 * pair), x, pair)
+        b = tile_dot2(b, load_u8x64(other + 64 * pair), x, pair)
+    tile_fold_into(a, load_f32x16(w + 16 * I16_SCALES), x, sums)
+    tile_fold_into(b, load_f32x16(other + 16 * I16_SCALES), x, sums + 64 * TOKENS)
 
 
 @device

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.kernel_cache import KernelSource
-from kukri.kernels.cpu.kernels.blocks import BLOCK_FUNCTIONS
-from kukri.kernels.cpu.kernels.intrinsics import device, load_i64
-from kukri.kernels.cpu.kernels.simd import load_f32x16
+from kukri.kernels.cpu.kernels.blocks import BLOCK_FUNCTIONS, i16_pair
+from kukri.kernels.cpu.kernels.intrinsics import device, load_i64, stack_bytes
+from kukri.kernels.cpu.kernels.simd import load_f32x16, splat, store_f32x16
 from kukri.kernels.cpu.kernels.tiles import (
     make_tile_zeros,
     tile_add,
@@ -39,6 +39,7 @@ from kukri.kernels.cpu.pack.layouts import (
 CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
 ROW_TILES_PER_CLAIM = 2
+_PAIR_BYTES = 2 * 64 * TOKENS  # the sums of two row tiles take so many
 # AVX2 has registers for sums of 4 tokens and 16 rows, or of 8 tokens and 8 rows. The latter unpacks weights
 # once, not twice, but loads inputs twice as often: a gain only for types that take long to unpack.
 _BY_HALVES = ("Q5_K", "Q6_K", "IQ4_XS")
@@ -152,10 +153,56 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
     return panel_tile
 
 
+def _make_row_tiles(weight_type: str, kind: PanelKind) -> tuple[Any, int]:
+    """A function that multiplies `n` weight tiles with tokens of one panel, and how many `n` may be."""
+    panel_tile = make_panel_tile(weight_type, kind)
+
+    @device
+    def one(n, w, w_tile_bytes, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
+        panel_tile(w, x, n_blocks, y, y_stride, bias, residual, residual_stride, count)
+
+    if kind != "i16" or not cpu_target().has_wide_registers:
+        return one, 1
+    w_step, _, x_token_step, _, _ = steps(weight_type, kind)
+    zeros = make_tile_zeros("i16")
+
+    @device
+    def finish(sums, y, y_stride, bias, residual, residual_stride, count):
+        out = tile_add(zeros(TOKENS, TOKENS), sums, 64, TOKENS)
+        if bias != 0:
+            out = tile_add(out, bias, 0, count)
+        if residual != 0:
+            out = tile_add(out, residual, residual_stride, count)
+        tile_store(out, y, y_stride, count)
+
+    @device
+    def two(n, w, w_tile_bytes, x, n_blocks, y, y_stride, bias, residual, residual_stride, count):
+        if n < 2 or count <= TOKENS // 2:
+            for i in range(n):
+                bp = bias + 64 * i if bias != 0 else 0
+                rp = residual + 64 * i if residual != 0 else 0
+                wp = w + i * w_tile_bytes
+                panel_tile(wp, x, n_blocks, y + 64 * i, y_stride, bp, rp, residual_stride, count)
+            return
+        sums = stack_bytes(_PAIR_BYTES)
+        for i in range(0, _PAIR_BYTES, 64):
+            store_f32x16(sums + i, splat(0.0))
+        for _ in range(n_blocks):
+            i16_pair(zeros(TOKENS, TOKENS), w, w + w_tile_bytes, x, sums)
+            w += w_step
+            x += x_token_step * TOKENS
+        for i in range(2):
+            bp = bias + 64 * i if bias != 0 else 0
+            rp = residual + 64 * i if residual != 0 else 0
+            finish(sums + 64 * TOKENS * i, y + 64 * i, y_stride, bp, rp, residual_stride, count)
+
+    return two, 2
+
+
 def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
     """The kernel of a weight type, for panels of a kind."""
     w_step, w_tail, x_step, x_tail, n_terms = steps(weight_type, kind)
-    panel_tile = make_panel_tile(weight_type, kind)
+    multiply_tiles, at_once = _make_row_tiles(weight_type, kind)
 
     def linear(tile, rows, w, x, n_row_tiles, n_blocks, y, y_stride, bias, residual, residual_stride):
         """`rows` is the address of the number of tokens; strides are bytes; 0 for no bias or residual."""
@@ -177,12 +224,15 @@ def _make_linear(weight_type: str, kind: PanelKind) -> KernelSource:
             token = panel * TOKENS
             count = min(n_tokens - token, TOKENS)
             xp = x + panel * panel_step
-            for row in range(first_row, stop_row):
+            for row in range(first_row, stop_row, at_once):
                 wp = w + row * w_tile_bytes
                 yp = y + token * y_stride + row * (4 * ROWS)
                 bp = bias + row * (4 * ROWS) if bias != 0 else 0
                 rp = residual + token * residual_stride + row * (4 * ROWS) if residual != 0 else 0
-                panel_tile(wp, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count)
+                n = min(at_once, stop_row - row)
+                multiply_tiles(
+                    n, wp, w_tile_bytes, xp, n_blocks, yp, y_stride, bp, rp, residual_stride, count
+                )
         return 0
 
     return KernelSource(linear_kernel(weight_type, kind), linear)

@@ -499,6 +499,16 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
     return _each(builder, kind, step)
 
 
+@_tile_operation(lambda tile: types.void, F32x16, types.int64, types.int64)
+def tile_fold_into(builder: Any, kind: Tile, acc: Any, scale: Any, x: Any, address: Any) -> None:
+    """The same for sums in memory: 16 float32 at address + 64 * i are out[i]."""
+    for i in range(kind.n):
+        place = pointer(builder, at(builder, address, 64 * i), F32x16.llvm)
+        factor = _of_tokens(builder, kind, x, kind.scales, i, _F32)
+        sums = _fold(builder, builder.load(place, align=1), _entry(builder, kind, acc, i), scale, factor)
+        builder.store(sums, place, align=1)
+
+
 # Two halves of a block, 16 inputs each, may have scales of their own: `pairs` are those of each row, int16.
 # All is whole numbers up to the float scale d; only scaled sums of int16 inputs, too large, become floats.
 # Runs of both halves end with `tile_scaled_short_end`.
