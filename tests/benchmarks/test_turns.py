@@ -77,7 +77,7 @@ def test_peers_take_turns(calls: list[tuple[str, str, int]], smollm2_path: Path)
     assert report.versions == {"kukri": "1", "llama-cpp-python": "1"}
     decodes = [engine for engine, test, n in calls if (test, n) == ("tg", 5)]
     a, b = "kukri", "llama-cpp-python"
-    assert decodes == [a, b, b, a, a, b, b, a]
+    assert decodes == [a, b, b, a, a, b, a, b]  # the bandwidth, read in turns with them, is the third
     assert [n for _, test, n in calls if test == "pp"] == [7] * 8
     assert [test for _, test, _ in calls[-2:]] == ["closed", "closed"]
 
