@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.errors import ConfigError, HookError, RequestError, brief
 from kukri.interp.control_vectors import ControlVector
 from kukri.interp.names import find, full_name
+from kukri.interp.products import product_backend
 from kukri.interp.readers import FeatureReader, Probe, SparseAutoencoder
 from kukri.interp.transcoders import Transcoders
 from kukri.interp.values import Model
@@ -34,7 +36,7 @@ class Catalog:
         self.probes: dict[str, Probe] = {}
         self.saes: dict[str, SparseAutoencoder] = {}
         self.transcoders: dict[str, Transcoders] = {}
-        self.backend: Backend | None = None  # that multiplies by their encoders
+        self.backend: Backend | None = None  # the model's
         for name, given in (control_vectors or {}).items():
             vector = ControlVector.load(given) if _is_path(given) else ControlVector(given)
             vector.check(_checked(name), config.n_layers, config.d_model)
@@ -62,6 +64,11 @@ class Catalog:
                     raise ConfigError(
                         f"{kind} {name!r} {does} {reader.width} numbers of {hook}, which has {width}"
                     )
+
+    @cached_property
+    def product_backend(self) -> Backend | None:
+        """What multiplies by encoders: see `kukri.interp.products.product_backend`."""
+        return None if self.backend is None else product_backend(self.backend)
 
     def _readers(self) -> Iterator[tuple[str, str, Probe | FeatureReader]]:
         yield from (("probe", *one) for one in self.probes.items())

@@ -376,7 +376,7 @@ def _reading(one: Intervention, model: Model, catalog: Catalog, spans: Spans) ->
         if len(features) > _MAX_FEATURES:
             raise RequestError(f"{len(features)} features are more than {_MAX_FEATURES}")
     if features is None and not isinstance(reader, Probe):
-        reader.prepare(catalog.backend)
+        reader.prepare(catalog.product_backend)
     point = find(full_name(reader.name, model.config.n_layers), model.points)
     return Reading(name, point, reader, spans, one.top_k, features)
 

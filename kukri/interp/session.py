@@ -21,7 +21,6 @@ from kukri.interp.listening import FwdHooks, Listening, Names, NamesFilter, Step
 from kukri.interp.names import LOGITS, Point
 from kukri.interp.pace import Pace
 from kukri.interp.places import Prompt, TokenBytes
-from kukri.interp.products import product_backend
 from kukri.interp.tape import Tape, Variable
 from kukri.interp.texts import Texts
 from kukri.interp.values import Encode, Rows
@@ -71,8 +70,7 @@ class Session(Names):
         self.config, self.points, self.weights = model.config, self.values.points, self.values.weights
         self.texts = Texts(model, backend, kv_type, adapter)
         self.catalog = Catalog(model.config) if catalog is None else catalog
-        if self.catalog.backend is None:
-            self.catalog.backend = product_backend(backend)
+        self.catalog.backend = backend
         self.catalog.check(self.values)
         self.added: list[Listening] = []  # by add_hook
         self._adapted: dict[Adapter, Session] = {}  # those used last
