@@ -109,6 +109,9 @@ class TorchTape(TorchOps):
         self._tapped[full_name] = x
         return x
 
+    def _shows(self, full_name: str) -> bool:
+        return True
+
     def _seen(self, batch: Any) -> Iterator[tuple[int, int, int]]:
         """The rows of each text, all of them seen."""
         for rows in batch.host.texts:

@@ -428,12 +428,16 @@ class TorchOps:
         weights = torch.zeros_like(logits).scatter(1, order, shares)
         if routing.scales is not None:
             weights = weights * self.constants.vector(routing.scales)
-        if tap is not None and tap_name(*tap) in self.taps:  # else a graph that is captured may not read them
+        if tap is not None and self._shows(tap_name(*tap)):  # else a graph that is captured may not read them
             weights = self.tap(*tap, weights)
             check_routes(weights.detach().cpu().numpy(), routing.n_used)
         numbers = torch.arange(logits.shape[1], device=logits.device)
         experts = torch.sort(torch.where(weights != 0, numbers, len(numbers))).values[:, : routing.n_used]
         return Routes(weights, experts)
+
+    def _shows(self, full_name: str) -> bool:
+        """True if this tap is wanted."""
+        return full_name in self.taps
 
     def expert_linear(
         self, x: Tensor, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
