@@ -32,6 +32,7 @@ from kukri.sampling import SamplingParams
 if TYPE_CHECKING:
     from kukri.calls.results import Result
     from kukri.engine.request import Timings
+    from kukri.kernels.arrays import IntArray
     from kukri.llm import LLM
 
 _CONTEXT, _LONG_CONTEXT = 1024, 8192  # the least, and that of an agent if the model has it
@@ -321,6 +322,11 @@ def force_drafts(llm: LLM, text: list[int]) -> None:
     draws = random.Random(0)
 
     class Forced(NextTokenDrafts):
+        def follow(self, tokens: IntArray, n_tokens: int) -> None:
+            super().follow(tokens, n_tokens)
+            # random weights write rare tokens as often as others, and texts do not
+            self.has_rare, self.relative_cost = False, self.costs[False]
+
         def chances(self, n: int) -> Iterator[float]:
             return super().chances(min(n, _N_DRAFTS))
 
