@@ -176,8 +176,8 @@ def test_text_alone_rotates_as_before(saved: tuple[str, Path, Any], llm: LLM) ->
     seen: list[ForwardBatch] = []
     built = BatchBuilder.build
 
-    def noting(builder: BatchBuilder, chunks: Any) -> ForwardBatch:
-        seen.append(built(builder, chunks))
+    def noting(builder: BatchBuilder, chunks: Any, *rest: Any) -> ForwardBatch:
+        seen.append(built(builder, chunks, *rest))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
