@@ -138,7 +138,7 @@ def rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]
     """The keys of a configuration's RoPE. Raises UnsupportedError for a scaling without a key."""
     rope = config.rope
     keys: dict[str, Any] = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.rotary_dim}
-    if rope.axes:
+    if rope.axes and has_sections(architecture):  # else a file of texts, whose tokens have one position
         keys[SECTIONS_KEY] = np.array([*(rope.axes.count(axis) for axis in range(3)), 0], np.int32)
     return keys | (_scaling_keys(rope.scaling, architecture) if rope.scaling else {})
 
