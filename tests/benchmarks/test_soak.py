@@ -11,7 +11,7 @@ from benchmarks.soak import Load, SoakReport, soak
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_server_survives_its_clients(smollm2_path, seconds):
     """Catches lost or crossed tokens, pages that leak, a 5xx, and answers that SIGTERM cuts off."""
     report = asyncio.run(soak(smollm2_path, seconds=seconds, n_clients=16, seed=1, n_threads=None))

@@ -254,7 +254,8 @@ class Counter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("n_sequences", "context", "launches"), [(1, 2, ["decode"]), (3, 33, ["decode", "merge"])]
+    ("n_sequences", "context", "launches"),
+    [(1, 2, ["decode"]), pytest.param(3, 33, ["decode", "merge"], marks=SLOW)],
 )
 def test_launches_of_a_decode_step(monkeypatch, n_sequences, context, launches):
     """A launch more than needed: a value that nobody reads, matrices of one type one by one, a copy."""
