@@ -113,7 +113,7 @@ def test_every_route_is_fuzzed(little):
 @pytest.mark.parametrize(("path", "mode"), CASES)
 def test_made_up_requests_get_answers(little, path, mode):
     """Catches a 5xx, a hang, and an answer that the document does not announce."""
-    fuzz(little, path, mode, 8 if path in GENERATED else 4)
+    fuzz(little, path, mode, 6 if path in GENERATED else 3)
 
 
 @pytest.mark.slow

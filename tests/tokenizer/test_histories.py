@@ -4,6 +4,7 @@ The templates have what matters of published ones, each by the way in which it r
 """
 
 import itertools
+from functools import cache
 
 import pytest
 
@@ -146,6 +147,12 @@ ORDERS = [
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
 
 
+@cache
+def _chat_template(name: str) -> ChatTemplate:
+    """One template for all conversations: what it can do is found out once."""
+    return ChatTemplate(SYSTEMS[name])
+
+
 def _conversation(order: str) -> list[dict]:
     return [{"role": _ROLES[letter], "content": f"{letter}{i}."} for i, letter in enumerate(order.split())]
 
@@ -155,7 +162,7 @@ def _conversation(order: str) -> list[dict]:
 def test_no_message_vanishes(template, order):
     """Catches a system or developer message that is dropped, replaced or refused, wherever it stands."""
     messages = _conversation(order)
-    prompt = ChatTemplate(SYSTEMS[template]).render(messages, False)
+    prompt = _chat_template(template).render(messages, False)
     places = [prompt.count(message["content"]) for message in messages]
     assert places == [1] * len(messages), prompt
     if template not in ("last", "before the last"):  # which move it themselves
@@ -181,7 +188,7 @@ def test_no_message_vanishes(template, order):
 )
 def test_messages_go_where_the_template_has_a_place(template, order, want):
     """Catches messages that change places, and merging where the template needs none."""
-    assert ChatTemplate(SYSTEMS[template]).render(_conversation(order), False) == want
+    assert _chat_template(template).render(_conversation(order), False) == want
 
 
 def test_turns_of_one_role_are_joined_where_a_template_wants_turns():
