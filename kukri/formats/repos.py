@@ -139,8 +139,8 @@ def choose(name: RepoName, files: Iterable[str]) -> list[str]:
     ]
     if len(fitting) == 1:
         folder, slash, model = fitting[0].rpartition("/")
-        beside = [file.removeprefix(folder + slash) for file in files if file.rpartition("/")[0] == folder]
-        encoder = fitting_mmproj(model, beside)
+        neighbors = [file.removeprefix(folder + slash) for file in files if file.rpartition("/")[0] == folder]
+        encoder = fitting_mmproj(model, neighbors)
         return [*_complete(name, models[fitting[0]]), *([folder + slash + encoder] if encoder else [])]
     problem = "holds several models" if fitting else f"has no {name.choice}"
     raise UnsupportedError(f"{name} {problem}: choose one of {_choices(name, fitting or list(models))}")

@@ -18,7 +18,7 @@ PER_BYTE = 4  # rows of a matrix in one of bytes
 def ternary_rows(packed: ByteArray, scale: float, path: Path, name: str) -> tuple[ByteArray, QuantType]:
     """Rows of -scale, 0 and scale from bytes [out / 4, in]: quarters of the rows lie in pairs of bits.
 
-    Raises FormatError for bits that are none of the three.
+    Raises FormatError for a pair of bits that is not one of the three.
     """
     parts = [(packed >> 2 * i) & 3 for i in range(PER_BYTE)]
     if any((part == 3).any() for part in parts):

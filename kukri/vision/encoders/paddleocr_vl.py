@@ -7,25 +7,18 @@ side, go through an MLP.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isqrt
 from typing import Any
 
-import numpy as np
-
-from kukri.kernels.arrays import FloatArray
 from kukri.kernels.op_set import Tensor
 from kukri.models.keys import Keys
-from kukri.models.layers import MLP, Embedding, LayerNorm, Linear
+from kukri.models.layers import MLP, LayerNorm, Linear
 from kukri.models.weights import WeightSource
-from kukri.quant.blocks import dequantize
 from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig
 from kukri.vision.encoder import VisionFamily
-from kukri.vision.encoders.qwen3_vl import between
+from kukri.vision.encoders.placed import PlacedEncoder
 from kukri.vision.encoders.rotated import (
     RotatedAttention,
     RotatedBlock,
-    RotatedEncoder,
-    grid_of_blocks,
     read_rotated,
 )
 
@@ -39,17 +32,14 @@ class _Block(RotatedBlock):
     attention_norm_name, mlp_norm_name, attention_name = "layer_norm1", "layer_norm2", "self_attn"
 
 
-class PaddleOcrVision(RotatedEncoder):
+class PaddleOcrVision(PlacedEncoder):
     """The encoder and its projector, whose norm reads what the encoder's last one makes of a patch."""
 
-    block_type, norm_type, adds_places = _Block, LayerNorm, True
+    block_type, norm_type, aligned = _Block, LayerNorm, "centres"
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
         encoder = config.encoder
-        learned = Embedding(source, "model.embed_positions", encoder.n_positions, encoder.d_model).weight
-        side = isqrt(encoder.n_positions)
-        self._learned = dequantize(learned.data, learned.type).reshape(side, side, -1)
         self.merged_norm = LayerNorm(source, "projector.pre_norm", encoder.d_model, config.projector_eps)
         self.hidden = Linear(source, ["projector.linear_1"], (self.width,), self.width)
         self.projector = Linear(source, ["projector.linear_2"], (config.d_text,), self.width)
@@ -62,11 +52,6 @@ class PaddleOcrVision(RotatedEncoder):
         """See VisionModel.project."""
         x = self.hidden(ops, ops.activations(batch, self.width))
         return self.projector(ops, ops.gelu(x, is_exact=True))
-
-    def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See RotatedEncoder.values."""
-        places = between(self._learned, grid, "centres")[tuple(grid_of_blocks(grid, self.config.merge))]
-        return np.concatenate([patches, places], axis=1)
 
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:

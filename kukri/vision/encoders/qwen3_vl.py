@@ -7,19 +7,16 @@ those of earlier layers, for the text's first layers to add (DeepStack, Meng et 
 from __future__ import annotations
 
 from math import isqrt
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from kukri.kernels.arrays import FloatArray
 from kukri.kernels.op_set import Tensor
 from kukri.models.keys import Keys
-from kukri.models.layers import MLP, Embedding, LayerNorm, Linear
+from kukri.models.layers import MLP, LayerNorm, Linear
 from kukri.models.weights import WeightSource
-from kukri.quant.blocks import dequantize
 from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionFamily
-from kukri.vision.encoders.rotated import RotatedBlock, RotatedEncoder, grid_of_blocks, read_rotated
+from kukri.vision.encoders.placed import PlacedEncoder
+from kukri.vision.encoders.rotated import RotatedBlock, read_rotated
 
 
 class _TwoMatrices(MLP):
@@ -44,18 +41,18 @@ class _Merger:
         return self.out(ops, ops.gelu(self.hidden(ops, x), is_exact=True))
 
 
-class Qwen3Vision(RotatedEncoder):
+class Qwen3Vision(PlacedEncoder):
     """The encoder and its mergers."""
 
-    block_type, norm_type, adds_places = _Block, LayerNorm, True
+    block_type, norm_type, aligned = _Block, LayerNorm, "corners"
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
-        encoder = config.encoder
-        learned = Embedding(source, "model.embed_positions", encoder.n_positions, encoder.d_model).weight
-        self._learned = dequantize(learned.data, learned.type).reshape(config.side, config.side, -1)
-        names = ["projector", *(f"deep.{i}" for i in range(len(config.deep_layers)))]
-        self.mergers = [_Merger(source, name, self.width, config.d_text, encoder.norm_eps) for name in names]
+        names, eps = (
+            ["projector", *(f"deep.{i}" for i in range(len(config.deep_layers)))],
+            config.encoder.norm_eps,
+        )
+        self.mergers = [_Merger(source, name, self.width, config.d_text, eps) for name in names]
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""
@@ -63,39 +60,6 @@ class Qwen3Vision(RotatedEncoder):
         parts = ops.split(ops.activations(batch, sum(widths)), widths)
         rows = [merger(ops, part) for merger, part in zip(self.mergers, parts, strict=True)]
         return ops.join_heads(rows, 1) if len(rows) > 1 else rows[0]
-
-    def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See RotatedEncoder.values."""
-        places = between(self._learned, grid, "corners")[tuple(grid_of_blocks(grid, self.config.merge))]
-        return np.concatenate([patches, places], axis=1)
-
-
-def between(grid: FloatArray, shape: tuple[int, int], aligned: Literal["corners", "centres"]) -> FloatArray:
-    """Numbers [height, width, D] of a grid at the places of another, bilinearly.
-
-    Both grids' corners are the centres of their first and last cells, or the cells' own corners.
-    """
-    (rows, row_shares), (columns, column_shares) = (
-        _taps(n, size, aligned) for n, size in zip(grid.shape[:2], shape)
-    )
-    found = np.zeros((*shape, grid.shape[2]), np.float32)
-    for y, down in zip(rows, row_shares):
-        for x, along in zip(columns, column_shares):
-            found += grid[y[:, None], x] * (down[:, None] * along)[..., None]
-    return found
-
-
-def _taps(n: int, size: int, aligned: Literal["corners", "centres"]) -> tuple[Any, Any]:
-    """The two of `n` numbers between which each of `size` lies, and their shares: [2, size] each."""
-    places = np.arange(size, dtype=np.float32)
-    if aligned == "corners":
-        places = places * np.float32(n - 1) / np.float32(max(size - 1, 1))
-    else:
-        half = np.float32(0.5)
-        places = (places + half) * np.float32(n) / np.float32(size) - half
-    first = np.floor(places)
-    indices = np.stack([first, first + 1]).astype(np.int32).clip(0, n - 1)
-    return indices, np.stack([1 - (places - first), places - first]).astype(np.float32)
 
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
