@@ -48,10 +48,8 @@ class Qwen3Vision(PlacedEncoder):
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
-        names, eps = (
-            ["projector", *(f"deep.{i}" for i in range(len(config.deep_layers)))],
-            config.encoder.norm_eps,
-        )
+        names, eps = ["projector"], config.encoder.norm_eps
+        names += [f"deep.{i}" for i in range(len(config.deep_layers))]
         self.mergers = [_Merger(source, name, self.width, config.d_text, eps) for name in names]
 
     def project(self, ops: Any, batch: Any) -> Tensor:
