@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from kukri.config import EngineConfig
-from kukri.engine.draft_model import DraftModel, sources_of
+from kukri.engine.draft_model import CountedDrafts, DraftModel, sources_of
 from kukri.engine.drafts import Drafts
-from kukri.engine.next_token_drafts import NextTokenDraftModel, NextTokenDrafts
-from kukri.engine.pages import PagePool
+from kukri.engine.next_token_drafts import NextTokenDraftModel
 from kukri.engine.request import Request
+from kukri.engine.row_drafts import RowDrafts
 from kukri.engine.runner import Runner
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.errors import ConfigError
-from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import has_states
 from kukri.kernels.step import ForwardBatch, PoolPages, StepLimits
@@ -24,34 +24,24 @@ from kukri.models.assistant import Assistant
 from kukri.models.next_token import RESULT, NextTokenLayer
 
 
-class AssistantDrafts(NextTokenDrafts):
+class AssistantDrafts(RowDrafts, CountedDrafts):
     """The drafts of one request, made from the row of the last token that the model computed."""
 
     request: Request | None = None  # whose pages are read, from its first row on
 
-    @property
-    def reading_cost(self) -> float:
-        """Nothing: it reads no text."""
-        return 0.0
-
     def note(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
-        """See NextTokenDrafts.note."""
+        """See RowDrafts.note."""
         self.request, self._first_row, self._rows = chunk.request, chunk.start, rows
-
-    def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """See Drafts.follow."""
-        super(NextTokenDrafts, self).follow(tokens, n_tokens)
 
     def chances(self, n: int) -> Iterator[float]:
         """See Drafts.chances."""
-        known = 0 if self._rows is None else len(self._rows)
-        has_row = 0 <= self.n_tokens - 2 - self._first_row < known
-        return super(NextTokenDrafts, self).chances(n if has_row else 0)
+        has_row = self._first_row <= self.n_tokens - 2 < self._stop_row
+        return super().chances(n if has_row else 0)
 
     def release(self) -> None:
         """See Drafts.release."""
         super().release()
-        self.request = None
+        self.request, self._rows = None, None
 
 
 class AssistantModel:
@@ -65,13 +55,11 @@ class AssistantModel:
         self._n_vocab = min(assistant.config.n_vocab, runner.model.config.n_vocab)
         self._max_context = runner.model.config.max_context
         self._program = runner.backend.compile(assistant, runner.cache, limits, frozenset([RESULT]))
-        self._none = PagePool(0, runner.backend.page_tokens)
         self._results: FloatArray | None = None  # what the last run made
 
     def drafts(self) -> AssistantDrafts:
         """Fresh draft state for a request."""
-        page_row = np.zeros(1, np.int32)
-        return AssistantDrafts(self._none, page_row, self._max_context, self._n_vocab, self._relative_cost)
+        return AssistantDrafts(self._max_context, self._n_vocab, self._relative_cost)
 
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
         """Makes this many drafts for each request. Other kinds of drafts are skipped."""

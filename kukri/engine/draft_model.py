@@ -35,41 +35,43 @@ _SHARE, _STEP, _MOST_AHEAD, _PART_AHEAD = 0.1, 0.02, 1024, 0.25
 _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is tried again
 
 
-class ModelDrafts:
-    """A draft model's state for one request: cached tokens, pages, and its last drafts."""
+class CountedDrafts:
+    """A model's drafts for one request: its text, and how often they were accepted."""
 
-    token_types: IntArray | None = None
-    adapter_slot = -1  # drafts are the same for all adapters
-    state_slot = 0
-    images = None  # it reads their placeholder tokens
-    keeps_accepted = True  # what it read of drafts stays, if they are accepted
-
-    def __init__(
-        self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, relative_cost: float
-    ) -> None:
-        self.relative_cost, self.page_row, self.page_rows = relative_cost, page_row, [page_row]
-        self._n_vocab = n_vocab  # ids that the draft model reads
+    def __init__(self, max_context: int, n_vocab: int, relative_cost: float) -> None:
+        self.relative_cost = relative_cost
+        self._max_context, self._n_vocab = max_context, n_vocab  # ids that the draft model reads
         self._is_readable = True
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array
-        self.n_tokens = self.n_cached = self.n_pages = 0
-        self.drafts: list[int] = []
-        self._pool, self._max_context = pool, max_context
+        self.n_tokens = 0
+        self.drafts: list[int] = []  # the last ones
         self._rate = AcceptanceRate(_PRIOR)
         self._n_without = 0  # tokens since the last draft
 
     @property
     def reading_cost(self) -> float:
-        """What the tokens cost that it has yet to read before the newest, in steps of one token."""
-        return _ROW_COST * self.relative_cost * max(self.n_tokens - self.n_cached - 1, 0)
-
-    @property
-    def pages(self) -> list[int]:
-        """The pages it holds, in order."""
-        pages: list[int] = self.page_row[: self.n_pages].tolist()
-        return pages
+        """What the tokens cost that the model has yet to read before the newest, in steps of one token."""
+        return 0.0
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
+        self._count(tokens, n_tokens)
+
+    def chances(self, n: int) -> Iterator[float]:
+        """The probability that each of the next `n` drafts is accepted, given that those before it are."""
+        for i in range(min(n, self._max_context - self.n_tokens) if self._is_readable else 0):
+            yield 1.0 if i == 0 and self._n_without >= _PAUSE_TOKENS else self._rate.chance(i)
+
+    def propose(self, n: int) -> list[int]:
+        """The drafts that the model made."""
+        return self.drafts[:n]
+
+    def release(self) -> None:
+        """Forgets a request that was preempted or has ended."""
+        self.drafts = []
+
+    def _count(self, tokens: IntArray, n_tokens: int) -> int:
+        """Does what `follow` says; how many drafts were accepted."""
         self._n_without = 0 if self.drafts else self._n_without + n_tokens - self.n_tokens
         new: list[int] = tokens[self.n_tokens : n_tokens].tolist()
         if max(new, default=0) >= self._n_vocab:
@@ -80,25 +82,50 @@ class ModelDrafts:
             if draft != token:
                 break
             n_accepted += 1
-        if self.drafts:
-            self.n_cached = min(self.n_cached, self.n_tokens + n_accepted * self.keeps_accepted)
         self.drafts, self.tokens, self.n_tokens = [], tokens, n_tokens
+        return n_accepted
 
-    def chances(self, n: int) -> Iterator[float]:
-        """The probability that each of the next `n` drafts is accepted, given that those before it are."""
-        for i in range(min(n, self._max_context - self.n_tokens) if self._is_readable else 0):
-            yield 1.0 if i == 0 and self._n_without >= _PAUSE_TOKENS else self._rate.chance(i)
 
-    def propose(self, n: int) -> list[int]:
-        """The drafts that `DraftModel.compute` made."""
-        return self.drafts[:n]
+class ModelDrafts(CountedDrafts):
+    """Drafts of a model with a cache of its own: how much of the text is in there, and on which pages."""
+
+    token_types: IntArray | None = None
+    adapter_slot = -1  # drafts are the same for all adapters
+    state_slot = 0
+    images = None  # it reads their placeholder tokens
+    keeps_accepted = True  # what it read of drafts stays, if they are accepted
+
+    def __init__(
+        self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, relative_cost: float
+    ) -> None:
+        super().__init__(max_context, n_vocab, relative_cost)
+        self.page_row, self.page_rows = page_row, [page_row]
+        self.n_cached = self.n_pages = 0
+        self._pool = pool
+
+    @property
+    def reading_cost(self) -> float:
+        """See CountedDrafts.reading_cost."""
+        return _ROW_COST * self.relative_cost * max(self.n_tokens - self.n_cached - 1, 0)
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages it holds, in order."""
+        pages: list[int] = self.page_row[: self.n_pages].tolist()
+        return pages
+
+    def follow(self, tokens: IntArray, n_tokens: int) -> None:
+        """See CountedDrafts.follow."""
+        n_before = self.n_tokens
+        n_accepted = self._count(tokens, n_tokens)
+        self.n_cached = min(self.n_cached, n_before + n_accepted * self.keeps_accepted)
 
     def release(self) -> None:
-        """Frees the pages of a request that was preempted or has ended."""
+        """Frees its pages too."""
+        super().release()
         self._pool.free(self.pages)
         self.page_row[: self.n_pages] = 0
         self.n_pages = self.n_cached = 0
-        self.drafts = []
 
 
 class EitherDrafts:
@@ -107,9 +134,9 @@ class EitherDrafts:
     The model's have to be worth the reading of what it has not read, by the steps that it may yet serve.
     """
 
-    def __init__(self, looked_up: LookupDrafts, model: ModelDrafts) -> None:
+    def __init__(self, looked_up: LookupDrafts, model: CountedDrafts) -> None:
         self.model, self._looked_up = model, looked_up
-        self.source: LookupDrafts | ModelDrafts = looked_up  # whose the drafts are
+        self.source: LookupDrafts | CountedDrafts = looked_up  # whose the drafts are
         self._share = _SHARE  # the share of steps for which the model promised more
 
     @property
@@ -146,10 +173,10 @@ def _gain(chances: Iterable[float], cost: float) -> float:
     return float(sum(max(chance - cost, 0.0) for chance in accumulate(chances, mul)))
 
 
-def model_drafts(drafts: Drafts | None) -> ModelDrafts | None:
+def model_drafts(drafts: Drafts | None) -> CountedDrafts | None:
     """The part of a request's drafts that a draft model makes."""
     own = drafts.model if isinstance(drafts, EitherDrafts) else drafts
-    return own if isinstance(own, ModelDrafts) else None
+    return own if isinstance(own, CountedDrafts) else None
 
 
 def sources_of(wanted: Sequence[tuple[Drafts, int]]) -> list[tuple[Drafts, int]]:
@@ -217,7 +244,8 @@ class DraftModel:
 
     def check_integrity(self, running: Iterable[Drafts | None]) -> None:
         """Asserts that pages are held by the requests that run, and by each alone."""
-        self.pool.check_integrity([own.pages for drafts in running if (own := model_drafts(drafts))])
+        every = map(model_drafts, running)
+        self.pool.check_integrity([drafts.pages for drafts in every if isinstance(drafts, ModelDrafts)])
 
     def _prefill(self, wanted: Sequence[tuple[ModelDrafts, int]]) -> list[tuple[ModelDrafts, int]]:
         """Prefills the requests' uncached tokens within one step's budget.

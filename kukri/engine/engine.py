@@ -19,12 +19,13 @@ from kukri.engine.draft_model import DraftModel, EitherDrafts
 from kukri.engine.drafts import Drafts
 from kukri.engine.encodings import Encodings
 from kukri.engine.kv_size import KVCost
-from kukri.engine.next_token_drafts import NextTokenDraftModel, StepRows, has_next_token_drafts
+from kukri.engine.next_token_drafts import NextTokenDraftModel
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
 from kukri.engine.request_maker import MOST_ROWS, RequestMaker, no_drafts
 from kukri.engine.residence import Residence
+from kukri.engine.row_drafts import StepRows, has_row_drafts
 from kukri.engine.runner import OwnTaps, Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
@@ -279,7 +280,7 @@ class Engine(RequestMaker):
         """The listeners of a step's requests, what writes its images, and what notes rows to draft by."""
         own: list[OwnTaps] = [*request_taps(chunks)]
         drafting = self._draft_model
-        if isinstance(drafting, (NextTokenDraftModel, AssistantModel)) and has_next_token_drafts(chunks):
+        if isinstance(drafting, (NextTokenDraftModel, AssistantModel)) and has_row_drafts(chunks):
             own.append(StepRows(chunks, drafting.layer))
         return own
 

@@ -15,18 +15,19 @@ import numpy as np
 
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.draft_model import DraftModel, ModelDrafts, chunk_of, model_drafts
+from kukri.engine.row_drafts import RowDrafts
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import CompiledProgram, Logits
 from kukri.kernels.step import ForwardBatch
 from kukri.models import Model
-from kukri.models.next_token import RESULT, NextTokenLayer, RowReader
+from kukri.models.next_token import RESULT, NextTokenLayer
 
 _MOST_UNREAD = 64  # rows of a request that wait for others, whether drafts are wanted or not
 _N_LAST, _MOST_RARE = 64, 8  # last tokens of a text, and how many may be rare for frequent ones to be drafted
 
 
-class NextTokenDrafts(ModelDrafts):
+class NextTokenDrafts(RowDrafts, ModelDrafts):
     """The layer's state for one request, whose tokens are the request's from `first` on."""
 
     keeps_accepted = False  # what it read of drafts it made of its own rows, not of the model's
@@ -34,9 +35,6 @@ class NextTokenDrafts(ModelDrafts):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.first = 0  # the token after the first whose row was noted; 0 before there is one
-        # the tokens from `_first_row` on have these, as far as they are known
-        self._rows: FloatArray | None = None
-        self._first_row = 0
         self.has_rare = False  # True if rare tokens are likely: all are drafted then
         # set by the model: tokens that are not rare, and what a draft costs among these and among all
         self.n_frequent, self.costs = 0, (0.0, 0.0)
@@ -48,15 +46,10 @@ class NextTokenDrafts(ModelDrafts):
         """
         start = chunk.start
         place = start + 1 - self.first
-        if self._rows is None or not 0 <= place <= self._first_row + len(self._rows):
+        if self._rows is None or not 0 <= place <= self._stop_row:
             self.release()
             self.first, place = start + 1, 0
         self._put(place, rows)
-
-    def rows(self, start: int, n: int) -> FloatArray:
-        """The rows [n, D] that belong to its tokens from `start` on."""
-        assert self._rows is not None, "drafts are made of rows that were noted"
-        return self._rows[start - self._first_row :][:n]
 
     def add_own(self, row: FloatArray) -> None:
         """Takes the row that the layer made of its last token, in place of the model's."""
@@ -74,8 +67,7 @@ class NextTokenDrafts(ModelDrafts):
 
     def chances(self, n: int) -> Iterator[float]:
         """See Drafts.chances: none while the row of the last token is missing."""
-        known = 0 if self._rows is None else self._first_row + len(self._rows)
-        return super().chances(n if 0 < self.n_tokens <= known else 0)
+        return super().chances(n if 0 < self.n_tokens <= self._stop_row else 0)
 
     def release(self) -> None:
         """See Drafts.release."""
@@ -165,29 +157,3 @@ class NextTokenDraftModel(DraftModel):
 
     def _keep(self, name: str, x: FloatArray) -> None:
         self._results = x.copy()
-
-
-class StepRows:
-    """Notes the rows of a step's requests that the layer drafts for."""
-
-    is_before_hooks = False
-
-    def __init__(self, chunks: Sequence[ScheduledChunk], layer: RowReader) -> None:
-        self._chunks, self._layer = chunks, layer
-        self.names = frozenset([layer.tap])
-
-    def __call__(self, name: str, x: FloatArray) -> None:
-        """Reads the tap's rows x [T, D]."""
-        if name != self._layer.tap:
-            return
-        row = 0
-        for chunk in self._chunks:
-            drafts, stop = model_drafts(chunk.request.drafts), row + chunk.n_tokens
-            if isinstance(drafts, NextTokenDrafts):
-                drafts.note(chunk, self._layer.normed(x[row:stop]))
-            row = stop
-
-
-def has_next_token_drafts(chunks: Sequence[ScheduledChunk]) -> bool:
-    """True if the layer drafts for a request of a step."""
-    return any(isinstance(model_drafts(chunk.request.drafts), NextTokenDrafts) for chunk in chunks)

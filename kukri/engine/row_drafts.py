@@ -1,0 +1,57 @@
+"""What drafts that are made of rows have in common: rows that a model made of tokens, noted as steps run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kukri.engine.draft_model import model_drafts
+from kukri.engine.scheduled_step import ScheduledChunk
+from kukri.kernels.arrays import FloatArray
+from kukri.models.next_token import RowReader
+
+
+class RowDrafts:
+    """One request's drafts that are made of rows: those of its tokens from some place on, as far as known."""
+
+    _rows: FloatArray | None = None  # [n, D]
+    _first_row = 0  # the place of the first
+
+    def note(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
+        """Takes the rows [n, D] that the model made of the request's tokens in a chunk."""
+        raise NotImplementedError
+
+    def rows(self, start: int, n: int) -> FloatArray:
+        """The rows [n, D] of places from `start` on."""
+        assert self._rows is not None, "drafts are made of rows that were noted"
+        return self._rows[start - self._first_row :][:n]
+
+    @property
+    def _stop_row(self) -> int:
+        """The place after the last row."""
+        return self._first_row + (0 if self._rows is None else len(self._rows))
+
+
+class StepRows:
+    """Notes the rows of a step's requests that have drafts made of them."""
+
+    is_before_hooks = False
+
+    def __init__(self, chunks: Sequence[ScheduledChunk], reader: RowReader) -> None:
+        self._chunks, self._reader = chunks, reader
+        self.names = frozenset([reader.tap])
+
+    def __call__(self, name: str, x: FloatArray) -> None:
+        """Reads the tap's rows x [T, D]."""
+        if name != self._reader.tap:
+            return
+        row = 0
+        for chunk in self._chunks:
+            drafts, stop = model_drafts(chunk.request.drafts), row + chunk.n_tokens
+            if isinstance(drafts, RowDrafts):
+                drafts.note(chunk, self._reader.normed(x[row:stop]))
+            row = stop
+
+
+def has_row_drafts(chunks: Sequence[ScheduledChunk]) -> bool:
+    """True if a request of a step has drafts made of rows."""
+    return any(isinstance(model_drafts(chunk.request.drafts), RowDrafts) for chunk in chunks)
