@@ -175,6 +175,7 @@ _TURNS = (
     "Remove the example again",
 )  # fmt: skip
 _GROUPS = {"copies": COPIES, "edits": EDITS, "code": CODE, "prose": PROSE}
+_DRAFTED = (*EDITS[:1], *CODE[:2], *PROSE[:2])  # by a draft model, which takes as long as all others
 _TEMPERATURES = (0.0, 0.7)
 _RIGHT = (1.0, 0.8, 0.0)  # shares of a prediction
 _FORCED, _N_DRAFTS = 0.8, 3  # the chance of a forced draft, and most of them in a step
@@ -217,7 +218,7 @@ class _Trial:
         context = _CONTEXT if config is None else min(_LONG_CONTEXT, config.max_context)
         options: dict[str, Any] = {"n_threads": n_threads, "max_context": context}
         self.llm = LLM(path, max_requests=_N_STREAMS, draft_model=draft_model, **options)
-        self._rounds = rounds
+        self._rounds, self._kind = rounds, "ngram" if draft_model is None else "draft"
 
     def row(self, name: str, tasks: Sequence[Task], temperature: float) -> SpeculationRow:
         """Answers the tasks side by side. Raises KukriError if answers differ."""
@@ -231,7 +232,7 @@ class _Trial:
         self, name: str, temperature: float, ask: Callable[[str], tuple[float, list[Result]]]
     ) -> SpeculationRow:
         """Answers both ways in turns, as `ask` does by a kind of speculation: seconds, and the answers."""
-        measures = [partial(ask, kind) for kind in ("off", "ngram")]
+        measures = [partial(ask, kind) for kind in ("off", self._kind)]
         rounds = in_turns(measures, self._rounds, silent)  # the first, not counted, fills the prefix cache
         for (_, plain), (_, results) in rounds:
             if [a.token_ids for a in results] != [a.token_ids for a in plain]:
@@ -365,18 +366,30 @@ def _row(
 
 
 def measure(
-    model: str | None, rounds: int, n_threads: int | None, say: Say = silent, *, only: str = ""
+    model: str | None,
+    rounds: int,
+    n_threads: int | None,
+    say: Say = silent,
+    *,
+    only: str = "",
+    draft_model: str | None = None,
 ) -> SpeculationReport:
-    """Answers everything `rounds` times each way; `only` what is "predicted", or "next_token" drafts."""
+    """Answers everything `rounds` times each way; `only` what is "predicted", or "next_token" drafts. With a
+    `draft_model` a few texts.
+    """
     path = model_path(model, _CONTEXT)
-    trial = _Trial(path, n_threads, rounds, "mtp" if only == "next_token" else None)
+    trial = _Trial(path, n_threads, rounds, "mtp" if only == "next_token" else draft_model)
     rows: list[SpeculationRow] = []
     means: dict[str, dict[str, float]] = {name: {} for name in _GROUPS}
     if only == "predicted":
         rows = [trial.predicted(share) for share in _RIGHT]
     if only == "next_token":
         rows = [trial.next_token()]
-    for temperature in () if only else _TEMPERATURES:
+    for temperature in _TEMPERATURES if draft_model else ():
+        for task in _DRAFTED:
+            rows.append(row := trial.row(task.name, [task], temperature))
+            say(f"{task.name} at temperature {temperature:g}: {row.ratio:.2f}")
+    for temperature in () if only or draft_model else _TEMPERATURES:
         for kind, tasks in _GROUPS.items():
             wanted = [(task.name, [task]) for task in tasks]
             streams = [tasks[i % len(tasks)] for i in range(_N_STREAMS)]
@@ -399,9 +412,11 @@ def main() -> None:
     experiment.options.add_argument(
         "--next-token", action="store_true", help="draft by the model's own layer"
     )
+    experiment.options.add_argument("--draft-model", metavar="MODEL", help="draft by it too, for a few texts")
     given = experiment.parse()
     only = "predicted" if given.predicted else "next_token" if given.next_token else ""
-    report = measure(given.model, given.rounds, given.threads, experiment.say, only=only)
+    options = {"only": only, "draft_model": given.draft_model}
+    report = measure(given.model, given.rounds, given.threads, experiment.say, **options)
     rows = [
         [
             row.task,

@@ -39,6 +39,7 @@ from kukri.models.weights import WeightSource
 from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
 from kukri.tokenizer import Tokenizer, load_tokenizer
+from kukri.tokenizer.translation import Translation
 from kukri.vision.encoder import VisionModel
 from kukri.vision.processors import ImageProcessor
 
@@ -149,8 +150,9 @@ def _on_backend(
         backend = _staged(options, read, engine_config, local)
     model.bind(backend)
     draft_model: Model | None = read.next_token
+    translation: Translation | None = None
     if options.draft_model is not None and draft_model is None:
-        draft_model = _draft_model(options.draft_model, tokenizer, model)
+        draft_model, translation = _draft_model(options.draft_model, tokenizer, model)
         if isinstance(draft_model, Assistant) and backend is not local:
             raise ConfigError("an assistant (--draft-model) needs the whole model in one process (--stages)")
     models: list[Model] = [model] if draft_model is None else [model, draft_model]
@@ -169,6 +171,7 @@ def _on_backend(
         eos_ids=tokenizer.eos_ids,
         draft_model=draft_model,
         draft_backend=local,
+        translation=translation,
         identity=identity,
         vision=read.vision if backend is local else None,
     )
@@ -448,21 +451,24 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
     return replace(config, max_context=max_context)
 
 
-def _draft_model(model: str | os.PathLike[str], tokenizer: Tokenizer, larger: Model) -> Model:
-    """Loads a draft model. Raises ConfigError if it has other tokens, or is not a language model.
+def _draft_model(
+    model: str | os.PathLike[str], tokenizer: Tokenizer, larger: Model
+) -> tuple[Model, Translation | None]:
+    """Loads a draft model, with a translation if it has other tokens. Raises ConfigError if it is not a
+    language model.
 
     Ids that only one of the two has a token for, as they pad their vocabularies differently, do not matter.
     """
     path = hub.resolve(model)
     if is_assistant(path):
-        return read_assistant(path, larger)
+        return read_assistant(path, larger), None
     with open_checkpoint(path, None) as checkpoint:
         config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)
         if config.head.kind != "language_model":
             raise ConfigError(f"{path} generates no text and cannot draft any")
-        if any(a != b for a, b in zip(_texts(own), _texts(tokenizer), strict=False) if a and b):
-            raise ConfigError(f"{path} has other tokens than the model: a draft model needs the same")
-        return load_model(checkpoint.weights(config), config)
+        are_same = all(a == b for a, b in zip(_texts(own), _texts(tokenizer), strict=False) if a and b)
+        translation = None if are_same else Translation(tokenizer, own)
+        return load_model(checkpoint.weights(config), config), translation
 
 
 def _next_token_layer(source: WeightSource, model: Model, path: Path) -> NextTokenLayer:

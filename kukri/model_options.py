@@ -167,7 +167,7 @@ class ModelOptions:
     )
     draft_model: str | None = declared(
         as_path,
-        "Small model with the same vocabulary that drafts tokens; mtp for the model's own layer for "
+        "Small model that drafts tokens, best with the same vocabulary; mtp for the model's own layer for "
         "multi-token prediction.",
         "generating",
         metavar="MODEL",

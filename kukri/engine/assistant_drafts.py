@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from kukri.config import EngineConfig
-from kukri.engine.draft_model import CountedDrafts, DraftModel, sources_of
+from kukri.engine.draft_model import CountedDrafts, sources_of
 from kukri.engine.drafts import Drafts
-from kukri.engine.next_token_drafts import NextTokenDraftModel
 from kukri.engine.request import Request
 from kukri.engine.row_drafts import RowDrafts
 from kukri.engine.runner import Runner
 from kukri.engine.scheduled_step import ScheduledChunk
-from kukri.errors import ConfigError
-from kukri.kernels.arrays import FloatArray
-from kukri.kernels.backend import Backend
-from kukri.kernels.cache import has_states
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, PoolPages, StepLimits
-from kukri.models import Model
 from kukri.models.assistant import Assistant
-from kukri.models.next_token import RESULT, NextTokenLayer
+from kukri.models.next_token import RESULT
 
 
 class AssistantDrafts(RowDrafts, CountedDrafts):
@@ -57,9 +52,9 @@ class AssistantModel:
         self._program = runner.backend.compile(assistant, runner.cache, limits, frozenset([RESULT]))
         self._results: FloatArray | None = None  # what the last run made
 
-    def drafts(self) -> AssistantDrafts:
-        """Fresh draft state for a request."""
-        return AssistantDrafts(self._max_context, self._n_vocab, self._relative_cost)
+    def drafts_for(self, prompt: IntArray) -> Callable[[], AssistantDrafts]:
+        """A function that makes fresh draft state for an answer to a prompt. For any thread."""
+        return partial(AssistantDrafts, self._max_context, self._n_vocab, self._relative_cost)
 
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
         """Makes this many drafts for each request. Other kinds of drafts are skipped."""
@@ -97,25 +92,3 @@ class AssistantModel:
 
     def _keep(self, name: str, x: FloatArray) -> None:
         self._results = x.copy()
-
-
-def make_draft_model(
-    small: Model, runner: Runner, backend: Backend, config: EngineConfig, sizes: tuple[int, int, int]
-) -> DraftModel | AssistantModel:
-    """What drafts for the larger model of `runner` by a smaller one, or by a part of its own.
-
-    `sizes`: tokens of a context, pages of a sequence, and pages of a cache of its own. Raises ConfigError if
-    the small model has recurrent layers.
-    """
-    if has_states(small.cache_layout):
-        raise ConfigError(
-            "a model with recurrent layers cannot be the draft model (--draft-model): "
-            "after a rejected draft it has no state to continue from"
-        )
-    (max_context, max_pages, n_pages), n = sizes, config.max_requests
-    relative_cost = small.n_parameters / runner.model.n_parameters
-    if isinstance(small, Assistant):
-        return AssistantModel(small, runner, StepLimits(n, n, n, max_pages), relative_cost)
-    kind = NextTokenDraftModel if isinstance(small, NextTokenLayer) else DraftModel
-    n_vocab = runner.model.config.n_vocab
-    return kind(small, backend, config, max_context, n_pages, n_vocab, relative_cost)

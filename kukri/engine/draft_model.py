@@ -8,9 +8,10 @@ that replaced rejected drafts are prefilled before the next drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class CountedDrafts:
         self._max_context, self._n_vocab = max_context, n_vocab  # ids that the draft model reads
         self._is_readable = True
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array
-        self.n_tokens = 0
+        self.n_tokens = self.n_to_come = 0  # tokens it has, and those that the answer may yet have
         self.drafts: list[int] = []  # the last ones
         self._rate = AcceptanceRate(_PRIOR)
         self._n_without = 0  # tokens since the last draft
@@ -55,7 +56,7 @@ class CountedDrafts:
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
-        self._count(tokens, n_tokens)
+        self._read(tokens, n_tokens)
 
     def chances(self, n: int) -> Iterator[float]:
         """The probability that each of the next `n` drafts is accepted, given that those before it are."""
@@ -70,19 +71,25 @@ class CountedDrafts:
         """Forgets a request that was preempted or has ended."""
         self.drafts = []
 
-    def _count(self, tokens: IntArray, n_tokens: int) -> int:
+    def _read(self, tokens: IntArray, n_tokens: int) -> int:
         """Does what `follow` says; how many drafts were accepted."""
-        self._n_without = 0 if self.drafts else self._n_without + n_tokens - self.n_tokens
         new: list[int] = tokens[self.n_tokens : n_tokens].tolist()
         if max(new, default=0) >= self._n_vocab:
             self._is_readable = False
+        n_accepted = self._count(self.drafts, new)
+        self.drafts, self.tokens, self.n_tokens = [], tokens, n_tokens
+        self.n_to_come = len(tokens) - n_tokens
+        return n_accepted
+
+    def _count(self, drafts: Sequence[int], new: Sequence[int]) -> int:
+        """Counts which drafts the tokens that came after them accept; how many in all."""
+        self._n_without = 0 if drafts else self._n_without + len(new)
         n_accepted = 0
-        for draft, token in zip(self.drafts, new, strict=False):
+        for draft, token in zip(drafts, new, strict=False):
             self._rate.update(n_accepted, draft == token)
             if draft != token:
                 break
             n_accepted += 1
-        self.drafts, self.tokens, self.n_tokens = [], tokens, n_tokens
         return n_accepted
 
 
@@ -117,7 +124,7 @@ class ModelDrafts(CountedDrafts):
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """See CountedDrafts.follow."""
         n_before = self.n_tokens
-        n_accepted = self._count(tokens, n_tokens)
+        n_accepted = self._read(tokens, n_tokens)
         self.n_cached = min(self.n_cached, n_before + n_accepted * self.keeps_accepted)
 
     def release(self) -> None:
@@ -154,7 +161,7 @@ class EitherDrafts:
         looked_up, model = list(self._looked_up.chances(n)), list(self.model.chances(n))
         more = _gain(model, self.model.relative_cost) - _gain(looked_up, 0.0)
         self._share += _STEP * ((more > 0.0) - self._share)
-        n_steps = min(len(self.model.tokens) - self.model.n_tokens, _MOST_AHEAD) * _PART_AHEAD
+        n_steps = min(self.model.n_to_come, _MOST_AHEAD) * _PART_AHEAD
         is_model = more > 0.0 and more * self._share * n_steps > self.model.reading_cost
         self.source = self.model if is_model else self._looked_up
         return iter(model if is_model else looked_up)
@@ -215,15 +222,15 @@ class DraftModel:
         self._relative_cost = max(relative_cost, _MIN_COST)
         self.pool = PagePool(n_pages, backend.page_tokens)
 
-    def drafts(self) -> ModelDrafts:
-        """Fresh draft state for a request."""
-        return self.kind(
-            self.pool,
-            np.zeros(self._max_pages, np.int32),
-            self._max_context,
-            self._n_vocab,
-            self._relative_cost,
-        )
+    def drafts_for(self, prompt: IntArray) -> Callable[[], ModelDrafts]:
+        """A function that makes fresh draft state for an answer to a prompt. For any thread."""
+        return self.drafts
+
+    def drafts(self, *more: Any) -> ModelDrafts:
+        """Fresh draft state for a request, with what its kind takes besides."""
+        page_row = np.zeros(self._max_pages, np.int32)
+        sizes = self._max_context, self._n_vocab, self._relative_cost
+        return self.kind(self.pool, page_row, *sizes, *more)
 
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
         """Makes this many drafts for each request, or none if its pages or context leave no room.

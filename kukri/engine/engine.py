@@ -14,8 +14,9 @@ import numpy as np
 
 from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
-from kukri.engine.assistant_drafts import AssistantModel, make_draft_model
+from kukri.engine.assistant_drafts import AssistantModel
 from kukri.engine.draft_model import DraftModel, EitherDrafts
+from kukri.engine.drafting import make_draft_model
 from kukri.engine.drafts import Drafts
 from kukri.engine.encodings import Encodings
 from kukri.engine.kv_size import KVCost
@@ -45,6 +46,7 @@ from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.models.adapter import Adapter
 from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs
+from kukri.tokenizer.translation import Translation
 from kukri.vision.encoder import VisionModel
 
 logger = logging.getLogger("kukri.engine")
@@ -71,8 +73,9 @@ class Engine(RequestMaker):
     """Runs requests on a model. Not for several threads at a time, but for `make_requests`.
 
     The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
-    pages in each pool of pages; its memory is taken as it is used. A `draft_model` has the same token ids, a
-    pool of its own with as many pages, and the same backend unless `draft_backend` is another. `vision`
+    pages in each pool of pages; its memory is taken as it is used. A `draft_model` has the same token ids, or
+    others and a `translation`; a pool of its own with as many pages, and the same backend unless
+    `draft_backend` is another. `vision`
     encodes the images of prompts. `clock` times steps, in seconds.
 
     Attributes: those of RequestMaker; model, config; arithmetic, equal for engines that compute the same
@@ -89,6 +92,7 @@ class Engine(RequestMaker):
         n_pages: int | Sequence[int] | None = None,
         draft_model: Model | None = None,
         draft_backend: Backend | None = None,
+        translation: Translation | None = None,
         identity: bytes = b"",
         vision: VisionModel | None = None,
         clock: Callable[[], float] = perf_counter,
@@ -169,7 +173,7 @@ class Engine(RequestMaker):
         if draft_model is not None:
             own_sizes = self.max_context, self._max_pages, max(pool_sizes)
             self._draft_model = make_draft_model(
-                draft_model, self.runner, draft_backend or backend, config, own_sizes
+                draft_model, self.runner, draft_backend or backend, config, own_sizes, translation
             )
         elif config.speculation == "draft":
             raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
@@ -480,7 +484,8 @@ class Engine(RequestMaker):
         if kind == "draft":
             if self._draft_model is None:
                 raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
-            looked_up, of_model = self._lookup_drafts(params, prompt, client), self._draft_model.drafts
+            looked_up = self._lookup_drafts(params, prompt, client)
+            of_model = self._draft_model.drafts_for(prompt)
             return lambda: EitherDrafts(looked_up(), of_model())
         return self._lookup_drafts(params, prompt, client)
 

@@ -97,12 +97,12 @@ class NextTokenDraftModel(DraftModel):
         self._head: CompiledProgram | None = None  # for rare tokens, once there are some
         self._runner.hooks.add({RESULT: self._keep})
 
-    def drafts(self) -> NextTokenDrafts:
+    def drafts(self, *more: Any) -> NextTokenDrafts:
         """See DraftModel.drafts."""
-        made, layer = super().drafts(), self.layer
+        made, layer = super().drafts(*more), self.layer
         assert isinstance(made, NextTokenDrafts)
-        more = (layer.config.n_vocab - layer.n_frequent) * layer.config.d_model / layer.n_parameters
-        made.n_frequent, made.costs = layer.n_frequent, (made.relative_cost, made.relative_cost * (1 + more))
+        rest = (layer.config.n_vocab - layer.n_frequent) * layer.config.d_model / layer.n_parameters
+        made.n_frequent, made.costs = layer.n_frequent, (made.relative_cost, made.relative_cost * (1 + rest))
         return made
 
     def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:

@@ -31,6 +31,11 @@ class TextStream:
         self._pending = b""  # the beginning of a character
         self._drop_space = tokenizer.drops_leading_space and not continues
 
+    @property
+    def is_whole(self) -> bool:
+        """False within a character, of which the last tokens had the first bytes."""
+        return not self._pending
+
     def push(self, token_id: SupportsIndex) -> str:
         """The characters this token completes, often "" within an emoji.
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri import LLM
-from kukri.config import EngineConfig
+from kukri.config import EngineConfig, ModelConfig
 from kukri.engine import Engine, Request
 from kukri.engine.draft_model import ModelDrafts, model_drafts
 from kukri.engine.lookup_drafts import LookupDrafts
+from kukri.engine.text_drafts import TextDraftModel
 from kukri.errors import ConfigError, RequestError
 from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import HostLogits
@@ -26,7 +27,7 @@ from kukri.sampling import SamplingParams
 from tests.engine.driving import add, any_events, finish, greedy, play, prompt_of
 from tests.engine.fake_model import EOS, POISON, FakeBackend, FakeModel, expected_output
 from tests.engine.test_speculation import alone
-from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
+from tests.tiny_gguf import CONTROL, N_VOCAB, random_arrays, tiny_config, write_tiny
 
 
 class WorseBackend(FakeBackend):
@@ -248,10 +249,71 @@ def test_vocabularies_may_be_padded_differently(tmp_path: Path) -> None:
         assert result.timings.n_accepted == result.timings.n_drafted > 20
 
 
-def test_what_cannot_draft_is_refused(tiny: tuple[Path, Path], smollm2_path: Path) -> None:
-    """Drafts that are other tokens, or a kind of drafts that silently is not one."""
-    with pytest.raises(ConfigError, match="other tokens"):
-        LLM(tiny[0], draft_model=smollm2_path)
+def legible(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Weights of a model that writes letters of ASCII, each of which is one token."""
+    arrays = random_arrays(config)
+    arrays["model.embed_tokens.weight"][:94] *= 4
+    return arrays
+
+
+@pytest.mark.usefixtures("no_look_up")
+def test_a_model_with_other_tokens_drafts_text(tmp_path: Path) -> None:
+    """Ids of one vocabulary read as the other's, text that is not the request's, positions a token off; a
+    model that no longer follows after what it cannot read.
+    """
+    config = tiny_config()
+    arrays = legible(config)
+    large = write_tiny(tmp_path / "large.gguf", arrays=arrays)
+    control = [*CONTROL[1:], CONTROL[0]]  # at other ids
+    rows = [*range(256), 257, 258, 256]
+    arrays = {**arrays, "model.embed_tokens.weight": arrays["model.embed_tokens.weight"][rows]}
+    small = write_tiny(tmp_path / "small.gguf", arrays=arrays, control=control)
+    prompts: list[Any] = ["Hello there", [257, 72, 105, 258], "é€😀", [*"😀".encode()][:2], "<|im_start|>"]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=60, ignore_eos=True)
+        with LLM(large, max_requests=3, speculation="off") as llm:
+            want = [result.token_ids for result in llm.generate(prompts, params)]
+        with LLM(large, max_requests=3, draft_model=small) as llm:
+            cheap(llm)
+            results = llm.generate(prompts, params)
+            assert [result.token_ids for result in results] == want
+            llm.engine.check_integrity()
+            n_drafted = sum(result.timings.n_drafted for result in results)
+            n_accepted = sum(result.timings.n_accepted for result in results)
+            if temperature == 0:
+                assert n_accepted > 0.9 * n_drafted > 150
+
+
+@pytest.mark.usefixtures("no_look_up")
+def test_other_tokens_change_no_answer(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    """A text longer than the small model reads, halves of characters, special tokens of one model alone, a
+    request that is preempted.
+    """
+    control = ["<|other|>", *CONTROL[1:]]
+    small = write_tiny(
+        tmp_path / "small.gguf", tiny_config(64), random_arrays(tiny_config()), control=control
+    )
+    random = np.random.default_rng(2)
+    prompts = [random.integers(0, N_VOCAB, n).tolist() for n in (5, 40, 16, 33, 1, 60, 70)]
+    params = SamplingParams(temperature=1, max_tokens=40, ignore_eos=True, seed=1, n=2)
+    with LLM(tiny[0], max_requests=4) as llm:
+        want = [[o.token_ids for o in llm.generate(prompt, params).outputs] for prompt in prompts]
+        page_bytes = llm.engine.runner.backend.page_bytes(llm.engine.model.cache_layout, "f16")
+    options: dict[str, Any] = {"max_requests": 4, "max_step_tokens": 24, "kv_bytes": 14 * page_bytes}
+    with LLM(tiny[0], draft_model=small, **options) as llm:
+        cheap(llm)
+        got = llm.generate(prompts, params)
+        assert [[o.token_ids for o in each.outputs] for each in got] == want
+        llm.engine.check_integrity()
+        assert llm.engine.scheduler.n_preemptions > 0
+        assert llm.engine.scheduler.n_drafted > 20
+        drafting = llm.engine._draft_model
+        assert isinstance(drafting, TextDraftModel)
+        assert drafting.pool.n_free == drafting.pool.n_pages
+
+
+def test_what_cannot_draft_is_refused(tiny: tuple[Path, Path]) -> None:
+    """A kind of drafts that silently is not one."""
     with pytest.raises(ConfigError, match="draft"):
         LLM(tiny[0], speculation="draft")
     with LLM(tiny[0]) as llm, pytest.raises(RequestError, match="no draft model"):
