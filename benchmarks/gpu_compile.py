@@ -31,6 +31,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from benchmarks.prototypes import delta_chunks_kernel, layer_kernel
 from kukri.kernels.gpu import (
@@ -123,6 +124,17 @@ def argument_type(name: str) -> str:
     if _SIZES.fullmatch(name):
         return "i32"
     return _POINTERS.get(name, "*i32" if _INTEGERS.fullmatch(name) else "*fp32")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Stands in for Triton's driver of a device, as kernels ask it what they are compiled for."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        """The target."""
+        return self.target
 
 
 @dataclass
@@ -331,6 +343,7 @@ def compile_case(case: Case, target: GPUTarget) -> Any:
     options = {"num_warps": case.n_warps, "num_stages": case.n_stages}
     if case.max_registers is not None and target.backend == "cuda":
         options["maxnreg"] = case.max_registers
+    driver.set_active(Compiled(target))  # type: ignore[arg-type]
     return triton.compile(source, target=target, options=options)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.prototypes import delta_chunks_kernel
 from kukri.kernels.gpu import tiles
-from kukri.kernels.gpu.assembler import register_options
+from kukri.kernels.gpu.assembler import has_ptx
 
 CHUNK: int = delta_chunks_kernel.CHUNK.value
 
@@ -76,7 +76,7 @@ def delta_rule(
         PB=tiles.STATE_COLUMNS,
         num_warps=4,
         num_stages=1,
-        **register_options(y, delta_chunks_kernel.MAX_REGISTERS),
+        **({"maxnreg": delta_chunks_kernel.MAX_REGISTERS} if has_ptx(y) else {}),
     )
     state.keep((k, v, decay, beta), start, context, slots)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.prototypes import layer_kernel
 from kukri.kernels.gpu import attention, tiles
-from kukri.kernels.gpu.assembler import has_ptx, register_options
+from kukri.kernels.gpu.assembler import has_ptx
 from kukri.kernels.gpu.pack import PAIR
 from kukri.kernels.gpu.products import Matrix
 from kukri.kernels.specs import AttentionSpec
@@ -57,7 +57,7 @@ def layer(
 
     y = room(n_tokens, d_model)
     options: dict[str, int] = {"launch_cooperative_grid": True} if x.device.type == "cuda" else {}
-    options |= register_options(x, layer_kernel.MAX_REGISTERS)
+    options |= {"maxnreg": layer_kernel.MAX_REGISTERS} if has_ptx(x) else {}
     layer_kernel.layer[(n_programs,)](
         x,
         matrices.norm,

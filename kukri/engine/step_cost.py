@@ -16,6 +16,9 @@ _MANY = 1 << 30
 _WEIGHT = 0.3  # weight of the newest measurement
 # most that one measurement may exceed those before: a machine that was asleep says nothing
 _MOST_GROWTH = 2.0
+# a step that took so much less than those before is believed at once: first steps wait for weights to be read
+# and kernels to be compiled, but nothing makes a step too fast
+_LEAST_FALL = 2.0
 _WEIGHTS = 16.0  # units that reading the weights costs a step: 4 to 20 were measured
 _MIN_UNITS = 16.0  # smallest step that is measured: smaller ones mostly read the weights
 _LEAST_UNITS = 128.0  # least units of a step: in smaller ones reading the weights would be too much of it
@@ -71,7 +74,7 @@ class StepCost:
         if units < _MIN_UNITS:
             return
         unit_s = max(elapsed_s, 1e-9) / (units + _WEIGHTS)
-        if self._unit_s is None:
+        if self._unit_s is None or unit_s < self._unit_s / _LEAST_FALL:
             self._unit_s = unit_s
         else:
             self._unit_s += _WEIGHT * (min(unit_s, _MOST_GROWTH * self._unit_s) - self._unit_s)

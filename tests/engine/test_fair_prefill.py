@@ -208,6 +208,16 @@ def test_who_came_once_is_expected_for_a_while_and_not_for_ever() -> None:
     assert cost.limit(256, 1e4, has_decodes=False) == alone
 
 
+def test_a_slow_first_step_is_forgotten() -> None:
+    """Short steps for a whole prompt, or many prompts, after kernels were compiled in the first."""
+    cost = StepCost(1e9, max_step_s=0.1)
+    cost.observe(512.0, 30.0)
+    cost.observe(256.0, 0.01)
+    assert cost.limit(512, 1e4, has_decodes=True) > 512
+    cost.observe(512.0, 30.0)
+    assert cost.limit(512, 1e4, has_decodes=True) > 512
+
+
 @given(st.floats(1, 1e4), st.integers(0, 10**5), st.integers(0, 2000))
 def test_tokens_within_a_cost_are_those_that_cost_it(depth: float, start: int, n: int) -> None:
     """A step planned by another formula than it is measured by."""

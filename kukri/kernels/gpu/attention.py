@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from kukri.kernels.gpu import attention_kernels, rope_kernels, tiles
-from kukri.kernels.gpu.assembler import register_options
+from kukri.kernels.gpu.assembler import launch_options
 from kukri.kernels.gpu.kv_types import kv_name
 from kukri.kernels.specs import AttentionSpec
 
@@ -110,6 +110,7 @@ def rope_and_store(new: NewTokens, cache: PagedTensors, spec: AttentionSpec) -> 
         ROTARY=new.rotary_dim,
         KV=cache.kind,
         num_warps=1,
+        **launch_options(q_out),
     )
     return q_out
 
@@ -227,6 +228,7 @@ def decode(
             HB=tiles.MERGE_HEADS,
             HAS_SINKS=sinks is not None,
             num_warps=4,
+            **launch_options(out),
         )
     return out
 
@@ -245,7 +247,7 @@ def _attention_constants(
         "SOFTCAP": bool(spec.softcap),
         "num_warps": tile.n_warps,
         "num_stages": tile.n_stages,
-        **register_options(cache.keys, most),
+        **launch_options(cache.keys, most),
     }
 
 

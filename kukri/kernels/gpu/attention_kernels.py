@@ -17,6 +17,7 @@ import triton.language as tl
 
 from kukri.kernels.gpu.bits import tree_sum
 from kukri.kernels.gpu.kv_types import load_tile, store_head
+from kukri.kernels.gpu.overlap import await_inputs
 from kukri.kernels.gpu.rope_kernels import rotated
 
 CHUNK = tl.constexpr(256)
@@ -143,6 +144,7 @@ def attention(
     `work` int32 [tiles, 2]: sequence and first token (in T) of each tile. `window` in tokens, 2^30 for none.
     q float16 [T, H, K] -> out float32 [T, H, K].
     """
+    await_inputs()
     sequence = tl.load(work + 2 * tl.program_id(0))
     token0 = tl.load(work + 2 * tl.program_id(0) + 1)
     group = tl.program_id(1)
@@ -256,6 +258,7 @@ def decode(
     and sum; that of the last chunk stores the new token.
     Without STORES none does: the layer reads another's keys and values.
     """
+    await_inputs()
     decode_head(
         tl.program_id(0), tl.program_id(1), tl.program_id(2),
         q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, sinks, out, part_top,
@@ -271,6 +274,7 @@ def merge(
     K: tl.constexpr, KW: tl.constexpr, HB: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of a sequence's chunks in order, HB heads a program."""
+    await_inputs()
     sequence = tl.program_id(0)
     head = tl.program_id(1) * HB + tl.arange(0, HB)
     dim = tl.arange(0, KW)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kukri.kernels.gpu.bits import tree_sum
+from kukri.kernels.gpu.overlap import await_inputs
 
 
 @triton.jit
@@ -19,6 +20,7 @@ def route(logits, weights, experts, n_experts, stride, N_USED: tl.constexpr, E: 
     [T, n_experts] are 0 but for the chosen, of equal logits the first; experts int32 [T, N_USED] have those
     with a weight, by their numbers, then n_experts. A row that holds NaN gets NaN as weights.
     """
+    await_inputs()
     row, number = tl.program_id(0).to(tl.int64), tl.arange(0, E)
     inside = number < n_experts
     logit = tl.load(logits + row * stride + number, mask=inside, other=float("-inf"))
@@ -51,6 +53,7 @@ def combine(x, weights, experts, residual, y, width, n_experts, N_USED: tl.const
 
     Experts are summed in the order of their numbers; rows without one are not read.
     """
+    await_inputs()
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * W + tl.arange(0, W)
     total = tl.zeros([W], tl.float32)
     for j in tl.static_range(N_USED):

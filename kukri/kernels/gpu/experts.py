@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from kukri.kernels.gpu import expert_kernels, linear_kernels, products, tiles
+from kukri.kernels.gpu.assembler import launch_options
 from kukri.kernels.gpu.products import Matrix, Output, RowsByExpert
 from kukri.kernels.gpu.rows import Q8Rows
 from kukri.kernels.pytorch.ops import Routes
@@ -32,6 +33,7 @@ def route(logits: Tensor, routing: Routing) -> Routes:
         E=triton.next_power_of_2(n_experts),
         NORMALIZED=routing.normalized,
         num_warps=1,
+        **launch_options(logits),
     )
     return Routes(weights, experts)
 
@@ -90,6 +92,7 @@ def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: in
         BN=tile.rows,
         UNROLL=tile.unroll,
         num_warps=tile.n_warps,
+        **launch_options(out.y),
         **products.product_constants(matrix, out),
     )
 
@@ -129,5 +132,6 @@ def combine(x: Tensor, routes: Routes, residual: Tensor | None) -> Tensor:
         W=tiles.ROW_COLUMNS,
         HAS_RESIDUAL=residual is not None,
         num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
+        **launch_options(x),
     )
     return y

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kukri.kernels.gpu.bits import dp4a, high_half, iq4_selectors, iq4_values, low_half, tree_sum
+from kukri.kernels.gpu.overlap import await_inputs
 from kukri.kernels.gpu.row_kernels import prepare_rows
 
 LANES = tl.constexpr(8)
@@ -162,6 +163,7 @@ def gemv(
     INPUT "q8": the int8 rows are there. Otherwise they are made first, from x, other and eps (see
     `prepare_rows`), which saves a launch.
     """
+    await_inputs()
     if INPUT != "q8":
         x8 = xq.to(tl.pointer_type(tl.int8))
         prepare_rows(x, other, x8, xd, xm, xs, n_tokens, x_stride, width, n_pairs * 64, eps, INPUT, M, W)
@@ -182,6 +184,7 @@ def gemv_of_experts(
     """The same for rows of y that have an expert each, int32 `experts`: its matrix is one of those that lie
     one above the other, n_rows each. `rows_each` rows of y read one of the n_tokens rows of x.
     """
+    await_inputs()
     row = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts + row)
     if expert < n_experts:
@@ -356,6 +359,7 @@ def gemm(
     With SPLIT a program has one of the LANES sums of its rows, the third number of the grid, and y is
     [LANES, n_tokens, n_rows]: `add_lanes` adds them. So a matrix of few rows has programs for a whole device.
     """
+    await_inputs()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     y_row, ok_t, token64, above, n_steps = _tile_rows(
         order, work, n_tokens, n_rows, rows_each, n_pairs, BM, EXPERTS
@@ -413,6 +417,7 @@ def add_lanes(
     W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """y[t, n] = the LANES sums `parts` [LANES, n_tokens, n_rows], one after another, bias and residual."""
+    await_inputs()
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * W + tl.arange(0, W)
     mask = row < n_rows
@@ -433,6 +438,7 @@ def gemv_f32(
 
     With EXPERTS each row of y has one, as in `gemv_of_experts`.
     """
+    await_inputs()
     row, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     y_row = tl.program_id(1).to(tl.int64)
     if EXPERTS:
@@ -464,6 +470,7 @@ def gemm_float(
     It serves one token too: a result depends on the columns' order alone, as long as BN and BK stay as they
     are. UPCAST multiplies in float32, for Triton's interpreter, which cannot multiply bfloat16.
     """
+    await_inputs()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     y_row, ok_t, token, above, stop = _tile_rows(
         order, work, n_tokens, n_rows, rows_each, n_columns, BM, EXPERTS

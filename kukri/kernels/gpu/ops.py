@@ -277,13 +277,18 @@ class TritonOps(TorchOps):
         """See Ops.expert_linear. Adapters, matrices of several types side by side, and types that no kernel
         reads have a product for each expert in use, whose numbers the host reads.
         """
-        types = {each.type.name for each in experts}
-        if len(types) > 1 or self._adapter_rows or not types <= {*PACKED_TYPES, "F32", *_HALVES}:
+        if self._adapter_rows or not _have_kernel(experts):
             self.is_capturable = self.constants.is_batch_invariant = False
             return super().expert_linear(self.floats(x), routes, experts, bias)
         source = x if isinstance(x, Deferred) else Deferred(Recipe("plain", x, x))
+        return self._expert_product(source, routes, experts, bias)
+
+    def _expert_product(
+        self, source: Deferred, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
+    ) -> Tensor:
+        """`expert_linear` by the kernel of the experts' type."""
         added = None if bias is None else self.constants.vector(bias)
-        (name,) = types
+        name = experts[0].type.name
         if name in PACKED_TYPES:
             matrix = self.constants.packed_experts(tuple(experts))
             return route_experts.linear(source.q8, routes, matrix, added)
@@ -291,6 +296,17 @@ class TritonOps(TorchOps):
         if name == "F32":
             return route_experts.linear_f32(source.floats, routes, w, added)
         return route_experts.linear_float(source.floats.to(w.dtype).contiguous(), routes, w, added)
+
+    def head_linear(self, x: Any, heads: Experts) -> Tensor:
+        """See Ops.head_linear: a product of experts, each of which gets a row of every token."""
+        x, n_heads = self.floats(x), heads.shape[0]
+        if not _have_kernel([heads]):
+            self.constants.is_batch_invariant = False
+            return super().head_linear(x, heads)
+        rows = x.reshape(len(x) * n_heads, -1)
+        numbers = torch.arange(n_heads, dtype=torch.int32, device=x.device).expand(len(x), -1)
+        routes = Routes(torch.empty_like(numbers, dtype=torch.float32), numbers.contiguous())
+        return self._expert_product(Deferred(Recipe("plain", rows, rows)), routes, [heads]).view(len(x), -1)
 
     def combine(
         self,
@@ -381,6 +397,12 @@ class TritonOps(TorchOps):
             work = attention.prefill_tiles(batch.host.query_start.tolist(), spec, rows)
             batch.kept[key] = torch.tensor(work, dtype=torch.int32, device=self.constants.device)
         return batch.kept[key]
+
+
+def _have_kernel(experts: Sequence[Experts]) -> bool:
+    """True for experts of one type that a kernel reads."""
+    types = {each.type.name for each in experts}
+    return len(types) == 1 and types <= {*PACKED_TYPES, "F32", *_HALVES}
 
 
 def _by_number(experts: tuple[Experts, ...]) -> list[Weight]:

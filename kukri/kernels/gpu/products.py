@@ -17,7 +17,7 @@ from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import linear_kernels, tiles
-from kukri.kernels.gpu.assembler import has_ptx, register_options
+from kukri.kernels.gpu.assembler import has_ptx, launch_options
 from kukri.kernels.gpu.pack import PAIR, pack
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, empty_q8
 
@@ -133,7 +133,7 @@ def gemm(
         SPLIT=is_split,
         UNROLL=tile.unroll,
         **_tile_constants(tile),
-        **register_options(y, None if groups is None else linear_kernels.MAX_REGISTERS),
+        **launch_options(y, None if groups is None else linear_kernels.MAX_REGISTERS),
         **product_constants(matrix, out),
     )
     if is_split:
@@ -151,6 +151,7 @@ def _add_lanes(parts: Tensor, out: Output) -> None:
         out.y.stride(0),
         W=tiles.LANE_ROWS,
         num_warps=4,
+        **launch_options(parts),
         **out.constants,
     )
 
@@ -200,7 +201,7 @@ def gemv(rows: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, recipe: Re
         INPUT=kind,
         W=0 if kind == "q8" else tiles.fused_columns(matrix.n_pairs * PAIR, tile.tokens, kind == "rms_norm"),
         num_warps=tile.n_warps,
-        **register_options(y, None if recipe is None else linear_kernels.MAX_REGISTERS),
+        **launch_options(y, None if recipe is None else linear_kernels.MAX_REGISTERS),
         **product_constants(matrix, out),
     )
 
@@ -242,6 +243,7 @@ def linear_f32(x: Tensor, w: Tensor, out: Output, experts: Tensor | None = None,
         BK=tiles.F32_COLUMNS,
         EXPERTS=experts is not None,
         num_warps=4,
+        **launch_options(y),
         **out.constants,
     )
 
@@ -271,6 +273,7 @@ def gemm_float(
         BK=tiles.FLOAT_COLUMNS,
         UPCAST=w.device.type == "cpu",
         EXPERTS=groups is not None,
+        **launch_options(y),
         **_tile_constants(tile),
         **out.constants,
     )

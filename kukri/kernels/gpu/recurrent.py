@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kukri.kernels.constants import Vector
 from kukri.kernels.gpu import recurrent_kernels, tiles
+from kukri.kernels.gpu.assembler import launch_options
 from kukri.kernels.pytorch.step import DeviceBatch
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 
@@ -38,6 +39,7 @@ def conv(x: Tensor, states: Tensor, spec: ConvSpec, vector: Vectors, batch: Devi
         HAS_BIAS=spec.bias is not None,
         IS_ACTIVATED=spec.is_activated,
         num_warps=4,
+        **launch_options(x),
     )
     return y
 
@@ -66,6 +68,7 @@ def scan(
         P=spec.d_head,
         PB=tiles.STATE_COLUMNS,
         num_warps=4,
+        **launch_options(x),
     )
     return y
 
@@ -96,6 +99,7 @@ def delta_rule(
         PB=tiles.STATE_COLUMNS,
         ARE_TILED=spec.are_tiled,
         num_warps=4,
+        **launch_options(q),
     )
     return y
 

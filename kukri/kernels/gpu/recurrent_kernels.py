@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kukri.kernels.gpu.bits import sigmoid, tree_sum
+from kukri.kernels.gpu.overlap import await_inputs
 
 
 @triton.jit
@@ -39,6 +40,7 @@ def conv(
     x [T, width], rows `x_stride` apart -> y [T, width]. States [slots, N_TAPS - 1, width] have the last
     inputs, the oldest first.
     """
+    await_inputs()
     start, stop, slot, has_past = _sequence(query_start, context_len, state_slots)
     column = tl.program_id(1) * W + tl.arange(0, W)
     inside = (column < width)[None, :]
@@ -96,6 +98,7 @@ def scan(
     x [T, H*P], b and c [T, G*N], dt [T, H], rows strides apart -> y [T, H*P]. `group` heads share b and c. A
     program keeps S transposed, [PB, NW]; states [slots, H, N, P] are as the reference has them.
     """
+    await_inputs()
     start, stop, slot, has_past = _sequence(query_start, context_len, state_slots)
     head = tl.program_id(1)
     p, n = tl.program_id(2) * PB + tl.arange(0, PB), tl.arange(0, NW)
@@ -136,6 +139,7 @@ def delta_rule(
 
     q and k [T, G*K], v [T, H*P], decay and beta [T, H] -> y [T, H*P]; S as in `scan`.
     """
+    await_inputs()
     start, stop, slot, has_past = _sequence(query_start, context_len, state_slots)
     head = tl.program_id(1)
     key_head = head % n_groups if ARE_TILED else head // (n_heads // n_groups)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kukri.kernels.gpu.kv_types import store_head
+from kukri.kernels.gpu.overlap import await_inputs
 
 
 @triton.jit
@@ -39,6 +40,7 @@ def rope_and_store(
     The first ROTARY dimensions rotate, dimension i with i + ROTARY / 2; ROTARY 0 for layers without RoPE.
     KW is the power of two >= K.
     """
+    await_inputs()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, KW)
     ok = dim < K

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kukri.kernels.gpu.bits import round_even, sigmoid, tree_sum
+from kukri.kernels.gpu.overlap import await_inputs
 
 
 @triton.jit
@@ -67,6 +68,7 @@ def _own_row():
 @triton.jit
 def rms_norm(x, weight, y, stride, width, eps, W: tl.constexpr):
     """A row, or with `stride` = width a head: float32 in and out. W is a power of two >= width."""
+    await_inputs()
     row, at = _own_row(), tl.arange(0, W)
     v = _normalized(x, weight, row, tl.num_programs(0), stride, width, eps, 1, W)
     tl.store(y + row[:, None] * width + at[None, :], v, mask=(at < width)[None, :])
@@ -75,6 +77,7 @@ def rms_norm(x, weight, y, stride, width, eps, W: tl.constexpr):
 @triton.jit
 def rms_norm_q8(x, weight, xq, xd, xm, xs, stride, width, n_columns, eps, W: tl.constexpr):
     """A row normalized and quantized; n_columns = n_pairs * 64 <= W."""
+    await_inputs()
     row, n_rows = _own_row(), tl.num_programs(0)
     v = _normalized(x, weight, row, n_rows, stride, width, eps, 1, W)
     _store_q8(v, xq, xd, xm, xs, row, n_rows, 0, n_columns, 1, W)
@@ -83,6 +86,7 @@ def rms_norm_q8(x, weight, xq, xd, xm, xs, stride, width, n_columns, eps, W: tl.
 @triton.jit
 def quantize_q8(x, xq, xd, xm, xs, stride, width, n_columns, W: tl.constexpr):
     """W columns of a row quantized."""
+    await_inputs()
     row, n_rows, first = _own_row(), tl.num_programs(0), tl.program_id(1) * W
     v = _load_rows(x, row, n_rows, stride, first + tl.arange(0, W), width)
     _store_q8(v, xq, xd, xm, xs, row, n_rows, first, n_columns, 1, W)
@@ -91,6 +95,7 @@ def quantize_q8(x, xq, xd, xm, xs, stride, width, n_columns, W: tl.constexpr):
 @triton.jit
 def silu_mul(gate, up, y, stride, width, W: tl.constexpr):
     """silu(gate) * up, W columns of a row."""
+    await_inputs()
     row, at = _own_row(), tl.program_id(1) * W + tl.arange(0, W)
     v = _gated(gate, up, row, tl.num_programs(0), stride, at, width)
     tl.store(y + row[:, None] * width + at[None, :], v, mask=(at < width)[None, :])
@@ -99,6 +104,7 @@ def silu_mul(gate, up, y, stride, width, W: tl.constexpr):
 @triton.jit
 def silu_mul_q8(gate, up, xq, xd, xm, xs, stride, width, n_columns, W: tl.constexpr):
     """The same, quantized for the down projection."""
+    await_inputs()
     row, n_rows, first = _own_row(), tl.num_programs(0), tl.program_id(1) * W
     v = _gated(gate, up, row, n_rows, stride, first + tl.arange(0, W), width)
     _store_q8(v, xq, xd, xm, xs, row, n_rows, first, n_columns, 1, W)

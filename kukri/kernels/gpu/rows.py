@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from kukri.kernels.gpu import row_kernels, tiles
+from kukri.kernels.gpu.assembler import launch_options
 from kukri.kernels.gpu.pack import PAIR
 
 
@@ -61,6 +62,7 @@ def _quantized_parts(kernel: Any, x: Tensor, *more: Tensor) -> Q8Rows:
         n_columns,
         W=tiles.ROW_COLUMNS,
         num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
+        **launch_options(x),
     )
     return rows
 
@@ -70,7 +72,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(x.shape[1])
     row_kernels.rms_norm[(len(x),)](
-        x, weight, y, x.stride(0), x.shape[1], eps, W=width, num_warps=tiles.row_warps(width)
+        x,
+        weight,
+        y,
+        x.stride(0),
+        x.shape[1],
+        eps,
+        W=width,
+        num_warps=tiles.row_warps(width),
+        **launch_options(x),
     )
     return y
 
@@ -89,6 +99,7 @@ def rms_norm_q8(x: Tensor, weight: Tensor, eps: float) -> Q8Rows:
         eps,
         W=width,
         num_warps=tiles.row_warps(width),
+        **launch_options(x),
     )
     return rows
 
@@ -105,6 +116,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         gate.shape[1],
         W=tiles.ROW_COLUMNS,
         num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
+        **launch_options(y),
     )
     return y
 

@@ -55,8 +55,12 @@ def gemv_tile(type_name: str, n_tokens: int) -> Tile:
 
 
 def fused_tile(n_tokens: int) -> Tile:
-    """The same for a product that quantizes its input, which more rows and threads share."""
-    return Tile(64 if n_tokens <= 2 else 32, n_tokens, 8)
+    """The same for a product that quantizes its input. One token's was measured, the others share their
+    input among more rows and threads.
+    """
+    if n_tokens == 1:
+        return Tile(16, 1, 4)
+    return Tile(64 if n_tokens == 2 else 32, n_tokens, 8)
 
 
 def fused_columns(n_columns: int, n_tokens: int, is_norm: bool) -> int:

@@ -119,16 +119,18 @@ class _Group:
 
     def choose(self, is_given: bool, is_greedy: bool, stages: Sequence[int]) -> None:
         """Chooses a token for each record, and fills in its results."""
-        peak = self._logits.amax(1).double()
+        peak, likeliest = self._logits.max(1)  # the lowest id of equals
+        peak = peak.double()
         results = {"peak": peak}
         if not is_given:
             self._edit_rows()
             for stage in stages:
                 self._run(stage)
             if self.x is not self._logits:
-                results["last_peak"] = self.x.amax(1).double()
-            if is_greedy:  # the lowest id of equals
-                results["token"] = self.x.argmax(1).double()
+                last_peak, likeliest = self.x.max(1)
+                results["last_peak"] = last_peak.double()
+            if is_greedy:
+                results["token"] = likeliest.double()
             else:
                 results["token"], results["probability"] = self._draw()
         has_logprobs = self._numbers("has_logprobs").any()

@@ -18,6 +18,7 @@ from kukri.errors import UnsupportedError
 from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import attention, tiles
 from kukri.kernels.gpu.backend import GpuBackend
+from kukri.kernels.pytorch.ops import TorchOps
 from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
@@ -129,12 +130,20 @@ QUICK = ("qwen2_moe", "hunyuan_v1_dense")
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=SLOW) for n in TINY if n not in QUICK)])
 def test_logits_are_those_of_the_reference(name, monkeypatch):
     """An op under another name, a bias or residual that no launch adds, a rotation or softcap left out; a
-    decode step that cannot be captured.
+    decode step that cannot be captured; a product of PyTorch's amid a promise of bits.
     """
     capture = Recorder(monkeypatch) if IS_INTERPRETED else None
     model, backend = model_of(name, 1), GpuBackend(DEVICE, capture=capture)
     want = Driver(Int8Inputs(model), ReferenceBackend(), kv_type="f16").run(IDS, [4])
+    product, shapes = TorchOps.product, []
+
+    def counted(ops, x, weights):
+        shapes.append(x.shape)
+        return product(ops, x, weights)
+
+    monkeypatch.setattr(TorchOps, "product", counted)
     assert_near(Driver(model, backend, kv_type="f16").run(IDS, [3, 1]), want, len(model.blocks))
+    assert not (shapes and backend.is_batch_invariant)
 
 
 def test_types_that_no_kernel_reads_are_dequantized():
