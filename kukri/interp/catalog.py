@@ -58,7 +58,8 @@ class Catalog:
                     point = find(full_name(hook, model.config.n_layers), model.points)
                 except HookError as error:
                     raise ConfigError(f"{kind} {name!r}: {error}") from None
-                width = 0 if len(point.needs) != 1 or point.matrix else model.trace.widths[point.tap]
+                is_tapped = len(point.needs) == 1 and not (point.matrix or point.steps)
+                width = model.trace.widths[point.tap] if is_tapped else 0
                 if width != reader.width:
                     does = "reads" if hook == reader.name else "writes"
                     raise ConfigError(

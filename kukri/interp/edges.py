@@ -22,7 +22,8 @@ import numpy.typing as npt
 from kukri.errors import RequestError, UnsupportedError, brief
 from kukri.interp.fitting import graded_runs, text_groups
 from kukri.interp.gradients import Metric
-from kukri.interp.names import Point, apply_norm, norm_scale, normalized
+from kukri.interp.head_inputs import gradient, head_steps
+from kukri.interp.names import Point, apply_norm
 from kukri.interp.patching import HasInterp
 from kukri.interp.session import Session
 from kukri.interp.tape import TextRows
@@ -255,15 +256,6 @@ def _targets(session: Session, tape: Any) -> Iterator[tuple[list[str], int, Floa
 
 def _head_gradients(point: Point, grad: FloatArray, stream: FloatArray) -> Iterator[FloatArray]:
     """The gradient at the stream that each head reads, [rows, D], from that at what it makes of it."""
-    assert point.matrix is not None
-    weights = weight_rows(point.matrix).reshape(grad.shape[1], grad.shape[2], -1)
-    norm = point.norm
-    for h, weight in enumerate(weights):
-        back = grad[:, h] @ weight
-        if norm is not None:
-            back = back * norm.weight.data
-            if norm.centers:
-                back -= back.mean(axis=1, keepdims=True)
-            unit = normalized(norm, stream)
-            back = (back - unit * (back * unit).mean(axis=1, keepdims=True)) / norm_scale(norm, stream)
-        yield back
+    shared, of_heads = head_steps(point.steps, grad.shape[2], grad.shape[1])
+    for h, steps in enumerate(of_heads):
+        yield gradient([*shared, *steps], stream, grad[:, h])

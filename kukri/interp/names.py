@@ -17,7 +17,7 @@ import numpy as np
 
 from kukri.errors import HookError, close_matches
 from kukri.kernels.arrays import FloatArray
-from kukri.models.trace import Matrix, Norm, Trace
+from kukri.models.trace import Matrix, Norm, Step, Trace
 
 Form = Literal[
     "plain",  # [.., width], as the tap has it
@@ -136,6 +136,7 @@ class Point:
     edit_tap: str = ""
     norm: Norm | None = None  # for the forms that need one
     matrix: Matrix | None = None  # that the tap is multiplied by first, for a product that no tap shows
+    steps: tuple[Step, ...] = ()  # for heads' inputs: what makes a query, key or value of one
     # for scores and patterns: the layer whose keys and values it reads, and the tap of these values
     kv_layer: int | None = None
     values_tap: str = ""
@@ -218,8 +219,8 @@ def _block_points(trace: Trace, layer: int) -> Iterator[Point]:
             continue  # a norm may stand between the heads' matrix and the stream
         read_tap = norm.source if form == "normalized" and norm is not None else full_tap
         if read_tap is not None:
-            kv = kv_layer, values_tap
-            yield Point(f"{prefix}{name}", read_tap, form, layer, edit_tap, norm, None, *kv)
+            full = f"{prefix}{name}"
+            yield Point(full, read_tap, form, layer, edit_tap, norm, kv_layer=kv_layer, values_tap=values_tap)
 
 
 def _product_points(trace: Trace, layer: int) -> Iterator[Point]:
@@ -249,14 +250,15 @@ def _head_input_points(trace: Trace, layer: int) -> Iterator[Point]:
     found: dict[str, Point] = {}
     for x in "qkv":
         edit_tap = f"{prefix}attn.hook_{x}"
-        matrix = trace.matrices.get(edit_tap)
-        if matrix is None or matrix.source is None:
+        if edit_tap not in trace.paths:
             continue
-        norm = trace.norms.get(matrix.source)
-        tap = matrix.source if norm is None else norm.source
-        if tap is not None:
+        tap, steps = trace.paths[edit_tap]
+        norm = trace.norms.get(tap)
+        if norm is not None:
+            tap, steps = norm.source or "", (norm, *steps)
+        if tap:
             name = f"hook_{x}_input"
-            found[x] = Point(f"{prefix}attn.{name}", tap, "head_inputs", layer, edit_tap, norm, matrix)
+            found[x] = Point(f"{prefix}attn.{name}", tap, "head_inputs", layer, edit_tap, steps=steps)
             yield from (found[x], replace(found[x], name=prefix + name))
     if len(found) == 3:  # one input for all three: grouped keys and values have the first copies
         for name in (f"{prefix}attn.hook_attn_in", f"{prefix}hook_attn_in"):

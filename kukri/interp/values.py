@@ -11,7 +11,8 @@ import numpy.typing as npt
 from kukri.config import ModelConfig
 from kukri.engine.request_images import RequestImages
 from kukri.interp.attention import as_cached, mixed, pattern, scores
-from kukri.interp.names import LOGITS, Point, apply_norm, norm_scale, normalized, points, scaled
+from kukri.interp.head_inputs import head_steps, through
+from kukri.interp.names import LOGITS, Point, norm_scale, normalized, points, scaled
 from kukri.interp.weights import Weights
 from kukri.interp.weights import bias as weight_bias
 from kukri.interp.weights import rows as weight_rows
@@ -135,15 +136,12 @@ class Model:
 
     def of_inputs(self, point: Point, x: FloatArray, wanted: Any) -> FloatArray:
         """Queries, keys or values [n, K] of heads by their inputs x [rows, H, D], if `wanted` [rows, H]."""
-        assert point.matrix is not None
-        d_head = self._d_head(point)
-        weights = self.heads(weight_rows(point.matrix).T, d_head).swapaxes(0, 1)  # [H, D, K]
-        biases = weight_bias(point.matrix).reshape(-1, d_head)
+        shared, of_heads = head_steps(point.steps, self._d_head(point), wanted.shape[1])
         of_head = np.nonzero(wanted)[1]
-        given = x[wanted] if point.norm is None else apply_norm(point.norm, x[wanted])
-        found = np.empty((len(given), d_head), np.float32)
+        given = through(shared, x[wanted])
+        found = np.empty((len(given), self._d_head(point)), np.float32)
         for head in np.unique(of_head):
-            found[of_head == head] = given[of_head == head] @ weights[head] + biases[head]
+            found[of_head == head] = through(of_heads[head], given[of_head == head])
         return found
 
     @staticmethod

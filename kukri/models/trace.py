@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kukri.kernels.constants import Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.op_set import Program
@@ -44,6 +44,20 @@ class Matrix:
     source: str | None
 
 
+Step = Norm | Matrix | float  # a norm's weight is as wide as a row, or as a head; a float is a factor
+
+
+class Path(NamedTuple):
+    """How a value is made of what a tap shows."""
+
+    tap: str
+    steps: tuple[Step, ...] = ()
+
+    def then(self, step: Step) -> Path:
+        """With another step."""
+        return Path(self.tap, (*self.steps, step))
+
+
 @dataclass(frozen=True)
 class Heads:
     """A layer's attention, the frequencies of its rotation, None on a NoPE layer, and the tap of its values,
@@ -64,18 +78,24 @@ class _Value:
     made_by: Norm | Matrix | None = None
     rope: RopeFrequencies | None = None
     product: Matrix | None = None  # that a norm was applied to
+    path: Path | None = None  # None if other ops, or several values, made it
+
+    def then(self, step: Step) -> Path | None:
+        """The path of what a step makes of it."""
+        return None if self.path is None else self.path.then(step)
 
 
 class Trace:
     """The parts of a model.
 
     `taps`: full names, in the order of a step. `norms` and `matrices`: what made a tapped value, by the tap's
-    name; `products`: matrices, of values that were normalized too. `head_norms`: the norms of heads, by the
-    tap of what they read. `heads` and `routings`: by layer. `embedding`: the matrix of the
-    tokens; `unembedding`: the last product. `row_taps`: taps that see only rows with logits. `widths`:
-    columns of each tap. `inputs`: the tap that sees a matrix's input, by the name of the weight, for those
-    whose input is seen. `multiplied`: the shape (out, in) of each matrix that is multiplied, by its name: of
-    experts each, and no embedding.
+    name; `products`: matrices, of values that were normalized too; `paths`: how a value is made of an earlier
+    tap's, if norms, matrices and factors alone do that. `head_norms`: the norms of heads, by the tap of what
+    they read. `heads` and `routings`: by layer. `embedding`: the matrix of the tokens; `unembedding`: the
+    last product. `row_taps`: taps that see only rows with logits. `widths`: columns of each tap. `inputs`:
+    the tap that sees a matrix's input, by the name of the weight, for those whose input is seen.
+    `multiplied`: the shape (out, in) of each matrix that is multiplied, by its name: of experts each, and no
+    embedding.
     """
 
     def __init__(self, program: Program, updates: Mapping[str, LowRank] | None = None) -> None:
@@ -85,6 +105,7 @@ class Trace:
         self.norms: dict[str, Norm] = {}
         self.matrices: dict[str, Matrix] = {}
         self.products: dict[str, Matrix] = {}
+        self.paths: dict[str, Path] = {}
         self.head_norms: dict[str, Norm] = {}
         self.heads: dict[int, Heads] = {}
         self.routings: dict[int, Routing] = {}
@@ -131,17 +152,18 @@ class Trace:
 
     def rms_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
         """A value that knows its norm."""
-        return _Value(x.width, made_by=Norm(weight, None, eps, x.tap, False), product=_product(x))
+        return _normed(x, Norm(weight, None, eps, x.tap, False))
 
     def layer_norm(self, x: _Value, weight: Vector, bias: Vector, eps: float) -> _Value:
         """A value that knows its norm."""
-        return _Value(x.width, made_by=Norm(weight, bias, eps, x.tap, True), product=_product(x))
+        return _normed(x, Norm(weight, bias, eps, x.tap, True))
 
     def head_norm(self, x: _Value, weight: Vector, eps: float) -> _Value:
         """Notes the norm under the tap of its input."""
+        norm = Norm(weight, None, eps, x.tap, False)
         if x.tap is not None:
-            self.head_norms[x.tap] = Norm(weight, None, eps, x.tap, False)
-        return _Value(x.width, product=_product(x))
+            self.head_norms[x.tap] = norm
+        return _Value(x.width, product=_product(x), path=x.then(norm))
 
     def linear(
         self,
@@ -159,7 +181,9 @@ class Trace:
         self._multiply(x, weights, weights)
         if tap is not None:
             self.tap(*tap, _Value(width, made_by=matrix))
-        return _Value(width, made_by=None if residual is not None else matrix)
+        if residual is not None:
+            return _Value(width)
+        return _Value(width, made_by=matrix, path=x.then(matrix))
 
     def route(self, logits: _Value, routing: Routing, tap: tuple[str, int | None] | None = None) -> _Value:
         """Notes the layer's routing."""
@@ -177,16 +201,18 @@ class Trace:
 
     def scale(self, x: _Value, factor: float) -> _Value:
         """A value that knows what was scaled."""
-        return _Value(x.width, product=_product(x))
+        return _Value(x.width, product=_product(x), path=x.then(factor))
 
     def split(self, x: _Value, widths: Sequence[int]) -> tuple[_Value, ...]:
         """Parts that know their rows of the weights."""
         parts, start = [], 0
         for width in widths:
-            made_by = x.made_by
+            made_by, path = x.made_by, None
             if isinstance(made_by, Matrix):
                 made_by = replace(made_by, start=start, stop=start + width)
-            parts.append(_Value(width, made_by=made_by))
+                if x.path is not None and x.path.steps:
+                    path = Path(x.path.tap, (*x.path.steps[:-1], made_by))
+            parts.append(_Value(width, made_by=made_by, path=path))
             start += width
         return tuple(parts)
 
@@ -222,7 +248,7 @@ class Trace:
     def logit_rows(self, x: _Value, batch: Any) -> _Value:
         """The same tap shows the rows that are left."""
         self._has_rows = True
-        return _Value(x.width, tap=x.tap)
+        return _Value(x.width, tap=x.tap, path=x.path)
 
     def tap(self, name: str, layer: int | None, x: _Value) -> _Value:
         """Notes the tap, and what made its value."""
@@ -238,12 +264,19 @@ class Trace:
             self.products[full_name] = product
         if self._has_rows:
             self.row_taps.add(full_name)
-        return _Value(x.width, full_name, x.made_by, x.rope, x.product)
+        if x.path is not None and x.path.steps:
+            self.paths[full_name] = x.path
+        return _Value(x.width, full_name, x.made_by, x.rope, x.product, Path(full_name))
 
     def _multiply(self, x: _Value, parts: Sequence[Weight | Experts], weights: Sequence[Weight]) -> None:
         if x.tap is not None:
             self.inputs |= {part.name: x.tap for part in parts}
         self.multiplied |= {weight.name: weight.shape for weight in weights}
+
+
+def _normed(x: _Value, norm: Norm) -> _Value:
+    """A value that knows its norm."""
+    return _Value(x.width, made_by=norm, product=_product(x), path=x.then(norm))
 
 
 def _product(x: _Value) -> Matrix | None:

@@ -10,6 +10,8 @@ from kukri.errors import RequestError
 from kukri.interp.atp_star import atp_star
 from kukri.interp.edges import _Pair, edge_attribution_patch, patch_edge, patch_edges
 from kukri.interp.gradients import attribution_patch, logit_difference, run_with_gradients
+from kukri.interp.head_inputs import gradient, head_steps, through
+from tests.interp.tl_models import session
 from tests.tiny_gguf import write_tiny
 
 METRIC = logit_difference([5, 9], [6, 11])
@@ -124,3 +126,23 @@ def test_a_dropped_layer_takes_no_gradient(llm, corrupted):
     by = run_with_gradients(llm, corrupted, METRIC, names)[2]["resid_post1"]
     expected = abs(((changes[0] - changes[1]) * by).sum(axis=(0, 2)))
     np.testing.assert_allclose(found.mlp_out[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "letter"),
+    [("phi", "q"), ("falcon_h1", "k"), ("gemma4_text-keys", "v"), ("deepseek_v3", "q")],
+)
+def test_gradients_of_a_heads_input(name, letter):
+    """A norm with a mean, a factor, a norm of values, or a narrow row between two matrices, backwards."""
+    own = session(name)
+    point = own.point((f"{letter}_input", 1))
+    d_head = own.trace.head_width(point.edit_tap)
+    shared, of_heads = head_steps(point.steps, d_head, own.trace.widths[point.edit_tap] // d_head)
+    steps = [*shared, *of_heads[-1]]
+    rng = np.random.default_rng(3)
+    x, change = rng.standard_normal((2, 5, own.config.d_model)).astype(np.float32)
+    grad = rng.standard_normal((5, d_head)).astype(np.float32)
+    after, before = (through(steps, x + np.float32(step) * change) for step in (1e-2, -1e-2))
+    slope = ((after - before) * grad).sum(axis=1) / 2e-2
+    found = (gradient(steps, x, grad) * change).sum(axis=1)
+    np.testing.assert_allclose(found, slope, rtol=1e-2, atol=1e-2 * np.abs(slope).max())

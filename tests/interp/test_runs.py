@@ -45,14 +45,22 @@ def test_texts_of_a_batch_are_as_alone(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", ["smollm3", "qwen3", "phi", "olmo2"])
-def test_inputs_of_single_heads(name, backend):
-    """An input that another head reads too, one after the norm, or a bias that is lost."""
+@pytest.mark.parametrize(
+    ("name", "letters"),
+    [
+        *((name, "qkv") for name in ("smollm3", "qwen3", "phi", "olmo2", "falcon_h1", "gemma4_text-keys")),
+        *((name, "q") for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite")),
+    ],
+)
+def test_inputs_of_single_heads(name, letters, backend):
+    """An input that another head reads too, one after the norm, a bias, a factor or a later norm that is
+    lost.
+    """
     own = session(name, backend)
     _, other = own.run_with_cache(
-        IDS[:, ::-1], ["blocks.1.hook_resid_pre", *(f"blocks.1.attn.hook_{x}" for x in "qkv")]
+        IDS[:, ::-1], ["blocks.1.hook_resid_pre", *(f"blocks.1.attn.hook_{x}" for x in letters)]
     )
-    for x in "qkv":
+    for x in letters:
         made, head = other[x, 1], other[x, 1].shape[2] - 1
 
         def patch_input(value, hook):
