@@ -67,6 +67,17 @@ class FeatureReader(Protocol):
         ...
 
 
+def keep_largest(x: FloatArray, k: int) -> None:
+    """Sets all but the k largest numbers of each row of x [rows, n] to 0. Those that equal the k-th stay."""
+    n_columns = 4 * k  # of which at least k have a number that is as large as the k-th
+    for row in x:
+        found = row
+        if len(row) >= 4 * n_columns:
+            columns = row[: len(row) // n_columns * n_columns].reshape(-1, n_columns).max(axis=0)
+            found = row[~(row < np.partition(columns, -k)[-k])]
+        np.copyto(row, 0, where=row < np.partition(found, -k)[-k])
+
+
 class Probe:
     """Scores x W^T + b of activations at one hook. Attributes: name (of the hook), weight [n, width],
     bias [n], labels (of the n scores).
@@ -215,10 +226,7 @@ class SparseAutoencoder:
         if self.kind == "jumprelu":
             return np.where(found > np.maximum(arrays["threshold"], 0), found, np.float32(0))
         if self.kind == "topk":
-            kept = np.argpartition(-found, self._k - 1, axis=1)[:, : self._k]
-            chosen = np.zeros_like(found)
-            np.put_along_axis(chosen, kept, np.take_along_axis(found, kept, 1), 1)
-            found = chosen
+            keep_largest(found, self._k)
         return np.maximum(found, 0)
 
     @property

@@ -23,7 +23,7 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, read
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
 from kukri.interp.products import Product
-from kukri.interp.readers import Choose, as_floats, sparse_product
+from kukri.interp.readers import Choose, as_floats, keep_largest, sparse_product
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 
@@ -167,8 +167,7 @@ class Layer:
         if threshold is not None:
             found[found <= threshold] = 0
         if self._k:
-            least = np.partition(found, -self._k, axis=1)[:, -self._k, None]
-            found[found < least] = 0
+            keep_largest(found, self._k)
         return np.maximum(found, 0, out=found)
 
     @cached_property

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from kukri import LLM
 from kukri.errors import ConfigError, FormatError, RequestError, UnsupportedError
 from kukri.interp import SparseAutoencoder
+from kukri.interp.readers import keep_largest
 from kukri.interp.transcoders import Transcoders
 from kukri.sampling import SamplingParams
 from tests.interp.test_interventions import sae_files
@@ -394,6 +395,21 @@ def test_gemma_scope_2_across_layers(tmp_path):
     for i, layer in found.layers.items():
         assert layer.n_written == L - i
         np.testing.assert_array_equal(layer.decoders(np.array([3, 5])), arrays_of(i, True)["W_dec"][[3, 5]])
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 5), (40, 40), (1000, 1), (1003, 13), (5000, 32)])
+def test_the_largest_of_each_row_are_kept(n, k):
+    """A bound of columns that is above the k-th, numbers after the last whole column, equal ones."""
+    x = np.random.default_rng(n).integers(-(10**6), 10**6, (20, n)).astype(np.float32)
+    x[1, -3:] = 2e6
+    x[2] = 1
+    x[3, :k] = 3e6  # side by side
+    expected = np.where(x >= np.sort(x, axis=1)[:, -k, None], x, 0)
+    keep_largest(x, k)
+    np.testing.assert_array_equal(x, expected)
+    unknown = np.full((1, n), np.nan, np.float32)
+    keep_largest(unknown, k)
+    assert np.isnan(unknown).all()
 
 
 def test_topk_by_the_lengths_of_decoders(tmp_path):
