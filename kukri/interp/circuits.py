@@ -29,7 +29,7 @@ from kukri.kernels.arrays import FloatArray
 
 Indices = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (targets done, targets in all)
-Held = Literal["features", "choice", "attention", "nothing"]
+Held = Literal["features", "choice", "attention", "patterns", "nothing"]
 _BATCH = 64  # targets that go back at once, if memory has room for them
 _GRADIENTS = 8  # that are alive at a time, of each row of a target
 _UPDATES = 8  # times that the most influential features are chosen

@@ -73,7 +73,7 @@ class FrozenTape(Tape):
             k, v = self._kv[spec.kv_layer]
         self._kv[spec.layer] = k, v
         shape = len(q.x), spec.n_kv_heads, spec.group, spec.d_head
-        shares = self._frozen(lambda: _shares(q.x, k.x, spec)[1])  # [G, R, T, T]
+        shares = self._frozen(lambda: _shares(q.x, k.x, spec)[1], is_pattern=True)  # [G, R, T, T]
         values = v.x.reshape(len(v.x), spec.n_kv_heads, -1).transpose(1, 0, 2)
         out = (shares @ values[:, None]).transpose(2, 0, 1, 3).reshape(q.x.shape)
         found = v
@@ -115,7 +115,7 @@ class FrozenTape(Tape):
         self._at[full_name] = len(self._nodes) - 1
         return found
 
-    def _frozen(self, make: Callable[[], FloatArray]) -> FloatArray:
+    def _frozen(self, make: Callable[[], FloatArray], is_pattern: bool = False) -> FloatArray:
         """A constant of the run."""
         self._constants.append(make())
         return self._constants[-1]
@@ -149,18 +149,26 @@ class FrozenTape(Tape):
 
 
 class ReplayedTape(FrozenTape):
-    """The same run again, with patterns, scales and gates of `first`, and MLPs that write something else.
+    """The same run again, with patterns, scales and gates of `first`, or with its patterns alone, and MLPs
+    that write something else.
 
-    `output(tap)` is what one writes, once what it reads is known: `value` of that tap.
+    `output(tap, x)` is what one writes in the place of x, once what it reads is known: `value` of that tap.
     """
 
-    def __init__(self, first: FrozenTape, output: Callable[[str], FloatArray]) -> None:
+    def __init__(
+        self,
+        first: FrozenTape,
+        output: Callable[[str, FloatArray], FloatArray],
+        holds_patterns_alone: bool = False,
+    ) -> None:
         super().__init__(first._matrices, first._ropes, first.reads, first.writes, first._skips)
         self._given_output, self._replayed = output, iter(first._constants)
+        self._holds_patterns_alone = holds_patterns_alone
         self.keeps_matrices = first.keeps_matrices
 
-    def _frozen(self, make: Callable[[], FloatArray]) -> FloatArray:
-        return next(self._replayed)
+    def _frozen(self, make: Callable[[], FloatArray], is_pattern: bool = False) -> FloatArray:
+        constant = next(self._replayed)
+        return make() if self._holds_patterns_alone and not is_pattern else constant
 
     def _output(self, tap: str, x: FloatArray) -> FloatArray:
-        return self._given_output(tap)
+        return self._given_output(tap, x)

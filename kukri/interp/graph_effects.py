@@ -69,7 +69,7 @@ class GraphMeasure:
         shape = first.value(writes[0]).shape
         features: dict[int, FloatArray] = {}  # how those of the graph change
 
-        def output(tap: str) -> FloatArray:
+        def output(tap: str, own: FloatArray) -> FloatArray:
             i = writes.index(tap)
             layer = transcoders.layers[i]
             x, before = tape.value(reads[i]), first.value(reads[i])
@@ -80,12 +80,14 @@ class GraphMeasure:
             for j in range(layer.n_written):
                 change = changes.setdefault(i + j, np.zeros(shape, np.float32))
                 np.add.at(change, positions, written[:, j])
+            if held == "patterns":  # the MLP answers itself
+                return own + changes[i]
             found: FloatArray = first.value(tap) + changes[i]
             if layer.skip is not None:
                 found += (x - before) @ layer.skip.T
             return found
 
-        tape = ReplayedTape(first, output)
+        tape = ReplayedTape(first, output, holds_patterns_alone=held == "patterns")
         with session.alone():
             tape.run(session.model, TextRows.of([self._graph.token_ids.astype(np.int32)]))
         return self._by_node(features, tape.value(FINAL)[-1] - first.value(FINAL)[-1])
@@ -103,12 +105,17 @@ class GraphMeasure:
         change = np.zeros((len(x), layer.n_features), np.float32)
         if held != "features" and not np.array_equal(x, before):
             was = layer.features(before)
-            change = layer.features(x) - was if held == "attention" else _of_active(layer, was, x - before)
-        change[positions[given], numbers[given]] = ((targets - 1) * self._graph.activations[nodes])[given]
-        if held != "features":
-            return change[positions, numbers], change
-        moved = _products(layer, positions, numbers, x - before)
-        return np.where(given, change[positions, numbers], moved), change
+            change = _of_active(layer, was, x - before) if held == "choice" else layer.features(x) - was
+        places = positions[given], numbers[given]
+        moved, wanted = change[positions, numbers], ((targets - 1) * self._graph.activations[nodes])[given]
+        if held == "features":
+            moved = _products(layer, positions, numbers, x - before)
+        moved[given] = wanted
+        if held == "patterns":  # what the MLP writes has the other changes in it, and the feature's own
+            wanted = wanted - change[places]
+            change[:] = 0
+        change[places] = wanted
+        return moved, change
 
     def _in_the_model(self, factors: Mapping[int, float]) -> FloatArray:
         if self._before is None:

@@ -69,7 +69,7 @@ class FeatureReader(Protocol):
 
 def keep_largest(x: FloatArray, k: int) -> None:
     """Sets all but the k largest numbers of each row of x [rows, n] to 0. Those that equal the k-th stay."""
-    n_columns = 4 * k  # of which at least k have a number that is as large as the k-th
+    n_columns = 4 * k  # the k-th largest of their maxima is no larger than the k-th of all
     for row in x:
         found = row
         if len(row) >= 4 * n_columns:

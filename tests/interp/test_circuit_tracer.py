@@ -13,6 +13,7 @@ import torch
 from kukri import LLM
 from kukri.interp import SparseAutoencoder
 from kukri.interp.circuits import attribute
+from kukri.interp.graph_effects import GraphMeasure
 from kukri.interp.transcoders import Transcoders
 from tests.tiny_gguf import write_tiny
 
@@ -126,6 +127,38 @@ def test_graphs_are_circuit_tracers(llm, tmp_path, form):
     assert (links[own][:, own] == masks[1].numpy()[order][:, order]).mean() > 0.999
     made = models.Model(**ours.as_json(llm.tokenizer.token_text, "tiny"))
     assert len(made.nodes) == nodes.sum()
+
+
+@pytest.mark.parametrize("form", ["single", "skip", "across"])
+def test_interventions_are_circuit_tracers(llm, tmp_path, form):
+    """Effects with other things held than the package holds: all but direct effects, or patterns alone."""
+    model = hooked(llm, random_set(tmp_path / "t", form))
+    transcoders = llm.interp.catalog.transcoders["mine"] = Transcoders.load(tmp_path / "t")
+    graph = attribute(llm, IDS, transcoders, max_logits=4, max_features=10_000)
+    measure = GraphMeasure(llm, graph, "mine")
+    n, ids = len(graph.features), torch.tensor(IDS)
+    layers, positions, numbers = torch.from_numpy(graph.features.T)
+
+    def run(node, factor, **options):
+        """Features [n], and logits less their mean."""
+        given = [*graph.features[node].tolist(), factor * float(graph.activations[node])]
+        logits, features = model.feature_intervention(ids, [tuple(given)], **options)
+        lead = logits[0, -1] - logits[0, -1].mean()
+        return torch.cat([features[layers, positions, numbers], lead[graph.logit_tokens]]).numpy()
+
+    for held, options in (
+        ("features", {"constrained_layers": range(L), "apply_activation_function": False}),
+        ("patterns", {}),
+    ):
+        before = run(0, 1.0, **options)
+        for node, factor in ((0, 0.0), (n // 3, 30.0), (n // 2, -20.0), (n - 1, 0.0)):
+            expected = run(node, factor, **options) - before
+            found = measure.effects({node: factor}, held=held)
+            found = np.concatenate([found[:n], found[-len(graph.logit_tokens) :]])
+            others = np.arange(len(found)) != node  # the package shows it as if it had not been set
+            assert expected[others].any()
+            tolerance = max(1e-3 * abs(expected[others]).max(), 5e-6)  # of float32 numbers of about 1
+            np.testing.assert_allclose(found[others], expected[others], rtol=1e-3, atol=tolerance)
 
 
 def fill(made):

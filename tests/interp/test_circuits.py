@@ -414,10 +414,34 @@ def test_effects_in_the_model(pair, tmp_path):
         n_logits = len(graph.logit_tokens)
         np.testing.assert_allclose(found[-n_logits:], leads[1] - leads[0], atol=1e-4)
         assert found[node] == -graph.activations[node]
-    with pytest.raises(RequestError, match="held must be features, choice, attention, nothing, not 'norms'"):
+    with pytest.raises(
+        RequestError, match="held must be features, choice, attention, patterns, nothing, not"
+    ):
         measure.effects({0: 0.0}, held="norms")
     with pytest.raises(RequestError, match="the features are nodes"):
         measure.effects({len(graph.edges): 0.0})
+
+
+@pytest.mark.parametrize("form", ["single", "across"])
+def test_effects_in_the_model_with_its_patterns(pair, tmp_path, form):
+    """Norms or MLPs that do not answer, patterns that do: the model, with each layer's pattern put back."""
+    folder = save_across(tmp_path / "t") if form == "across" else save_single(tmp_path / "t")
+    llm, graph, measure = measured(pair, folder)
+    names = [f"blocks.{i}.attn.hook_pattern" for i in range(graph.n_layers)]
+    before, cache = llm.interp.run_with_cache(IDS, names)
+
+    def put_back(value, hook):
+        return cache[hook.name]
+
+    hooks = [(name, put_back) for name in names]
+    for node in (0, len(graph.features) // 2, len(graph.features) - 1):
+        edits = graph.interventions({node: 0.0}, "mine")
+        after = llm.interp.run_with_hooks(IDS, hooks, interventions=edits)
+        leads = [(one[0, -1] - one[0, -1].mean())[graph.logit_tokens] for one in (before, after)]
+        found = measure.effects({node: 0.0}, held="patterns")
+        np.testing.assert_allclose(found[-len(leads[0]) :], leads[1] - leads[0], atol=1e-4)
+        assert found[node] == -graph.activations[node]
+    assert not measure.effects({0: 1.0}, held="patterns").any()
 
 
 def test_a_graph_of_another_model_is_not_measured(pair, tmp_path):
