@@ -294,7 +294,7 @@ _RowOrder = Callable[[str, int], npt.NDArray[np.int64] | None]
 def _row_orders(model: Model, *, is_gguf: bool) -> _RowOrder:
     """Gives the order of rows in the file by a matrix's name and their number; None for as they are."""
     architecture = ARCHITECTURES[model.config.architecture]
-    is_interleaved = architecture.interleaved_rope if is_gguf else architecture.hf_interleaved_rope
+    is_interleaved = architecture.in_pairs(model.config) if is_gguf else architecture.hf_interleaved_rope
     return lambda name, n_rows: rope_row_order(name, n_rows, model.config) if is_interleaved else None
 
 

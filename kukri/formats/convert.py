@@ -209,10 +209,11 @@ def _of_safetensors(
     shape, type = ((tensor.shape[0] - first) // n_parts, *tensor.shape[1:]), QUANT_TYPES[tensor.dtype]
     n_rows = shape[0]
     order: Any = slice(None)
-    if architecture.interleaved_rope and not architecture.hf_interleaved_rope:
+    in_pairs = architecture.in_pairs(config)
+    if in_pairs and not architecture.hf_interleaved_rope:
         half_split = rope_row_order(name, shape[0], config)
         order = order if half_split is None else np.argsort(half_split)
-    elif architecture.hf_interleaved_rope and not architecture.interleaved_rope:
+    elif architecture.hf_interleaved_rope and not in_pairs:
         canonical = hf_name(stored_name, config.architecture)
         half_split = rope_row_order(canonical, shape[0], config)
         order = order if half_split is None else half_split

@@ -41,7 +41,7 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
     for name, update in adapter.updates.items():
         whole, expert = of_experts(name)
         updates.setdefault(gguf_name(whole, config.architecture), []).append((name, expert, update))
-    in_pairs = ARCHITECTURES[config.architecture].interleaved_rope
+    in_pairs = ARCHITECTURES[config.architecture].in_pairs(config)
 
     def merged(step: Step) -> Step:
         if step.name not in updates:

@@ -138,6 +138,13 @@ class Architecture:
         if not self.gguf:
             object.__setattr__(self, "gguf", self.name)
 
+    def in_pairs(self, config: ModelConfig) -> bool:
+        """True if rows of q and k in GGUF are ordered so that dimensions 2i and 2i + 1 rotate together.
+
+        In files of `gguf_seeing` they never are.
+        """
+        return self.interleaved_rope and not (config.rope.axes and self.gguf_seeing)
+
     def bias_rule(self, module: str) -> str | bool:
         """Bias of a layer's matrix: True, False, or the key of config.json that says so."""
         return self.biases.get(module, self.biases.get(module.partition(".")[0], False))

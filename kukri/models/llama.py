@@ -156,6 +156,7 @@ LLAMA = Architecture(
     "llama",
     Llama,
     "LlamaForCausalLM",
+    gguf_seeing="paddleocr",
     interleaved_rope=True,
     reads={"attention_bias", "mlp_bias"},
     defaults={"num_key_value_heads": None},

@@ -36,13 +36,9 @@ from tests.vision.tiny_vision import (
 BOUND = 3e-3  # of the CPU
 
 
-# kukri writes the text alone of the others
-IN_GGUF = [name for name in FAMILIES if name != "paddleocr_vl"]
-
-
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "gemma4-whole")) for name in IN_GGUF],
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "gemma4-whole")) for name in FAMILIES],
 )
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
     """A family's name, transformers' model, and the folder of `hf`, `tiny.gguf` and `mmproj-tiny.gguf`."""
@@ -59,23 +55,6 @@ def run(pair: tuple[str, Any, Path]) -> Iterator[tuple[str, Any, LLM, Path]]:
     name, theirs, folder = pair
     with LLM(folder / "tiny.gguf", n_threads=1, max_requests=2) as llm:
         yield name, theirs, llm, folder
-
-
-def test_an_encoder_without_a_form_in_gguf_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a file of the text that asks for several positions a token, and so cannot be read."""
-    (tmp_path / "hf").mkdir()
-    save_with_processor(tmp_path / "hf", "paddleocr_vl")
-    convert_model(tmp_path / "hf", tmp_path / "tiny.gguf", "F32", dry_run=False, as_json=True)
-    assert "the encoder of images is left out" in capsys.readouterr().err
-    assert not (tmp_path / "mmproj-tiny.gguf").exists()
-    ids = [5, 6, 7]
-    logits = []
-    for path in (tmp_path / "tiny.gguf", tmp_path / "hf"):
-        with LLM(path, backend="reference") as llm:
-            logits.append(llm.run_with_hooks([ids]))
-    np.testing.assert_allclose(*logits, rtol=0, atol=1e-5 * np.abs(logits[0]).max())
 
 
 def test_logits_and_tokens_are_transformers_own(run: tuple[str, Any, LLM, Path]) -> None:
@@ -262,6 +241,8 @@ SIZES = {
         "mistral3": (48, 32),
         "lighton_ocr": (48, 32),
     },
+    # whose learned places libmtmd averages where there are fewer patches than places, 7 a side
+    "paddleocr_vl": (40, 32),
     **{"qwen2_5_vl": (120, 128), "qwen3_vl": (40, 24), "qwen3_5": (40, 24)},
     **{"gemma4": (192, 192), "gemma4-whole": (156, 252), "gemma4-unified": (192, 192)},
 }

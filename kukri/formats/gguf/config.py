@@ -306,7 +306,8 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     read_here |= {_NEXT_TOKEN} if architecture.next_token else set()
     if architecture.recurrent is not None:
         read_here |= {*architecture.recurrent.gguf.values(), _INTERVAL, _RECURRENT}
-    read_here |= architecture.gguf_reads | ({SECTIONS_KEY} if has_sections(architecture) else set())
+    read_here |= architecture.gguf_reads
+    read_here |= {SECTIONS_KEY} if has_sections(architecture, keys.prefix[:-1]) else set()
     read_here |= {fact.gguf for fact in mixture_facts(architecture)}
     if architecture.experts is not None:
         read_here |= {LEADING_DENSE} if architecture.experts.n_dense else set()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError, UnsupportedError
+from kukri.errors import FormatError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.models.keys import Keys
 from kukri.vision.config import VisionConfig
@@ -139,6 +139,15 @@ FAMILIES = {
     ),
     "lighton_ocr": replace(_MISTRAL3, projector="lightonocr", unread=frozenset()),
     "mistral3": _MISTRAL3,
+    "paddleocr_vl": Clip(
+        "paddleocr",
+        "PaddleOCRVL",
+        MERGE,
+        {
+            **{"projector.linear_1": "mm.1", "projector.linear_2": "mm.2"},
+            "projector.pre_norm": "mm.input_norm",
+        },
+    ),
     "qwen2_5_vl": Clip(
         "qwen2.5vl_merger",
         "Qwen2VL",
@@ -171,12 +180,9 @@ def stored_name(name: str, config: VisionConfig) -> str:
 
 
 def clip_of(config: VisionConfig) -> Clip:
-    """How llama.cpp writes the family of an encoder. Raises UnsupportedError if kukri does not know that."""
+    """How llama.cpp writes the family of an encoder."""
     types = vision_families()[config.family].hf_types
-    found = next((clip for name, clip in FAMILIES.items() if name in types), None)
-    if found is None:
-        raise UnsupportedError(f"kukri reads encoders of {config.family} from directories alone")
-    return found
+    return next(clip for name, clip in FAMILIES.items() if name in types)
 
 
 def colour_order(n: int, *, writes: bool) -> npt.NDArray[np.int64]:

@@ -46,14 +46,14 @@ def read_rope(
     return RopeConfig(theta, rotary_dim, _scaling(keys, gguf, architecture, max_context), axes)
 
 
-def has_sections(architecture: Architecture) -> bool:
-    """True if tokens of images may have several positions, which those of text have alike."""
-    return bool(architecture.gguf_seeing) or "mrope_interleaved" in architecture.defaults
+def has_sections(architecture: Architecture, name: str) -> bool:
+    """True if tokens of images may have several positions, alike in those of text, in files of a name."""
+    return architecture.gguf_seeing == name != "" or "mrope_interleaved" in architecture.defaults
 
 
 def _axes(keys: Keys, rotary_dim: int, architecture: Architecture) -> tuple[int, ...]:
     """The axis of each pair of dimensions, of a model whose tokens have several positions."""
-    if not has_sections(architecture) or not keys.has(SECTIONS_KEY):
+    if not has_sections(architecture, keys.prefix[:-1]) or not keys.has(SECTIONS_KEY):
         return ()
     sections = keys.items(SECTIONS_KEY, int)[:3]  # a fourth is for other kinds of tokens
     if len(sections) < 3 or min(sections) < 0 or sum(sections) != rotary_dim // 2:
@@ -138,7 +138,9 @@ def rope_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]
     """The keys of a configuration's RoPE. Raises UnsupportedError for a scaling without a key."""
     rope = config.rope
     keys: dict[str, Any] = {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.rotary_dim}
-    if rope.axes and has_sections(architecture):  # else a file of texts, whose tokens have one position
+    if rope.axes and has_sections(
+        architecture, architecture.gguf_seeing
+    ):  # else a file of texts, whose tokens have one position
         keys[SECTIONS_KEY] = np.array([*(rope.axes.count(axis) for axis in range(3)), 0], np.int32)
     return keys | (_scaling_keys(rope.scaling, architecture) if rope.scaling else {})
 

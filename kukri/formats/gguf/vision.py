@@ -149,7 +149,7 @@ def _preprocessor(keys: Keys, clip: Clip, vision: Mapping[str, Any]) -> dict[str
         token = (patch * vision["pooling_kernel_size"]) ** 2
         stated["max_soft_tokens"] = keys.whole("image_max_pixels", 280 * token) // token
         stated |= {"pooling_kernel_size": vision["pooling_kernel_size"], "do_normalize": True}
-    if clip.processor == "Qwen2VL":
+    if clip.processor in ("Qwen2VL", "PaddleOCRVL"):
         token = (patch * vision["spatial_merge_size"]) ** 2
         stated["min_pixels"] = keys.whole("image_min_pixels", 8 * token)
         stated["max_pixels"] = keys.whole("image_max_pixels", 4096 * token)

@@ -137,7 +137,8 @@ class GGUFWeights:
 
     def _row_order(self, name: str, n_rows: int) -> npt.NDArray[Any] | None:
         """The rows of a q or k projection in half-split order, None if the file's order is right."""
-        return rope_row_order(name, n_rows, self._config) if self._architecture.interleaved_rope else None
+        config = self._config
+        return rope_row_order(name, n_rows, config) if self._architecture.in_pairs(config) else None
 
 
 def _check_biases(gguf: GGUFFile, architecture: Architecture) -> None:

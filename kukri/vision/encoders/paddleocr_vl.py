@@ -55,8 +55,7 @@ class PaddleOcrVision(PlacedEncoder):
 
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
-    for key in ("hidden_act", "layer_norm_eps"):
-        vision.expect(key, SIGLIP_DEFAULTS[key])
+    vision.expect("hidden_act", SIGLIP_DEFAULTS["hidden_act"])
     rope = vision.value("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_theta", 10000) != 10000:
         raise vision.unsupported("rope_parameters", "must have the base 10000: kukri runs nothing else")
@@ -64,11 +63,11 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     values = {name: vision.value(own) for name, own in others.items()}
     vision.values = {**vision.values, **values, "temporal_patch_size": 1}
     merge = vision.whole("spatial_merge_size", most=64)
-    n_positions = (
-        max(vision.whole("image_size", most=1 << 13) // vision.whole("patch_size", most=1 << 10), 1) ** 2
-    )
+    side = vision.whole("image_size", most=1 << 20) // vision.whole("patch_size", most=1 << 10)
+    n_positions = vision.whole("num_position_embeddings", max(side, 1) ** 2, most=1 << 16)
     config = read_rotated(keys, vision, d_text, "paddleocr_vl", side=28 * merge, projector_eps=1e-5)
-    return replace(config, encoder=replace(config.encoder, n_positions=n_positions))
+    eps = vision.positive("layer_norm_eps")
+    return replace(config, encoder=replace(config.encoder, n_positions=n_positions, norm_eps=eps))
 
 
 PADDLEOCR_VISION = VisionFamily(
