@@ -15,7 +15,7 @@ from kukri import LLM
 from kukri.errors import FormatError, UnusedTensorError
 from kukri.formats.huggingface.config import hf_model_config, text_config
 from kukri.vision.encoders.idefics3 import nearest_places
-from kukri.vision.encoders.lfm2_vl import resized
+from kukri.vision.encoders.placed import averaged
 from tests.vision.tiny_checkpoints import save_with_processor
 from tests.vision.tiny_vision import (
     MODELS,
@@ -180,7 +180,7 @@ def test_positions_are_resized_as_torch_does(shape: tuple[int, int]) -> None:
     want = torch.nn.functional.interpolate(
         torch.from_numpy(grid).permute(2, 0, 1)[None], shape, mode="bilinear", antialias=True
     )
-    np.testing.assert_allclose(resized(grid, shape), want[0].permute(1, 2, 0).numpy(), atol=1e-6)
+    np.testing.assert_allclose(averaged(grid, shape), want[0].permute(1, 2, 0).numpy(), atol=1e-6)
 
 
 def test_first_files_of_paddleocr_vl_say_the_same(tmp_path: Any) -> None:

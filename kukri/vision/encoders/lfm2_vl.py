@@ -10,42 +10,39 @@ from collections.abc import Iterator
 from math import isqrt
 from typing import Any
 
-import numpy as np
-
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.op_set import Tensor
 from kukri.models.keys import Keys
 from kukri.models.layers import LayerNorm, Linear
 from kukri.models.weights import WeightSource
-from kukri.quant.blocks import dequantize
 from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
 from kukri.vision.encoder import ImagePart, VisionFamily
-from kukri.vision.encoders.siglip import TOWER_HEAD, Siglip, squares_of, tower_names
+from kukri.vision.encoders.placed import PlacedEncoder, averaged
+from kukri.vision.encoders.siglip import TOWER_HEAD, SiglipBlock, squares_of, tower_names
 from kukri.vision.image import ImageInput
 
+_MOST_PATCHES = 16384  # that are computed at once
 
-class Lfm2Vision(Siglip):
+
+class Lfm2Vision(PlacedEncoder):
     """The encoder and its projector. An image's grid is (rows, columns) of square tiles, (1, 1) for none, and
     (height, width) in patches of the whole picture that follows them, (0, 0) for none.
     """
 
+    block_type, norm_type = SiglipBlock, LayerNorm
+
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
-        self.width = config.merge**2 * config.encoder.d_model
         self.norm_merged: LayerNorm | None = None
         if source.has("projector.layer_norm.weight"):
             self.norm_merged = LayerNorm(source, "projector.layer_norm", self.width, 1e-5)
         self.hidden = Linear(source, ["projector.linear_1"], (config.d_projector,), self.width)
         self.projector = Linear(source, ["projector.linear_2"], (config.d_text,), config.d_projector)
-        learned = dequantize(self.positions.data, self.positions.type)
-        self._learned = learned.reshape(config.side, config.side, -1)
 
-    def encode(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.encode. The embeddings of a patch's position stand after its values."""
-        widths = self.config.patch_values, self.config.encoder.d_model
-        patches, positions = ops.split(ops.activations(batch, sum(widths)), widths)
-        return self.through_blocks(ops, ops.add(self.patches(ops, patches), positions), batch)
+    def places(self, grid: tuple[int, int]) -> FloatArray:
+        """See PlacedEncoder.places."""
+        return averaged(self.learned, grid).reshape(grid[0] * grid[1], -1)
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """A square's hidden states side by side."""
@@ -64,9 +61,9 @@ class Lfm2Vision(Siglip):
         values = self.config.patch_values
         is_well = bool(grids) and image.pixels.ndim == 2 and image.pixels.shape == (sum(n_patches), values)
         is_well = is_well and all(n > 0 and n % merge == 0 for grid in grids for n in grid)
-        if not is_well or sum(n_patches) != image.n_tokens * merge**2 or max(n_patches) > MOST_PATCHES:
+        if not is_well or sum(n_patches) != image.n_tokens * merge**2 or max(n_patches) > _MOST_PATCHES:
             raise RequestError(
-                f"the model sees patches of {values} numbers, up to {MOST_PATCHES} of a tile, not an image "
+                f"the model sees patches of {values} numbers, up to {_MOST_PATCHES} of a tile, not an image "
                 f"{list(image.pixels.shape)} with {image.n_tokens} tokens and a grid {image.grid}",
                 param="images",
             )
@@ -77,11 +74,7 @@ class Lfm2Vision(Siglip):
         for grid in _grids(image):
             patches = image.pixels[first : first + grid[0] * grid[1]]
             first += len(patches)
-            places = resized(self._learned, grid).reshape(len(patches), -1)
-            yield ImagePart(np.concatenate([patches, places], axis=1), grid)
-
-
-MOST_PATCHES = 16384  # that are computed at once
+            yield ImagePart(self.values(patches, grid), grid)
 
 
 def _grids(image: ImageInput) -> Iterator[tuple[int, int]]:
@@ -97,23 +90,6 @@ def _grids(image: ImageInput) -> Iterator[tuple[int, int]]:
         yield from [(side, side)] * n_tiles
     if height:
         yield height, width
-
-
-def resized(grid: FloatArray, shape: tuple[int, int]) -> FloatArray:
-    """Numbers [height, width, D] of a grid, resized to another by antialiased bilinear interpolation."""
-    rows, columns = (_weights(n, size) for n, size in zip(grid.shape[:2], shape))
-    wide: FloatArray = np.einsum("xw,hwd->hxd", columns, grid)
-    found: FloatArray = np.einsum("yh,hxd->yxd", rows, wide)
-    return found
-
-
-def _weights(n: int, size: int) -> FloatArray:
-    """What each of `n` numbers adds to each of `size`: float32 [size, n], rows with the sum 1."""
-    scale = n / size
-    centres = (np.arange(size) + 0.5) * scale
-    distances = (np.arange(n) + 0.5 - centres[:, None]) / max(scale, 1.0)
-    weights = np.maximum(1 - np.abs(distances), 0)
-    return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float32)
 
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:

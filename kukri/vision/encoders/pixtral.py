@@ -1,4 +1,4 @@
-"""Pixtral's encoder (Agrawal et al. 2024), of any proportions: that of Mistral 3, Ministral 3 and LightOnOCR.
+"""Pixtral's encoder (Agrawal et al. 2024), of any proportions: that of Mistral 3 and Ministral 3.
 
 Heads rotate by row and column. A matrix merges the states of a square of patches, and an MLP makes rows of
 embeddings of them.
@@ -69,7 +69,8 @@ class Pixtral(RotatedEncoder):
         return self.projector(ops, ops.gelu(x, is_exact=True))
 
 
-def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
+def read_pixtral(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
+    """See VisionFamily.read_hf."""
     for key, value in (("projector_hidden_act", "gelu"), ("vision_feature_layer", -1)):
         keys.expect(key, value)
     vision.expect("hidden_act", "silu")
@@ -91,7 +92,7 @@ PIXTRAL_VISION = VisionFamily(
     "pixtral",
     Pixtral,
     hf_types=("mistral3",),
-    read_hf=_read_hf,
+    read_hf=read_pixtral,
     names={
         "model.embed_patches": ("vision_tower.patch_conv",),
         "model.ln_pre": ("vision_tower.ln_pre",),
@@ -107,25 +108,4 @@ PIXTRAL_VISION = VisionFamily(
         **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 16},
         **{"num_attention_heads": 16, "num_channels": 3, "hidden_act": "gelu", "rope_theta": 10000},
     },
-)
-
-
-def _read_lighton(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
-    return replace(_read_hf(keys, vision, d_text), family="lighton_ocr")
-
-
-LIGHTON_OCR_VISION = replace(
-    PIXTRAL_VISION,
-    name="lighton_ocr",
-    hf_types=("lighton_ocr",),
-    read_hf=_read_lighton,
-    names={
-        "model.embed_patches": ("vision_encoder.patch_conv",),
-        "model.ln_pre": ("vision_encoder.ln_pre",),
-        "model.layers": ("vision_encoder.transformer.layers",),
-        "model.norm": ("vision_projection.norm",),
-        "projector": ("vision_projection",),
-    },
-    defaults={**PIXTRAL_VISION.defaults, "image_token_id": 151655},
-    vision_defaults={**PIXTRAL_VISION.vision_defaults, "hidden_act": "silu", "patch_size": 14},
 )

@@ -27,12 +27,15 @@ class PlacedEncoder(RotatedEncoder):
         super().__init__(config, source)
         n, width = config.encoder.n_positions, config.encoder.d_model
         learned = Embedding(source, "model.embed_positions", n, width).weight
-        self._learned = dequantize(learned.data, learned.type).reshape(isqrt(n), isqrt(n), -1)
+        self.learned = dequantize(learned.data, learned.type).reshape(isqrt(n), isqrt(n), -1)
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """See RotatedEncoder.values."""
-        places = between(self._learned, grid, self.aligned)[tuple(grid_of_blocks(grid, self.config.merge))]
-        return np.concatenate([patches, places], axis=1)
+        return np.concatenate([patches, self.places(grid)], axis=1)
+
+    def places(self, grid: tuple[int, int]) -> FloatArray:
+        """The learned places of a grid's patches, in their order [T, D]."""
+        return between(self.learned, grid, self.aligned)[tuple(grid_of_blocks(grid, self.config.merge))]
 
 
 def between(grid: FloatArray, shape: tuple[int, int], aligned: Aligned) -> FloatArray:
@@ -61,3 +64,20 @@ def _taps(n: int, size: int, aligned: Aligned) -> tuple[Any, Any]:
     first = np.floor(places)
     indices = np.stack([first, first + 1]).astype(np.int32).clip(0, n - 1)
     return indices, np.stack([1 - (places - first), places - first]).astype(np.float32)
+
+
+def averaged(grid: FloatArray, shape: tuple[int, int]) -> FloatArray:
+    """Numbers [height, width, D] of a grid, resized to another by antialiased bilinear interpolation."""
+    rows, columns = (_weights(n, size) for n, size in zip(grid.shape[:2], shape))
+    wide: FloatArray = np.einsum("xw,hwd->hxd", columns, grid)
+    found: FloatArray = np.einsum("yh,hxd->yxd", rows, wide)
+    return found
+
+
+def _weights(n: int, size: int) -> FloatArray:
+    """What each of `n` numbers adds to each of `size`: float32 [size, n], rows with the sum 1."""
+    scale = n / size
+    centres = (np.arange(size) + 0.5) * scale
+    distances = (np.arange(n) + 0.5 - centres[:, None]) / max(scale, 1.0)
+    weights = np.maximum(1 - np.abs(distances), 0)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float32)
