@@ -27,7 +27,7 @@ class PlacedEncoder(RotatedEncoder):
         super().__init__(config, source)
         n, width = config.encoder.n_positions, config.encoder.d_model
         learned = Embedding(source, "model.embed_positions", n, width).weight
-        self.learned = dequantize(learned.data, learned.type).reshape(isqrt(n), isqrt(n), -1)
+        self.learned: FloatArray = dequantize(learned.data, learned.type).reshape(isqrt(n), isqrt(n), -1)
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """See RotatedEncoder.values."""
@@ -35,7 +35,9 @@ class PlacedEncoder(RotatedEncoder):
 
     def places(self, grid: tuple[int, int]) -> FloatArray:
         """The learned places of a grid's patches, in their order [T, D]."""
-        return between(self.learned, grid, self.aligned)[tuple(grid_of_blocks(grid, self.config.merge))]
+        rows, columns = grid_of_blocks(grid, self.config.merge)
+        found: FloatArray = between(self.learned, grid, self.aligned)[rows, columns]
+        return found
 
 
 def between(grid: FloatArray, shape: tuple[int, int], aligned: Aligned) -> FloatArray:
