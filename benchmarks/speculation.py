@@ -7,13 +7,16 @@ letter. A ratio is of the times from the first token to the last, the median ove
 times in which all of them are answered, their prompts being cached. An agent's conversation has ten turns
 over one file, each with the answers before it in its prompt; its times are those of all turns.
 With `--next-token` the model drafts by its own layer for multi-token prediction, and each draft that it made
-is replaced by the right token with a chance of 0.8: what such drafts gain if they are accepted so often.
+is replaced by the right token with a chance of 0.8: what such drafts gain if they are accepted so often. With
+`--eagle3` a random EAGLE-3 layer, made for the model, takes the place of its own. With `--draft-model` that
+model drafts too, for a few of the texts.
 With `--predicted` an answer is given as its own prediction instead, whole and with a fifth of its tokens
 wrong: what drafts cost and save whatever a model of random weights writes.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +24,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
+from benchmarks.make_model import DEVIATION
 from kukri.bench.turns import in_turns
 from kukri.errors import ContextLengthError, KukriError
 from kukri.formats.headers import read_headers
+from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from kukri.calls.results import Result
+    from kukri.config import ModelConfig
     from kukri.engine.request import Timings
     from kukri.kernels.arrays import IntArray
     from kukri.llm import LLM
@@ -178,6 +187,7 @@ _GROUPS = {"copies": COPIES, "edits": EDITS, "code": CODE, "prose": PROSE}
 _DRAFTED = (*EDITS[:1], *CODE[:2], *PROSE[:2])  # by a draft model, which takes as long as all others
 _TEMPERATURES = (0.0, 0.7)
 _RIGHT = (1.0, 0.8, 0.0)  # shares of a prediction
+_EAGLE_TOKENS = 32_000  # in the head of a random layer
 _FORCED, _N_DRAFTS = 0.8, 3  # the chance of a forced draft, and most of them in a step
 
 
@@ -267,13 +277,13 @@ class _Trial:
         prediction = [token if draws.random() < share else 7 for token in answer.token_ids]
         return self._against(f"predicted, {share:.0%} right", prompt, params, answer, prediction=prediction)
 
-    def next_token(self) -> SpeculationRow:
-        """A text continued with drafts of the layer for multi-token prediction, of which 0.8 are right."""
+    def layer(self) -> SpeculationRow:
+        """A text continued with drafts of a layer that reads the model's rows, of which 0.8 are right."""
         llm, prompt = self.llm, list(range(100, 228))
         params = SamplingParams(temperature=0, max_tokens=_N_PROSE, ignore_eos=True)
         answer = llm.generate(prompt, params, speculation="off")
         force_drafts(llm, [*prompt, *answer.token_ids])
-        name = f"{_N_DRAFTS} drafts of the next-token layer, {_FORCED:.0%} right"
+        name = f"{_N_DRAFTS} drafts of a layer, {_FORCED:.0%} right"
         return self._against(name, prompt, params, answer, speculation="draft")
 
     def _against(
@@ -313,23 +323,26 @@ class _Trial:
 
 
 def force_drafts(llm: LLM, text: list[int]) -> None:
-    """Makes drafts of the next-token layer right with a chance of 0.8, for requests that continue a text so.
+    """Makes drafts of a layer right with a chance of 0.8, for requests that continue a text so.
 
     The layer computes them as ever. No text is looked up.
     """
     from kukri.engine.lookup_drafts import LookupDrafts
-    from kukri.engine.next_token_drafts import NextTokenDraftModel, NextTokenDrafts
+    from kukri.engine.next_token_drafts import LayerModel, NextTokenDrafts
 
-    draws = random.Random(0)
+    drafting = llm.engine._draft_model
+    assert isinstance(drafting, LayerModel), "it was opened with its layer"
+    draws, kind = random.Random(0), drafting.kind
 
-    class Forced(NextTokenDrafts):
+    class Forced(kind):  # type: ignore[valid-type, misc]
         def follow(self, tokens: IntArray, n_tokens: int) -> None:
             super().follow(tokens, n_tokens)
-            # random weights write rare tokens as often as others, and texts do not
-            self.has_rare, self.relative_cost = False, self.costs[False]
+            if isinstance(self, NextTokenDrafts):
+                # random weights write rare tokens as often as others, and texts do not
+                self.has_rare, self.relative_cost = False, self.costs[False]
 
         def chances(self, n: int) -> Iterator[float]:
-            return super().chances(min(n, _N_DRAFTS))
+            return super().chances(min(n, _N_DRAFTS))  # type: ignore[no-any-return]
 
         def propose(self, n: int) -> list[int]:
             first = self.first + self.n_tokens
@@ -338,9 +351,38 @@ def force_drafts(llm: LLM, text: list[int]) -> None:
             return self.drafts
 
     LookupDrafts.chances = lambda drafts, n: iter(())  # type: ignore[method-assign, assignment]
-    drafting = llm.engine._draft_model
-    assert isinstance(drafting, NextTokenDraftModel), "it was opened with its layer"
     drafting.kind = Forced
+
+
+def write_eagle3(directory: Path, config: ModelConfig) -> Path:
+    """A directory with a random EAGLE-3 layer for a model, with as many tokens as published ones have."""
+    d, n_q = config.d_model, config.n_heads * config.d_head
+    n_kv, n_vocab = config.n_kv_heads * config.d_head, min(config.n_vocab, _EAGLE_TOKENS)
+    shapes: dict[str, tuple[int, ...]] = {
+        **{"fc": (d, 3 * d), "norm": (d,), "lm_head": (n_vocab, d), "midlayer.hidden_norm": (d,)},
+        **{"midlayer.input_layernorm": (d,), "midlayer.post_attention_layernorm": (d,)},
+        **{f"midlayer.self_attn.{name}_proj": (n_kv, 2 * d) for name in "kv"},
+        **{"midlayer.self_attn.q_proj": (n_q, 2 * d), "midlayer.self_attn.o_proj": (d, n_q)},
+        **{f"midlayer.mlp.{name}_proj": (config.d_ffn, d) for name in ("gate", "up")},
+        "midlayer.mlp.down_proj": (d, config.d_ffn),
+    }
+    draws = np.random.default_rng(0)
+    weights = {
+        f"{name}.weight": np.ones(shape, np.float16)
+        if len(shape) == 1
+        else (DEVIATION * draws.standard_normal(shape, np.float32)).astype(np.float16)
+        for name, shape in shapes.items()
+    }
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(weights))
+    keys = {
+        **{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1},
+        **{"hidden_size": d, "intermediate_size": config.d_ffn, "num_attention_heads": config.n_heads},
+        **{"num_key_value_heads": config.n_kv_heads, "head_dim": config.d_head, "rms_norm_eps": 1e-6},
+        **{"rope_theta": 10000.0, "max_position_embeddings": 2048, "draft_vocab_size": n_vocab},
+        "hidden_act": "silu",
+    }
+    (directory / "config.json").write_text(json.dumps(keys))
+    return directory
 
 
 def _row(
@@ -374,18 +416,25 @@ def measure(
     only: str = "",
     draft_model: str | None = None,
 ) -> SpeculationReport:
-    """Answers everything `rounds` times each way; `only` what is "predicted", or "next_token" drafts. With a
-    `draft_model` a few texts.
+    """Answers everything `rounds` times each way; `only` what is "predicted", or drafts of a "next_token" or
+    "eagle3" layer. With a `draft_model` a few texts.
     """
     path = model_path(model, _CONTEXT)
-    trial = _Trial(path, n_threads, rounds, "mtp" if only == "next_token" else draft_model)
+    if only == "next_token":
+        draft_model = "mtp"
+    with TemporaryDirectory() as folder:
+        if only == "eagle3":
+            config = read_headers(path).config
+            assert config is not None
+            draft_model = str(write_eagle3(Path(folder), config))
+        trial = _Trial(path, n_threads, rounds, draft_model)
     rows: list[SpeculationRow] = []
     means: dict[str, dict[str, float]] = {name: {} for name in _GROUPS}
     if only == "predicted":
         rows = [trial.predicted(share) for share in _RIGHT]
-    if only == "next_token":
-        rows = [trial.next_token()]
-    for temperature in _TEMPERATURES if draft_model else ():
+    if only in ("next_token", "eagle3"):
+        rows = [trial.layer()]
+    for temperature in _TEMPERATURES if draft_model and not only else ():
         for task in _DRAFTED:
             rows.append(row := trial.row(task.name, [task], temperature))
             say(f"{task.name} at temperature {temperature:g}: {row.ratio:.2f}")
@@ -412,9 +461,10 @@ def main() -> None:
     experiment.options.add_argument(
         "--next-token", action="store_true", help="draft by the model's own layer"
     )
+    experiment.options.add_argument("--eagle3", action="store_true", help="draft by a random EAGLE-3 layer")
     experiment.options.add_argument("--draft-model", metavar="MODEL", help="draft by it too, for a few texts")
     given = experiment.parse()
-    only = "predicted" if given.predicted else "next_token" if given.next_token else ""
+    only = next((kind for kind in ("predicted", "next_token", "eagle3") if getattr(given, kind)), "")
     options = {"only": only, "draft_model": given.draft_model}
     report = measure(given.model, given.rounds, given.threads, experiment.say, **options)
     rows = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kukri.config import EngineConfig
 from kukri.engine.assistant_drafts import AssistantModel
 from kukri.engine.draft_model import DraftModel
-from kukri.engine.next_token_drafts import NextTokenDraftModel
+from kukri.engine.next_token_drafts import EagleModel, NextTokenDraftModel
 from kukri.engine.runner import Runner
 from kukri.engine.text_drafts import TextDraftModel
 from kukri.errors import ConfigError
@@ -14,6 +14,7 @@ from kukri.kernels.cache import has_states
 from kukri.kernels.step import StepLimits
 from kukri.models import Model
 from kukri.models.assistant import Assistant
+from kukri.models.eagle3 import Eagle3
 from kukri.models.next_token import NextTokenLayer
 from kukri.tokenizer.translation import Translation
 
@@ -44,6 +45,8 @@ def make_draft_model(
     if translation is not None:  # it may take more tokens for the same text
         own_sizes = 2 * max_context, n_pages, small.config.n_vocab
         return TextDraftModel(translation, small, backend, config, *own_sizes, relative_cost)
-    kind = NextTokenDraftModel if isinstance(small, NextTokenLayer) else DraftModel
-    n_vocab = runner.model.config.n_vocab
-    return kind(small, backend, config, max_context, n_pages, n_vocab, relative_cost)
+    others = config, max_context, n_pages, runner.model.config.n_vocab, relative_cost
+    for kind, made in ((NextTokenLayer, NextTokenDraftModel), (Eagle3, EagleModel)):
+        if isinstance(small, kind):
+            return made(small, backend, *others)
+    return DraftModel(small, backend, *others)

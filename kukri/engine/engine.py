@@ -20,7 +20,7 @@ from kukri.engine.drafting import make_draft_model
 from kukri.engine.drafts import Drafts
 from kukri.engine.encodings import Encodings
 from kukri.engine.kv_size import KVCost
-from kukri.engine.next_token_drafts import NextTokenDraftModel
+from kukri.engine.next_token_drafts import LayerModel
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
@@ -284,7 +284,7 @@ class Engine(RequestMaker):
         """The listeners of a step's requests, what writes its images, and what notes rows to draft by."""
         own: list[OwnTaps] = [*request_taps(chunks)]
         drafting = self._draft_model
-        if isinstance(drafting, (NextTokenDraftModel, AssistantModel)) and has_row_drafts(chunks):
+        if isinstance(drafting, (LayerModel, AssistantModel)) and has_row_drafts(chunks):
             own.append(StepRows(chunks, drafting.layer))
         return own
 
@@ -408,7 +408,7 @@ class Engine(RequestMaker):
     def _add_drafts(self, scheduled: ScheduledStep) -> None:
         """Extends the chunks of decoding requests by draft tokens."""
         chunks = scheduled.chunks
-        if isinstance(self._draft_model, NextTokenDraftModel):
+        if isinstance(self._draft_model, LayerModel):
             self._draft_model.read_ahead(chunks)
         planned = self.scheduler.plan_drafts(chunks)
         if self._draft_model is not None:

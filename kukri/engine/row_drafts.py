@@ -38,17 +38,21 @@ class StepRows:
 
     def __init__(self, chunks: Sequence[ScheduledChunk], reader: RowReader) -> None:
         self._chunks, self._reader = chunks, reader
-        self.names = frozenset([reader.tap])
+        self.names = frozenset(reader.taps)
+        self._seen: list[FloatArray] = []  # rows of the taps that the step has come by
 
     def __call__(self, name: str, x: FloatArray) -> None:
-        """Reads the tap's rows x [T, D]."""
-        if name != self._reader.tap:
+        """Reads a tap's rows x [T, D]."""
+        if name not in self.names:
+            return
+        if name != self._reader.taps[-1]:  # another layer writes where they are
+            self._seen.append(x.copy())
             return
         row = 0
         for chunk in self._chunks:
             drafts, stop = model_drafts(chunk.request.drafts), row + chunk.n_tokens
             if isinstance(drafts, RowDrafts):
-                drafts.note(chunk, self._reader.normed(x[row:stop]))
+                drafts.note(chunk, self._reader.joined([each[row:stop] for each in (*self._seen, x)]))
             row = stop
 
 

@@ -8,21 +8,19 @@ one position, that of the last token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from kukri.config import LayerConfig, ModelConfig
 from kukri.errors import UnsupportedError
-from kukri.kernels.arrays import FloatArray
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.gemma4_text import Gemma4, Gemma4Block
 from kukri.models.layers import Embedding, Linear, RMSNorm
-from kukri.models.next_token import RESULT, RowReader, ShiftedLayers
+from kukri.models.next_token import RESULT, LastRowReader, ShiftedLayers
 from kukri.models.weights import TakenWeights, WeightSource
 
 
-class Assistant(RowReader):
+class Assistant(LastRowReader):
     """The program: `assistant(ops, batch)` gives logits [N, V], and shows RESULT what stands for the model's.
 
     It runs on the model's cache. `batch.activations` [T, D] are hidden states of the model, D wide, and
@@ -50,7 +48,7 @@ class Assistant(RowReader):
         self.norm = RMSNorm(taken, "model.norm", d_model, config.norm_eps)
         self._made = Linear(taken, ["post_projection"], (width,), d_model)
         self.parameters = tuple(taken.parameters.values())
-        self.vectors: Sequence[FloatArray] = tuple(taken.vectors.values())
+        self.vectors = tuple(taken.vectors.values())
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """See the class."""

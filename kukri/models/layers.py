@@ -215,6 +215,7 @@ class Attention:
     out_name = "o_proj"
     result_tap = "attn.hook_z"  # the tap of what the heads find
     q_parts = 1  # rows of q's matrix for each of a head's dimensions
+    n_inputs = 1  # vectors of the model's width, side by side, that queries, keys and values are made of
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         this = config.attention(layer)
@@ -240,12 +241,14 @@ class Attention:
         parts = [query, key, key if this.keys_are_values else value] if this.kv_from is None else [query]
         names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else parts)]
         widths = (self.q_parts * n_q, n_kv, n_kv)[: len(parts)]
-        self.qkv = self.linear_type(source, names, widths, config.d_model)
+        self.qkv = self.linear_type(source, names, widths, self.n_inputs * config.d_model)
         self.out: Callable[..., Tensor]
         self.out = self.linear_type(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
-        """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
+        """residual + attention(x): [T, D], of x [T, n_inputs * D]. Writes the layer's keys and values to the
+        cache.
+        """
         q, *kv = self.qkv.parts(ops, x)
         k, v = kv or (None, None)  # those of another layer, which this one reads
         z = self.attend(ops, q, k, v, batch)

@@ -33,24 +33,36 @@ RESULT = "ln_final.hook_normalized"  # the tap of the program's own result [N, D
 
 
 class RowReader(Llama):
-    """A draft model that reads what the model made of tokens: rows of `tap`, which `normed` norms."""
+    """A draft model that reads what the model made of tokens: its rows of `taps`, as `joined` joins them."""
+
+    taps: tuple[str, ...] = ()  # in the order in which a step comes by them
+    vectors: Sequence[FloatArray] = ()
+
+    def joined(self, rows: Sequence[FloatArray]) -> FloatArray:
+        """Rows [R, width] of what was made of R tokens, by those of each tap [R, D]."""
+        raise NotImplementedError
+
+
+class LastRowReader(RowReader):
+    """One that reads the rows after the model's last norm."""
 
     def __init__(self, model: Llama) -> None:
         """Raises UnsupportedError if the model's last norm is of another kind."""
         if type(model.norm) is not RMSNorm:
             raise UnsupportedError("its model is of a kind whose drafts kukri does not make so")
         self._model, self.embedding = model, model.embedding
-        self.tap = tap_name("hook_resid_post", model.config.n_layers - 1)
+        self.taps = (tap_name("hook_resid_post", model.config.n_layers - 1),)
 
-    def normed(self, x: FloatArray) -> FloatArray:
-        """The rows [R, D] of `tap` after the model's last norm."""
+    def joined(self, rows: Sequence[FloatArray]) -> FloatArray:
+        """The rows [R, D] of the tap after the model's last norm."""
+        (x,) = rows
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
         norm = self._model.norm
         y: FloatArray = x / np.sqrt(mean_square + np.float32(norm.eps)) * norm.weight.data
         return y
 
 
-class NextTokenLayer(RowReader):
+class NextTokenLayer(LastRowReader):
     """A model of one layer: `layer(ops, batch)` gives logits [N, MOST_DRAFTED] of the frequent tokens.
 
     `batch.activations` [T, D] are hidden states, and `token_ids` the tokens that follow each. Attributes, as
@@ -77,7 +89,7 @@ class NextTokenLayer(RowReader):
         self._head, self._bias = _first_rows(model, self.n_frequent)
         head = Parameter("head", self._head.shape, self._head.type.name, self._head.stored.nbytes)
         self.parameters = (*taken.parameters.values(), head)
-        self.vectors: Sequence[FloatArray] = tuple(taken.vectors.values())
+        self.vectors = tuple(taken.vectors.values())
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """See the class. Writes the batch's tokens to the cache."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import speculation
+from kukri.engine.lookup_drafts import LookupDrafts
 
 
 def test_a_short_run_is_measured(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +27,13 @@ def test_a_short_run_is_measured(smollm2_path: Path, monkeypatch: pytest.MonkeyP
     assert copied.ratio == copied.ratios[0] > 1
     assert copied.ratio == pytest.approx(copied.speculating / copied.plain)
     assert report.means["copies"]["0"] == pytest.approx(copied.ratio)
+
+
+def test_a_random_layer_drafts(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that does not fit its model, or drafts that are never forced."""
+    monkeypatch.setattr(speculation, "_N_PROSE", 60)
+    monkeypatch.setattr(speculation, "_EAGLE_TOKENS", 2000)
+    monkeypatch.setattr(LookupDrafts, "chances", LookupDrafts.chances)  # which forcing replaces
+    (row,) = speculation.measure(str(smollm2_path), 1, None, only="eagle3").rows
+    assert row.n_tokens == 60
+    assert 4 < row.n_accepted <= row.n_drafted
