@@ -183,8 +183,9 @@ def test_others_keep_their_tokens_drafts_and_prefixes(llm):
     assert [llm.generate(ids, GREEDY).token_ids for ids in prompts] == alone
 
 
-def test_captures_and_readouts(llm):
+def test_captures_and_readouts(llm, monkeypatch):
     """A readout of another token, of a value before the edits, or one that comes twice or never."""
+    monkeypatch.setattr("kukri.interp.pace._FREE_S", 60.0)  # a busy machine makes small readings long
     ids = prompt(40, 5)  # two chunks
     steer = {"op": "add", "name": "resid_post0", "vector": DIRECTION}
     read = [
