@@ -13,6 +13,8 @@ from kukri.server.bounds import bounded
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
+_bounded: dict[type[BaseModel], CoreSchema] = {}
+
 
 class Body(BaseModel):
     """A JSON object of exactly these fields; others are errors unless they are null or in `ignored`.
@@ -45,8 +47,10 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """The schema, in which every list, object and number has bounds."""
-        made: CoreSchema = bounded(handler(source))
-        return made
+        schema: CoreSchema = handler(source)
+        if _bounded.get(cls) is not schema:  # pydantic hands out the same one for each route
+            _bounded[cls] = schema = bounded(schema)
+        return schema
 
     @classmethod
     def _names(cls) -> set[str]:
