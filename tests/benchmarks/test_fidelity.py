@@ -47,6 +47,11 @@ def test_the_prose_is_long_enough(smollm2_path: Path) -> None:
     assert len(Tokenizer.from_gguf(smollm2_path).encode(text)) >= 1024
 
 
+def test_sources_are_long_enough(smollm2_path: Path) -> None:
+    """Would catch modules that a version of Python no longer has in one file, or that have become short."""
+    assert len(Tokenizer.from_gguf(smollm2_path).encode(fidelity.python_sources())) >= 2 * 8192
+
+
 def test_a_short_text_is_an_error(smollm2_path: Path) -> None:
     """Would catch fewer tokens compared than the report says."""
     with pytest.raises(ConfigError, match="ask for fewer"):

@@ -7,7 +7,8 @@ whatever the other rows are, a row's result is bit-identical.
 
 Here one token attends: its rows, the heads that share a key head, meet keys and values as the cache has them.
 Scores of a page of 16 keys are one vector: lanes are keys. `prompt_attention.py` attends for several tokens,
-of one sequence, or of several that decode from the same prefix.
+of one sequence, or of several that decode from the same prefix; `whole_attention.py` for one and for several
+on caches of int8.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from kukri.kernels.cpu.kernels.simd import (
     sum_lanes,
 )
 from kukri.kernels.cpu.kernels.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.kernels.whole_attention import make_whole_entry
 from kukri.kernels.cpu.run.abi import (
     CHUNK_TOKENS,
     N_PARTS,
@@ -76,6 +78,7 @@ from kukri.kernels.cpu.run.abi import (
     WORK_PARTIAL,
     WORK_TOKEN,
     partial_bytes,
+    prompt_tokens,
     query_tokens,
 )
 from kukri.kernels.paged_kv import PAGE_TOKENS
@@ -286,11 +289,11 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, adjust: Any) -> A
     return chunk_part
 
 
-def _make_token_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: int, adjust: Any) -> Any:
+def _make_token_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: int, ending: str) -> Any:
     """A function that attends for one work entry of up to `n_tokens` tokens and one key head."""
     rows = group * n_tokens
     load_rows = make_load_rows(group, d_head)
-    chunk_part = _make_chunk(cached, rows, d_head, adjust)
+    chunk_part = _make_chunk(cached, rows, d_head, ADJUSTED[ending])
     scratch_bytes = partial_bytes(rows, d_head)
     finish_rows = _make_finish_rows(cached.is_rotated, group, d_head)
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, RANGE_BYTES * rows, 4 * rows * CHUNK_TOKENS
@@ -349,10 +352,14 @@ def _make_attend(cached: CachedNumbers, ending: str, group: int, d_head: int) ->
 
     `attend_f16_softcap` caps scores, `attend_f16_biased` adds to them by distance.
     """
-    adjust, n_few = ADJUSTED[ending], query_tokens(group)
-    one_token = _make_token_entry(cached, group, 1, d_head, adjust)
-    few_tokens = one_token if n_few == 1 else _make_token_entry(cached, group, n_few, d_head, adjust)
-    many_tokens = make_prompt_entry(cached, group, d_head, ending)
+    n_few, n_many = query_tokens(group), prompt_tokens(group, d_head)
+    make_entry = make_whole_entry if cached.is_whole else _make_token_entry
+    one_token = make_entry(cached, group, 1, d_head, ending)
+    few_tokens = one_token if n_few == 1 else make_entry(cached, group, n_few, d_head, ending)
+    if cached.is_whole:
+        many_tokens = make_whole_entry(cached, group, n_many, d_head, ending)
+    else:
+        many_tokens = make_prompt_entry(cached, group, d_head, ending)
     head_bytes = cached.head_bytes(d_head)
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 

@@ -269,6 +269,11 @@ class CachedNumbers(NamedTuple):
         """True if heads are stored rotated."""
         return KV_TYPES[self.kv_type].is_rotated
 
+    @property
+    def is_whole(self) -> bool:
+        """True if heads are attended to by products of whole numbers: see `whole_attention.py`."""
+        return self.kv_type == "q8_0"
+
     def head_bytes(self, d_head: int) -> int:
         """Bytes of one head's keys, or values, in a page."""
         return head_bytes(d_head, self.kv_type)

@@ -58,9 +58,9 @@ from kukri.kernels.cpu.run.abi import (
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
 _TILE_ROWS = 6  # 24 sums of 6 rows and 4 vectors leave registers for what goes into them; 6 and 1 do on AVX2
-_LANES = 16  # rows whose softmax is taken at a time
-_LANES_BYTES = 64 * _LANES
-_ROW_SCORES = 4 * CHUNK_TOKENS  # bytes of a row's scores
+LANES = 16  # rows whose softmax is taken at a time
+LANES_BYTES = 64 * LANES
+ROW_SCORES = 4 * CHUNK_TOKENS  # bytes of a row's scores
 
 
 def _together(n_vectors: int) -> int:
@@ -87,7 +87,7 @@ def _make_widen(cached: CachedNumbers, d_head: int) -> tuple[Any, Any]:
         @device
         def widen_scales(page, wide):
             for first in range(0, n_vectors, span):
-                store_f32x16(wide + scales + first // span * _ROW_SCORES, scale(page, first, d_head))
+                store_f32x16(wide + scales + first // span * ROW_SCORES, scale(page, first, d_head))
 
         return widen_scales
 
@@ -137,7 +137,7 @@ def _make_scores(cached: CachedNumbers, d_head: int) -> Any:
             lambda p: lambda s, part, scale: tile_add_scaled(s[p], part[p], load_f32x16(scale + 64 * p)),
         )
     store = each(
-        n_pages, lambda p: lambda s, scores: tile_store(s[p], scores + 64 * p, _ROW_SCORES, _TILE_ROWS)
+        n_pages, lambda p: lambda s, scores: tile_store(s[p], scores + 64 * p, ROW_SCORES, _TILE_ROWS)
     )
 
     @device
@@ -148,7 +148,7 @@ def _make_scores(cached: CachedNumbers, d_head: int) -> Any:
                 part = zeros()
                 for d in range(16 * first, 16 * (first + span)):
                     part = add(part, keys + page * page_bytes + 64 * d, q + 4 * d)
-                s = fold(s, part, keys + scales + first // span * _ROW_SCORES + 64 * page)
+                s = fold(s, part, keys + scales + first // span * ROW_SCORES + 64 * page)
             store(s, scores + 64 * page)
 
     return tile_scores
@@ -160,13 +160,13 @@ def _make_values(cached: CachedNumbers, d_head: int) -> Any:
     together = _together(n_vectors)
     scales, is_scaled = 4 * d_head * CHUNK_TOKENS, cached.value_scale is not None
     n_scales = max(1, together // span)  # scales of the vectors that are taken together
-    next_scale = _TILE_ROWS * _ROW_SCORES if is_scaled and n_scales > 1 else 0
+    next_scale = _TILE_ROWS * ROW_SCORES if is_scaled and n_scales > 1 else 0
     zeros = each(together, lambda j: lambda: tile_zeros_f32(_TILE_ROWS, 1))
     add = each(
         together,
         lambda j: (
             lambda o, value, weights: tile_fma(
-                o[j], load_f32x16(value + 64 * j), weights + j // span * next_scale, _ROW_SCORES
+                o[j], load_f32x16(value + 64 * j), weights + j // span * next_scale, ROW_SCORES
             )
         ),
     )
@@ -179,10 +179,10 @@ def _make_values(cached: CachedNumbers, d_head: int) -> Any:
     def scaled(scores, scale, weights):
         for i in range(n_scales):
             for row in range(_TILE_ROWS):
-                for at in range(0, _ROW_SCORES, 64):
-                    weight = load_f32x16(scores + row * _ROW_SCORES + at)
-                    weight = weight * load_f32x16(scale + i * _ROW_SCORES + at)
-                    store_f32x16(weights + (i * _TILE_ROWS + row) * _ROW_SCORES + at, weight)
+                for at in range(0, ROW_SCORES, 64):
+                    weight = load_f32x16(scores + row * ROW_SCORES + at)
+                    weight = weight * load_f32x16(scale + i * ROW_SCORES + at)
+                    store_f32x16(weights + (i * _TILE_ROWS + row) * ROW_SCORES + at, weight)
         return weights
 
     @device
@@ -190,13 +190,13 @@ def _make_values(cached: CachedNumbers, d_head: int) -> Any:
         return scores
 
     weigh = scaled if is_scaled else as_they_are
-    room = n_scales * _TILE_ROWS * _ROW_SCORES if is_scaled else 64
+    room = n_scales * _TILE_ROWS * ROW_SCORES if is_scaled else 64
 
     @device
     def tile_values(scores, values, first_key, n_keys, sums, keep, take):
         weights = stack_bytes(room)
         for i in range(0, n_vectors, together):
-            weighed = weigh(scores, values + scales + i // span * _ROW_SCORES, weights)
+            weighed = weigh(scores, values + scales + i // span * ROW_SCORES, weights)
             o = zeros()
             for key in range(first_key, n_keys):
                 o = add(o, values + key * (4 * d_head) + 64 * i, weighed + 4 * key)
@@ -205,44 +205,44 @@ def _make_values(cached: CachedNumbers, d_head: int) -> Any:
     return tile_values
 
 
-def _make_softmax(ending: str) -> Any:
-    """A function for the softmax of 16 rows of scores, and how their results so far and the chunk's merge."""
+def make_softmax(ending: str, rows: int = LANES, weight_of: Any = exponential) -> Any:
+    """A function for the softmax of up to 16 rows of scores, and how results so far and the chunk's merge."""
     adjust, changes_all = ADJUSTED[ending], ending != ""
 
     @device
     def limit(scores, cap, ranges, base, is_masked):
         """Adjusts scores, and masks those of keys that a row does not see."""
-        for row in range(_LANES):
+        for row in range(rows):
             seen = ranges + RANGE_BYTES * row
             first = load_i64(seen)
             last = load_i64(seen + 8)
             biases = load_i64(seen + 16) + 4 * base
             for i in range(0, CHUNK_TOKENS, 16):
-                place = scores + row * _ROW_SCORES + 4 * i
+                place = scores + row * ROW_SCORES + 4 * i
                 s = adjust(load_f32x16(place), cap, biases + 4 * i)
                 store_f32x16(place, mask_outside(s, base + i, first, last) if is_masked else s)
 
     @device
     def softmax(scores, cap, ranges, base, is_masked, top, total, keep, take):
         """`top` and `total` are the rows' maxima and sums; what is kept and taken of values is stored."""
-        lanes = stack_bytes(_LANES_BYTES)
+        lanes = stack_bytes(LANES_BYTES)
         tops = stack_bytes(64)
         if changes_all or is_masked:
             limit(scores, cap, ranges, base, is_masked)
-        for row in range(_LANES):
-            s = scores + row * _ROW_SCORES
+        for row in range(rows):
+            s = scores + row * ROW_SCORES
             larger = maximum(load_f32x16(s), load_f32x16(s + 64))
             largest = maximum(larger, maximum(load_f32x16(s + 128), load_f32x16(s + 192)))
             store_f32x16(lanes + 64 * row, largest)
         new = maximum(splat(NO_SCORE), max_rows(lanes))
         store_f32x16(tops, new)
-        for row in range(_LANES):
-            s = scores + row * _ROW_SCORES
+        for row in range(rows):
+            s = scores + row * ROW_SCORES
             largest = splat(load_f32(tops + 4 * row))
-            s0 = exponential(load_f32x16(s) - largest)
-            s1 = exponential(load_f32x16(s + 64) - largest)
-            s2 = exponential(load_f32x16(s + 128) - largest)
-            s3 = exponential(load_f32x16(s + 192) - largest)
+            s0 = weight_of(load_f32x16(s) - largest)
+            s1 = weight_of(load_f32x16(s + 64) - largest)
+            s2 = weight_of(load_f32x16(s + 128) - largest)
+            s3 = weight_of(load_f32x16(s + 192) - largest)
             store_f32x16(s, s0)
             store_f32x16(s + 64, s1)
             store_f32x16(s + 128, s2)
@@ -264,7 +264,7 @@ def _make_softmax(ending: str) -> Any:
 
 
 @device
-def _bounds(ranges, row, n):
+def bounds(ranges, row, n):
     """The least and the largest first key, and last key, that one of n rows from `row` on sees."""
     least_first = load_i64(ranges + RANGE_BYTES * row)
     most_first = least_first
@@ -280,43 +280,24 @@ def _bounds(ranges, row, n):
     return least_first, most_first, least_last, most_last
 
 
-def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: str) -> Any:
-    """A function that attends for one work entry of several tokens and one key head, scores by `ADJUSTED`."""
-    most_rows = group * prompt_tokens(group, d_head)
-    room = -(-most_rows // 48) * 48  # whole tiles, and whole vectors of rows
-    load_rows = make_load_rows(group, d_head)
-    widen_keys, widen_values = _make_widen(cached, d_head)
-    tile_scores, tile_values = _make_scores(cached, d_head), _make_values(cached, d_head)
-    softmax = _make_softmax(ending)
-    finish_row = finish_rotated if cached.is_rotated else finish
-    row_bytes, head_bytes = 4 * d_head, cached.head_bytes(d_head)
-    n_scales = d_head // 16 // cached.vectors_per_scale(d_head)
-    q_bytes, range_bytes, score_bytes = room * row_bytes, RANGE_BYTES * room, room * _ROW_SCORES
-    wide_bytes = CHUNK_TOKENS * (row_bytes + 4 * n_scales)
-    tile_bytes, vector_bytes, lane_bytes = 16 * (room // _TILE_ROWS), 16 * (room // _LANES), 4 * room
+def make_fetch(cached: CachedNumbers, d_head: int) -> Any:
+    """A function that prefetches a chunk's keys, or values, while other numbers are multiplied."""
+    head_bytes = cached.head_bytes(d_head)
 
     @device
     def fetch(numbers, pages, n_pages):
-        """Prefetches a chunk's keys, or values, while other numbers are multiplied."""
         for page in range(n_pages):
             source = numbers + load_i64(pages + 8 * page)
             for i in range(0, head_bytes, 64):
                 prefetch(source + i)
 
-    @device
-    def store_bounds(ranges, n_tiles, n_vectors, tile_ranges, all_see):
-        """Stores the keys that any row of a tile sees, and those that all of 16 rows do."""
-        n_context = 0
-        for tile in range(n_tiles):
-            first, _, _, last = _bounds(ranges, tile * _TILE_ROWS, _TILE_ROWS)
-            store_i64(tile_ranges + 16 * tile, first)
-            store_i64(tile_ranges + 16 * tile + 8, last)
-            n_context = max(n_context, last + 1)
-        for vector in range(n_vectors):
-            _, first, last, _ = _bounds(ranges, vector * _LANES, _LANES)
-            store_i64(all_see + 16 * vector, first)
-            store_i64(all_see + 16 * vector + 8, last)
-        return n_context
+    return fetch
+
+
+def make_endings(cached: CachedNumbers, group: int, d_head: int) -> tuple[Any, Any]:
+    """Functions that finish the rows of a work entry, and that store them as its partial result."""
+    finish_row = finish_rotated if cached.is_rotated else finish
+    row_bytes = 4 * d_head
 
     @device
     def finish_rows(work, n_rows, top, total, sums):
@@ -335,6 +316,40 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: st
         for i in range(0, n_rows * row_bytes, 64):
             store_f32x16(part + PART_VALUES + i, load_f32x16(sums + i))
 
+    return finish_rows, store_partial
+
+
+def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: str) -> Any:
+    """A function that attends for one work entry of several tokens and one key head, scores by `ADJUSTED`."""
+    most_rows = group * prompt_tokens(group, d_head)
+    room = -(-most_rows // 48) * 48  # whole tiles, and whole vectors of rows
+    load_rows = make_load_rows(group, d_head)
+    widen_keys, widen_values = _make_widen(cached, d_head)
+    tile_scores, tile_values = _make_scores(cached, d_head), _make_values(cached, d_head)
+    softmax = make_softmax(ending)
+    fetch = make_fetch(cached, d_head)
+    finish_rows, store_partial = make_endings(cached, group, d_head)
+    row_bytes = 4 * d_head
+    n_scales = d_head // 16 // cached.vectors_per_scale(d_head)
+    q_bytes, range_bytes, score_bytes = room * row_bytes, RANGE_BYTES * room, room * ROW_SCORES
+    wide_bytes = CHUNK_TOKENS * (row_bytes + 4 * n_scales)
+    tile_bytes, vector_bytes, lane_bytes = 16 * (room // _TILE_ROWS), 16 * (room // LANES), 4 * room
+
+    @device
+    def store_bounds(ranges, n_tiles, n_vectors, tile_ranges, all_see):
+        """Stores the keys that any row of a tile sees, and those that all of 16 rows do."""
+        n_context = 0
+        for tile in range(n_tiles):
+            first, _, _, last = bounds(ranges, tile * _TILE_ROWS, _TILE_ROWS)
+            store_i64(tile_ranges + 16 * tile, first)
+            store_i64(tile_ranges + 16 * tile + 8, last)
+            n_context = max(n_context, last + 1)
+        for vector in range(n_vectors):
+            _, first, last, _ = bounds(ranges, vector * LANES, LANES)
+            store_i64(all_see + 16 * vector, first)
+            store_i64(all_see + 16 * vector + 8, last)
+        return n_context
+
     @device
     def attend_prompt(work):
         q = stack_bytes(q_bytes)
@@ -351,10 +366,10 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: st
         sums = stack_bytes(q_bytes)
         n_rows = load_i64(work.entry + WORK_N_TOKENS) * group
         n_tiles = (n_rows + _TILE_ROWS - 1) // _TILE_ROWS
-        n_vectors = (n_rows + _LANES - 1) // _LANES
-        load_rows(work, max(n_tiles * _TILE_ROWS, n_vectors * _LANES), q, ranges)
+        n_vectors = (n_rows + LANES - 1) // LANES
+        load_rows(work, max(n_tiles * _TILE_ROWS, n_vectors * LANES), q, ranges)
         n_context = store_bounds(ranges, n_tiles, n_vectors, tile_ranges, all_see)
-        for i in range(0, 4 * _LANES * n_vectors, 64):
+        for i in range(0, 4 * LANES * n_vectors, 64):
             store_f32x16(top + i, splat(NO_SCORE))
             store_f32x16(total + i, splat(0.0))
         for i in range(0, n_tiles * _TILE_ROWS * row_bytes, 64):
@@ -371,14 +386,14 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: st
                 last = load_i64(tile_ranges + 16 * tile + 8)
                 if last >= base and first < base + CHUNK_TOKENS:
                     row = tile * _TILE_ROWS
-                    tile_scores(q + row * row_bytes, wide, scores + row * _ROW_SCORES)
+                    tile_scores(q + row * row_bytes, wide, scores + row * ROW_SCORES)
             for vector in range(n_vectors):
                 first = load_i64(all_see + 16 * vector)
                 last = load_i64(all_see + 16 * vector + 8)
                 is_masked = first > base or last < base + CHUNK_TOKENS - 1
-                row = vector * _LANES
+                row = vector * LANES
                 softmax(
-                    scores + row * _ROW_SCORES, work.cap, ranges + RANGE_BYTES * row, base, is_masked,
+                    scores + row * ROW_SCORES, work.cap, ranges + RANGE_BYTES * row, base, is_masked,
                     top + 4 * row, total + 4 * row, keep + 4 * row, take + 4 * row,
                 )  # fmt: skip
             widen_values(work.values, pages, n_pages, wide)
@@ -392,7 +407,7 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: st
                     row = tile * _TILE_ROWS
                     start = max(first - base, 0)
                     stop = min(last + 1 - base, CHUNK_TOKENS)
-                    weights = scores + row * _ROW_SCORES
+                    weights = scores + row * ROW_SCORES
                     tile_values(
                         weights, wide, start, stop, sums + row * row_bytes, keep + 4 * row, take + 4 * row
                     )

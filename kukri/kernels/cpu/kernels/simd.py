@@ -219,6 +219,26 @@ def to_i32(builder: Any, a: Any) -> Any:
     return builder.fptosi(a, I32x16.llvm)
 
 
+# Added to a number of less than 2^22, it leaves the number, rounded, in the low bits of the sum
+TO_WHOLE = 1.5 * 2.0**23
+
+
+@operation(F32x16, F32x16, F32x16)
+def add_exponent(builder: Any, a: Any, shifted: Any) -> Any:
+    """a * 2^n for a result that is no subnormal, n as TO_WHOLE + n; nan stays nan."""
+    exponent = builder.shl(builder.bitcast(shifted, I32x16.llvm), constant(I32x16.llvm, 23))
+    return builder.bitcast(builder.add(builder.bitcast(a, I32x16.llvm), exponent), F32x16.llvm)
+
+
+@operation(types.void, types.int64, F32x16, F32x16)
+def store_whole_pairs(builder: Any, address: Any, first: Any, last: Any) -> None:
+    """Stores 16 pairs of int16, the first of each given as TO_WHOLE + it in a lane of `first`."""
+    a, b = (builder.bitcast(v, I32x16.llvm) for v in (first, last))
+    low = builder.and_(a, constant(I32x16.llvm, 0xFFFF))
+    pairs = builder.or_(low, builder.shl(b, constant(I32x16.llvm, 16)))
+    builder.store(pairs, pointer(builder, address, I32x16.llvm), align=1)
+
+
 @operation(F32x16, I32x16)
 def power_of_two(builder: Any, n: Any) -> Any:
     """2^n for n from -126 to 127."""
@@ -249,10 +269,20 @@ def _lanes_from(builder: Any, first: Any) -> Any:
 @operation(F32x16, F32x16, types.int64, types.int64, types.int64)
 def mask_outside(builder: Any, a: Any, base: Any, first: Any, last: Any) -> Any:
     """a, but -inf in lanes whose position base + lane lies outside first..last (inclusive)."""
+    return _select_inside(builder, a, base, first, last, float("-inf"))
+
+
+@operation(F32x16, F32x16, types.int64, types.int64, types.int64)
+def zero_outside(builder: Any, a: Any, base: Any, first: Any, last: Any) -> Any:
+    """a, but 0 in lanes whose position base + lane lies outside first..last (inclusive)."""
+    return _select_inside(builder, a, base, first, last, 0.0)
+
+
+def _select_inside(builder: Any, a: Any, base: Any, first: Any, last: Any, outside: float) -> Any:
     position = _lanes_from(builder, base)
     low = builder.icmp_signed(">=", position, broadcast(builder, builder.trunc(first, _I32)))
     high = builder.icmp_signed("<=", position, broadcast(builder, builder.trunc(last, _I32)))
-    return builder.select(builder.and_(low, high), a, constant(F32x16.llvm, float("-inf")))
+    return builder.select(builder.and_(low, high), a, constant(F32x16.llvm, outside))
 
 
 def _halve(builder: Any, a: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -466,6 +496,18 @@ def exponential(x):
     p = fma(p, r, splat(5.0000001201e-1))
     p = fma(p, r * r, r) + splat(1.0)
     return zero_below(x, -87.3, p * power_of_two(to_i32(n)))
+
+
+@device
+def short_exponential(x):
+    """e^x of 16 lanes that are 0 or less, within 4e-6 of it; 0 below -87.3, and exactly 1 at 0."""
+    shifted = fma(x, splat(1.44269504), splat(TO_WHOLE))
+    r = fma(shifted - splat(TO_WHOLE), splat(-0.69314718), x)
+    p = fma(splat(0.0415138482), r, splat(0.167874737))
+    p = fma(p, r, splat(0.500030137))
+    p = fma(p, r, splat(0.999966836))
+    p = fma(p, r, splat(1.0))
+    return zero_below(x, -87.3, add_exponent(p, shifted))
 
 
 @device

@@ -443,6 +443,38 @@ def tile_dot2(builder: Any, kind: Tile, acc: Any, w: Any, x: Any, pair: Any) -> 
     return _each(builder, kind, step)
 
 
+@_tile_operation(_same, U8x64, types.int64, types.int64)
+def tile_dot2_rows(builder: Any, kind: Tile, acc: Any, w: Any, address: Any, stride: Any) -> Any:
+    """acc[i] += the products of 16 x 2 int16 and the pair of int16 at address + i * stride."""
+    may_spill = kind.n > 1 and cpu_target().lowering == "avx2"  # as in `_tile_dot`
+    weights = builder.bitcast(w, I16X32)
+
+    def step(i: int) -> Any:
+        where = at(builder, address, builder.mul(stride, _I64(i)))
+        word = broadcast(builder, builder.load(pointer(builder, where, _I32), align=4))
+        sums = dot2(builder, _entry(builder, kind, acc, i), weights, builder.bitcast(word, I16X32))
+        return _in_order(builder, kind, sums) if may_spill else sums
+
+    return _each(builder, kind, step)
+
+
+def _as_f32(tile: Tile) -> Tile:
+    return Tile(F32x16, tile.n, tile.width, tile.inputs, tile.half)
+
+
+@_tile_operation(_as_f32, types.int64)
+def tile_scaled(builder: Any, kind: Tile, tile: Any, address: Any) -> Any:
+    """float(tile[i]) * (float32 at address + 4 * i)."""
+
+    def step(i: int) -> Any:
+        entry = _entry(builder, kind, tile, i)
+        entry = builder.sitofp(entry, F32x16.llvm) if kind.vec is I32x16 else entry
+        factor = builder.load(pointer(builder, at(builder, address, 4 * i), _F32), align=4)
+        return builder.fmul(entry, broadcast(builder, factor))
+
+    return _each(builder, kind, step)
+
+
 @_tile_operation(_same, F32x16, types.int64, types.int64)
 def tile_fma(builder: Any, kind: Tile, acc: Any, v: Any, address: Any, stride: Any) -> Any:
     """acc[i] += v * (float32 at address + i * stride)."""
