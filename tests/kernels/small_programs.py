@@ -12,7 +12,7 @@ from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.op_set import Ops
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.quantize import quantize
-from kukri.kernels.reference import ReferenceBackend
+from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import PACKED, QUANT_TYPES
@@ -115,6 +115,14 @@ def rounded(q):
     blocks = q.reshape(*q.shape[:-1], -1, 32)
     scales = np.abs(blocks).max(axis=-1, keepdims=True) / 127
     return (np.rint(blocks / scales) * scales).reshape(q.shape)
+
+
+def round_reference_queries(monkeypatch):
+    """Makes the reference round queries, as the CPU does on a q8_0 cache."""
+    attend = ReferenceOps._attend
+    monkeypatch.setattr(
+        ReferenceOps, "_attend", lambda self, q, spec, batch: attend(self, rounded(q), spec, batch)
+    )
 
 
 def attention_case(

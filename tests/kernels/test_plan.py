@@ -31,7 +31,7 @@ from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
-from tests.kernels.small_programs import check_ops
+from tests.kernels.small_programs import check_ops, round_reference_queries
 
 EARLIER = json.loads(Path(__file__).with_name("recorded_plans.json").read_text())
 
@@ -144,8 +144,12 @@ def one_step(n_tokens):
     ("kv_type", "shapes"),  # (key heads, their size): kernels that test_cpu_ops.py has too, but for one
     [("f16", [(3, 32), (1, 16), (12, 16), (4, 64)]), ("q8_0", [(4, 64), (12, 64), (3, 96)])],
 )
-def test_layers_may_differ_in_heads_and_groups(kv_type, shapes, backend):
+def test_layers_may_differ_in_heads_and_groups(kv_type, shapes, backend, monkeypatch):
     """Work entries, partial results or a cache of one layer's shape used by another's."""
+    bound = 0.02  # the cache rounds
+    if kv_type == "q8_0":
+        round_reference_queries(monkeypatch)
+        bound = 0.05  # and so are weights of values; a query's number may be rounded to the next
     layers = [
         LayerConfig(window=20 if n == 12 else None, n_kv_heads=n, d_head=size, rope=RopeConfig(500.0, size))
         for n, size in shapes
@@ -160,7 +164,7 @@ def test_layers_may_differ_in_heads_and_groups(kv_type, shapes, backend):
         got.plan.memory.view(np.float32)[:] = np.nan
         rows = got(one_step(n_tokens)).numpy()
         assert np.abs(rows).max() > 1
-        np.testing.assert_allclose(rows, want(one_step(n_tokens)).numpy(), atol=0.02)  # the cache rounds
+        np.testing.assert_allclose(rows, want(one_step(n_tokens)).numpy(), atol=bound)
 
 
 # --- passes ---
