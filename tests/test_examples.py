@@ -30,6 +30,7 @@ EXPECTED = {
     "steering.py": "strength +0.3:",
     "pictures.py": "pictures: heads.png, lens.svg, neurons.png",
     "sae.py": "features of ",
+    "graph.py": "graph.svg: ",
     "image_attention.py": "attention.png: ",
     "hooks.py": "without the MLP of layer",
 }
@@ -47,7 +48,7 @@ def seeing(folder):
     return [str(folder / "model"), str(folder / "seen.png")]
 
 
-SLOW = ("ioi.py", "pictures.py", "sae.py")
+SLOW = ("ioi.py", "pictures.py", "sae.py", "graph.py")
 
 
 @pytest.mark.parametrize(
