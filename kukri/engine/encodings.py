@@ -184,11 +184,14 @@ class _EncoderPrograms:
         stop = None if n_cuts is None else self._cuts[n_cuts]
         rows, lengths, n_context = self._slice(job, is_brief=is_brief)
         ends: list[FloatArray] = []
+        is_begun = start is None
 
         def on_tap(name: str, x: FloatArray) -> None:
+            nonlocal is_begun
             if name == start and job.hidden is not None:
                 x[:] = job.hidden[rows]  # which was shown before
-            else:
+                is_begun = True
+            elif is_begun:  # backends that begin at no tap compute earlier layers again, with other windows
                 job.on_tap(name, x)
             if name == stop:
                 ends.append(x.copy())

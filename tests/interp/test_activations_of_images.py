@@ -110,6 +110,24 @@ def test_attention_over_an_image(pair: tuple[str, Any, LLM], tmp_path: Any) -> N
         plots.image_attention(weights[0], seen)
 
 
+def test_layers_with_windows_are_shown_once(tmp_path: Any) -> None:
+    """Catches backends that show layers again as they are with other windows."""
+    save(tmp_path, "qwen2_5_vl")
+    seen = image("qwen2_5_vl", 1, 3)
+    rows: dict[str, Any] = {}
+    streams: dict[str, Any] = {}
+    for backend in ("cpu", "reference"):
+        shown: list[str] = []
+        hooks = [("blocks.0.hook_resid_mid", lambda value, hook, shown=shown: shown.append(hook.name))]
+        with LLM(tmp_path, backend=backend, n_threads=1) as llm:
+            rows[backend], cache = llm.vision.run_with_cache(seen, fwd_hooks=hooks)
+        streams[backend] = [cache["resid_post", layer] for layer in range(llm.vision.config.n_layers)]
+        assert len(shown) == 1
+    assert relative(rows["reference"], rows["cpu"]) < 3e-3
+    for ours, want in zip(streams["reference"], streams["cpu"], strict=True):
+        assert relative(ours, want) < 3e-3
+
+
 def test_one_image_patched_into_another(pair: tuple[str, Any, LLM]) -> None:
     """Catches edits of the encoder that the text does not see, that others' answers do, or that are kept."""
     name, _, llm = pair
