@@ -28,12 +28,16 @@ def details(usage: Any) -> tuple[int, int]:
     return of.accepted_prediction_tokens, of.rejected_prediction_tokens
 
 
-def count(served: Served, name: str) -> float:
-    found = re.search(
-        rf'^kukri_{name}_total{{model="{MODEL}"}} (\S+)$', served.http().get("/metrics").text, re.M
-    )
+def metric(served: Served, name: str) -> float:
+    with served.http() as http:
+        found = re.search(rf'^kukri_{name}{{model="{MODEL}"}} (\S+)$', http.get("/metrics").text, re.M)
     assert found is not None
     return float(found[1])
+
+
+def count(served: Served, name: str) -> float:
+    served.wait_until(lambda: not metric(served, "running_requests"))  # a stop string ends an answer sooner
+    return metric(served, f"{name}_total")
 
 
 def test_a_prediction_changes_no_token_and_is_counted(served: Served, plain: Any) -> None:
