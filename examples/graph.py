@@ -1,4 +1,4 @@
-"""An attribution graph over small transcoders that are fitted here: which features and tokens make the answer.
+"""An attribution graph over small transcoders that it fits: which features and tokens make the answer.
 
 `python examples/graph.py DIR` draws it there, and saves it for the viewers of circuit-tracer and Neuronpedia.
 Real transcoders are trained on many millions of tokens; these show the way. Needs matplotlib:
@@ -22,7 +22,7 @@ ENDS = ("mlp.hook_in", "hook_mlp_out")
 
 
 def fit(x, y, rng):
-    """A layer's transcoder: features look for activations of the text, and least squares say what they write."""
+    """A layer's transcoder: features find activations of the text, and least squares say what they write."""
     centred = x - x.mean(axis=0)
     chosen = centred[rng.choice(len(x), N_FEATURES, replace=False)]
     encoder = chosen / (chosen**2).sum(axis=1, keepdims=True)  # 1 at the activation itself

@@ -73,7 +73,9 @@ class FrozenTape(Tape):
             k, v = self._kv[spec.kv_layer]
         self._kv[spec.layer] = k, v
         shape = len(q.x), spec.n_kv_heads, spec.group, spec.d_head
-        shares = self._frozen(lambda: _shares(q.x, k.x, spec)[1], is_pattern=True)  # [G, R, T, T]
+        shares = self._frozen(
+            lambda: _shares(q.x, k.x, spec, self.seen(spec, len(q.x)))[1], is_pattern=True
+        )  # [G, R, T, T]
         values = v.x.reshape(len(v.x), spec.n_kv_heads, -1).transpose(1, 0, 2)
         out = (shares @ values[:, None]).transpose(2, 0, 1, 3).reshape(q.x.shape)
         found = v

@@ -14,13 +14,13 @@ import numpy as np
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.fitting import graded_runs, text_groups
-from kukri.interp.listening import NamesFilter
-from kukri.interp.names import LOGITS, Point
+from kukri.interp.listening import NamesFilter, usable_points
 from kukri.interp.patching import Axes, HasInterp, check_axes
 from kukri.interp.session import Session
 from kukri.interp.tape import TextRows
 from kukri.interp.values import Rows
 from kukri.kernels.arrays import FloatArray
+from kukri.vision.image import ImagePrompt
 
 
 class Metric(Protocol):
@@ -81,11 +81,16 @@ def run_with_gradients(
 
     Both caches are of TransformerLens' names and shapes; `names` as in `LLM.run_with_cache`. Names of which
     others are computed (scores, patterns, scales and what only they need) are left out, or a RequestError
-    if they are asked for.
+    if they are asked for. A prompt with images (`ImagePrompt`) has those of its text, of the images as the
+    encoder sees them; `LLM.vision.run_with_gradients` has the encoder's.
     """
+    if isinstance(prompt, ImagePrompt):
+        from kukri.interp.image_gradients import text_gradients
+
+        return text_gradients(llm, prompt, metric, names)  # type: ignore[arg-type]
     session = llm.interp
     texts = session.tokens(prompt)
-    points = _points(session, names)
+    points = usable_points(session, names)
     taps = {point.tap for point in points if point.tap}
     values: dict[str, list[FloatArray]] = {tap: [] for tap in taps}
     grads: dict[str, list[FloatArray]] = {tap: [] for tap in taps}
@@ -179,13 +184,3 @@ def _embedded(session: Session, texts: list[Any]) -> FloatArray:
         tape.run(session.model, TextRows.of(texts[group]))
         parts.append(tape.value("hook_embed"))
     return np.concatenate(parts)
-
-
-def _points(session: Session, names: NamesFilter) -> list[Point]:
-    """The points of names whose gradient is that of a tap."""
-    found = session.select(names)
-    usable = [p for p in found if p.form in ("plain", "heads") and p.tap == p.edit_tap and p.tap != LOGITS]
-    if names is not None and not callable(names) and len(usable) < len(found):
-        lacking = next(point.name for point in found if point not in usable)
-        raise RequestError(f"{lacking} has no gradient: name what it is computed from", param="names")
-    return usable

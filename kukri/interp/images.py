@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from typing import Any, Protocol
 
@@ -12,12 +12,15 @@ from kukri.engine import Engine, Request
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.generation import InterventionTaps
+from kukri.interp.image_tapes import EncoderTape
 from kukri.interp.listening import FwdHooks, Names, NamesFilter, StepListener
 from kukri.interp.names import Point
 from kukri.interp.session import Interventions, ReturnType, Session, require_return_type, text_loss
 from kukri.interp.values import Model as Values
 from kukri.interp.values import Rows
 from kukri.kernels.arrays import FloatArray
+from kukri.kernels.constants import RopeFrequencies, Weight
+from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.taps import SequenceTaps
 from kukri.models.trace import Trace
 from kukri.vision.decode import decode
@@ -52,7 +55,8 @@ class EncoderSession(Names):
     Names and shapes are TransformerLens', as of a text. A batch has an entry for each part of each image (a
     tile, or the whole image), and positions are patches, in the encoder's order.
 
-    Attributes: config, of the blocks; points; values; weights.
+    Attributes: config, of the blocks; points; values; weights; trace; model, the encoder; session, the
+    text's.
     """
 
     def __init__(self, llm: Seeing) -> None:
@@ -60,12 +64,15 @@ class EncoderSession(Names):
         encodings = llm.engine.encodings
         if encodings is None:
             raise RequestError("the model reads text alone: it has no encoder of images", param="images")
-        self._llm, self._encodings, model = llm, encodings, encodings.model
-        self.vision_config, self.config = model.config, model.config.encoder
-        kv_type = llm.interp.texts.backend.exact_kv_type
-        self.values = Values(self.config, Trace(model.encode), kv_type, _no_text, lambda x: x)
+        self._llm, self._encodings, self.model, self.session = llm, encodings, encodings.model, llm.interp
+        self.vision_config, self.config = self.model.config, self.model.config.encoder
+        self.trace = Trace(self.model.encode)
+        kv_type = self.session.texts.backend.exact_kv_type
+        self.values = Values(self.config, self.trace, kv_type, _no_text, lambda x: x)
         self.values.points = {n: p for n, p in self.values.points.items() if self._exists(p)}
         self.points, self.weights = self.values.points, self.values.weights
+        self._matrices: dict[Weight, FloatArray] = {}  # in float32, of tapes
+        self._ropes: dict[RopeFrequencies, RopeRows] = {}
 
     def run_with_cache(
         self, images: Any, names: NamesFilter = None, fwd_hooks: FwdHooks = ()
@@ -76,7 +83,7 @@ class EncoderSession(Names):
         of a list are a list. `names` and `fwd_hooks` are those of `LLM.run_with_cache`; a hook is called once
         for each part. Nothing is looked up or kept. Raises HookError, RequestError.
         """
-        is_one = not isinstance(images, list | tuple)
+        prepared, is_one = self.prepared(images)
         hooks, wanted = self.listen(fwd_hooks), self.select(names)
         keep = {tap for point in wanted for tap in point.needs}
         parts: list[StepListener] = []
@@ -90,7 +97,6 @@ class EncoderSession(Names):
             return parts[-1]
 
         taps = StepListener(self.values, _row_counts([1]), _ids([1]), hooks, keep).taps
-        prepared = [self._prepared(image) for image in ([images] if is_one else images)]
         with self._llm.interp.alone():
             rows = [self._encodings.listen(image, taps, listener) for image in prepared]
         kept = {tap: np.concatenate([part.kept[tap] for part in parts]) for tap in keep if parts}
@@ -102,6 +108,30 @@ class EncoderSession(Names):
     def run_with_hooks(self, images: Any, fwd_hooks: FwdHooks = ()) -> Any:
         """Encodes images with hooks that read and edit; returns the rows: see `run_with_cache`."""
         return self.run_with_cache(images, (), fwd_hooks)[0]
+
+    def run_with_gradients(
+        self,
+        images: Any,
+        metric: Callable[[Any], tuple[float, Any]],
+        names: NamesFilter = None,
+        *,
+        of: str | None = None,
+    ) -> tuple[float, ActivationCache, ActivationCache]:
+        """(the metric, the activations, the gradient of the metric by each), as of a text:
+        `kukri.interp.gradients.run_with_gradients`.
+
+        `metric` takes the rows that `run_with_cache` returns, or the activations `of` a name [batch, pos,
+        ...], and returns a number and its gradient by them, of the same shape.
+        `kukri.interp.image_gradients.of_answer` makes one of the text's logits. Raises HookError, and
+        RequestError for names without a gradient, one of another shape, and images too large for memory.
+        """
+        from kukri.interp.image_gradients import encoder_gradients
+
+        return encoder_gradients(self, images, metric, names, of)
+
+    def tape(self, given: Mapping[str, FloatArray] | None = None) -> EncoderTape:
+        """A run of a part of an image with gradients, in NumPy, whatever the LLM runs on."""
+        return EncoderTape(self._matrices, self._ropes, self.model, given)
 
     def attention(
         self, cache: ActivationCache, prompt: ImagePrompt, layer: int, *, query: int = -1, image: int = 0
@@ -123,6 +153,16 @@ class EncoderSession(Names):
             raise RequestError(f"{len(places)} tokens of an image are not rows and columns", param="images")
         found: FloatArray = cache["pattern", layer][0][:, query, places].reshape(-1, rows, columns)
         return found
+
+    def prepared(self, images: Any) -> tuple[list[ImageInput], bool]:
+        """The images ready for the encoder, and True if one was given that is in no list. Raises RequestError
+        on what the encoder cannot see.
+        """
+        is_one = not isinstance(images, list | tuple)
+        found = [self._prepared(image) for image in ([images] if is_one else images)]
+        for image in found:
+            self.model.check(image)
+        return found, is_one
 
     def _prepared(self, image: Any) -> ImageInput:
         if isinstance(image, ImageInput):

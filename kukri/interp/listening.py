@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.errors import HookError
+from kukri.errors import HookError, RequestError
 from kukri.interp.names import LOGITS, Point, find, full_name
 from kukri.interp.values import Model, Rows
 from kukri.kernels.arrays import FloatArray, IntArray
@@ -47,6 +47,13 @@ class Listening:
     point: Point
     hook: PointHook
     ctx: dict[str, Any]
+
+
+class Selects(Protocol):
+    """What finds points by names."""
+
+    def select(self, names: NamesFilter) -> list[Point]:
+        """See Names."""
 
 
 class Names:
@@ -189,3 +196,13 @@ def _replace_heads(x: FloatArray, wanted: Any, values: FloatArray) -> None:
     heads = x.reshape(*wanted.shape, -1).copy()
     heads[wanted] = values
     x[...] = heads.reshape(x.shape)
+
+
+def usable_points(model: Selects, names: NamesFilter) -> list[Point]:
+    """The points of names whose gradient is that of a tap. Raises RequestError, HookError."""
+    found = model.select(names)
+    usable = [p for p in found if p.form in ("plain", "heads") and p.tap == p.edit_tap and p.tap != LOGITS]
+    if names is not None and not callable(names) and len(usable) < len(found):
+        lacking = next(point.name for point in found if point not in usable)
+        raise RequestError(f"{lacking} has no gradient: name what it is computed from", param="names")
+    return usable

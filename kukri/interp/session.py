@@ -11,11 +11,13 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from kukri.engine import Request
+from kukri.engine.request_images import RequestImages
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.catalog import Catalog
 from kukri.interp.frozen_tape import FrozenTape
 from kukri.interp.generation import InterventionTaps, RequestTaps
+from kukri.interp.image_tapes import SeeingTape
 from kukri.interp.interventions import Intervention, resolve
 from kukri.interp.listening import FwdHooks, Listening, Names, NamesFilter, StepListener
 from kukri.interp.names import LOGITS, Point
@@ -32,6 +34,7 @@ from kukri.kernels.constants import RopeFrequencies, Weight
 from kukri.kernels.rope_rows import RopeRows
 from kukri.models import Adapter, Model
 from kukri.models.trace import Trace
+from kukri.vision.image import ImageSpan
 
 Interventions = Sequence[Intervention | Mapping[str, Any]]
 ReturnType = Literal["logits", "loss"] | None
@@ -185,6 +188,10 @@ class Session(Names):
     def array_tape(self, given: Mapping[str, FloatArray] | None = None) -> Tape:
         """A run with gradients in NumPy, whatever the LLM runs on; tapes share their matrices in float32."""
         return Tape(self._matrices, self._ropes, given)
+
+    def seeing_tape(self, images: RequestImages, spans: Sequence[ImageSpan]) -> SeeingTape:
+        """A run of a prompt with images whose rows are known."""
+        return SeeingTape(self._matrices, self._ropes, images, spans)
 
     def frozen_tape(
         self, reads: Sequence[str], writes: Sequence[str], skips: Mapping[int, Any]

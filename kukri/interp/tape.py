@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 import numpy.typing as npt
@@ -32,20 +33,24 @@ _C = np.float32(np.sqrt(2 / np.pi))
 
 @dataclass(frozen=True)
 class TextRows:
-    """The tokens of whole texts, back to back: the batch that a tape runs. All int32, [rows] but `starts`."""
+    """The tokens of whole texts, back to back: the batch that a tape runs. All int32, [rows] but `starts`.
+
+    `rope_positions` are those by which heads rotate, if others.
+    """
 
     token_ids: IntArray
     positions: IntArray
     starts: IntArray  # [texts + 1]
     token_types: IntArray
+    rope_positions: IntArray | None = None  # [axes, rows]
 
     @classmethod
-    def of(cls, texts: Sequence[IntArray]) -> TextRows:
+    def of(cls, texts: Sequence[IntArray], rope_positions: IntArray | None = None) -> TextRows:
         """All rows of texts."""
         ids = np.concatenate(texts).astype(np.int32)
         starts = np.cumsum([0, *map(len, texts)], dtype=np.int32)
         positions = np.concatenate([np.arange(len(text), dtype=np.int32) for text in texts])
-        return cls(ids, positions, starts, np.zeros_like(ids))
+        return cls(ids, positions, starts, np.zeros_like(ids), rope_positions)
 
     @property
     def texts(self) -> list[slice]:
@@ -86,6 +91,8 @@ class Tape:
     UnsupportedError on an op without a derivative here.
     """
 
+    keeps_patterns = True  # False: attention's patterns are computed again by `backward`
+
     def __init__(
         self,
         matrices: dict[Weight, FloatArray],
@@ -96,6 +103,8 @@ class Tape:
         self._kv: dict[int, tuple[Variable, Variable]] = {}  # by layer: others may read them
         self._nodes: list[tuple[Variable, Pull]] = []
         self._matrices, self._ropes, self._given = matrices, ropes, given or {}
+        # for ops' derivatives: a tape that they held would wait, with all its values, for Python's collector
+        self._weak: Any = proxy(self)
 
     def run(self, program: Program, batch: TextRows) -> Variable:
         """The program's result, [rows, width]."""
@@ -165,12 +174,14 @@ class Tape:
         if bias is not None:
             y += bias.data
 
+        tape = self._weak
+
         def pull(g: FloatArray) -> None:
             flat, start = g.reshape(-1, g.shape[-1]), 0  # NumPy multiplies more dimensions without BLAS
             for weight in weights:
                 part = flat[:, start : start + weight.shape[0]]
                 if part.any():  # queries and keys of a frozen pattern have no gradient
-                    x.add((part @ self._matrix(weight)).reshape(*g.shape[:-1], -1))
+                    x.add((part @ tape._matrix(weight)).reshape(*g.shape[:-1], -1))
                 start += weight.shape[0]
 
         found = self._new(y, pull)
@@ -247,8 +258,9 @@ class Tape:
     ) -> tuple[Variable, Variable | None]:
         """The derivative is the rotation back."""
         rows = self._ropes.setdefault(rope, RopeRows(rope))
-        rows.ensure(int(batch.positions.max()) + 1)
-        cos, sin = rows.cos[batch.positions, None], rows.sin[batch.positions, None]
+        positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+        rows.ensure(int(positions.max()) + 1)
+        cos, sin = (x[:, None] for x in rows.at(positions))
 
         def rotated(x: Variable) -> Variable:
             return self._new(
@@ -274,15 +286,23 @@ class Tape:
             k, v = self._kv[spec.kv_layer]
         self._kv[spec.layer] = k, v
         out = np.empty_like(q.x)
-        kept: list[tuple[slice, FloatArray, FloatArray]] = []
+        kept: dict[int, tuple[FloatArray, FloatArray]] = {}  # by a text's first row
+
+        tape = self._weak
+
+        def within(rows: slice) -> tuple[FloatArray, FloatArray]:
+            return _shares(q.x[rows], k.x[rows], spec, tape.seen(spec, rows.stop - rows.start))
+
         for rows in batch.texts:
-            scores, shares = _shares(q.x[rows], k.x[rows], spec)
+            scores, shares = within(rows)
             out[rows] = _by_token(shares @ _by_head(v.x[rows], spec.n_kv_heads))
-            kept.append((rows, scores, shares))
+            if self.keeps_patterns:
+                kept[rows.start] = scores, shares
 
         def pull(g: FloatArray) -> None:
             grads = [np.empty_like(each.x) for each in (q, k, v)]
-            for rows, scores, shares in kept:
+            for rows in batch.texts:
+                scores, shares = kept.get(rows.start) or within(rows)
                 keys, values = (_by_head(each.x[rows], spec.n_kv_heads) for each in (k, v))
                 queries, own = (_by_head(each, spec.n_kv_heads, spec.group) for each in (q.x[rows], g[rows]))
                 to_shares = own @ values.swapaxes(-1, -2)
@@ -298,6 +318,10 @@ class Tape:
                 variable.add(grad)
 
         return self._new(out, pull)
+
+    def seen(self, spec: AttentionSpec, n_tokens: int) -> npt.NDArray[np.bool_]:
+        """Which keys of a text each query sees, [query, key]."""
+        return seen_keys(spec, n_tokens)
 
     def conv(self, x: Variable, spec: ConvSpec, batch: TextRows) -> Variable:
         """The derivative is the convolution backwards, with the taps in the other order."""
@@ -352,6 +376,11 @@ class Tape:
             return self._gated(gate, x, gate.x * s, s * (1 + gate.x * (1 - s)))
         return self._gated(gate, x, s, s * (1 - s))
 
+    def clamp(self, x: Variable, low: float, high: float) -> Variable:
+        """The derivative is 0 where a bound holds."""
+        inside = (x.x >= low) & (x.x <= high)
+        return self._new(np.clip(x.x, low, high), lambda g: x.add(g * inside))
+
     def clamped_swiglu(self, gate: Variable, up: Variable, alpha: float, limit: float) -> Variable:
         """The derivative is 0 where a clamp holds."""
         low, high = np.minimum(gate.x, np.float32(limit)), np.clip(up.x, -limit, limit)
@@ -403,8 +432,10 @@ class Tape:
         y = np.zeros((len(rows), sum(each.shape[1] for each in experts)), np.float32)
         used = [(numbers == expert, expert) for expert in np.unique(numbers[numbers >= 0])]
 
+        tape = self._weak
+
         def matrix(expert: int) -> FloatArray:
-            return np.concatenate([self._matrix(each.weights[expert]) for each in experts])
+            return np.concatenate([tape._matrix(each.weights[expert]) for each in experts])
 
         for mine, expert in used:
             y[mine] = rows[mine] @ matrix(expert).T
@@ -561,7 +592,9 @@ def _by_token(x: FloatArray) -> FloatArray:
     return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1)
 
 
-def _shares(q: FloatArray, k: FloatArray, spec: AttentionSpec) -> tuple[FloatArray, FloatArray]:
+def _shares(
+    q: FloatArray, k: FloatArray, spec: AttentionSpec, seen: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
     """(scores, after their cap, and the softmax of them) of a text, [G, H/G, T, T]."""
     keys = _by_head(k, spec.n_kv_heads)
     scores = _by_head(q, spec.n_kv_heads, spec.group) @ keys.swapaxes(-1, -2) * np.float32(spec.scale)
@@ -569,7 +602,7 @@ def _shares(q: FloatArray, k: FloatArray, spec: AttentionSpec) -> tuple[FloatArr
         scores = np.float32(spec.softcap) * np.tanh(scores / np.float32(spec.softcap))
     if (biases := spec.biases(keys_ahead(len(q)))) is not None:
         scores = scores + biases.reshape(scores.shape)
-    scores = np.where(seen_keys(spec, len(q)), scores, np.float32(-np.inf))
+    scores = np.where(seen, scores, np.float32(-np.inf))
     top = scores.max(-1, keepdims=True)
     sink: FloatArray | None = None
     if spec.sinks is not None:

@@ -42,6 +42,9 @@ class VisionModel(Protocol):
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """Hidden states [T, D] of a part of this grid, the last or of a deep layer -> [R, width]."""
 
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """The gradient by hidden states [T, D], of that by what `merged` makes of them [R, width]."""
+
     def project(self, ops: Any, batch: Any) -> Tensor:
         """The batch's activations, what the last states and the deep ones merged to [R, (1 + n deep) * width]
         -> rows [R, (1 + n deep) * d_text]: of embeddings, and of what the text's first layers add.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -223,6 +224,18 @@ def test_batches_and_metrics(tmp_path):
         np.testing.assert_allclose(value, metric(logits)[0], atol=1e-3)
         with pytest.raises(RequestError, match="has no gradient"):
             gradients.run_with_gradients(llm, texts, metric, "pattern0")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_tape_is_freed_with_its_last_user(name):
+    """Catches an op whose derivative holds the tape: a run's values would then stay until Python collects."""
+    session = holder(name).interp
+    tape = session.tape()
+    result = tape.run(session.model, TextRows.of([IDS]))
+    tape.backward(result, np.ones_like(result.x))
+    freed = weakref.ref(tape)
+    del tape, result
+    assert freed() is None
 
 
 def test_an_op_without_a_derivative():

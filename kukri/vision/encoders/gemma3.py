@@ -15,7 +15,7 @@ from kukri.models.layers import Linear, RMSNorm
 from kukri.models.weights import WeightSource
 from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
 from kukri.vision.encoder import VisionFamily
-from kukri.vision.encoders.siglip import TOWER_HEAD, Siglip, squares_of, tower_names
+from kukri.vision.encoders.siglip import TOWER_HEAD, Siglip, from_means, squares_of, tower_names
 
 
 class Gemma3Vision(Siglip):
@@ -31,6 +31,10 @@ class Gemma3Vision(Siglip):
         """The mean of a square's hidden states."""
         mean: FloatArray = squares_of(hidden, grid, self.config.merge).mean(axis=1)
         return mean
+
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See VisionModel.unmerged."""
+        return from_means(grad, grid, self.config.merge)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""

@@ -27,7 +27,7 @@ from kukri.quant.blocks import dequantize
 from kukri.vision.config import VisionConfig, read_blocks
 from kukri.vision.encoder import ImagePart, VisionFamily
 from kukri.vision.encoders.rotated import MOST_PATCHES, RotatedAttention, RotatedEncoder
-from kukri.vision.encoders.siglip import squares_of
+from kukri.vision.encoders.siglip import from_means, squares_of
 from kukri.vision.image import ImageInput
 
 
@@ -117,6 +117,11 @@ class Gemma4Vision(RotatedEncoder):
         mean: FloatArray = squares_of(hidden, grid, self.config.merge).mean(axis=1)
         mean *= np.float32(self.config.encoder.d_model**0.5)
         return mean if self._std is None else (mean - self._std[0]) * self._std[1]
+
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See VisionModel.unmerged."""
+        scaled = grad * np.float32(self.config.encoder.d_model**0.5)
+        return from_means(scaled if self._std is None else scaled * self._std[1], grid, self.config.merge)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""

@@ -58,6 +58,10 @@ class Gemma4UnifiedVision(Gemma4Vision):
         """The hidden states."""
         return hidden
 
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See VisionModel.unmerged."""
+        return grad
+
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     defaults = {"use_bidirectional_attention": "vision", "sliding_window": 1024}

@@ -17,7 +17,7 @@ from kukri.models.layers import Linear
 from kukri.models.weights import WeightSource
 from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
 from kukri.vision.encoder import VisionFamily
-from kukri.vision.encoders.siglip import Siglip, squares_of
+from kukri.vision.encoders.siglip import Siglip, from_squares, squares_of
 
 
 class Idefics3(Siglip):
@@ -35,6 +35,10 @@ class Idefics3(Siglip):
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """A square's hidden states side by side."""
         return squares_of(hidden, grid, self.config.merge).reshape(-1, self.width)
+
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See VisionModel.unmerged."""
+        return from_squares(grad, grid, self.config.merge)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""

@@ -19,7 +19,7 @@ from kukri.models.weights import WeightSource
 from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
 from kukri.vision.encoder import ImagePart, VisionFamily
 from kukri.vision.encoders.placed import PlacedEncoder, averaged
-from kukri.vision.encoders.siglip import TOWER_HEAD, SiglipBlock, squares_of, tower_names
+from kukri.vision.encoders.siglip import TOWER_HEAD, SiglipBlock, from_squares, squares_of, tower_names
 from kukri.vision.image import ImageInput
 
 _MOST_PATCHES = 16384  # that are computed at once
@@ -47,6 +47,10 @@ class Lfm2Vision(PlacedEncoder):
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """A square's hidden states side by side."""
         return squares_of(hidden, grid, self.config.merge).reshape(-1, self.width)
+
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See VisionModel.unmerged."""
+        return from_squares(grad, grid, self.config.merge)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""

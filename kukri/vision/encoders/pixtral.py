@@ -20,7 +20,7 @@ from kukri.models.weights import WeightSource
 from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import ImagePart, VisionFamily
 from kukri.vision.encoders.rotated import RotatedAttention, RotatedBlock, RotatedEncoder, read_rotated
-from kukri.vision.encoders.siglip import squares_of
+from kukri.vision.encoders.siglip import from_squares, squares_of
 from kukri.vision.image import ImageInput
 
 
@@ -62,6 +62,11 @@ class Pixtral(RotatedEncoder):
         """A square's hidden states, number by number."""
         squares = squares_of(hidden, grid, self.config.merge).transpose(0, 2, 1)
         return np.ascontiguousarray(squares).reshape(len(squares), self.width)
+
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See VisionModel.unmerged."""
+        squares = grad.reshape(len(grad), self.config.encoder.d_model, -1).transpose(0, 2, 1)
+        return from_squares(squares, grid, self.config.merge)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""

@@ -46,6 +46,11 @@ class Qwen25Vision(RotatedEncoder):
         order, _ = self._windows(grid)
         return super().merged(hidden, grid)[np.argsort(order)]
 
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See VisionModel.unmerged."""
+        order, _ = self._windows(grid)
+        return super().unmerged(grad[order], grid)
+
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""
         x = self.hidden(ops, ops.activations(batch, self.width))

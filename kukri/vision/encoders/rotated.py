@@ -90,6 +90,10 @@ class RotatedEncoder:
         """A square's hidden states side by side."""
         return hidden.reshape(-1, self.width)
 
+    def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
+        """See VisionModel.unmerged."""
+        return grad.reshape(-1, self.config.encoder.d_model)
+
     def check(self, image: ImageInput) -> None:
         """See VisionModel.check."""
         merge, values, grid = self.config.merge, self.config.patch_values, image.grid

@@ -102,6 +102,19 @@ def squares_of(hidden: FloatArray, grid: tuple[int, int], merge: int) -> FloatAr
     return np.ascontiguousarray(cut).reshape(n_rows * n_columns, merge * merge, -1)
 
 
+def from_squares(squares: FloatArray, grid: tuple[int, int], merge: int) -> FloatArray:
+    """What `squares_of` was given, of what it returned."""
+    n_rows, n_columns = grid[0] // merge, grid[1] // merge
+    cut = squares.reshape(n_rows, n_columns, merge, merge, -1).transpose(0, 2, 1, 3, 4)
+    return np.ascontiguousarray(cut).reshape(grid[0] * grid[1], -1)
+
+
+def from_means(means: FloatArray, grid: tuple[int, int], merge: int) -> FloatArray:
+    """The gradient by hidden states, of that by the means of their squares [squares, D]."""
+    n = merge**2
+    return from_squares(np.repeat(means[:, None] / np.float32(n), n, axis=1), grid, merge)
+
+
 # Towers of transformers' SigLIP: a head that no model of images and text reads
 TOWER_HEAD = r"(?:model\.)?vision_tower\.(?:vision_model\.)?head\..+"
 
