@@ -1,6 +1,6 @@
 """The portable backend gives the recorded bits under every lowering that this host can run.
 
-`python -m tests.kernels.test_portable_bits` records them anew, by the host's own lowering: after a change of
+`python -m tests.kernels.test_portable_bits` records them again, by the host's own lowering: after a change of
 bits that is meant. Weights are NumPy's, seeded by a tensor's name, whatever torch draws; their hash is
 recorded too, so that other weights are not taken for other bits.
 """
@@ -104,7 +104,7 @@ def check(paths: list[Path], level: str | None) -> None:
     """Compares with what was recorded."""
     recorded = json.loads(RECORDED.read_text())
     for path in paths:
-        assert weights_hash(path) == recorded[path.stem][0], f"{path.stem} has other weights: record it anew"
+        assert weights_hash(path) == recorded[path.stem][0], f"{path.stem} has other weights: record it again"
     found = logits_hashes(paths, level)
     assert found == {name: recorded[name][1] for name in found}
 

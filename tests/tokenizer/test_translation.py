@@ -56,7 +56,7 @@ def test_drafts_are_the_same_text(text: str, translation: Translation) -> None:
 
 
 def test_a_long_text_is_not_encoded_again() -> None:
-    """A prompt that is encoded anew with each token; words that have no spaces."""
+    """A prompt that is encoded again with each token; words that have no spaces."""
     for text in (PROSE * 20, "x" * 5000, "日本語" * 2000):
         grown = TranslatedText(BOTH[0])
         grown.push(BYTE_LEVEL.encode(text))
