@@ -24,6 +24,7 @@ from kukri.kernels.cache import pool_windows
 from kukri.kernels.step import ForwardBatch, PoolPages, StepLimits
 from kukri.models import load_model
 from kukri.models.next_token import RESULT
+from tests.models.preempted_drafts import check_too_few_pages
 from tests.test_llm_safetensors import GEMMA4, TINY, make
 
 PROMPT = [*b"It was a bright cold day in April, and the clocks were striking thirteen."]
@@ -172,22 +173,7 @@ def test_too_few_pages_change_no_answer(
     pair: tuple[Path, Any, Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of a request that was preempted, or has begun again with others."""
-    directory, _, draft, _ = pair
-    random = np.random.default_rng(2)
-    prompts = [random.integers(0, 256, n).tolist() for n in (5, 40, 16, 33, 1, 60)]
-    sampled = SamplingParams(temperature=1, max_tokens=40, ignore_eos=True, seed=1, n=2)
-    with LLM(directory, max_requests=4) as llm:
-        want = [[o.token_ids for o in llm.generate(prompt, sampled).outputs] for prompt in prompts]
-        page_bytes = llm.engine.runner.backend.page_bytes(llm.engine.model.cache_layout, "f16")
-    chances = AssistantDrafts.chances
-    monkeypatch.setattr(AssistantDrafts, "chances", lambda drafts, n: (1.0 for _ in chances(drafts, n)))
-    options: dict[str, Any] = {"max_requests": 4, "max_step_tokens": 24, "kv_bytes": 14 * page_bytes}
-    with LLM(directory, draft_model=draft, **options) as llm:
-        got = llm.generate(prompts, sampled)
-        assert [[o.token_ids for o in each.outputs] for each in got] == want
-        llm.engine.check_integrity()
-        assert llm.engine.scheduler.n_preemptions > 0
-        assert llm.engine.scheduler.n_drafted > 20
+    check_too_few_pages(pair[0], pair[2], AssistantDrafts, monkeypatch)
 
 
 def test_another_models_assistant_is_refused(pair: tuple[Path, Any, Path, Any], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from kukri.formats.huggingface.eagle3 import read_eagle3
 from kukri.kernels import make_backend
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import load_model
+from tests.models.preempted_drafts import check_too_few_pages
 from tests.test_llm_safetensors import CHECKPOINTS, N_VOCAB, TINY, make
 
 N_LAYERS, D, HEADS, KV_HEADS, D_HEAD, F = 8, 64, 4, 2, 16, 96
@@ -213,22 +214,7 @@ def test_too_few_pages_change_no_answer(
     target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that is preempted or begins again, and drafts by rows of what it was."""
-    directory, path = target[0], write_eagle(tmp_path / "eagle")[0]
-    random = np.random.default_rng(2)
-    prompts = [random.integers(0, 256, n).tolist() for n in (5, 40, 16, 33, 1, 60)]
-    sampled = SamplingParams(temperature=1, max_tokens=40, ignore_eos=True, seed=1, n=2)
-    with LLM(directory, max_requests=4) as llm:
-        want = [[o.token_ids for o in llm.generate(prompt, sampled).outputs] for prompt in prompts]
-        page_bytes = llm.engine.runner.backend.page_bytes(llm.engine.model.cache_layout, "f16")
-    chances = LayerDrafts.chances
-    monkeypatch.setattr(LayerDrafts, "chances", lambda drafts, n: (1.0 for _ in chances(drafts, n)))
-    options: dict[str, Any] = {"max_requests": 4, "max_step_tokens": 24, "kv_bytes": 14 * page_bytes}
-    with LLM(directory, draft_model=path, **options) as llm:
-        got = llm.generate(prompts, sampled)
-        assert [[o.token_ids for o in each.outputs] for each in got] == want
-        llm.engine.check_integrity()
-        assert llm.engine.scheduler.n_preemptions > 0
-        assert llm.engine.scheduler.n_drafted > 20
+    check_too_few_pages(target[0], write_eagle(tmp_path / "eagle")[0], LayerDrafts, monkeypatch)
 
 
 @pytest.mark.parametrize(
