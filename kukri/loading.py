@@ -20,8 +20,6 @@ from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import Checkpoint, open_checkpoint
 from kukri.formats.headers import Headers, read_headers
-from kukri.formats.huggingface.assistant import is_assistant, read_assistant
-from kukri.formats.huggingface.eagle3 import is_eagle3, read_eagle3
 from kukri.formats.huggingface.weights import packed_type
 from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
@@ -33,18 +31,18 @@ from kukri.model_identity import model_identity, weights_identity
 from kukri.model_options import OWN_LAYER, READERS, ModelOptions
 from kukri.models import Model, load_model
 from kukri.models.llama import Llama
-from kukri.models.next_token import NextTokenLayer, RowReader
 from kukri.models.rope import with_scaling
 from kukri.models.weights import WeightSource
 from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
 from kukri.tokenizer import Tokenizer, load_tokenizer
-from kukri.tokenizer.translation import Translation
-from kukri.vision.encoder import VisionModel
-from kukri.vision.processors import ImageProcessor
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
+    from kukri.models.next_token import NextTokenLayer
     from kukri.stages.backend import StagedBackend
+    from kukri.tokenizer.translation import Translation
+    from kukri.vision.encoder import VisionModel
+    from kukri.vision.processors import ImageProcessor
 
 logger = logging.getLogger("kukri.loading")
 
@@ -153,6 +151,8 @@ def _on_backend(
     draft_model: Model | None = read.next_token
     translation: Translation | None = None
     if options.draft_model is not None and draft_model is None:
+        from kukri.models.next_token import RowReader
+
         draft_model, translation = _draft_model(options.draft_model, tokenizer, model)
         if isinstance(draft_model, RowReader) and backend is not local:
             raise ConfigError("this draft model needs the whole model in one process, without --stages")
@@ -460,6 +460,10 @@ def _draft_model(
 
     Ids that only one of the two has a token for, as they pad their vocabularies differently, do not matter.
     """
+    from kukri.formats.huggingface.assistant import is_assistant, read_assistant
+    from kukri.formats.huggingface.eagle3 import is_eagle3, read_eagle3
+    from kukri.tokenizer.translation import Translation
+
     path = hub.resolve(model)
     if is_assistant(path):
         return read_assistant(path, larger), None
@@ -476,6 +480,8 @@ def _draft_model(
 
 def _next_token_layer(source: WeightSource, model: Model, path: Path) -> NextTokenLayer:
     """The layer for multi-token prediction. Raises ConfigError if the files of the model have none."""
+    from kukri.models.next_token import NextTokenLayer
+
     try:
         if not isinstance(model, Llama):
             raise UnsupportedError("its kind of model has none that kukri runs")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kukri.errors import FormatError, RequestError
 from kukri.tokenizer import Tokenizer, note
 from kukri.tokenizer.image_marks import ImageMarks, ImagePart, has_images
 from kukri.vision.decode import Picture, data_url_bytes, decode
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
-from kukri.vision.processors import ImageProcessor
-from kukri.vision.processors.processor import too_few
+
+if TYPE_CHECKING:
+    from kukri.vision.processors import ImageProcessor
 
 MAX_IMAGES = 64  # in a request
 _DETAILS = ("auto", "low", "high")
@@ -91,6 +92,8 @@ class ImagePrompts:
         try:
             made = processor.budgeted(detail, n_tokens).prepare(decode(read(image), image.param))
             if n_tokens is not None and made.n_tokens > n_tokens:  # a thin image that has to grow
+                from kukri.vision.processors.processor import too_few
+
                 raise too_few(made.n_tokens, n_tokens)
             return made
         except RequestError as error:

@@ -56,6 +56,9 @@ class AssistantModel:
         """A function that makes fresh draft state for an answer to a prompt. For any thread."""
         return partial(AssistantDrafts, self._max_context, self._n_vocab, self._relative_cost)
 
+    def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
+        """Nothing is read: the cache is the larger model's."""
+
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
         """Makes this many drafts for each request. Other kinds of drafts are skipped."""
         own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, AssistantDrafts)]

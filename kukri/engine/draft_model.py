@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,10 @@ from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import without_windows
 from kukri.kernels.step import StepLimits
 from kukri.models import Model
+
+if TYPE_CHECKING:
+    from kukri.engine.scheduled_step import ScheduledChunk
+    from kukri.models.next_token import RowReader
 
 _PRIOR = (0.7,) * 6  # acceptance of its drafts, before an answer shows its own
 _MIN_COST = 0.05  # a draft costs at least this part of a full step: some costs do not depend on weights
@@ -195,6 +199,7 @@ class DraftModel:
     """Computes drafts for the requests of a step, in one batch. Not for several threads at a time."""
 
     kind: type[ModelDrafts] = ModelDrafts
+    layer: RowReader | None = None  # what reads rows that the larger model made, if it does
     _activations: FloatArray | None = None  # [T, D] that a run reads besides its tokens
 
     def __init__(
@@ -231,6 +236,9 @@ class DraftModel:
         page_row = np.zeros(self._max_pages, np.int32)
         sizes = self._max_context, self._n_vocab, self._relative_cost
         return self.kind(self.pool, page_row, *sizes, *more)
+
+    def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
+        """Reads what is known of a step's requests before their drafts are made, if that pays."""
 
     def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
         """Makes this many drafts for each request, or none if its pages or context leave no room.

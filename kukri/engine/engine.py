@@ -9,18 +9,15 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
-from kukri.engine.assistant_drafts import AssistantModel
 from kukri.engine.draft_model import DraftModel, EitherDrafts
-from kukri.engine.drafting import make_draft_model
 from kukri.engine.drafts import Drafts
-from kukri.engine.encodings import Encodings
 from kukri.engine.kv_size import KVCost
-from kukri.engine.next_token_drafts import LayerModel
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
@@ -46,8 +43,12 @@ from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.models.adapter import Adapter
 from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs
-from kukri.tokenizer.translation import Translation
-from kukri.vision.encoder import VisionModel
+
+if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
+    from kukri.engine.assistant_drafts import AssistantModel
+    from kukri.engine.encodings import Encodings
+    from kukri.tokenizer.translation import Translation
+    from kukri.vision.encoder import VisionModel
 
 logger = logging.getLogger("kukri.engine")
 
@@ -171,13 +172,19 @@ class Engine(RequestMaker):
         self.models = [model] if draft_model is None else [model, draft_model]
         self._draft_model: DraftModel | AssistantModel | None = None
         if draft_model is not None:
+            from kukri.engine.drafting import make_draft_model
+
             own_sizes = self.max_context, self._max_pages, max(pool_sizes)
             self._draft_model = make_draft_model(
                 draft_model, self.runner, draft_backend or backend, config, own_sizes, translation
             )
         elif config.speculation == "draft":
             raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
-        self.encodings = None if vision is None else Encodings(vision, backend, _ENCODINGS_BYTES, clock)
+        self.encodings: Encodings | None = None
+        if vision is not None:
+            from kukri.engine.encodings import Encodings
+
+            self.encodings = Encodings(vision, backend, _ENCODINGS_BYTES, clock)
         self._in_flight: deque[InFlight] = deque()  # in launch order
         self._records = SamplingRecords()
 
@@ -284,7 +291,7 @@ class Engine(RequestMaker):
         """The listeners of a step's requests, what writes its images, and what notes rows to draft by."""
         own: list[OwnTaps] = [*request_taps(chunks)]
         drafting = self._draft_model
-        if isinstance(drafting, (LayerModel, AssistantModel)) and has_row_drafts(chunks):
+        if drafting is not None and drafting.layer is not None and has_row_drafts(chunks):
             own.append(StepRows(chunks, drafting.layer))
         return own
 
@@ -408,7 +415,7 @@ class Engine(RequestMaker):
     def _add_drafts(self, scheduled: ScheduledStep) -> None:
         """Extends the chunks of decoding requests by draft tokens."""
         chunks = scheduled.chunks
-        if isinstance(self._draft_model, LayerModel):
+        if self._draft_model is not None:
             self._draft_model.read_ahead(chunks)
         planned = self.scheduler.plan_drafts(chunks)
         if self._draft_model is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import count
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,10 @@ from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import SamplingBackend
 from kukri.sampling import RequestSampler, SamplingParams
 from kukri.sampling.params import SEED_MAX
-from kukri.vision.encoder import VisionModel
 from kukri.vision.image import ImageInput, ImagePrompt
+
+if TYPE_CHECKING:
+    from kukri.vision.encoder import VisionModel
 
 MOST_ROWS = 64  # rows of logits of a step beyond one for each request: a row is large
 _GREEDY = SamplingParams(temperature=0)  # for requests that draw nothing

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kukri.engine.draft_model import model_drafts
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.kernels.arrays import FloatArray
-from kukri.models.next_token import RowReader
+
+if TYPE_CHECKING:
+    from kukri.models.next_token import RowReader
 
 
 class RowDrafts:

@@ -8,18 +8,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kukri.config import EmbeddingConfig, ModelConfig
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, brief_list, reading
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.vision import MmprojWeights, find_mmproj, read_mmproj, width_of
+from kukri.formats.gguf.split import find_mmproj
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
 from kukri.formats.huggingface.directory import TokenizerFiles, directory_config, tokenizer_files
-from kukri.formats.huggingface.image_processor import read_image_processor
-from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
 from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
@@ -27,9 +25,11 @@ from kukri.formats.sentence_transformers import DenseLayer, directory_embedding,
 from kukri.models import ARCHITECTURES
 from kukri.models.keys import Keys
 from kukri.models.weights import WeightSource
-from kukri.vision.config import VisionConfig
-from kukri.vision.encoder import VisionModel, load_vision
-from kukri.vision.processors import ImageProcessor
+
+if TYPE_CHECKING:  # what only models that see need is imported where it is made
+    from kukri.vision.config import VisionConfig
+    from kukri.vision.encoder import VisionModel
+    from kukri.vision.processors import ImageProcessor
 
 _log = logging.getLogger("kukri.formats")
 
@@ -102,6 +102,9 @@ def _open_gguf(gguf: GGUFFile, path: Path) -> Checkpoint:
 
 def _with_mmproj(opened: Checkpoint, gguf: GGUFFile, file: GGUFFile, *, is_named: bool) -> Checkpoint:
     """The checkpoint with the encoder of a file; without it if that was found by name and is another's."""
+    from kukri.formats.gguf.vision import MmprojWeights, read_mmproj, width_of
+    from kukri.vision.encoder import load_vision
+
     text, d_text = opened.config, opened.config.d_model
     if not is_named and width_of(file) != d_text:
         _log.warning("%s is of another model than %s, which is opened without it", file.path, opened.path)
@@ -139,6 +142,10 @@ def _with_mmproj(opened: Checkpoint, gguf: GGUFFile, file: GGUFFile, *, is_named
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
+    from kukri.formats.huggingface.image_processor import read_image_processor
+    from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
+    from kukri.vision.encoder import load_vision
+
     whole = read_json(directory / "config.json")
     stated = text_config(whole)
     config = directory_config(directory, stated)

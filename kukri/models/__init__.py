@@ -1,13 +1,12 @@
 """Models, written once against the op set of `kukri.kernels.op_set`.
 
-Each file that defines an `Architecture` adds one to `ARCHITECTURES`: nothing else lists them.
+Each file that defines an `Architecture` adds one to `ARCHITECTURES`: nothing else lists them, and
+none is imported before it is asked for (`kukri.models.registry`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any, Protocol
 
 from kukri.config import ModelConfig
@@ -20,6 +19,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.adapter import Adapter
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
+from kukri.models.registry import Architectures
 from kukri.models.weights import NoWeights, Parameter, TakenWeights, WeightSource
 
 __all__ = [
@@ -73,17 +73,7 @@ class Model(Protocol):
         """Numbers in the model; tied embeddings count once."""
 
 
-def _architectures() -> dict[str, Architecture]:
-    """The objects in the files of this folder, by name."""
-    found = {}
-    for file in iter_modules(__path__):
-        for value in vars(import_module(f"{__name__}.{file.name}")).values():
-            if isinstance(value, Architecture):
-                found[value.name] = value
-    return found
-
-
-ARCHITECTURES = _architectures()
+ARCHITECTURES = Architectures()
 
 
 def load_model(source: WeightSource, config: ModelConfig) -> Model:

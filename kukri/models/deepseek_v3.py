@@ -21,6 +21,7 @@ DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     name="deepseek_v3",
     hf_class="DeepseekV3ForCausalLM",
+    gguf="deepseek2",
     ignores=DEEPSEEK_V2.ignores - {"n_group", "topk_group", "rope_interleave"}
     | {"num_nextn_predict_layers", "num_mtp_layers"},
     next_token="layer",
@@ -73,6 +74,7 @@ GLM4_MOE_LITE: Architecture = replace(
     DEEPSEEK_V3,
     name="glm4_moe_lite",
     hf_class="Glm4MoeLiteForCausalLM",
+    gguf="deepseek2",
     partial_rotary=True,
     reads=DEEPSEEK_V3.reads | {_TYPES},
     defaults={

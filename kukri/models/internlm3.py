@@ -11,6 +11,7 @@ INTERNLM3 = replace(
     name="internlm3",
     hf_class="InternLM3ForCausalLM",
     gguf="llama",
+    gguf_seeing="",
     aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
 )

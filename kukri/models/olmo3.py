@@ -13,6 +13,7 @@ OLMO3 = replace(
     OLMO2,
     name="olmo3",
     hf_class="Olmo3ForCausalLM",
+    gguf="olmo2",
     reads=OLMO2.reads | {"sliding_window", "layer_types"},
     defaults={**OLMO2.defaults, "rope_theta": 5e5, "sliding_window": 4096},
 )

@@ -12,7 +12,7 @@ import pytest
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.vision import find_mmproj
+from kukri.formats.gguf.split import find_mmproj
 from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name
 from tests.fake_hub import TOKEN, Hub, running
 from tests.formats.test_gguf_split import split

@@ -18,7 +18,7 @@ from kukri import LLM
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.vision import find_mmproj
+from kukri.formats.gguf.split import find_mmproj
 from kukri.formats.gguf.writer import write_gguf
 from kukri.terminal.convert import convert_model
 from tests.vision.tiny_checkpoints import FAMILIES, save_with_processor

@@ -277,7 +277,7 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
             architecture.name == name,
         )
 
-    named = [a for a in ARCHITECTURES.values() if a.in_gguf and name in (a.gguf, a.gguf_seeing)]
+    named = [a for a in ARCHITECTURES.called(name) if a.in_gguf and name in (a.gguf, a.gguf_seeing)]
     if not named:
         known = ", ".join(sorted({a.gguf for a in ARCHITECTURES.values() if a.in_gguf}))
         if name == "clip":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,3 +48,13 @@ def fitting_mmproj(model: str, files: Iterable[str]) -> str | None:
         if is_mmproj(file) and file != model and model.lower().startswith(stem):
             found.append((-len(stem), _ENCODER_TYPES.index(kind) if kind else len(_ENCODER_TYPES), file))
     return min(found)[2] if found else None
+
+
+def find_mmproj(model: Path) -> Path | None:
+    """The file next to a model's with its encoder, by their names."""
+    try:
+        files = os.listdir(model.parent) if model.is_file() else []
+    except OSError:  # a folder may be opened and not listed
+        files = []
+    found = fitting_mmproj(model.name, files)
+    return None if found is None else model.with_name(found)

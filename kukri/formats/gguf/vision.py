@@ -1,11 +1,10 @@
-"""The encoder of images in a GGUF file of its own, as llama.cpp has it (`mmproj`): finding and reading it.
+"""The encoder of images in a GGUF file of its own, as llama.cpp has it (`mmproj`).
 
 Keys become those of config.json and preprocessor_config.json, so that a family reads both formats alike.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,7 +27,6 @@ from kukri.formats.gguf.mmproj_names import (
     stored_name,
 )
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
-from kukri.formats.gguf.split import fitting_mmproj
 from kukri.formats.huggingface.vision import vision_config
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.constants import Experts, Weight
@@ -40,16 +38,6 @@ from kukri.vision.encoders import vision_families
 from kukri.vision.processors import ImageProcessor, image_processor
 
 _LAYER = re.compile(r"v\.blk\.\d+")
-
-
-def find_mmproj(model: Path) -> Path | None:
-    """The file next to a model's with its encoder, by their names."""
-    try:
-        files = os.listdir(model.parent) if model.is_file() else []
-    except OSError:  # a folder may be opened and not listed
-        files = []
-    found = fitting_mmproj(model.name, files)
-    return None if found is None else model.with_name(found)
 
 
 def width_of(file: GGUFFile) -> int:

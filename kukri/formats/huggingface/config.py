@@ -273,7 +273,7 @@ def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
 def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, Keys]:
     """The architecture, and its keys."""
     model_type = _TEXT_TYPES.get(str(stated := config.get("model_type")), stated)
-    named = [one for one in ARCHITECTURES.values() if (one.hf_type or one.name) == model_type]
+    named = [one for one in ARCHITECTURES.called(model_type) if (one.hf_type or one.name) == model_type]
     marked = [one for one in named if one.hf_mark and _holds(config, *one.hf_mark)]
     marked += [one for one in named if one.hf_when and one.hf_when(config)]
     found = marked or [one for one in named if not (one.hf_mark or one.hf_when)]
@@ -353,7 +353,8 @@ def _writable(name: str, has_windows: bool) -> Architecture:
     own = ARCHITECTURES[name]
     if has_windows and "sliding_window" not in own.reads:
         own = next(
-            (a for a in ARCHITECTURES.values() if a.gguf == own.gguf and "sliding_window" in a.reads), own
+            (a for a in ARCHITECTURES.called(own.gguf) if a.gguf == own.gguf and "sliding_window" in a.reads),
+            own,
         )
     return own
 
