@@ -339,7 +339,7 @@ def force_drafts(llm: LLM, text: list[int]) -> None:
             super().follow(tokens, n_tokens)
             if isinstance(self, NextTokenDrafts):
                 # random weights write rare tokens as often as others, and texts do not
-                self.has_rare, self.relative_cost = False, self.costs[False]
+                self.has_rare, self.cost_factor = False, 1.0
 
         def chances(self, n: int) -> Iterator[float]:
             return super().chances(min(n, _N_DRAFTS))  # type: ignore[no-any-return]

@@ -64,6 +64,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def learn_costs() -> Iterator[Callable[..., None]]:
+    """Rows cost what their backend states: what a busy machine measures decides no test."""
+    from kukri.engine.row_costs import RowCosts
+
+    learn = RowCosts.observe
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCosts, "observe", lambda *_: None)
+        yield learn
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The real SmolLM2-135M-Instruct Q4_1 file: $KUKRI_TEST_MODEL, or the cached one, downloaded once."""

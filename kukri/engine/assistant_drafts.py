@@ -10,6 +10,7 @@ import numpy as np
 from kukri.engine.draft_model import CountedDrafts, sources_of
 from kukri.engine.drafts import Drafts
 from kukri.engine.request import Request
+from kukri.engine.row_costs import MakingCost
 from kukri.engine.row_drafts import RowDrafts
 from kukri.engine.runner import Runner
 from kukri.engine.scheduled_step import ScheduledChunk
@@ -46,7 +47,7 @@ class AssistantModel:
         self, assistant: Assistant, runner: Runner, limits: StepLimits, relative_cost: float
     ) -> None:
         """`runner` is the larger model's, whose cache is read; a step has as many tokens as sequences."""
-        self.layer, self._relative_cost = assistant, relative_cost
+        self.layer, self.cost = assistant, MakingCost(relative_cost)
         self._n_vocab = min(assistant.config.n_vocab, runner.model.config.n_vocab)
         self._max_context = runner.model.config.max_context
         self._program = runner.backend.compile(assistant, runner.cache, limits, frozenset([RESULT]))
@@ -54,7 +55,7 @@ class AssistantModel:
 
     def drafts_for(self, prompt: IntArray) -> Callable[[], AssistantDrafts]:
         """A function that makes fresh draft state for an answer to a prompt. For any thread."""
-        return partial(AssistantDrafts, self._max_context, self._n_vocab, self._relative_cost)
+        return partial(AssistantDrafts, self._max_context, self._n_vocab, self.cost)
 
     def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
         """Nothing is read: the cache is the larger model's."""

@@ -20,6 +20,7 @@ from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import AcceptanceRate, Drafts
 from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.engine.pages import PagePool, pages_for
+from kukri.engine.row_costs import MakingCost
 from kukri.engine.runner import Runner
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, Logits
@@ -28,6 +29,7 @@ from kukri.kernels.step import StepLimits
 from kukri.models import Model
 
 if TYPE_CHECKING:
+    from kukri.engine.assistant_drafts import AssistantModel
     from kukri.engine.scheduled_step import ScheduledChunk
     from kukri.models.next_token import RowReader
 
@@ -43,8 +45,10 @@ _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is
 class CountedDrafts:
     """A model's drafts for one request: its text, and how often they were accepted."""
 
-    def __init__(self, max_context: int, n_vocab: int, relative_cost: float) -> None:
-        self.relative_cost = relative_cost
+    cost_factor = 1.0  # what its drafts cost by what the model's do
+
+    def __init__(self, max_context: int, n_vocab: int, cost: MakingCost) -> None:
+        self._cost = cost
         self._max_context, self._n_vocab = max_context, n_vocab  # ids that the draft model reads
         self._is_readable = True
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array
@@ -52,6 +56,11 @@ class CountedDrafts:
         self.drafts: list[int] = []  # the last ones
         self._rate = AcceptanceRate(_PRIOR)
         self._n_without = 0  # tokens since the last draft
+
+    @property
+    def relative_cost(self) -> float:
+        """See Drafts.relative_cost."""
+        return self._cost.of_one * self.cost_factor
 
     @property
     def reading_cost(self) -> float:
@@ -107,9 +116,9 @@ class ModelDrafts(CountedDrafts):
     keeps_accepted = True  # what it read of drafts stays, if they are accepted
 
     def __init__(
-        self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, relative_cost: float
+        self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, cost: MakingCost
     ) -> None:
-        super().__init__(max_context, n_vocab, relative_cost)
+        super().__init__(max_context, n_vocab, cost)
         self.page_row, self.page_rows = page_row, [page_row]
         self.n_cached = self.n_pages = 0
         self._pool = pool
@@ -214,7 +223,7 @@ class DraftModel:
     ) -> None:
         """`n_vocab` is the larger model's. It may differ by rows at the end that stand for no token: those
         are neither read nor drafted. `relative_cost`: the time of a draft, in the larger model's steps of one
-        token.
+        token, until it is measured.
         """
         self._n_vocab = min(n_vocab, model.config.n_vocab)
         self._max_context = min(max_context, model.config.max_context)
@@ -224,7 +233,7 @@ class DraftModel:
         limits = StepLimits(self._max_tokens, n_requests, n_requests, self._max_pages)
         layout = without_windows(model.cache_layout)  # in one pool, whose pages stay
         self._runner = Runner(model, backend, layout, n_pages, limits, config.kv_type)
-        self._relative_cost = max(relative_cost, _MIN_COST)
+        self.cost = MakingCost(max(relative_cost, _MIN_COST))
         self.pool = PagePool(n_pages, backend.page_tokens)
 
     def drafts_for(self, prompt: IntArray) -> Callable[[], ModelDrafts]:
@@ -234,7 +243,7 @@ class DraftModel:
     def drafts(self, *more: Any) -> ModelDrafts:
         """Fresh draft state for a request, with what its kind takes besides."""
         page_row = np.zeros(self._max_pages, np.int32)
-        sizes = self._max_context, self._n_vocab, self._relative_cost
+        sizes = self._max_context, self._n_vocab, self.cost
         return self.kind(self.pool, page_row, *sizes, *more)
 
     def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
@@ -313,3 +322,22 @@ class DraftModel:
 def chunk_of(drafts: ModelDrafts, start: int, stop: int) -> Chunk:
     """Tokens `start` to `stop` - 1 of a sequence; its last token and its drafts want logits."""
     return Chunk(drafts, start, stop - start, int(stop >= drafts.n_tokens))
+
+
+def make_drafts(
+    model: DraftModel | AssistantModel,
+    wanted: Sequence[tuple[Drafts, int]],
+    clock: Callable[[], float],
+    unit_s: float | None,
+) -> float:
+    """Computes so many drafts for each request; the seconds that took, of which the model's cost learns.
+
+    `unit_s`: seconds of the larger model's step of one token, if known.
+    """
+    own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, CountedDrafts)]
+    expected, began_s = sum(drafts.relative_cost * n + drafts.reading_cost for drafts, n in own), clock()
+    model.compute(wanted)
+    made_s = clock() - began_s
+    if unit_s is not None:
+        model.cost.observe(expected, made_s / unit_s)
+    return made_s

@@ -54,7 +54,7 @@ class DraftBudget:
         self, row_costs: tuple[float, ...], n_tokens: int, n_decoding: int, *, has_prompt: bool, room: int
     ) -> None:
         """A step has `n_tokens` without drafts, `n_decoding` requests that decode, a prompt or none, and room
-        for so many drafts. `row_costs` are `Backend.row_costs`.
+        for so many drafts. `row_costs`: see RowCosts.of.
         """
         self._costs, self._room = row_costs, room
         self._n_tokens, self._n_decoding, self._has_prompt = n_tokens, n_decoding, has_prompt

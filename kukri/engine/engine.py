@@ -15,7 +15,7 @@ import numpy as np
 
 from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
-from kukri.engine.draft_model import DraftModel, EitherDrafts
+from kukri.engine.draft_model import DraftModel, EitherDrafts, make_drafts
 from kukri.engine.drafts import Drafts
 from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
@@ -68,6 +68,7 @@ class InFlight:
     is_repeat: bool = False
     prompt_cost: float = 0.0  # cost of its prompts' tokens, in the units of StepCost
     launched_s: float = 0.0
+    made_s: float = 0.0  # seconds in which a draft model made drafts for it
 
 
 class Engine(RequestMaker):
@@ -247,7 +248,7 @@ class Engine(RequestMaker):
             self._copy(scheduled)  # for admitted requests that wait for an image
             return None
         try:
-            self._add_drafts(scheduled)
+            made_s = self._add_drafts(scheduled)
             chunks = scheduled.chunks
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
@@ -255,7 +256,7 @@ class Engine(RequestMaker):
                 logits = self.runner.run(chunks, *self._own_taps(chunks))
             else:
                 logits = self._run(scheduled)
-            step = InFlight(chunks, logits, scheduled.is_repeat, scheduled.prompt_cost, now_s)
+            step = InFlight(chunks, logits, scheduled.is_repeat, scheduled.prompt_cost, now_s, made_s)
         except StageError as error:
             self._begin_again(error)
             return None
@@ -365,6 +366,10 @@ class Engine(RequestMaker):
         self._rest()
         began_s, self._collected_s = max(step.launched_s, self._collected_s), self._clock()
         self.scheduler.cost.observe(step.prompt_cost, self._collected_s - began_s)
+        if not step.prompt_cost:
+            n_drafts = 0 if step.is_repeat else sum(chunk.n_drafts for chunk in chunks)
+            spent_s = self._collected_s - began_s - step.made_s
+            self.scheduler.row_costs.observe(len(chunks), n_drafts, spent_s)
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -412,14 +417,17 @@ class Engine(RequestMaker):
     def _use_adapter(self, name: str, request: Request) -> None:
         self.adapters.use(name, request)
 
-    def _add_drafts(self, scheduled: ScheduledStep) -> None:
-        """Extends the chunks of decoding requests by draft tokens."""
+    def _add_drafts(self, scheduled: ScheduledStep) -> float:
+        """Extends the chunks of decoding requests by draft tokens; seconds in which a model made them."""
         chunks = scheduled.chunks
         if self._draft_model is not None:
             self._draft_model.read_ahead(chunks)
         planned = self.scheduler.plan_drafts(chunks)
-        if self._draft_model is not None:
-            self._draft_model.compute([(drafts, n) for _, drafts, n in planned])
+        made_s = 0.0
+        if self._draft_model is not None and planned:
+            unit_s = self.scheduler.row_costs.unit_s(len(chunks))
+            wanted = [(drafts, n) for _, drafts, n in planned]
+            made_s = make_drafts(self._draft_model, wanted, self._clock, unit_s)
         if planned:
             scheduled.can_repeat = scheduled.is_repeat = False
             scheduled.chunks = chunks = chunks.copy()  # the same list would be taken for a repeat
@@ -430,6 +438,7 @@ class Engine(RequestMaker):
                 logger.exception("the drafts of a request failed")
                 chunks[i].request.max_drafts, proposed = 0, []
             chunks[i] = self.scheduler.with_drafts(chunks[i], proposed)
+        return made_s
 
     def _sample(self, chunks: list[ScheduledChunk], logits: Logits) -> list[list[SampledToken | KukriError]]:
         """Each chunk's new tokens, up to one that was not drafted; an error in place of one ends its request.

@@ -132,15 +132,15 @@ class NextTokenDrafts(LayerDrafts):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.has_rare = False  # True if rare tokens are likely: all are drafted then
-        # set by the model: tokens that are not rare, and what a draft costs among these and among all
-        self.n_frequent, self.costs = 0, (0.0, 0.0)
+        # set by the model: tokens that are not rare, and what a draft among all costs by one among these
+        self.n_frequent, self.rare_factor = 0, 1.0
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
         """See Drafts.follow."""
         super().follow(tokens, n_tokens)
         n_rare = np.count_nonzero(tokens[max(n_tokens - _N_LAST, 0) : n_tokens] >= self.n_frequent)
         self.has_rare = bool(n_rare > _MOST_RARE)
-        self.relative_cost = self.costs[self.has_rare]
+        self.cost_factor = self.rare_factor if self.has_rare else 1.0
 
 
 class NextTokenDraftModel(LayerModel):
@@ -155,7 +155,7 @@ class NextTokenDraftModel(LayerModel):
         made, layer = super().drafts(*more), self.layer
         assert isinstance(made, NextTokenDrafts)
         rest = (layer.config.n_vocab - layer.n_frequent) * layer.config.d_model / layer.n_parameters
-        made.n_frequent, made.costs = layer.n_frequent, (made.relative_cost, made.relative_cost * (1 + rest))
+        made.n_frequent, made.rare_factor = layer.n_frequent, 1 + rest
         return made
 
     def _chosen(self, logits: Logits, drafting: Sequence[ModelDrafts]) -> Sequence[int]:

@@ -26,6 +26,7 @@ from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.lookup_drafts import EarlierAnswers
 from kukri.engine.request import ProgramKind, Request, RequestState
 from kukri.engine.residence import Prefix, Residence
+from kukri.engine.row_costs import RowCosts
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.step_cost import StepCost
 from kukri.engine.waiting import WaitingQueue
@@ -69,7 +70,7 @@ class Scheduler:
         self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
-        self.cost, self.row_costs = cost or StepCost(), row_costs
+        self.cost, self.row_costs = cost or StepCost(), RowCosts(row_costs)
         self._earlier_answers = earlier_answers or EarlierAnswers()  # to which those that end are added
         self._step = ScheduledStep([], [], [], "hidden")  # the last one
         self._full: tuple[int, ...] | None = None  # when nobody could be admitted: see `_occupancy`
@@ -260,7 +261,10 @@ class Scheduler:
         room = min(self.max_step_tokens - n_tokens, self.max_logit_rows - n_rows)
         n_decoding = sum(_generates(chunk.request) for chunk in chunks)
         has_prompt = n_decoding < len(chunks)
-        budget = DraftBudget(self.row_costs, n_tokens, n_decoding, has_prompt=has_prompt, room=room)
+        if not has_prompt and self.row_costs.needs_plain(n_tokens):
+            return []
+        costs = self.row_costs.of(n_tokens)
+        budget = DraftBudget(costs, n_tokens, n_decoding, has_prompt=has_prompt, room=room)
         offered: list[tuple[int, Drafts]] = []
         for i, chunk in enumerate(chunks):
             request = chunk.request

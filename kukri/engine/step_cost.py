@@ -74,10 +74,14 @@ class StepCost:
         if units < _MIN_UNITS:
             return
         unit_s = max(elapsed_s, 1e-9) / (units + _WEIGHTS)
-        if self._unit_s is None or unit_s < self._unit_s / _LEAST_FALL:
-            self._unit_s = unit_s
-        else:
-            self._unit_s += _WEIGHT * (min(unit_s, _MOST_GROWTH * self._unit_s) - self._unit_s)
+        self._unit_s = smoothed(self._unit_s, unit_s, _WEIGHT)
+
+
+def smoothed(before: float | None, measured: float, weight: float, least_fall: float = _LEAST_FALL) -> float:
+    """A time with its newest measurement, which has this weight: see the bounds of growth and fall."""
+    if before is None or measured < before / least_fall:
+        return measured
+    return before + weight * (min(measured, _MOST_GROWTH * before) - before)
 
 
 def even_depth(config: ModelConfig, n_parameters: int) -> float:

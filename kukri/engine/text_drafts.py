@@ -31,7 +31,7 @@ class TextDrafts(ModelDrafts):
         self._n_read = n_read  # the request's tokens that it has read
         self._proposed: list[int] = []  # the last drafts in the request's tokens
         self._length: float = max(len(text.ids) / n_read, 1.0)  # own tokens for one of the request's
-        self.relative_cost *= self._length
+        self.cost_factor = self._length
         self._take(0)
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:

@@ -100,7 +100,7 @@ class Backend(Protocol):
     name: str
     exact_kv_type: KVType  # the widest numbers that its KV cache can hold
     page_tokens: int  # tokens of a page of its caches
-    row_costs: tuple[float, ...]  # time of a step of 1, 2, ... tokens by that of 1; of more in proportion
+    row_costs: tuple[float, ...]  # time of a step of 1, 2, ... tokens by that of 1, until steps are measured
 
     @property
     def begins_at_taps(self) -> bool:

@@ -166,7 +166,7 @@ def no_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def cheap(llm: LLM) -> None:
     """Makes drafts of a model that is not small worth their time."""
     assert llm.engine._draft_model is not None
-    llm.engine._draft_model._relative_cost = 0.0
+    llm.engine._draft_model.cost.of_one = 0.0
 
 
 @pytest.mark.usefixtures("no_look_up")

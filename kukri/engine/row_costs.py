@@ -1,0 +1,131 @@
+"""What a step's rows cost, and what a draft does: stated at first, then learned from the steps that ran.
+
+A table of costs holds for the processor that it was measured on. Another one, a longer context or a busy
+machine have other costs, and by a wrong table drafts lose what they should gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import exp, log
+
+import numpy as np
+
+from kukri.engine.step_cost import smoothed
+
+_PLAIN_EVERY = 24  # steps with drafts, before one without is due: it is what their time is compared with
+_PLAIN_WEIGHT, _MAKING_WEIGHT = 0.15, 0.1  # of a measurement, once there are some
+_LEAST_FALL = 5.0  # see `smoothed`: one step alone may well take half as long as another
+_MEMORY = 0.97  # what is left of a measurement's weight after each later one
+_FORGET_EVERY = 8  # steps without drafts
+_TABLE_WEIGHT = 1.0  # measurements that the table counts for
+_MOST_EXCESS = log(2.0)  # a step is counted as no dearer than expected by more
+
+
+class RowCosts:
+    """The time of steps by their rows: a table's, corrected by those that ran. No result depends on it."""
+
+    def __init__(self, table: Sequence[float]) -> None:
+        """`table`: see Backend.row_costs."""
+        self._table = tuple(table)
+        self._measured: dict[int, _MeasuredCosts] = {}  # by tokens of a step without its drafts
+
+    def of(self, n_tokens: int) -> tuple[float, ...]:
+        """What steps of 1, 2, ... rows cost that have so many tokens besides drafts, as the table tells."""
+        measured = self._measured.get(n_tokens)
+        return self._table if measured is None else measured.costs
+
+    def needs_plain(self, n_tokens: int) -> bool:
+        """True if a step of so many tokens should have no drafts: how long it takes is not known, or no more.
+
+        Only where steps are measured.
+        """
+        measured = self._measured.get(n_tokens)
+        return bool(self._measured) if measured is None else measured.n_since_plain >= _PLAIN_EVERY
+
+    def unit_s(self, n_tokens: int) -> float | None:
+        """The seconds that `of` counts as 1; None if not known."""
+        measured = self._measured.get(n_tokens)
+        if measured is None or measured.plain_s is None:
+            return None
+        return measured.plain_s / self.of(n_tokens)[n_tokens - 1]
+
+    def observe(self, n_tokens: int, n_drafts: int, elapsed_s: float) -> None:
+        """Notes the time of a step that had no prompt."""
+        if n_tokens >= len(self._table):  # a row costs as much as each before it
+            return
+        measured = self._measured.get(n_tokens)
+        if measured is None:
+            measured = self._measured[n_tokens] = _MeasuredCosts(self._table, n_tokens)
+        if n_drafts:
+            measured.observe_drafts(n_drafts, elapsed_s)
+        else:
+            measured.observe_plain(elapsed_s)
+
+
+class _MeasuredCosts:
+    """Costs of steps that have the same number of tokens besides drafts, which are not one for each row."""
+
+    def __init__(self, table: Sequence[float], n_tokens: int) -> None:
+        self.costs = tuple(table)
+        self.plain_s: float | None = None  # time of a step without drafts
+        self.n_since_plain = _PLAIN_EVERY
+        self._n_tokens, self._n_plain = n_tokens, 0
+        self._table = np.log(table)
+        places = np.log2(np.arange(1, len(table) + 1))
+        # what a measurement of some rows says of others: the less the larger their ratio
+        self._nearness = 0.25 ** np.abs(places[:, None] - places)
+        np.fill_diagonal(self._nearness, 0.0)
+        # of measurements by rows, and their mean corrections, logarithms
+        self._weights, self._means = np.zeros(len(table)), np.zeros(len(table))
+
+    def observe_plain(self, elapsed_s: float) -> None:
+        self._n_plain, self.n_since_plain = self._n_plain + 1, 0
+        if self._n_plain % _FORGET_EVERY == 0:  # else drafts that were dear once would never be tried again
+            self._weights *= _MEMORY**_FORGET_EVERY
+            self.costs = self._corrected()
+        weight = max(1.0 / self._n_plain, _PLAIN_WEIGHT)
+        self.plain_s = smoothed(self.plain_s, max(elapsed_s, 1e-9), weight, _LEAST_FALL)
+
+    def observe_drafts(self, n_drafts: int, elapsed_s: float) -> None:
+        self.n_since_plain += 1
+        if self.plain_s is None:
+            return
+        if elapsed_s < self.plain_s / 2:  # it is the plain step that was too long
+            self.n_since_plain = _PLAIN_EVERY
+            return
+        n, n_rows = len(self.costs), self._n_tokens + n_drafts
+        row, more = min(n_rows, n) - 1, max(n_rows / n, 1.0)
+        costs, first = self.costs, self._n_tokens - 1
+        measured = max(elapsed_s, 1e-9) / (self.plain_s * more)
+        measured = log(min(measured, costs[row] / costs[first] * exp(_MOST_EXCESS)))
+        self._weights *= _MEMORY
+        self._weights[row] += 1.0
+        excess = measured - (self._table[row] - self._table[first]) - self._means[row]
+        self._means[row] += excess / self._weights[row]
+        self.costs = self._corrected()
+
+    def _corrected(self) -> tuple[float, ...]:
+        """Measured rows count by their own weight, others by at most one measurement each."""
+        shared = self._weights / (self._weights + 1.0)
+        sums = self._weights * self._means + self._nearness @ (shared * self._means)
+        weights = self._weights + self._nearness @ shared + _TABLE_WEIGHT
+        corrections = sums / weights
+        corrections[: self._n_tokens] = 0.0
+        return tuple(accumulate(np.exp(self._table + corrections).tolist(), max))  # more rows cost no less
+
+
+class MakingCost:
+    """What a draft of a model costs, in steps of one token of the larger model: by its size, then measured.
+
+    Attributes: of_one, of one draft.
+    """
+
+    def __init__(self, of_one: float) -> None:
+        self.of_one = of_one
+
+    def observe(self, expected: float, measured: float) -> None:
+        """Notes what drafts cost that were expected to cost so much."""
+        if expected > 0.0:
+            self.of_one = smoothed(self.of_one, self.of_one * measured / expected, _MAKING_WEIGHT)
