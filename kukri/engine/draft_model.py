@@ -29,7 +29,6 @@ from kukri.kernels.step import StepLimits
 from kukri.models import Model
 
 if TYPE_CHECKING:
-    from kukri.engine.assistant_drafts import AssistantModel
     from kukri.engine.scheduled_step import ScheduledChunk
     from kukri.models.next_token import RowReader
 
@@ -325,19 +324,20 @@ def chunk_of(drafts: ModelDrafts, start: int, stop: int) -> Chunk:
 
 
 def make_drafts(
-    model: DraftModel | AssistantModel,
+    compute: Callable[[Sequence[tuple[Drafts, int]]], None],
+    cost: MakingCost,
     wanted: Sequence[tuple[Drafts, int]],
     clock: Callable[[], float],
     unit_s: float | None,
 ) -> float:
-    """Computes so many drafts for each request; the seconds that took, of which the model's cost learns.
+    """Has a model compute so many drafts for each request; the seconds that took, which its cost takes in.
 
     `unit_s`: seconds of the larger model's step of one token, if known.
     """
     own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, CountedDrafts)]
     expected, began_s = sum(drafts.relative_cost * n + drafts.reading_cost for drafts, n in own), clock()
-    model.compute(wanted)
+    compute(wanted)
     made_s = clock() - began_s
     if unit_s is not None:
-        model.cost.observe(expected, made_s / unit_s)
+        cost.observe(expected, made_s / unit_s)
     return made_s

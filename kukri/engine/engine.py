@@ -427,7 +427,8 @@ class Engine(RequestMaker):
         if self._draft_model is not None and planned:
             unit_s = self.scheduler.row_costs.unit_s(len(chunks))
             wanted = [(drafts, n) for _, drafts, n in planned]
-            made_s = make_drafts(self._draft_model, wanted, self._clock, unit_s)
+            model = self._draft_model
+            made_s = make_drafts(model.compute, model.cost, wanted, self._clock, unit_s)
         if planned:
             scheduled.can_repeat = scheduled.is_repeat = False
             scheduled.chunks = chunks = chunks.copy()  # the same list would be taken for a repeat

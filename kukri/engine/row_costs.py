@@ -15,7 +15,7 @@ import numpy as np
 from kukri.engine.step_cost import smoothed
 
 _PLAIN_EVERY = 24  # steps with drafts, before one without is due: it is what their time is compared with
-_PLAIN_WEIGHT, _MAKING_WEIGHT = 0.15, 0.1  # of a measurement, once there are some
+_PLAIN_WEIGHT, _MAKING_WEIGHT = 0.15, 0.1  # what a measurement weighs, once there are some
 _LEAST_FALL = 5.0  # see `smoothed`: one step alone may well take half as long as another
 _MEMORY = 0.97  # what is left of a measurement's weight after each later one
 _FORGET_EVERY = 8  # steps without drafts
@@ -77,7 +77,7 @@ class _MeasuredCosts:
         # what a measurement of some rows says of others: the less the larger their ratio
         self._nearness = 0.25 ** np.abs(places[:, None] - places)
         np.fill_diagonal(self._nearness, 0.0)
-        # of measurements by rows, and their mean corrections, logarithms
+        # the weight of what was measured, by rows, and the mean of its corrections, logarithms
         self._weights, self._means = np.zeros(len(table)), np.zeros(len(table))
 
     def observe_plain(self, elapsed_s: float) -> None:
