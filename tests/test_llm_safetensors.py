@@ -151,6 +151,7 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         tr.GraniteConfig,
         {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.25},
     ),
+    "gemma": (tr.GemmaConfig, {"head_dim": 32, "hidden_act": "gelu"}),
     "gemma2": (tr.Gemma2Config, GEMMA),
     "gemma2-uncapped": (
         tr.Gemma2Config,

@@ -52,7 +52,7 @@ class Gemma2Block(Block):
 class Gemma2(Llama):
     """The whole model."""
 
-    block_type = Gemma2Block
+    block_type: Callable[..., Any] = Gemma2Block
 
     def embed(self, ops: Ops, batch: Any) -> Tensor:
         """The embeddings, multiplied [T, D]."""

@@ -455,6 +455,7 @@ TINY: dict[str, Tiny] = {
     "granitemoehybrid": _granite_hybrid(8, "nope"),
     "granitemoehybrid_dense": _granite_hybrid(0, "rope"),
     "ernie4_5": Tiny("Ernie4_5", "ernie4_5", {"use_bias": True}, tied=True, is_paired=True),
+    "gemma": Tiny("Gemma", "gemma", {}, tied=True, norm_offset=1.0),
     "gemma2": Tiny(
         "Gemma2", "gemma2",
         {"sliding_window": 7, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,

@@ -1,0 +1,44 @@
+"""Gemma (Gemma team 2024): Llama with GeGLU, embeddings times the square root of the width, 1 + w in norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kukri.models.architecture import Architecture
+from kukri.models.gemma2 import Gemma2, GemmaMLP
+from kukri.models.llama import Block
+
+
+class GemmaBlock(Block):
+    """A layer with this MLP."""
+
+    mlp_type = GemmaMLP
+
+
+class Gemma(Gemma2):
+    """The whole model."""
+
+    block_type = GemmaBlock
+
+
+_GELU = "gelu_pytorch_tanh"
+
+
+def _respelled(config: dict[str, Any]) -> dict[str, Any]:
+    """The first files say gelu, and mean its approximation."""
+    return config | {"hidden_act": _GELU} if config.get("hidden_act") == "gelu" else config
+
+
+GEMMA = Architecture(
+    "gemma",
+    Gemma,
+    "GemmaForCausalLM",
+    respelled=_respelled,
+    hf_norm_offset=1.0,
+    activation=_GELU,
+    reads={"attention_bias"},
+    ignores={"hidden_activation"},
+    fixed={"use_bidirectional_attention": False},
+    defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    biases={"self_attn": "attention_bias"},
+)
