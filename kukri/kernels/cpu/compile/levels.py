@@ -48,6 +48,15 @@ LEVELS = (
         lacks=frozenset({"avxvnni"}),
         has_byte_permute=True,
     ),
+    Level(  # as avx512vbmi; weights are prefetched to another cache (tiles.py)
+        "sapphirerapids",
+        "x86-64-v4",
+        f"{_WIDE},+avx512vbmi",
+        "avx512vnni",
+        _V4 | {"avx512vnni", "avx512vbmi", "avx512fp16"},
+        lacks=frozenset({"sse4a"}),
+        has_byte_permute=True,
+    ),
     Level(
         "avx512vbmi",
         "x86-64-v4",

@@ -234,12 +234,12 @@ def f32_of_bits(builder: Any, bits: Any) -> Any:
     return builder.fptrunc(builder.bitcast(bits, ir.DoubleType()), _F32)
 
 
-def prefetch_line(builder: Any, address: Any) -> None:
-    """Emits a prefetch of one cache line."""
+def prefetch_line(builder: Any, address: Any, nearness: int = 3) -> None:
+    """Emits a prefetch of one cache line, to L1, or with less nearness to a cache further off."""
     where = pointer(builder, address, _I8)
     kind = ir.FunctionType(ir.VoidType(), [where.type, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [where, _I32(0), _I32(3), _I32(1)])
+    builder.call(function, [where, _I32(0), _I32(nearness), _I32(1)])
 
 
 @operation(types.void, types.int64)
