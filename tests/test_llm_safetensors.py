@@ -26,6 +26,7 @@ from kukri.models import ARCHITECTURES, load_model
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.models import token_by_token  # noqa: F401
+from tests.models.bailing_class import BailingMoeV2Config
 from tests.models.minicpm_class import MiniCPMConfig
 from tests.models.smallthinker_class import SmallThinkerConfig
 
@@ -277,6 +278,13 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
         {
             **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
             **{"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "attention_bias": True},
+        },
+    ),
+    "bailing_moe": (
+        BailingMoeV2Config,
+        {
+            **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+            **{"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
         },
     ),
     "afmoe": (

@@ -1,4 +1,4 @@
-"""Gemma (Gemma team 2024): Llama with GeGLU, embeddings times the square root of the width, 1 + w in norms."""
+"""Gemma (Gemma team 2024): Llama with GeGLU, embeddings times the root of the width, 1 + w in norms."""
 
 from __future__ import annotations
 

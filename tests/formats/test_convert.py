@@ -115,7 +115,7 @@ def test_the_gguf_package_reads_every_field(kind: str, tmp_path: Path) -> None:
     name = fields["general.architecture"]
     assert fields[f"{name}.block_count"] == TINY["num_hidden_layers"]
     assert fields[f"{name}.rope.freq_base"] == pytest.approx(10000.0) or kind.startswith(
-        ("smollm3", "gemma3", "lfm2", "hunyuan_v1_dense-alpha", "phimoe")
+        ("smollm3", "gemma3", "lfm2", "hunyuan_v1_dense-alpha", "phimoe", "bailing_moe")
     )
     assert reader.fields[f"{name}.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
     assert len(fields["tokenizer.ggml.tokens"]) == N_VOCAB

@@ -12,7 +12,7 @@ import transformers as tr
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.huggingface.config import hf_model_config, unknown_config_keys
 from kukri.models import ARCHITECTURES
-from tests.models import minicpm_class, smallthinker_class  # noqa: F401
+from tests.models import bailing_class, minicpm_class, smallthinker_class  # noqa: F401
 
 PATH = Path("dir/config.json")
 # decoders; tests/models/test_encoders.py reads the others' files
@@ -131,6 +131,7 @@ PARTIAL = (
     "qwen3_5_moe_text",
     "glm4",
     "glm4_moe",
+    "bailing_moe",
     "stablelm",
     "nemotron",
     "gpt_neox",

@@ -272,6 +272,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "qwen3_5_text-grouped": 8,
         "qwen3_5_moe_text": 8,
         "glm4_moe": 8,
+        "bailing_moe": 8,
         "nemotron": 8,
         "phi-grouped": 8,
         "gpt_neox": 8,
@@ -285,9 +286,9 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
             (True, 7),
             (False, None),
         }
-    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "afmoe", *LATENT[:3]):
+    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "bailing_moe", "afmoe", *LATENT[:3]):
         assert {layer.is_dense for layer in configs[name].layers} == {True, False}
-    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "afmoe"):
+    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "bailing_moe", "afmoe"):
         assert (bias := make(name)[2].arrays["model.layers.3.mlp.gate.e_score_correction.bias"]).std() > 0.1
         assert len(bias) == 8
     assert all((config.latent is None) == (name not in LATENT) for name, config in configs.items())

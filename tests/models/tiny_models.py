@@ -28,7 +28,7 @@ from kukri.formats.huggingface.weights import is_convolution
 from kukri.kernels.quantize import quantize
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
-from tests.models import minicpm_class, smallthinker_class, token_by_token  # noqa: F401
+from tests.models import bailing_class, minicpm_class, smallthinker_class, token_by_token  # noqa: F401
 from tests.models.tiny_llama import TorchSource
 from tests.tiny_gguf import _interleaved
 
@@ -571,6 +571,17 @@ TINY: dict[str, Tiny] = {
               "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
               "expert_weights_scale": 2.5, "expert_group_count": 4, "expert_group_used_count": 2},
     ),
+    "bailing_moe": Tiny(
+        "BailingMoeV2", "bailingmoe2",
+        {**_EXPERTS, "moe_intermediate_size": 32, "num_shared_experts": 1, "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 2.5, "rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        layers=(_dense(FULL), FULL, FULL, FULL), rotary_dim=8,
+        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
+                              scale=2.5, d_shared=32),
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
+              "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
+              "expert_weights_scale": 2.5, "expert_group_count": 4, "expert_group_used_count": 2},
+    ),
     "afmoe": Tiny(
         "Afmoe", "afmoe",
         {**_EXPERTS, "moe_intermediate_size": 32, "num_shared_experts": 2, "route_scale": 1.5,
@@ -705,7 +716,7 @@ def make(
 
 def _hf_class(name: str) -> Any:
     """A class of transformers, or one of those that stand for classes on the hub."""
-    own = vars(minicpm_class) | vars(smallthinker_class)
+    own = vars(minicpm_class) | vars(smallthinker_class) | vars(bailing_class)
     return own.get(name) or getattr(transformers, name, transformers.LlamaForCausalLM)
 
 

@@ -104,6 +104,13 @@ def isolated(pattern):
 
 
 OFFICIAL = {
+    "bailingmoe2": [
+        isolated(
+            "'(?i:[sdmt]|ll|ve|re)|[^\r\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\r\n]*"
+            "|\\s*[\r\n]|\\s+(?!\\S)|\\s+"
+        ),
+        BYTES,
+    ],
     "smollm": [DIGITS, REGEX_BYTES],
     "starcoder": [DIGITS, REGEX_BYTES],
     "refact": [DIGITS, REGEX_BYTES],

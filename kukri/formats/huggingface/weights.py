@@ -399,7 +399,7 @@ def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def parameter_name(name: str) -> str:
     """A tensor's name as models know it, as it is stored: parameters without a module have a short one."""
     name = re.sub(rf"\.({_BARE})\.weight$", r".\1", name)
-    name = re.sub(r"\.(e_score_correction|mlp\.expert|feed_forward\.expert)\.bias$", r".\1_bias", name)
+    name = re.sub(r"\.(e_score_correction|(?:mlp|feed_forward|mlp\.gate)\.expert)\.bias$", r".\1_bias", name)
     return re.sub(r"\.dt_proj\.bias$", ".dt_bias", name)
 
 
@@ -454,7 +454,7 @@ def canonical_name(name: str, prefix: str) -> str:
     is_head = not prefix and name.partition(".")[0] in _HEADS
     name = re.sub(rf"\.({_BARE})$", r".\1.weight", name)  # parameters without a module
     name = re.sub(r"\.dt_bias$", ".dt_proj.bias", name)
-    name = re.sub(r"\.(e_score_correction|mlp\.expert|feed_forward\.expert)_bias$", r".\1.bias", name)
+    name = re.sub(r"\.(e_score_correction|(?:mlp|feed_forward|mlp\.gate)\.expert)_bias$", r".\1.bias", name)
     return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) and not is_head else name
 
 
