@@ -1,4 +1,4 @@
-"""The English of the package: error messages, log lines and help texts; docstrings and comments."""
+"""The English of the package: error messages, log lines and help texts; docstrings, comments and docs."""
 
 from __future__ import annotations
 
@@ -129,5 +129,20 @@ def test_docstrings_and_comments_are_plain() -> None:
         f"{file.relative_to(PACKAGE)}, {one}"
         for file in sorted(PACKAGE.rglob("*.py"))
         for one in faults(file.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_docs_have_no_accent() -> None:
+    """Catches "bytes that are resident beside q, k and v" in pages, of which the log is no part."""
+    root = PACKAGE.parent
+    pages = [root / "README.md", *(p for p in sorted((root / "docs").rglob("*.md")) if "log" not in p.parts)]
+    plain = [accent for accent in ACCENTS if "ehind" not in accent]  # servers stand behind others
+    found = [
+        f"{page.relative_to(root)}, line {n}: {match[0]!r}"
+        for page in pages
+        for n, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        for accent in plain
+        if (match := re.search(accent, ALLOWED.sub("", line)))
     ]
     assert not found, "\n".join(found)

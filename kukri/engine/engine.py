@@ -253,7 +253,8 @@ class Engine(RequestMaker):
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
             if scheduled.is_repeat:
-                logits = self.runner.run(chunks, *self._own_taps(chunks))
+                own = self._own_taps(chunks) if scheduled.has_listeners else ()
+                logits = self.runner.run(chunks, *own)
             else:
                 logits = self._run(scheduled)
             step = InFlight(chunks, logits, scheduled.is_repeat, scheduled.prompt_cost, now_s, made_s)
@@ -277,8 +278,10 @@ class Engine(RequestMaker):
             chunk.request.started_s = chunk.request.started_s or now_s
         self._copy(scheduled)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
+        own = self._own_taps(chunks)
+        scheduled.has_listeners = bool(own)
         if not has_images(chunks):
-            return run(chunks, *self._own_taps(chunks))
+            return run(chunks, *own)
         # runs of images that see all of themselves come first, in a program of their own
         chunks.sort(key=lambda chunk: not sees_whole(chunk))
         n_whole = sum(map(bool, map(sees_whole, chunks)))

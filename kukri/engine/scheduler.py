@@ -156,7 +156,7 @@ class Scheduler:
                 growing.append(request)
         for request in growing:
             residence.pass_windows(request)
-        if len(growing) > residence.n_free:
+        if growing and len(growing) > residence.n_free:
             return False
         for request in growing:
             residence.grow(request, request.n_cached + 1)
