@@ -93,8 +93,9 @@ def measure(
         prompt = [(7 * i + 13 * j) % 1000 + 300 for j in range(n_prompt)]
         engine.add_request(engine.make_request(prompt, params))
     sampling_s, masks_s = [0.0], [0.0]
-    engine._sample = _timed(engine._sample, sampling_s)  # type: ignore[method-assign]
-    engine._sample_each = _timed(engine._sample_each, sampling_s)  # type: ignore[method-assign]
+    sampler = engine.sampler
+    sampler.sample = _timed(sampler.sample, sampling_s)  # type: ignore[method-assign]
+    sampler.sample_each = _timed(sampler.sample_each, sampling_s)  # type: ignore[method-assign]
     say(f"{n_requests} requests decode for {n_steps} steps")
     update, take = Matcher.update, Matcher.take
     Matcher.update = _timed(update, masks_s)  # type: ignore[method-assign]

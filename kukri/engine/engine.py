@@ -30,19 +30,19 @@ from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutpu
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
+from kukri.engine.step_sampler import StepSampler
 from kukri.engine.step_taps import has_images, request_taps, sees_whole
-from kukri.errors import ConfigError, KukriError, RequestError, StageError, UnsupportedError, failure_of
-from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.errors import ConfigError, KukriError, RequestError, StageError, UnsupportedError
+from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states, pool_windows, without_windows
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import pages_of_pools, state_bytes
-from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook
 from kukri.models import Model
 from kukri.models.adapter import Adapter
-from kukri.sampling import SampledToken, SamplingParams, sample_rows, token_logprobs
+from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
     from kukri.engine.assistant_drafts import AssistantModel
@@ -187,7 +187,7 @@ class Engine(RequestMaker):
 
             self.encodings = Encodings(vision, backend, _ENCODINGS_BYTES, clock)
         self._in_flight: deque[InFlight] = deque()  # in launch order
-        self._records = SamplingRecords()
+        self.sampler = StepSampler(self._sampling)
 
     @property
     def has_work(self) -> bool:
@@ -351,11 +351,11 @@ class Engine(RequestMaker):
                 self.scheduler.release_ended(request)
         try:
             if is_repeat:
-                tokens = self._sample_each(chunks, step.logits)
+                tokens = self.sampler.sample_each(chunks, step.logits)
                 _note_stages(step)
                 outputs = self.scheduler.postprocess_each(chunks, tokens, perf_counter())
             else:
-                results = self._sample(chunks, step.logits)
+                results = self.sampler.sample(chunks, step.logits)
                 _note_stages(step)
                 outputs = self.scheduler.postprocess(chunks, results, perf_counter())
         except StageError as error:
@@ -444,58 +444,6 @@ class Engine(RequestMaker):
             chunks[i] = self.scheduler.with_drafts(chunks[i], proposed)
         return made_s
 
-    def _sample(self, chunks: list[ScheduledChunk], logits: Logits) -> list[list[SampledToken | KukriError]]:
-        """Each chunk's new tokens, up to one that was not drafted; an error in place of one ends its request.
-
-        Each is chosen as if it were alone in its step, after those before it are chosen.
-        """
-        results: list[list[SampledToken | KukriError]] = [[] for _ in chunks]
-        rows: dict[int, list[int]] = {}  # rows of the chunks that give tokens, by index
-        row, draft_row = 0, len(logits) - sum(chunk.n_drafts for chunk in chunks)
-        for i, chunk in enumerate(chunks):
-            n_own = chunk.n_logits - chunk.n_drafts
-            row += n_own
-            first_draft_row, draft_row = draft_row, draft_row + chunk.n_drafts
-            if chunk.request.state is not RequestState.RUNNING:  # it ended while in flight
-                continue
-            if chunk.request.taps is not None and chunk.request.error is not None:
-                results[i].append(chunk.request.error)
-                continue
-            try:
-                if chunk.request.output != "tokens":
-                    self._keep_rows(chunk, logits.take(range(row - n_own, row)).numpy())
-                elif chunk.request.params.prompt_logprobs is not None:
-                    self._score_prompt(chunk, logits.take(range(row - n_own, row)))
-            except StageError:
-                raise
-            except BaseException as error:
-                results[i].append(failure_of("keeping the request's rows", error))
-                continue
-            if chunk.gives_token:
-                rows[i] = [row - 1, *range(first_draft_row, draft_row)]
-        left, depth = list(rows), 0
-        while left:
-            self._sample_next([(chunks[i], rows[i][depth], results[i]) for i in left], logits)
-            left = [i for i in left if _was_accepted(chunks[i], results[i])]
-            depth += 1
-        return results
-
-    def _sample_each(self, chunks: list[ScheduledChunk], logits: Logits) -> list[SampledToken | KukriError]:
-        """`_sample` of a repeated step, of requests that all run: one token each, or its error."""
-        samplers = [chunk.sequence.sampler for chunk in chunks if chunk.sequence.sampler is not None]
-        tokens = sample_rows(samplers, logits, self._sampling, self._records)
-        return [chunk.sequence.error or token for chunk, token in zip(chunks, tokens, strict=True)]
-
-    def _sample_next(
-        self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: Logits
-    ) -> None:
-        """Adds a token to the results of each chunk, by a row of logits of its own; rows are in order."""
-        wanted = logits.take([row for _, row, _ in turns])
-        samplers = [chunk.request.sampler for chunk, _, _ in turns if chunk.request.sampler is not None]
-        tokens = sample_rows(samplers, wanted, self._sampling, self._records)
-        for (chunk, _, results), token in zip(turns, tokens, strict=True):
-            results.append(chunk.request.error or token)
-
     def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
         """See RequestMaker._drafts."""
         kind = params.speculation or self.config.speculation
@@ -508,40 +456,6 @@ class Engine(RequestMaker):
             of_model = self._draft_model.drafts_for(prompt)
             return lambda: EitherDrafts(looked_up(), of_model())
         return self._lookup_drafts(params, prompt, client)
-
-    def _score_prompt(self, chunk: ScheduledChunk, logits: Logits) -> None:
-        """Keeps the log-probabilities of the prompt's tokens that the rows of a chunk are about."""
-        request = chunk.request
-        n_top = request.params.prompt_logprobs
-        assert n_top is not None
-        first = chunk.start + chunk.n_tokens - chunk.n_drafts - len(logits)
-        for i in range(first + 1, first + 1 + len(logits)):  # the row of token i - 1
-            if i < request.n_prompt and i == len(request.prompt_logprobs) + 1:
-                try:
-                    row = logits.take([i - first - 1])
-                    token = token_logprobs(int(request.tokens[i]), row, n_top, self._sampling)
-                except KukriError as error:  # the request fails when it would get its token
-                    request.error = error
-                    return
-                request.prompt_logprobs.append(token)
-
-    def _keep_rows(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
-        """Copies a chunk's rows to its request. NaN is a result too, which no other request may read."""
-        request, stop = chunk.request, chunk.start + chunk.n_tokens
-        if len(rows):
-            n_wanted = request.stop_row - request.first_row
-            last = min(stop, request.stop_row) - request.first_row
-            if request.output == "pooled":
-                before = rows[:0] if request.rows is None else request.rows[None]
-                # row after row, so that the sum does not depend on chunks
-                total: FloatArray = np.concatenate([before, rows]).sum(axis=0)
-                request.rows = total / np.float32(n_wanted) if last == n_wanted else total
-            else:
-                if request.rows is None:
-                    request.rows = np.empty((n_wanted, rows.shape[1]), np.float32)
-                request.rows[last - len(rows) : last] = rows
-            if np.isnan(rows[-1].max()):
-                request.is_cacheable = False
 
     def _begin_again(self, error: StageError) -> None:
         """Sends running requests back to the queue after a stage was lost, with all keys and values.
@@ -600,14 +514,6 @@ def _note_stages(step: InFlight) -> None:
     if stage_s is not None:
         for chunk in step.chunks:
             chunk.request.note_stages(*stage_s)
-
-
-def _was_accepted(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:
-    """True if the last token chosen was drafted, so that the row after it predicts the next token."""
-    request, token, n = chunk.request, tokens[-1], len(tokens)
-    if n > chunk.n_drafts or isinstance(token, KukriError) or token.id in request.stop_ids:
-        return False
-    return token.id == int(request.tokens[request.n_tokens + n - 1])
 
 
 def _saved_prefixes(config: EngineConfig, cache: Cache) -> SavedPrefixes | None:
