@@ -283,7 +283,7 @@ CHECKPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "bailing_moe": (
         BailingMoeV2Config,
         {
-            **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+            **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
             **{"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
         },
     ),

@@ -432,7 +432,16 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
     [
         *("llama", "llama-tied-llama3", "llama-biases", "llama-yarn", "smollm3-yarn", "qwen3", "phi3", "phi"),
         *("phi3-as-phi4-mini", "olmo2", "olmo3", "olmo3-yarn", "granite", "ernie4_5"),
-        *("gemma2", "gemma3_text", "gemma3_text-pattern", "qwen3_moe", "olmoe", "lfm2", "qwen3_5_text"),
+        *(
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gemma3_text-pattern",
+            "qwen3_moe",
+            "olmoe",
+            "lfm2",
+            "qwen3_5_text",
+        ),
         *("granitemoehybrid", "granitemoehybrid-dense", "qwen3_5_text-grouped"),
         *(
             "deepseek_v2-yarn",
@@ -444,6 +453,7 @@ def test_a_tokenizer_without_a_name_in_gguf_is_refused(tmp_path: Path) -> None:
             "mamba2",
             "apertus",
             "smallthinker_softmax",
+            "bailing_moe",
         ),
         *("nemotron_h", "nemotron_h_moe", "gpt_neox", "falcon_h1", "falcon_h1-normed"),
     ],
