@@ -34,7 +34,8 @@ from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, TILES
 
-TYPES = {type.name: type for type in (*FLOATS, *PACKED, *TILES)}  # those that have tiles are measured
+TYPES = {type.name: type for type in (*FLOATS, *PACKED, *TILES)}
+MEASURED = tuple(name for name in LAYOUTS if name in TYPES)  # a file has them, and kernels their tiles
 N_IN = 2048
 MATRIX_BYTES = 128 << 20  # in every type: past any cache
 N_PROMPT = 512
@@ -90,7 +91,7 @@ def measure(n_threads: int, rounds: int, say: Say) -> dict[str, dict[str, float]
     """GB/s in decoding and Gop/s in prefill of every weight type, and shares of Q4_1's."""
     backend = CpuBackend(n_threads)
     speeds: dict[str, Callable[[], tuple[float, float]]] = {}
-    for name in LAYOUTS:
+    for name in MEASURED:
         say(f"preparing {name}")
         weight = random_weight(name)
         speeds[name] = partial(
@@ -98,7 +99,7 @@ def measure(n_threads: int, rounds: int, say: Say) -> dict[str, dict[str, float]
         )
     found = in_turns(list(speeds.values()), rounds, say)
     backend.close()
-    by_type = dict(zip(LAYOUTS, (np.array(one) for one in zip(*found, strict=True)), strict=True))
+    by_type = dict(zip(MEASURED, (np.array(one) for one in zip(*found, strict=True)), strict=True))
     return {
         name: {
             "decode_gb_per_s": median(rates[:, 0]),
@@ -120,12 +121,12 @@ def measure_in_cache(rounds: int, say: Say) -> dict[str, dict[str, float]]:
     """10^9 weights a second of every type, multiplied with each of IN_CACHE_TOKENS, on one thread."""
     backend = CpuBackend(1)
     measures: list[Callable[[], list[float]]] = []
-    for name in LAYOUTS:
+    for name in MEASURED:
         say(f"preparing {name}")
         measures.append(partial(_in_cache_times, _in_cache_runs(backend, name)))
     found = in_turns(measures, rounds, say)
     rates = {}
-    for name, times in zip(LAYOUTS, zip(*found, strict=True), strict=True):
+    for name, times in zip(MEASURED, zip(*found, strict=True), strict=True):
         n_weights = random_weight(name, IN_CACHE_BYTES).shape[0] * N_IN
         least = np.min(times, axis=0)
         rates[name] = {
