@@ -148,6 +148,8 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "run.atomics",
         "kernels.simd",
         "kernels.dots",
+        "kernels.tile_folds",
+        "kernels.tile_products",
         "kernels.tiles",
         "kernels.unpack",
         "kernels.block_numbers",

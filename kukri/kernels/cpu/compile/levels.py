@@ -39,7 +39,7 @@ _WIDE = "+avx512vnni,-prefer-256-bit"
 
 # The best first; every x86-64 processor has the last.
 LEVELS = (
-    Level(  # as avx512vbmi; fewer weights are prefetched (tiles.py)
+    Level(  # as avx512vbmi; fewer weights are prefetched (tile_products.py)
         "zen4",
         "x86-64-v4",
         f"{_WIDE},+avx512vbmi",
@@ -48,7 +48,7 @@ LEVELS = (
         lacks=frozenset({"avxvnni"}),
         has_byte_permute=True,
     ),
-    Level(  # as avx512vbmi; weights are prefetched to another cache (tiles.py)
+    Level(  # as avx512vbmi; weights are prefetched to another cache (tile_products.py)
         "sapphirerapids",
         "x86-64-v4",
         f"{_WIDE},+avx512vbmi",

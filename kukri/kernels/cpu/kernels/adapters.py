@@ -24,8 +24,8 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     store_i64,
 )
 from kukri.kernels.cpu.kernels.simd import load_bf16x16, load_f16x16, load_f32x16, splat, store_f32x16
+from kukri.kernels.cpu.kernels.tile_products import fetch_ahead
 from kukri.kernels.cpu.kernels.tiles import (
-    fetch_ahead,
     tile_add,
     tile_fma,
     tile_store,

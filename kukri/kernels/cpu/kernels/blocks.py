@@ -22,15 +22,8 @@ from kukri.kernels.cpu.kernels.simd import (
     load_u16x16,
     splat,
 )
-from kukri.kernels.cpu.kernels.tiles import (
-    fetch_ahead,
-    panel_block_bytes,
+from kukri.kernels.cpu.kernels.tile_folds import (
     tile_add_min,
-    tile_add_scaled,
-    tile_dot2,
-    tile_dot4_short,
-    tile_dot4_signed,
-    tile_fma,
     tile_fold,
     tile_fold_halves,
     tile_fold_into,
@@ -41,10 +34,21 @@ from kukri.kernels.cpu.kernels.tiles import (
     tile_half_start,
     tile_offset_start,
     tile_scale_halves,
-    tile_scaled_short_end,
     tile_scales_weights,
+)
+from kukri.kernels.cpu.kernels.tile_products import (
+    fetch_ahead,
+    tile_dot2,
+    tile_dot4_short,
+    tile_dot4_signed,
+    tile_scaled_short_end,
     tile_short_end,
     tile_short_start,
+)
+from kukri.kernels.cpu.kernels.tiles import (
+    panel_block_bytes,
+    tile_add_scaled,
+    tile_fma,
     tile_sums_like,
     tile_zeros_like,
 )

@@ -62,9 +62,9 @@ from kukri.kernels.cpu.kernels.simd import (
     zero_below,
     zero_outside,
 )
+from kukri.kernels.cpu.kernels.tile_products import tile_dot2_rows
 from kukri.kernels.cpu.kernels.tiles import (
     make_tile_zeros,
-    tile_dot2_rows,
     tile_merge,
     tile_rows,
     tile_scaled,

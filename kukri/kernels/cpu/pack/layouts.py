@@ -37,11 +37,11 @@ which meets what a weight tile for such panels has after its last block
 
     16 x 4 bytes      the sum of each row's weights (float32)
 
-ARM's i8mm multiplies 8 bytes of a row and of a token (tiles.py). For it, int8 panels have columns of 8 bytes:
-inputs 8p to 8p + 7 of token 0, of token 1, … for p = 0 to 3, then two scales of each token, then its negative
-sums; a tail has 8 bytes for a token, too. Tiles are packed as if there were 16 other rows, whose quants are
-words of the real ones: in lane i, words 2p and 2p + 1 are both word 2p + (i & 1), of row i >> 1 and of row
-8 + (i >> 1). Scales stay those of the real rows.
+ARM's i8mm multiplies 8 bytes of a row and of a token (tile_products.py). For it, int8 panels have columns
+of 8 bytes: inputs 8p to 8p + 7 of token 0, of token 1, … for p = 0 to 3, then two scales of each token, then
+its negative sums; a tail has 8 bytes for a token, too. Tiles are packed as if there were 16 other rows, whose
+quants are words of the real ones: in lane i, words 2p and 2p + 1 are both word 2p + (i & 1), of row i >> 1
+and of row 8 + (i >> 1). Scales stay those of the real rows.
 
 For float weights ("f32") a panel is just W x 4 bytes per input: that input of each token.
 

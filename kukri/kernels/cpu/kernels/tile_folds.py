@@ -1,0 +1,275 @@
+"""Sums of a block: what they begin with, and how they are scaled and folded into a tile of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.kernels.dots import (
+    I16X32,
+    dot2,
+    pair_words,
+    row_sums,
+)
+from kukri.kernels.cpu.kernels.intrinsics import (
+    at,
+    broadcast,
+    constant,
+    pointer,
+    renamed,
+)
+from kukri.kernels.cpu.kernels.simd import (
+    F32x16,
+    I32x16,
+)
+from kukri.kernels.cpu.kernels.tile_products import sums_int16
+from kukri.kernels.cpu.kernels.tiles import (
+    I32x32,
+    Tile,
+    as_sums,
+    each,
+    entry_of,
+    fma,
+    of_rows,
+    of_token,
+    of_tokens,
+    same,
+    tile_operation,
+)
+from kukri.kernels.cpu.pack.layouts import (
+    LAST_NEGATIVE_SUMS,
+    NEGATIVE_SUMS,
+    NEGATIVE_TOTAL,
+    SCALED_SUMS,
+    SCALES,
+)
+
+_I1, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 16, 32, 64))
+_F32 = ir.FloatType()
+
+
+def _as_i32(tile: Tile) -> Tile:
+    return Tile(I32x16, tile.n, tile.width, tile.inputs, tile.half)
+
+
+def _both_sums(builder: Any, kind: Tile, x: Any, i: int) -> Any:
+    """-(sums of both halves) of the q8 block at x: a pair of int16 for each lane of vector i."""
+    return builder.bitcast(of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32), I16X32)
+
+
+def _half_sum(builder: Any, kind: Tile, x: Any, half: int, i: int) -> Any:
+    """-(sum of a half of the q16 block at x, of token i)."""
+    part = LAST_NEGATIVE_SUMS if half else NEGATIVE_SUMS
+    return of_token(builder, kind, x, _I64(part), i, _I32)
+
+
+@tile_operation(lambda tile: types.boolean)
+def tile_scales_weights(builder: Any, kind: Tile, tile: Any) -> Any:
+    """True if scales are multiplied with weights, once for all tokens: of AVX-512 and several tokens."""
+    scales = cpu_target().has_wide_registers and kind.n >= 4 and not kind.is_q16
+    return ir.Constant(_I1, int(scales))
+
+
+@tile_operation(as_sums, types.int64, types.int64)
+def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -> Any:
+    """A tile of int32: -(sum of the block at x) << shift, the initial sums for weights q - 2^shift."""
+    result = as_sums(kind)
+
+    def step(i: int) -> Any:
+        if kind.is_q16:
+            total = builder.add(*(_half_sum(builder, kind, x, half, i) for half in (0, 1)))
+            totals = broadcast(builder, total)
+        else:
+            totals = of_tokens(builder, kind, x, NEGATIVE_TOTAL, i, _I32)
+        starts = builder.shl(totals, broadcast(builder, builder.trunc(shift, _I32)))
+        return _as_start(builder, result, starts)
+
+    return each(builder, kind, step)
+
+
+def _as_start(builder: Any, sums: Tile, starts: Any) -> Any:
+    """A vector of sums with a start for each row."""
+    if sums.vec is I32x16:
+        return starts
+    return builder.bitcast(builder.zext(starts, ir.VectorType(_I64, 16)), I32x32.llvm)  # in one lane of two
+
+
+def _starts_with_offsets(kind: Tile) -> bool:
+    """True if sums of half a block have offsets from their start, as `dot2` is no instruction."""
+    return cpu_target().lowering == "dotprod" and not kind.is_q16
+
+
+@tile_operation(as_sums, types.int64, types.int64, types.int64)
+def tile_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
+    """A tile of int32, the initial sums of a half of the block at x that `tile_fold_halves` takes."""
+    if not _starts_with_offsets(kind):
+        return ir.Constant(as_sums(kind).llvm, None)
+    return _half_offsets(builder, kind, x, shift, half)
+
+
+@tile_operation(as_sums, types.int64, types.int64, types.int64)
+def tile_half_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
+    """Like `tile_offset_start` for a half of the block at x."""
+    return _half_offsets(builder, kind, x, shift, half)
+
+
+def _half_offsets(builder: Any, kind: Tile, x: Any, shift: Any, half: Any) -> Any:
+    """A tile of int32: -(sum of a half of the block at x) << shift."""
+    result, is_last = as_sums(kind), builder.trunc(half, _I1)
+
+    def step(i: int) -> Any:
+        if kind.is_q16:
+            first, last = (broadcast(builder, _half_sum(builder, kind, x, k, i)) for k in (0, 1))
+        else:
+            first, last = pair_words(builder, of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32))
+        starts = builder.select(is_last, last, first)
+        shifted = builder.shl(starts, broadcast(builder, builder.trunc(shift, _I32)))
+        return _as_start(builder, result, shifted)
+
+    return each(builder, kind, step)
+
+
+@tile_operation(same, F32x16, types.int64)
+def tile_add_min(builder: Any, kind: Tile, acc: Any, v: Any, x: Any) -> Any:
+    """acc[i] += v * (the scaled sum of the block at x): the mins of a block."""
+
+    def step(i: int) -> Any:
+        factor = of_tokens(builder, kind, x, SCALED_SUMS, i, _F32)
+        return fma(builder, of_rows(builder, kind, v, i), factor, entry_of(builder, kind, acc, i))
+
+    return each(builder, kind, step)
+
+
+@tile_operation(same, None, F32x16, types.int64)
+def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) -> Any:
+    """out[i] += float(acc[i]) * scale * (the scale of the block at x): one block's integer sums."""
+
+    def step(i: int) -> Any:
+        sums = row_sums(builder, entry_of(builder, kind, acc, i))
+        factor = of_tokens(builder, kind, x, kind.scales, i, _F32)
+        return _fold(builder, entry_of(builder, kind, out, i), sums, of_rows(builder, kind, scale, i), factor)
+
+    return each(builder, kind, step)
+
+
+@tile_operation(lambda tile: types.void, F32x16, types.int64, types.int64)
+def tile_fold_into(builder: Any, kind: Tile, acc: Any, scale: Any, x: Any, address: Any) -> None:
+    """The same for sums in memory: 16 float32 at address + 64 * i are out[i]."""
+    for i in range(kind.n):
+        place = pointer(builder, at(builder, address, 64 * i), F32x16.llvm)
+        factor = of_tokens(builder, kind, x, kind.scales, i, _F32)
+        sums = _fold(builder, builder.load(place, align=1), entry_of(builder, kind, acc, i), scale, factor)
+        builder.store(sums, place, align=1)
+
+
+# Two halves of a block, 16 inputs each, may have scales of their own: `pairs` are those of each row, int16.
+# All is whole numbers up to the float scale d; only scaled sums of int16 inputs, too large, become floats.
+# Runs of both halves end with `tile_scaled_short_end`.
+
+
+def _scaled_sum(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any, are_short: bool) -> Any:
+    """first * (the first of pairs) + last * (the last), int32; `are_short`: both sums are within int16."""
+    if sums_int16(kind):  # as tile_scaled_short_end has multiplied them
+        return builder.add(first, last)
+    if are_short and cpu_target().lowering != "dotprod":
+        low = builder.and_(first, constant(I32x16.llvm, 0xFFFF))
+        both = builder.or_(low, builder.shl(last, constant(I32x16.llvm, 16)))
+        zero = constant(I32x16.llvm, 0)
+        return dot2(builder, zero, builder.bitcast(both, I16X32), builder.bitcast(pairs, I16X32))
+    a, b = pair_words(builder, pairs)
+    return builder.add(builder.mul(first, a), builder.mul(last, b))
+
+
+def _fold(builder: Any, out: Any, sums: Any, scale: Any, factor: Any) -> Any:
+    """out + float(sums) * scale * factor."""
+    return fma(builder, builder.fmul(builder.sitofp(sums, F32x16.llvm), scale), factor, out)
+
+
+def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
+    def emit(
+        builder: Any, kind: Tile, out: Any, first: Any, last: Any, pairs: Any, shift: Any, x: Any
+    ) -> Any:
+        scales = [builder.sitofp(word, F32x16.llvm) for word in pair_words(builder, pairs)]
+        offsets = builder.shl(
+            builder.bitcast(pairs, I16X32), broadcast(builder, builder.trunc(shift, _I16), 32)
+        )
+
+        def step(i: int) -> Any:
+            result = entry_of(builder, kind, out, i)
+            halves = [row_sums(builder, entry_of(builder, kind, tile, i)) for tile in (first, last)]
+            factor = of_tokens(builder, kind, x, SCALES, i, _F32)
+            if not kind.is_q16:
+                scale = of_rows(builder, kind, pairs, i)
+                sums = _scaled_sum(builder, kind, halves[0], halves[1], scale, are_short)
+                if not _starts_with_offsets(kind):
+                    sums = dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
+                return fma(builder, builder.sitofp(sums, F32x16.llvm), factor, result)
+            for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
+                offset = builder.shl(_half_sum(builder, kind, x, half, i), builder.trunc(shift, _I32))
+                sums = builder.add(sums, broadcast(builder, offset))
+                result = _fold(builder, result, sums, scale, factor)
+            return result
+
+        return each(builder, kind, step)
+
+    emit.__doc__ = (
+        """out[i] += the sums of both halves of the block at x, of weights q - 2^shift, times pairs."""
+    )
+    return emit
+
+
+tile_fold_halves, tile_fold_short_halves = (
+    tile_operation(same, None, None, I32x16, types.int64, types.int64)(
+        renamed(name, _tile_fold_halves(are_short))
+    )
+    for name, are_short in (("tile_fold_halves", False), ("tile_fold_short_halves", True))
+)
+
+
+@tile_operation(_as_i32, None, I32x16)
+def tile_scale_halves(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any) -> Any:
+    """first[i] * (the first of pairs) + last[i] * (the last), whole numbers; of int8 inputs within int16."""
+
+    def step(i: int) -> Any:
+        halves = [row_sums(builder, entry_of(builder, kind, tile, i)) for tile in (first, last)]
+        scales = of_rows(builder, kind, pairs, i)
+        return _scaled_sum(builder, kind, halves[0], halves[1], scales, are_short=not kind.is_q16)
+
+    return each(builder, kind, step)
+
+
+@tile_operation(same, None, types.int64)
+def tile_fold_sums(builder: Any, kind: Tile, out: Any, acc: Any, x: Any) -> Any:
+    """out[i] += acc[i] * the scale of the block at x."""
+
+    def step(i: int) -> Any:
+        sums = builder.sitofp(row_sums(builder, entry_of(builder, kind, acc, i)), F32x16.llvm)
+        factor = of_tokens(builder, kind, x, SCALES, i, _F32)
+        return fma(builder, sums, factor, entry_of(builder, kind, out, i))
+
+    return each(builder, kind, step)
+
+
+@tile_operation(same, I32x16, types.int64)
+def tile_fold_mins(builder: Any, kind: Tile, out: Any, pairs: Any, x: Any) -> Any:
+    """out[i] -= both halves' sums times pairs * the scale, all of the block at x."""
+    mins = [builder.sitofp(word, F32x16.llvm) for word in pair_words(builder, pairs)]
+
+    def step(i: int) -> Any:
+        result = entry_of(builder, kind, out, i)
+        factor = of_tokens(builder, kind, x, SCALES, i, _F32)
+        if kind.is_q16:
+            for half, low in enumerate(mins):
+                total = broadcast(builder, _half_sum(builder, kind, x, half, i))
+                result = _fold(builder, result, total, low, factor)
+            return result
+        zero = constant(I32x16.llvm, 0)
+        scales = builder.bitcast(of_rows(builder, kind, pairs, i), I16X32)
+        low = dot2(builder, zero, scales, _both_sums(builder, kind, x, i))
+        return fma(builder, builder.sitofp(low, F32x16.llvm), factor, result)
+
+    return each(builder, kind, step)
