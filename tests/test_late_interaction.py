@@ -45,7 +45,9 @@ def test_vectors_are_those_of_the_definition(
             for text, vectors in zip(texts, found, strict=True):
                 wanted = defined(tmp_path, hf, text, prompt_name == "query", **settings)
                 np.testing.assert_allclose(vectors, wanted, atol=TOLERANCES[backend], rtol=0)
-                np.testing.assert_array_equal(llm.embed_tokens(text, prompt_name=prompt_name), vectors)
+                alone = llm.embed_tokens(text, prompt_name=prompt_name)
+                # PyTorch's products on the CPU depend on how many rows they have, on some processors
+                np.testing.assert_allclose(alone, vectors, atol=1e-6 if backend == "torch" else 0, rtol=0)
         llm.engine.check_integrity()
     if not settings:  # the premise: it matters who sees the expansion
         seen = defined(tmp_path, hf, QUERY, True, **SEEN)
