@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kukri.errors import FormatError, RequestError
 from kukri.tokenizer import Tokenizer, note
 from kukri.tokenizer.image_marks import ImageMarks, ImagePart, has_images
-from kukri.vision.decode import Picture, data_url_bytes, decode
+from kukri.vision.decode import Picture, data_url_bytes
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
+from kukri.vision.prepared import PreparedImages
 
 if TYPE_CHECKING:
     from kukri.vision.processors import ImageProcessor
@@ -31,7 +32,7 @@ class ImagePrompts:
 
     def __init__(self, tokenizer: Tokenizer, processor: ImageProcessor | None) -> None:
         self._tokenizer, self._processor = tokenizer, processor
-        self._token_id = -1
+        self._token_id, self._pictures = -1, PreparedImages()
         if processor is not None:
             token_id = tokenizer.vocabulary.id_of.get(processor.token)
             if token_id is None:
@@ -85,12 +86,11 @@ class ImagePrompts:
             ids += more
         return ImagePrompt(ids, tuple(images), _spans(places, images)) if images else ids
 
-    @staticmethod
-    def _prepared(processor: ImageProcessor, image: ImagePart, read: Read) -> ImageInput:
+    def _prepared(self, processor: ImageProcessor, image: ImagePart, read: Read) -> ImageInput:
         """The image of a part. Raises RequestError that names it."""
         detail, n_tokens = wishes_of(image)
         try:
-            made = processor.budgeted(detail, n_tokens).prepare(decode(read(image), image.param))
+            made = self._pictures.prepare(read(image), processor.budgeted(detail, n_tokens), image.param)
             if n_tokens is not None and made.n_tokens > n_tokens:  # a thin image that has to grow
                 from kukri.vision.processors.processor import too_few
 
