@@ -104,12 +104,11 @@ class Engine(RequestMaker):
             # what a token keeps depends on those after it
             config = replace(config, caches_prefixes=False, prefix_dir=None)
         if vision is not None and vision.config.sees_whole:  # a step has room for an image and all tokens
-            n_whole = vision.config.tile_tokens + config.max_requests
-            if any(w is not None and w < vision.config.tile_tokens for w in pool_windows(model.cache_layout)):
-                raise UnsupportedError(
-                    f"an image has {vision.config.tile_tokens} tokens, more than a window of the text reaches"
-                )
-            config = replace(config, max_step_tokens=max(config.max_step_tokens, n_whole))
+            most, bounds = vision.config.most_whole, pool_windows(model.cache_layout)
+            if vision.config.sees_whole == "all" and any(w is not None and w < most for w in bounds):
+                raise UnsupportedError(f"an image has {most} tokens, more than a window of the text reaches")
+            n_tokens = max(config.max_step_tokens, most + config.max_requests)
+            config = replace(config, max_step_tokens=n_tokens)
         self.model, self.config = model, config
         self.arithmetic = f"{backend.arithmetic}, {config.kv_type}"
         max_context, page_tokens = _max_context(config, model), backend.page_tokens

@@ -105,7 +105,7 @@ class SeeingTape(Tape):
         """Rows of an image that see each other do so both ways."""
         found = seen_keys(spec, n_tokens)
         for start, stop in self._images.sees_ahead(spec.window):
-            found[start:stop, start:stop] = True
+            found[start:stop, start:stop] |= ~np.tri(stop - start, dtype=np.bool_)
         return found
 
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:

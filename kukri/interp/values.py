@@ -60,7 +60,7 @@ class Rows:
         found = np.zeros((self.n_batch, self.n_tokens, self.n_tokens), np.bool_)
         for seen, images in zip(found, self.images, strict=True):
             for start, stop in images.sees_ahead(window) if images is not None else ():
-                seen[start:stop, start:stop] = True
+                seen[start:stop, start:stop] = ~np.tri(stop - start, dtype=np.bool_)
         return found
 
 

@@ -312,9 +312,8 @@ class ReferenceOps:
             for t in range(start, stop):
                 position = int(batch.positions[t])
                 first = 0 if spec.window is None else max(0, position + 1 - spec.window)
-                n_visible = min(
-                    n_context, position + 1 + (0 if spec.is_causal else (spec.window or n_context) - 1)
-                )
+                n_ahead = n_context if spec.n_ahead is None else spec.n_ahead
+                n_visible = min(n_context, position + 1 + n_ahead)
                 heads = q[t].reshape(
                     spec.n_kv_heads, -1, spec.d_head
                 )  # [G, H/G, K]: query heads by their KV head

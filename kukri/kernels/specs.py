@@ -51,7 +51,7 @@ class AttentionSpec:
     """One layer's attention. `scale` multiplies scores.
 
     A token sees itself and earlier ones, `window` of them (None: all); if attention is not causal, as many
-    later ones too. `sinks` [H], if there are any, are scores that take their share of each head's softmax and
+    later ones too, or with `sees_all_ahead` all later ones. `sinks` [H], if there are any, are scores that take their share of each head's softmax and
     add nothing.
 
     A layer that `reads` another's keys and values has none of its own, and stores nothing.
@@ -68,6 +68,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     is_causal: bool = True
+    sees_all_ahead: bool = False
     sinks: Vector | None = None
     reads: int | None = None  # the layer whose keys and values it reads; None: its own
     distances: Vector | None = None
@@ -80,6 +81,13 @@ class AttentionSpec:
         reach = table.shape[1] // 2
         found: FloatArray = table[:, ahead.clip(-reach, reach - 1) + reach]
         return found
+
+    @property
+    def n_ahead(self) -> int | None:
+        """Later tokens that a token sees; None: all."""
+        if self.is_causal:
+            return 0
+        return None if self.window is None or self.sees_all_ahead else self.window - 1
 
     @property
     def kv_layer(self) -> int:

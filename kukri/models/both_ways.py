@@ -16,7 +16,7 @@ class BothWays:
     """A program whose sequences each bring tokens that see each other, and all those before them: in all
     layers, or in those with windows.
 
-    A layer's window reaches as far ahead as back.
+    A layer's window bounds what they see before them alone.
     """
 
     def __init__(self, program: Program, layers: SeesWhole) -> None:
@@ -47,7 +47,7 @@ class _BothWaysOps:
 
     def _spec(self, spec: AttentionSpec) -> AttentionSpec:
         sees_ahead = self._layers == "all" or spec.window is not None
-        return replace(spec, is_causal=False) if sees_ahead else spec
+        return replace(spec, is_causal=False, sees_all_ahead=True) if sees_ahead else spec
 
     def __getattr__(self, name: str) -> Any:
         """Any other op."""

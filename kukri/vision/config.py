@@ -29,6 +29,7 @@ class VisionConfig:
     image_token_id: int  # marks the places in a prompt that become rows of embeddings
     # layers of the text where the rows of a run (`ImageSpan`) attend to each other both ways: it is never cut
     sees_whole: SeesWhole = ""
+    whole_tokens: int = 0  # most rows of such a run; 0: those of a tile
     d_projector: int = 0  # width of the projector's MLP, if it is one
     projector_eps: float = 0.0  # its norm's, if that is another than the encoder's
     n_frames: int = 1  # how often a patch holds its picture, of families that see films
@@ -58,6 +59,11 @@ class VisionConfig:
     def patch_values(self) -> int:
         """Numbers of a patch: its red, green and blue."""
         return 3 * self.n_frames * self.patch_size**2
+
+    @property
+    def most_whole(self) -> int:
+        """Rows that a run has at most, if it is never cut."""
+        return self.whole_tokens or self.tile_tokens
 
     @property
     def tile_tokens(self) -> int:

@@ -304,14 +304,35 @@ def test_an_image_that_sees_itself_is_never_cut(whole: tuple[str, Path, Any]) ->
 
 
 def test_an_image_that_no_step_has_room_for_is_refused(tmp_path: Path) -> None:
-    """Catches rows that a window or a step does not hold, of an image that may not be cut."""
-    save(tmp_path, "gemma4-whole")
-    large = image("gemma4-whole", 5)
+    """Catches rows that a window or a step does not hold, of an image that sees itself in all layers."""
+    save(tmp_path, "gemma4-unified")
+    large = image("gemma4-unified", 5)
     with (
         LLM(tmp_path, backend="reference") as llm,
         pytest.raises(RequestError, match="at most 25 tokens, not 30"),
     ):
-        llm.generate(prompt("gemma4-whole", large))
+        llm.generate(prompt("gemma4-unified", large))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
+def test_an_image_larger_than_a_window_sees_all_of_itself(backend: str, tmp_path: Path) -> None:
+    """Catches rows that see no further ahead than back, that see text before the window, and text after the
+    image that sees more than its window; and patterns that are not those of the step.
+    """
+    theirs = save(tmp_path, "gemma4-whole")
+    theirs.set_attn_implementation("eager")
+    large = image("gemma4-whole", 7, 1)  # 42 rows, and windows of 25
+    asked = prompt("gemma4-whole", "some text ", large, "between them", image("gemma4-whole", 1, 2), TEXT)
+    with torch.no_grad():
+        found = theirs(**their_inputs("gemma4-whole", asked), output_attentions=True)
+    want = found.logits[0].numpy()
+    with LLM(tmp_path, backend=backend, max_step_tokens=20, max_requests=4, n_threads=1) as llm:
+        logits = our_logits(llm.engine, asked)
+        assert relative(logits, want) < (3e-3 if backend == "cpu" else 1e-4)
+        if backend == "reference":
+            _, cache = llm.run_with_cache(asked, names=lambda point: point.endswith("pattern"))
+            for layer, pattern in enumerate(found.attentions):
+                np.testing.assert_allclose(cache["pattern", layer][0], pattern[0].numpy(), atol=1e-4)
 
 
 def record_chunks(engine: Engine, chunks: list[tuple[int, int]]) -> None:

@@ -125,12 +125,15 @@ class DeviceBatch:
 
         Windows count unless the step has a mask in their place.
         """
-        key = spec.is_causal, spec.window if self.mask is None else None, pool
+        bounds = (spec.n_ahead, spec.window) if self.mask is None else (0 if spec.is_causal else None, None)
+        key = *bounds, pool
         if key not in self._groups:
             self._groups[key] = self._attention_groups(*key)
         return self._groups[key]
 
-    def _attention_groups(self, is_causal: bool, window: int | None, pool: int) -> list[AttentionGroup]:
+    def _attention_groups(
+        self, n_ahead: int | None, window: int | None, pool: int
+    ) -> list[AttentionGroup]:
         batch = self.host
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
         ends = (batch.positions[batch.query_start[1:] - 1] + 1).tolist()  # tokens, seen or not
@@ -138,7 +141,7 @@ class DeviceBatch:
         def group(sequences: list[int], first: list[int], n: int, seen: list[int]) -> AttentionGroup:
             """n tokens of each sequence, from `first` on; `seen` are those up to the last of them."""
             ends_at = [contexts[s] for s in sequences]
-            n_keys = [min(n, end) for n, end in zip(seen, ends_at)] if is_causal else ends_at
+            n_keys = [min(n, end) for n, end in zip(seen, ends_at)] if n_ahead == 0 else ends_at
             first_keys = [max(context - n + 1 - (window or context), 0) for context in seen]
             first_page = min(first_keys) // PAGE_TOKENS
             rows = torch.tensor(sequences, device=self._device)
@@ -147,7 +150,7 @@ class DeviceBatch:
             on_device = partial(torch.tensor, device=self._device)
             return AttentionGroup(
                 *(on_device(tokens), on_device(seen), on_device(first_keys), on_device(n_keys)),
-                *(pages.long(), first_page * PAGE_TOKENS, window, is_causal),
+                *(pages.long(), first_page * PAGE_TOKENS, window, n_ahead),
             )
 
         groups = []
@@ -176,7 +179,7 @@ class AttentionGroup:
     pages: Tensor  # [S, pages]
     first_place: int  # the token that the pages begin with
     window: int | None
-    is_causal: bool
+    n_ahead: int | None  # later tokens that a token sees; None: all
 
     @cached_property
     def is_key(self) -> Tensor:
@@ -193,11 +196,11 @@ class AttentionGroup:
 
     @cached_property
     def is_visible(self) -> Tensor:
-        """Which places each token sees, causally or not, within the window: bool [S, n, places]."""
+        """Which places each token sees, ahead and within the window: bool [S, n, places]."""
         ahead = self.ahead
         seen = self.is_key[:, None].expand(ahead.shape)
-        seen = seen & (ahead <= 0) if self.is_causal else seen
-        return seen if self.window is None else seen & (ahead > -self.window) & (ahead < self.window)
+        seen = seen if self.n_ahead is None else seen & (ahead <= self.n_ahead)
+        return seen if self.window is None else seen & (ahead > -self.window)
 
     @cached_property
     def _places(self) -> Tensor:

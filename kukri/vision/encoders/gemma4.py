@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,8 @@ from kukri.vision.encoder import ImagePart, VisionFamily
 from kukri.vision.encoders.rotated import MOST_PATCHES, RotatedAttention, RotatedEncoder
 from kukri.vision.encoders.siglip import from_means, squares_of
 from kukri.vision.image import ImageInput
+
+_MOST_ROWS = 1120  # the largest budget of a picture
 
 
 class _Attention(Gemma4Attention, RotatedAttention):
@@ -89,9 +90,9 @@ class Gemma4Vision(RotatedEncoder):
             raise RequestError(
                 f"the model sees at most {most} patches a side, not {image.grid}", param="images"
             )
-        if config.sees_whole and image.n_tokens > config.tile_tokens:
+        if config.sees_whole and image.n_tokens > config.most_whole:
             raise RequestError(
-                f"the model sees an image of at most {config.tile_tokens} tokens, not {image.n_tokens}: "
+                f"the model sees an image of at most {config.most_whole} tokens, not {image.n_tokens}: "
                 "send it with image_tokens",
                 param="images",
             )
@@ -131,7 +132,7 @@ class Gemma4Vision(RotatedEncoder):
 
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
-    defaults = {"pad_token_id": 0, "vocab_size": 262144, "sliding_window": 512}
+    defaults = {"pad_token_id": 0, "vocab_size": 262144}
     text = Keys(keys.value("text_config") or {}, keys.path, "", defaults)
     vision.expect("hidden_activation", "gelu_pytorch_tanh")
     heads, merge = vision.whole("num_attention_heads"), vision.whole("pooling_kernel_size", most=64)
@@ -139,8 +140,6 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     vision.expect("head_dim", vision.whole("hidden_size") // heads)
     n_positions = vision.whole("position_embedding_size", most=1 << 16)
     is_whole = text.value("use_bidirectional_attention") == "vision"
-    # room for 280 rows, or for 560 that none may lack, unless windows reach less far
-    side = merge * (min(24, isqrt(text.whole("sliding_window"))) if is_whole else 17)
     encoder = read_blocks(
         vision, "gemma4", vision.positive("rms_norm_eps"), MOST_PATCHES, n_positions, rotates=True
     )
@@ -148,12 +147,13 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     return VisionConfig(
         "gemma4",
         replace(encoder, attention_scale=1.0, rope=replace(encoder.rope, theta=rope.positive("rope_theta"))),
-        image_size=side * (patch_size := vision.whole("patch_size", most=1 << 10)),
+        image_size=17 * merge * (patch_size := vision.whole("patch_size", most=1 << 10)),  # of 280 rows
         patch_size=patch_size,
         merge=merge,
         d_text=d_text,
         image_token_id=keys.whole("image_token_id", least=0),
         sees_whole="windows" if is_whole else "",
+        whole_tokens=_MOST_ROWS,
         blank_id=text.whole("pad_token_id", least=0, most=text.whole("vocab_size") - 1),
     )
 

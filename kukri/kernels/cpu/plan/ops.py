@@ -535,9 +535,9 @@ class Cut(NamedTuple):
 
 def cut_of(spec: AttentionSpec) -> Cut:
     """How a layer's attention is cut."""
-    window = spec.window or _ALL
+    window, n_ahead = spec.window or _ALL, _ALL if spec.n_ahead is None else spec.n_ahead
     tokens = query_tokens(spec.group), prompt_tokens(spec.group, spec.d_head)
-    return Cut(*tokens, 0 if spec.is_causal else window - 1, window)
+    return Cut(*tokens, n_ahead, window)
 
 
 def row_count(rows: Rows, at: Addresses) -> int:
