@@ -90,7 +90,9 @@ class RequestImages:
         return max((min(run.stop, stop) - max(run.start, first) for run in runs), default=0)
 
     def sees_ahead(self, window: int | None) -> list[tuple[int, int]]:
-        """(start, stop) of the runs whose tokens see those after them in a layer with this window, or without."""
+        """(start, stop) of the runs whose tokens see those after them, in a layer with this window or without
+        one.
+        """
         is_there = self.sees_whole == "all" or (self.sees_whole == "windows" and window is not None)
         return [(run.start, run.stop) for run in self._runs if is_there]
 

@@ -51,8 +51,8 @@ class AttentionSpec:
     """One layer's attention. `scale` multiplies scores.
 
     A token sees itself and earlier ones, `window` of them (None: all); if attention is not causal, as many
-    later ones too, or with `sees_all_ahead` all later ones. `sinks` [H], if there are any, are scores that take their share of each head's softmax and
-    add nothing.
+    later ones too, or with `sees_all_ahead` all later ones. `sinks` [H], if there are any, are scores that
+    take their share of each head's softmax and add nothing.
 
     A layer that `reads` another's keys and values has none of its own, and stores nothing.
 

@@ -172,7 +172,10 @@ class NormedEmbedding:
 
 
 class NoNorm:
-    """The place of a norm that a layer does not have."""
+    """The place of a norm that a layer does not have, whatever it would be made of."""
+
+    def __init__(self, *what: Any) -> None:
+        pass
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x as it is."""

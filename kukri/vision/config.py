@@ -122,6 +122,12 @@ def siglip_config(keys: Keys, name: str) -> ModelConfig:
 
 # For keys that `vision_config` leaves out: the values of transformers' classes
 SIGLIP_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 16,
     "num_channels": 3,
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,

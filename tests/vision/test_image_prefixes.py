@@ -419,7 +419,7 @@ def test_a_grid_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
         "lfm2_vl",
         siglip_config(
             Keys(
-                {**SIGLIP, **SIGLIP_DEFAULTS, "patch_size": 4},
+                {**SIGLIP_DEFAULTS, **SIGLIP, "patch_size": 4},
                 Path("config.json"),
             ),
             "lfm2_vl",

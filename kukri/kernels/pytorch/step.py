@@ -111,7 +111,7 @@ class DeviceBatch:
         self.kept: dict[object, Tensor] = {}  # what layers have in common
         self.mask = None if batch.mask is None else torch.from_numpy(batch.mask).to(device)
         self._device = device
-        self._groups: dict[tuple[bool, int | None, int], list[AttentionGroup]] = {}
+        self._groups: dict[tuple[int | None, int | None, int], list[AttentionGroup]] = {}
 
     @cached_property
     def has_unseen(self) -> bool:
@@ -131,9 +131,7 @@ class DeviceBatch:
             self._groups[key] = self._attention_groups(*key)
         return self._groups[key]
 
-    def _attention_groups(
-        self, n_ahead: int | None, window: int | None, pool: int
-    ) -> list[AttentionGroup]:
+    def _attention_groups(self, n_ahead: int | None, window: int | None, pool: int) -> list[AttentionGroup]:
         batch = self.host
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
         ends = (batch.positions[batch.query_start[1:] - 1] + 1).tolist()  # tokens, seen or not

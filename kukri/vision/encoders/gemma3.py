@@ -15,7 +15,7 @@ from kukri.models.layers import Linear, RMSNorm
 from kukri.models.weights import WeightSource
 from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
 from kukri.vision.encoder import VisionFamily
-from kukri.vision.encoders.siglip import TOWER_HEAD, Siglip, from_means, squares_of, tower_names
+from kukri.vision.encoders.siglip import TOWER_HEAD, TOWER_NAMES, Siglip, from_means, squares_of
 
 
 class Gemma3Vision(Siglip):
@@ -68,10 +68,7 @@ GEMMA3_VISION = VisionFamily(
     hf_types=("gemma3",),
     read_hf=_read_hf,
     names={
-        "model.embed_patches": tower_names("embeddings.patch_embedding"),
-        "model.embed_positions": tower_names("embeddings.position_embedding"),
-        "model.layers": tower_names("encoder.layers"),
-        "model.norm": tower_names("post_layernorm"),
+        **TOWER_NAMES,
         "projector.norm": ("multi_modal_projector.mm_soft_emb_norm",),
         "projector.weight": ("multi_modal_projector.mm_input_projection_weight",),
     },
@@ -79,13 +76,5 @@ GEMMA3_VISION = VisionFamily(
     transposed={"projector.weight"},
     lacks_one={"projector.norm.weight"},
     defaults={"mm_tokens_per_image": 256, "image_token_index": 262144},
-    vision_defaults={
-        **SIGLIP_DEFAULTS,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "image_size": 224,
-        "patch_size": 16,
-    },
+    vision_defaults=SIGLIP_DEFAULTS,
 )

@@ -6,28 +6,23 @@ Matrices may clamp what they read and what they make. The hidden states of a squ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Vector
-from kukri.kernels.op_set import Tensor
 from kukri.models.gemma2 import Gemma2Block, GemmaMLP
 from kukri.models.gemma4_text import Gemma4Attention
 from kukri.models.keys import Keys
-from kukri.models.layers import ClampedLinear, Linear, NoNorm
+from kukri.models.layers import ClampedLinear, NoNorm
 from kukri.models.weights import WeightSource
-from kukri.quant.blocks import dequantize
 from kukri.vision.config import VisionConfig, read_blocks
-from kukri.vision.encoder import ImagePart, VisionFamily
-from kukri.vision.encoders.rotated import MOST_PATCHES, RotatedAttention, RotatedEncoder
+from kukri.vision.encoder import VisionFamily
+from kukri.vision.encoders.gemma4_rows import Gemma4Rows
+from kukri.vision.encoders.rotated import MOST_PATCHES, RotatedAttention
 from kukri.vision.encoders.siglip import from_means, squares_of
-from kukri.vision.image import ImageInput
 
 _MOST_ROWS = 1120  # the largest budget of a picture
 
@@ -56,79 +51,33 @@ class _Block(Gemma2Block):
     attention_type, mlp_type = _Attention, _MLP
 
 
-class Gemma4Vision(RotatedEncoder):
-    """The encoder and its projector. Files hold the tables of columns and rows along axis `tables_axis`."""
+class Gemma4Vision(Gemma4Rows):
+    """The encoder, the last of whose states are not normed, and its projector."""
 
-    block_type, adds_places, tables_axis = _Block, True, 0
+    block_type, norm_type = _Block, NoNorm
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
         self.take_ends(source)
-        d_model, self._std = config.encoder.d_model, None
+        self._mean, self._factor = np.zeros(1, np.float32), np.ones(1, np.float32)
         if source.has("model.std_bias"):  # what the projector reads is standardized
-            self._std = source.vector("model.std_bias", d_model), source.vector("model.std_scale", d_model)
-
-    def take_ends(self, source: WeightSource) -> None:
-        """Takes the embeddings of places, and the projector."""
-        d_model, n = self.config.encoder.d_model, self.config.encoder.n_positions
-        first, second = (2, n) if self.tables_axis == 0 else (n, 2)
-        table = source.matrix("model.embed_positions.weight", (first, second * d_model))
-        self._type = table.type
-        self._columns, self._rows = np.moveaxis(table.data.reshape(first, second, -1), self.tables_axis, 0)
-        self._ones = Vector(np.ones(d_model, np.float32))
-        self.projector = Linear(source, ["projector"], (self.config.d_text,), d_model)
-
-    def norm_type(self, *what: Any) -> NoNorm:
-        """The last layer's states are not normed."""
-        return NoNorm()
-
-    def check(self, image: ImageInput) -> None:
-        """See VisionModel.check."""
-        super().check(image)
-        config, most = self.config, self.config.encoder.n_positions
-        if max(image.grid) > most:
-            raise RequestError(
-                f"the model sees at most {most} patches a side, not {image.grid}", param="images"
-            )
-        if config.sees_whole and image.n_tokens > config.most_whole:
-            raise RequestError(
-                f"the model sees an image of at most {config.most_whole} tokens, not {image.n_tokens}: "
-                "send it with image_tokens",
-                param="images",
-            )
-
-    def parts(self, image: ImageInput) -> Iterator[ImagePart]:
-        """The image, row by row."""
-        grid = image.grid[1], image.grid[2]
-        positions = np.indices(grid, np.int32).reshape(2, -1)
-        yield ImagePart(self.values(image.pixels, grid), grid, positions)
+            names = "model.std_bias", "model.std_scale"
+            self._mean, self._factor = (source.vector(name, config.encoder.d_model) for name in names)
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """Patches from -1 to 1, and after each the embeddings of its place."""
-        return np.concatenate([2 * (patches - np.float32(0.5)), self.places(grid)], axis=1)
-
-    def places(self, grid: tuple[int, int]) -> FloatArray:
-        """The embeddings of the places of a grid, row by row [T, D]."""
-        tables = zip((self._rows, self._columns), grid)
-        rows, columns = (dequantize(np.ascontiguousarray(of[:n]), self._type) for of, n in tables)
-        return (columns[None] + rows[:, None]).reshape(grid[0] * grid[1], -1)
+        return super().values(2 * (patches - np.float32(0.5)), grid)
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """The mean of a square's hidden states, scaled."""
         mean: FloatArray = squares_of(hidden, grid, self.config.merge).mean(axis=1)
         mean *= np.float32(self.config.encoder.d_model**0.5)
-        return mean if self._std is None else (mean - self._std[0]) * self._std[1]
+        return (mean - self._mean) * self._factor
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """See VisionModel.unmerged."""
         scaled = grad * np.float32(self.config.encoder.d_model**0.5)
-        return from_means(scaled if self._std is None else scaled * self._std[1], grid, self.config.merge)
-
-    def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
-        encoder = self.config.encoder
-        x = ops.rms_norm(ops.activations(batch, encoder.d_model), self._ones, encoder.norm_eps)
-        return self.projector(ops, x)
+        return from_means(scaled * self._factor, grid, self.config.merge)
 
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
@@ -139,7 +88,6 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     vision.expect("num_key_value_heads", heads)
     vision.expect("head_dim", vision.whole("hidden_size") // heads)
     n_positions = vision.whole("position_embedding_size", most=1 << 16)
-    is_whole = text.value("use_bidirectional_attention") == "vision"
     encoder = read_blocks(
         vision, "gemma4", vision.positive("rms_norm_eps"), MOST_PATCHES, n_positions, rotates=True
     )
@@ -152,7 +100,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
         merge=merge,
         d_text=d_text,
         image_token_id=keys.whole("image_token_id", least=0),
-        sees_whole="windows" if is_whole else "",
+        sees_whole="windows" if text.value("use_bidirectional_attention") == "vision" else "",
         whole_tokens=_MOST_ROWS,
         blank_id=text.whole("pad_token_id", least=0, most=text.whole("vocab_size") - 1),
     )

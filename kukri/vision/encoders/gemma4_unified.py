@@ -10,8 +10,6 @@ from __future__ import annotations
 from math import isqrt
 from typing import Any
 
-import numpy as np
-
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer
@@ -21,13 +19,13 @@ from kukri.models.layers import LayerNorm, Linear
 from kukri.models.weights import WeightSource
 from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionFamily
-from kukri.vision.encoders.gemma4 import Gemma4Vision
+from kukri.vision.encoders.gemma4_rows import Gemma4Rows
 from kukri.vision.encoders.rotated import MOST_PATCHES
 
 _EPS = 1e-5  # PyTorch's
 
 
-class Gemma4UnifiedVision(Gemma4Vision):
+class Gemma4UnifiedVision(Gemma4Rows):
     """What stands in an encoder's place, in one layer without attention, and the projector."""
 
     tables_axis = 1
@@ -49,10 +47,6 @@ class Gemma4UnifiedVision(Gemma4Vision):
         x = ops.add(ops.tap("hook_embed", None, patches), places)
         x = ops.tap("hook_resid_mid", 0, x)
         return ops.tap("ln_final.hook_normalized", None, self.norm(ops, x))
-
-    def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """Patches, and after each the embeddings of its place."""
-        return np.concatenate([patches, self.places(grid)], axis=1)
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """The hidden states."""

@@ -85,11 +85,6 @@ IDEFICS3 = VisionFamily(
     defaults={"scale_factor": 2, "image_token_id": 128257},
     vision_defaults={
         **SIGLIP_DEFAULTS,
-        "hidden_size": 1152,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 16,
-        "image_size": 224,
-        "patch_size": 32,
+        **{"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32},
     },
 )

@@ -6,7 +6,6 @@ embeddings of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +17,9 @@ from kukri.models.keys import Keys
 from kukri.models.layers import Linear, RMSNorm
 from kukri.models.weights import WeightSource
 from kukri.vision.config import VisionConfig
-from kukri.vision.encoder import ImagePart, VisionFamily
+from kukri.vision.encoder import VisionFamily
 from kukri.vision.encoders.rotated import RotatedAttention, RotatedBlock, RotatedEncoder, read_rotated
 from kukri.vision.encoders.siglip import from_squares, squares_of
-from kukri.vision.image import ImageInput
 
 
 class _Attention(RotatedAttention):
@@ -37,7 +35,7 @@ class _Block(RotatedBlock):
 class Pixtral(RotatedEncoder):
     """The encoder and its projector, whose norm reads what the last layer writes."""
 
-    block_type, norm_type = _Block, RMSNorm
+    block_type, norm_type, by_rows = _Block, RMSNorm, True
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
@@ -52,11 +50,6 @@ class Pixtral(RotatedEncoder):
         """See VisionModel.encode."""
         patches = self.patches(ops, ops.activations(batch, self.config.patch_values))
         return self.through_blocks(ops, self.first_norm(ops, patches), batch)
-
-    def parts(self, image: ImageInput) -> Iterator[ImagePart]:
-        """The image, row by row."""
-        grid = image.grid[1], image.grid[2]
-        yield ImagePart(image.pixels, grid, np.indices(grid, np.int32).reshape(2, -1))
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """A square's hidden states, number by number."""

@@ -12,7 +12,7 @@ from kukri.models.layers import Embedding
 from kukri.models.weights import WeightSource
 from kukri.quant.blocks import dequantize
 from kukri.vision.config import VisionConfig
-from kukri.vision.encoders.rotated import RotatedEncoder, grid_of_blocks
+from kukri.vision.encoders.rotated import RotatedEncoder
 
 Aligned = Literal["corners", "centres"]
 
@@ -35,9 +35,13 @@ class PlacedEncoder(RotatedEncoder):
 
     def places(self, grid: tuple[int, int]) -> FloatArray:
         """The learned places of a grid's patches, in their order [T, D]."""
-        rows, columns = grid_of_blocks(grid, self.config.merge)
-        found: FloatArray = between(self.learned, grid, self.aligned)[rows, columns]
+        rows, columns = self.places_of(grid)
+        found: FloatArray = self.resized(grid)[rows, columns]
         return found
+
+    def resized(self, grid: tuple[int, int]) -> FloatArray:
+        """The learned places resized to a grid [height, width, D]."""
+        return between(self.learned, grid, self.aligned)
 
 
 def between(grid: FloatArray, shape: tuple[int, int], aligned: Aligned) -> FloatArray:

@@ -1,7 +1,4 @@
-"""Encoders whose heads rotate by the row and the column of a patch, of images of any proportions.
-
-A grid of patches lies square by square of those that become one row of embeddings.
-"""
+"""Encoders of images of any proportions, most of whose heads rotate by the row and the column of a patch."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from kukri.models.rope import inverse_frequencies
 from kukri.models.weights import Parameter, WeightSource
 from kukri.vision.config import VisionConfig, read_blocks
 from kukri.vision.encoder import ImagePart
-from kukri.vision.encoders.siglip import SiglipAttention
+from kukri.vision.encoders.siglip import SiglipAttention, from_squares, squares_of
 from kukri.vision.image import ImageInput
 
 MOST_PATCHES = 1 << 15  # that are computed at once
@@ -55,11 +52,15 @@ class RotatedBlock(Block):
 
 
 class RotatedEncoder:
-    """The encoder, without what makes rows of embeddings: see `VisionModel`. A grid is (1, rows, columns)."""
+    """The encoder, without what makes rows of embeddings: see `VisionModel`.
+
+    Patches lie square by square of those that become one row of embeddings, or with `by_rows` row by row.
+    """
 
     parameters: Sequence[Parameter] = ()
     block_type: Callable[..., Any]
     norm_type: Callable[..., Any]
+    by_rows = False
     adds_places = False  # True: learned embeddings of a patch's place stand after its values
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
@@ -88,29 +89,43 @@ class RotatedEncoder:
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """A square's hidden states side by side."""
-        return hidden.reshape(-1, self.width)
+        squares = squares_of(hidden, grid, self.config.merge) if self.by_rows else hidden
+        return squares.reshape(-1, self.width)
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """See VisionModel.unmerged."""
+        if self.by_rows:
+            return from_squares(grad, grid, self.config.merge)
         return grad.reshape(-1, self.config.encoder.d_model)
+
+    def grids(self, image: ImageInput) -> Sequence[tuple[int, int]]:
+        """The (height, width) of each part of an image in patches; none if that cannot be."""
+        return [image.grid[1:]] if len(image.grid) == 3 and image.grid[0] == 1 else []
 
     def check(self, image: ImageInput) -> None:
         """See VisionModel.check."""
-        merge, values, grid = self.config.merge, self.config.patch_values, image.grid
-        n = grid[1] * grid[2] if len(grid) == 3 and grid[0] == 1 and min(grid) > 0 else -1
-        is_whole = 0 < n <= MOST_PATCHES and grid[1] % merge == 0 and grid[2] % merge == 0
-        if not is_whole or image.pixels.shape != (n, values) or image.n_tokens * merge**2 != n:
+        merge, values, grids = self.config.merge, self.config.patch_values, self.grids(image)
+        sizes = [height * width for height, width in grids]
+        is_whole = bool(grids) and all(side > 0 and side % merge == 0 for grid in grids for side in grid)
+        is_well = is_whole and max(sizes) <= MOST_PATCHES and image.pixels.shape == (sum(sizes), values)
+        if not is_well or image.n_tokens * merge**2 != sum(sizes):
             raise RequestError(
-                f"the model sees patches of {values} numbers, up to {MOST_PATCHES} of an image, not an image "
-                f"{list(image.pixels.shape)} with {image.n_tokens} tokens and a grid {grid}",
+                f"the model sees patches of {values} numbers, up to {MOST_PATCHES} at once, not an image "
+                f"{list(image.pixels.shape)} with {image.n_tokens} tokens and a grid {image.grid}",
                 param="images",
             )
 
     def parts(self, image: ImageInput) -> Iterator[ImagePart]:
-        """The image."""
-        grid = image.grid[1], image.grid[2]
-        positions = grid_of_blocks(grid, self.config.merge)
-        yield ImagePart(self.values(image.pixels, grid), grid, positions)
+        """The image's parts, one after another."""
+        first, rotates = 0, self.config.encoder.layers[0].use_rope
+        for grid in self.grids(image):
+            patches = image.pixels[first : first + grid[0] * grid[1]]
+            first += len(patches)
+            yield ImagePart(self.values(patches, grid), grid, self.places_of(grid) if rotates else None)
+
+    def places_of(self, grid: tuple[int, int]) -> IntArray:
+        """Row and column of each patch of a grid, in their order: [2, T]."""
+        return grid_of_blocks(grid, 1 if self.by_rows else self.config.merge)
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """What the encoder reads of patches [T, values]."""

@@ -115,10 +115,15 @@ def from_means(means: FloatArray, grid: tuple[int, int], merge: int) -> FloatArr
     return from_squares(np.repeat(means[:, None] / np.float32(n), n, axis=1), grid, merge)
 
 
-# Towers of transformers' SigLIP: a head that no model of images and text reads
+# Towers of transformers' SigLIP: the names that checkpoints of transformers 4 and 5 have for its parts, and a
+# head that no model of images and text reads
+_PARTS = {
+    "model.embed_patches": "embeddings.patch_embedding",
+    "model.embed_positions": "embeddings.position_embedding",
+    "model.layers": "encoder.layers",
+    "model.norm": "post_layernorm",
+}
+TOWER_NAMES = {
+    part: (f"vision_tower.vision_model.{name}", f"vision_tower.{name}") for part, name in _PARTS.items()
+}
 TOWER_HEAD = r"(?:model\.)?vision_tower\.(?:vision_model\.)?head\..+"
-
-
-def tower_names(name: str) -> tuple[str, ...]:
-    """A part of such a tower, as checkpoints of transformers 4 and 5 name it."""
-    return f"vision_tower.vision_model.{name}", f"vision_tower.{name}"
