@@ -33,7 +33,7 @@ _MAX_SCANS = 16  # full-sized pictures that a progressive JPEG may make its read
 _AT_ONCE = threading.BoundedSemaphore(2)  # a picture in work takes up to 16 bytes a pixel
 _SCAN = b"\xff\xda"
 _DATA_URL = re.compile(r"data:([^,]{0,200}),", re.IGNORECASE)
-_LETTERS = bytes.maketrans(b"-_", b"+/")  # of base64 in URLs, and those that are decoded
+_LETTERS = bytes.maketrans(b"-_", b"+/")  # letters as URLs have them, and as they are decoded
 _SPACES = b" \t\n\r\f\v"
 _AT_A_TIME = 1 << 16  # letters that are decoded in one call, which lets no other thread run: a multiple of 4
 

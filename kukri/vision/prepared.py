@@ -13,7 +13,7 @@ from kukri.vision.image import ImageInput
 if TYPE_CHECKING:
     from kukri.vision.processors.processor import ImageProcessor
 
-_MAX_BYTES = 128 << 20  # of pixels, of which a picture of four million has 48 MiB
+_MAX_BYTES = 128 << 20  # a picture of four million pixels takes 48 MiB
 
 
 class PreparedImages:

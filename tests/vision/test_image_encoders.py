@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kukri import LLM
-from kukri.errors import FormatError, UnusedTensorError
+from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.huggingface.config import hf_model_config, text_config
+from kukri.formats.huggingface.vision import vision_config
 from kukri.vision.encoders.idefics3 import nearest_places
 from kukri.vision.encoders.placed import averaged
 from tests.vision.tiny_checkpoints import save_with_processor
@@ -208,3 +209,17 @@ def test_a_damaged_encoder_is_refused(tmp_path: Any) -> None:
     save_file(more, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnusedTensorError, match=r"takes: 'model\.vision_model\.head"):
         LLM(tmp_path, backend="reference")
+
+
+def test_llava_with_another_encoder_is_refused(tmp_path: Any) -> None:
+    """Catches an encoder taken for Pixtral's, and a projector that reads another layer or part of it."""
+    own = {"model_type": "llava", "vision_config": {"model_type": "pixtral", "hidden_act": "silu"}}
+    own |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    assert vision_config(own, tmp_path / "config.json", 64) is not None
+    for key, value in (
+        ("vision_config", {"model_type": "clip_vision_model"}),
+        ("vision_feature_layer", -2),
+        ("vision_feature_select_strategy", "default"),
+    ):
+        with pytest.raises(UnsupportedError, match="model_type" if key == "vision_config" else key):
+            vision_config({**own, key: value}, tmp_path / "config.json", 64)

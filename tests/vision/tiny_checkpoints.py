@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"image_processor_type": "Lfm2Vl", "encoder_patch_size": 4, "downsample_factor": 2},
     ),
     "lighton_ocr": ("<|image_pad|>", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
+    "llava": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
     "mistral3": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
     "paddleocr_vl": (
         "<|IMAGE_PLACEHOLDER|>",
@@ -83,7 +84,7 @@ def save_with_processor(directory: Path, name: str) -> Any:
     token, stated = FAMILIES[name]
     tokenizer = byte_tokenizer()
     others = [f"<other {i}>" for i in range(IMAGE_TOKEN - len(tokenizer))]
-    if name == "mistral3":
+    if name in ("llava", "mistral3"):
         others[:2] = "[IMG_BREAK]", "[IMG_END]"
     if name.startswith("gemma4"):
         others[:2] = "<|image>", "<image|>"
@@ -95,6 +96,8 @@ def save_with_processor(directory: Path, name: str) -> Any:
     stated = {**stated, "image_mean": MEAN, "image_std": STD}
     (directory / "preprocessor_config.json").write_text(json.dumps(stated))
     (directory / "processor_config.json").write_text(
-        json.dumps({"spatial_merge_size": 2, "image_seq_length": 16, "patch_size": 4})
+        json.dumps(
+            {"spatial_merge_size": 1 if name == "llava" else 2, "image_seq_length": 16, "patch_size": 4}
+        )
     )
     return theirs

@@ -172,6 +172,20 @@ MODELS = {
         },
         tile_tokens=15,
     ),
+    "llava": TinyVision(  # as Pixtral-12B is
+        tr.LlavaConfig,
+        tr.LlavaForConditionalGeneration,
+        {
+            "text_config": {**TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": {
+                **{**SIGLIP, "model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"},
+                **{"image_size": 64, "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
+            },
+            **{"image_token_id": IMAGE_TOKEN, "vision_feature_layer": -1},
+            "vision_feature_select_strategy": "full",
+        },
+        tile_tokens=60,
+    ),
     "paddleocr_vl": TinyVision(
         tr.PaddleOCRVLConfig,
         tr.PaddleOCRVLForConditionalGeneration,
@@ -249,7 +263,7 @@ MODELS = {
 
 QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 OF_SQUARES = ("paddleocr_vl", *QWENS)  # of patches, whose rows have three positions
-PIXTRALS = ("mistral3", "lighton_ocr")
+PIXTRALS = ("mistral3", "lighton_ocr", "llava")
 
 
 def save(directory: Path, name: str) -> Any:
@@ -283,7 +297,8 @@ def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
         grid = (1, 10, 6) if n_tiles == 1 else (1, 6, 10 * n_tiles)
         values = 96 if name in QWENS else 48  # two frames or one
         pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], values)).astype(np.float32)
-        return ImageInput(pixels, grid, len(pixels) // 4, sha256(pixels.tobytes()).digest())
+        n_tokens = len(pixels) // (1 if name == "llava" else 4)
+        return ImageInput(pixels, grid, n_tokens, sha256(pixels.tobytes()).digest())
     if name == "gemma4-unified":  # squares of 3 x 3 patches
         grid = (1, 3, 2) if n_tiles == 1 else (1, 2, 3 * n_tiles)
         pixels = np.random.default_rng(seed).uniform(0, 1, (grid[1] * grid[2], 9 * 48)).astype(np.float32)

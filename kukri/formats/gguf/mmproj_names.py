@@ -139,6 +139,11 @@ FAMILIES = {
     ),
     "lighton_ocr": replace(_MISTRAL3, projector="lightonocr", unread=frozenset()),
     "mistral3": _MISTRAL3,
+    "llava": replace(  # Pixtral-12B, whose files name the same projector
+        _MISTRAL3,
+        names={"projector.linear_1": "mm.1", "projector.linear_2": "mm.2"},
+        read=lambda keys, file: {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
     "paddleocr_vl": Clip(
         "paddleocr",
         "PaddleOCRVL",

@@ -69,10 +69,12 @@ def read_mmproj(
         if (width := width_of(file)) != d_text:
             raise keys.error("projection_dim", f"is {width}, and rows of the text have {d_text} numbers")
         projector = (keys if keys.has("projector_type") else whole).text("projector_type")
-        name, clip = next(((n, c) for n, c in FAMILIES.items() if c.projector == projector), ("", None))
-        if clip is None:
+        named = [(name, clip) for name, clip in FAMILIES.items() if clip.projector == projector]
+        if not named:
             known = ", ".join(one.projector for one in FAMILIES.values())
             raise whole.unsupported("projector_type", f"is {brief(projector)}: kukri runs {known}")
+        # the first of two with this name has tensors that the last lacks
+        name, clip = next((one for one in named if _has_all(file, one[1])), named[-1])
         if not whole.flag(f"use_{clip.activation}", not clip.states_activation):
             raise whole.unsupported(f"use_{clip.activation}", "is not true: kukri runs nothing else")
         vision = _vision_config(keys, file, clip)
@@ -89,6 +91,10 @@ def read_mmproj(
         processor = image_processor(_preprocessor(keys, clip, vision), {}, stated)
     config = replace(config, image_token_id=token_id(processor.token))
     return Mmproj(vision_families()[config.family], config, processor)
+
+
+def _has_all(file: GGUFFile, clip: Clip) -> bool:
+    return all(f"{tensor}.weight" in file.tensors for tensor in clip.names.values())
 
 
 def _vision_config(keys: Keys, file: GGUFFile, clip: Clip) -> dict[str, Any]:

@@ -85,6 +85,8 @@ _PREFIXES = (
     "",
 )
 
+_OUTER = "language_model."  # in front of a head too, where transformers 4 wrote a text of images and text
+
 # Tensors besides those of the text in models of images and text.
 _IMAGES = re.compile(
     r"(?:model\.)?(?:(?:vision|audio)_\w+|embed_(?:vision|audio)|multi_modal_projector|connector|visual|mlp_AR)"
@@ -262,7 +264,9 @@ class SafetensorsWeights:
         name = parameter_name(name)
         if self._architecture.next_token == "mtp" and is_after_last(name, self._config.n_layers):
             return mtp_name(name)
-        return self._prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        if name.startswith("model."):
+            return self._prefix + name.removeprefix("model.")
+        return _OUTER + name if self._prefix == f"{_OUTER}model." else name
 
     def _take(
         self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = RUNS
@@ -455,7 +459,9 @@ def canonical_name(name: str, prefix: str) -> str:
     name = re.sub(rf"\.({_BARE})$", r".\1.weight", name)  # parameters without a module
     name = re.sub(r"\.dt_bias$", ".dt_proj.bias", name)
     name = re.sub(r"\.(e_score_correction|(?:mlp|feed_forward|mlp\.gate)\.expert)_bias$", r".\1.bias", name)
-    return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) and not is_head else name
+    if name.startswith(prefix) and not is_head:
+        return f"model.{name.removeprefix(prefix)}"
+    return name.removeprefix(_OUTER) if prefix == f"{_OUTER}model." else name
 
 
 def packed_type(name: str) -> QuantType:

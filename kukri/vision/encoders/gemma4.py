@@ -95,7 +95,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     return VisionConfig(
         "gemma4",
         replace(encoder, attention_scale=1.0, rope=replace(encoder.rope, theta=rope.positive("rope_theta"))),
-        image_size=17 * merge * (patch_size := vision.whole("patch_size", most=1 << 10)),  # of 280 rows
+        image_size=17 * merge * (patch_size := vision.whole("patch_size", most=1 << 10)),  # room for 280 rows
         patch_size=patch_size,
         merge=merge,
         d_text=d_text,

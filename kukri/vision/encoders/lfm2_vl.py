@@ -48,7 +48,7 @@ class Lfm2Vision(PlacedEncoder):
         return self.projector(ops, ops.gelu(self.hidden(ops, x), is_exact=True))
 
     def grids(self, image: ImageInput) -> Sequence[tuple[int, int]]:
-        """Of each tile, and of the whole picture."""
+        """The grid of each tile, then that of the whole picture."""
         if len(image.grid) != 4:
             return []
         rows, columns, height, width = image.grid

@@ -6,6 +6,7 @@ embeddings of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,16 +34,21 @@ class _Block(RotatedBlock):
 
 
 class Pixtral(RotatedEncoder):
-    """The encoder and its projector, whose norm reads what the last layer writes."""
+    """The encoder and its projector, whose norm reads what the last layer writes.
 
-    block_type, norm_type, by_rows = _Block, RMSNorm, True
+    With `merges` a matrix merges the states of a square of patches.
+    """
+
+    block_type, by_rows, merges = _Block, True, True
+    norm_type: Callable[..., Any] = RMSNorm
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
         d_model = config.encoder.d_model
         self.norm.eps = config.projector_eps
         self.first_norm = RMSNorm(source, "model.ln_pre", d_model, config.encoder.norm_eps)
-        self.merger = Linear(source, ["projector.patch_merger.merging_layer"], (d_model,), self.width)
+        if self.merges:
+            self.merger = Linear(source, ["projector.patch_merger.merging_layer"], (d_model,), self.width)
         self.hidden = Linear(source, ["projector.linear_1"], (config.d_text,), d_model)
         self.projector = Linear(source, ["projector.linear_2"], (config.d_text,), config.d_text)
 
@@ -63,7 +69,8 @@ class Pixtral(RotatedEncoder):
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""
-        x = self.hidden(ops, self.merger(ops, ops.activations(batch, self.width)))
+        x = ops.activations(batch, self.width)
+        x = self.hidden(ops, self.merger(ops, x) if self.merges else x)
         return self.projector(ops, ops.gelu(x, is_exact=True))
 
 
