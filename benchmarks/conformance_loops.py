@@ -336,10 +336,9 @@ for _mode in ("TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON"):
 # --- smolagents
 
 
-@both("smolagents")
-def tool_calling_agent(url: str, is_stream: bool) -> None:
-    """An agent that ends by a call of its own tool, final_answer."""
-    from smolagents import OpenAIModel, ToolCallingAgent, tool
+def _smolagent(kind: str, url: str, is_stream: bool, task: str) -> None:
+    import smolagents
+    from smolagents import tool
 
     hall = Hall()
 
@@ -352,14 +351,29 @@ def tool_calling_agent(url: str, is_stream: bool) -> None:
         """
         return hall.open_door(color)
 
-    options: Any = {"max_tokens": TOKENS, "temperature": 0, "parallel_tool_calls": False}
-    model = OpenAIModel(MODEL, api_base=f"{url}/v1", api_key="none", **options)
-    made = ToolCallingAgent(
-        [open_door], model, stream_outputs=is_stream, max_steps=MOST_TURNS, verbosity_level=0
-    )
+    options: Any = {"max_tokens": TOKENS, "temperature": 0}
+    if kind == "ToolCallingAgent":
+        options["parallel_tool_calls"] = False
+    model = smolagents.OpenAIModel(MODEL, api_base=f"{url}/v1", api_key="none", **options)
+    agent = getattr(smolagents, kind)
+    made = agent([open_door], model, stream_outputs=is_stream, max_steps=MOST_TURNS, verbosity_level=0)
+    hall.check(str(made.run(task)))
+
+
+@both("smolagents")
+def tool_calling_agent(url: str, is_stream: bool) -> None:
+    """An agent that ends by a call of its own tool, final_answer."""
     task = "Call open_door with color red. Then do what each observation says, one call at a time, until an "
     task += "observation has the secret word. Then call final_answer with the secret word."
-    hall.check(str(made.run(task)))
+    _smolagent("ToolCallingAgent", url, is_stream, task)
+
+
+@both("smolagents")
+def code_agent(url: str, is_stream: bool) -> None:
+    """An agent whose calls are Python code, which it runs."""
+    task = "Print what open_door('red') returns. Then do what each observation says, one call of open_door in "
+    task += "each code block, until an observation has the secret word. Then call final_answer with that word."
+    _smolagent("CodeAgent", url, is_stream, task)
 
 
 # --- openai-agents
