@@ -6,13 +6,15 @@ nothing is downloaded. Much smaller than published ones, and good enough to test
 
 Features are ReLU's, made sparse by a penalty that is raised and lowered until about as many are active as
 asked for: a graph predicts these better than TopK's (`--topk`), of which small changes swap two.
+
+They learn what an MLP writes, and how its output changes with its input: a graph predicts the second.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,12 @@ from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.kernels.arrays import FloatArray
 
 _CONTEXT = 128
-_LAYERS_AT_ONCE = 5  # whose activations are in memory
+_LAYERS_AT_ONCE = 3  # whose activations are in memory
 _TEXTS_AT_ONCE = 16
 _BATCH = 1024  # tokens
 _HELD_OUT = 0.1  # share of the tokens
 _PENALTY, _PENALTY_STEP = 1e-3, 1.02  # of active features: at first, and its factor in a step
+_MOVED = 0.1  # of the way from an input to another token's, to see how the output answers
 _OUTLIER = 10.0  # medians of the outputs' norm, above which a token is left out
 _OPENERS = (
     "The history of", "In biology,", "Once upon a time", "def ", "The president of", "A recent study",
@@ -41,15 +44,27 @@ _OPENERS = (
 @dataclass(frozen=True)
 class Fit:
     """How well a layer's transcoder does on tokens that it was not trained on: shares of the variance of the
-    MLP's outputs that it explains, and that the skip connection explains alone; features never active, and
-    those active for a token.
+    MLP's outputs that it explains, and that the skip connection explains alone; the same of answers, which
+    are changes of the output by a move of the input; features never active, and those active for a token.
     """
 
     layer: int
     explained: float
     by_skip: float
+    answers: float
+    answers_by_skip: float
     dead: float
     active: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a layer's MLP read and wrote, moves of its inputs, and the changes of its outputs: [tokens, D]."""
+
+    inputs: FloatArray
+    outputs: FloatArray
+    moves: FloatArray
+    answers: FloatArray
 
 
 def write_texts(llm: LLM, n_tokens: int) -> list[list[int]]:
@@ -64,44 +79,51 @@ def write_texts(llm: LLM, n_tokens: int) -> list[list[int]]:
     return texts
 
 
-def activations(
-    llm: LLM, texts: Sequence[list[int]], layers: Sequence[int]
-) -> dict[int, tuple[FloatArray, FloatArray]]:
-    """What each layer's MLP reads and writes, [tokens, D] each, without the first token of each text."""
-    found: dict[int, list[tuple[FloatArray, FloatArray]]] = {layer: [] for layer in layers}
-    names = [f"blocks.{i}.{name}" for i in layers for name in ("mlp.hook_in", "hook_mlp_out")]
+def activations(llm: LLM, texts: Sequence[list[int]], layers: Sequence[int]) -> dict[int, Seen]:
+    """What each layer's MLP does with the tokens of the texts, without the first of each."""
+    found: dict[int, list[tuple[FloatArray, ...]]] = {layer: [] for layer in layers}
+    reads, writes = [f"blocks.{i}.mlp.hook_in" for i in layers], [f"blocks.{i}.hook_mlp_out" for i in layers]
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
-        _, cache = llm.run_with_cache(texts[start : start + _TEXTS_AT_ONCE], names=names, return_type=None)
+        some = texts[start : start + _TEXTS_AT_ONCE]
+        _, cache = llm.run_with_cache(some, names=[*reads, *writes], return_type=None)
+        moves = {read: _MOVED * (np.roll(cache[read], 1, axis=0) - cache[read]) for read in reads}
+        hooks = [(read, _replace_by(cache[read] + moves[read])) for read in reads]
+        _, moved = llm.run_with_cache(some, names=writes, fwd_hooks=hooks, return_type=None)
         kept = np.arange(cache.tokens.shape[1]) < cache.lengths[:, None]
         kept[:, 0] = False
-        for layer in layers:
-            pair = cache[f"blocks.{layer}.mlp.hook_in"], cache[f"blocks.{layer}.hook_mlp_out"]
-            found[layer].append((pair[0][kept], pair[1][kept]))
-    return {layer: tuple(map(np.concatenate, zip(*parts))) for layer, parts in found.items()}  # type: ignore[misc]
+        for layer, read, write in zip(layers, reads, writes):
+            parts = cache[read], cache[write], moves[read], moved[write] - cache[write]
+            found[layer].append(tuple(part[kept] for part in parts))
+    return {layer: Seen(*map(np.concatenate, zip(*parts))) for layer, parts in found.items()}
+
+
+def _replace_by(array: FloatArray) -> Callable[..., FloatArray]:
+    return lambda value, hook: array
 
 
 def train(
-    x: FloatArray, y: FloatArray, layer: int, n_features: int, k: int, n_epochs: int, is_topk: bool
+    seen: Seen, layer: int, n_features: int, k: int, n_epochs: int, is_topk: bool
 ) -> tuple[dict[str, FloatArray], Fit]:
-    """The arrays of a transcoder of inputs x and outputs y [tokens, D], and how well it does.
+    """The arrays of a transcoder of what a layer's MLP was seen to do, and how well it does.
 
     About `k` features are active for a token, or with `is_topk` exactly so many.
     """
     import torch
 
     generator = torch.Generator().manual_seed(layer)
-    norms = np.linalg.norm(y, axis=1)
-    kept = norms < _OUTLIER * np.median(norms)
-    inputs, outputs = torch.from_numpy(x[kept]), torch.from_numpy(y[kept])
-    order = torch.randperm(len(inputs), generator=generator)
-    inputs, outputs = inputs[order], outputs[order]
-    n_test, width = int(_HELD_OUT * len(inputs)), x.shape[1]
-    test, train_x, train_y = (inputs[:n_test], outputs[:n_test]), inputs[n_test:], outputs[n_test:]
-    mean_x, mean_y = train_x.mean(0), train_y.mean(0)
-    a, b = train_x - mean_x, train_y - mean_y
+    norms = np.linalg.norm(seen.outputs, axis=1)
+    kept = np.flatnonzero(norms < _OUTLIER * np.median(norms))
+    kept = kept[torch.randperm(len(kept), generator=generator).numpy()]
+    n_test, width = int(_HELD_OUT * len(kept)), seen.inputs.shape[1]
+    x, y, moves, answers = (
+        torch.from_numpy(part[kept]) for part in (seen.inputs, seen.outputs, seen.moves, seen.answers)
+    )
+    mean_x, mean_y = x[n_test:].mean(0), y[n_test:].mean(0)
+    a, b = x[n_test:] - mean_x, y[n_test:] - mean_y
     ridge = 1e-3 * a.pow(2).sum() / width * torch.eye(width)
     skip = torch.linalg.solve(a.T @ a + ridge, a.T @ b)  # [D in, D out]
     scale = (b - a @ skip).pow(2).mean().sqrt()
+    answers_scale = (answers - moves @ skip)[n_test:].pow(2).mean().sqrt() / scale
     encoder = torch.randn(width, n_features, generator=generator) / a.pow(2).sum(1).mean().sqrt()
     parts = {
         "W_enc": encoder,
@@ -112,34 +134,48 @@ def train(
     }
     for part in parts.values():
         part.requires_grad_()
-    n_steps = n_epochs * (len(train_x) // _BATCH)
+    n_steps = n_epochs * ((len(x) - n_test) // _BATCH)
     optimizer = torch.optim.Adam(parts.values(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / n_steps)
     penalty, limit = _PENALTY, k if is_topk else None
-    for indices in _batches(len(train_x), n_epochs, generator):
-        given, features = _output(parts, train_x[indices], limit)
-        loss = (given - train_y[indices] / scale).pow(2).mean()
+    torch.set_float32_matmul_precision("medium")  # bfloat16 where the processor multiplies it faster
+    for rows in _batches(n_test, len(x), n_epochs, generator):
+        given, features = _output(parts, x[rows], limit)
+        answered = _output(parts, x[rows] + moves[rows], limit)[0] - given
+        loss = (given - y[rows] / scale).pow(2).mean()
+        loss = loss + ((answered - answers[rows] / scale) / answers_scale).pow(2).mean()
         if not is_topk:
             loss = loss + penalty * (features * parts["W_dec"].norm(dim=1)).sum(1).mean()
-            is_dense = (features > 0).sum() > k * len(indices)
+            is_dense = (features > 0).sum() > k * len(rows)
             penalty *= _PENALTY_STEP if is_dense else 1 / _PENALTY_STEP
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
+    torch.set_float32_matmul_precision("highest")
     with torch.no_grad():
-        given, features = _output(parts, test[0], limit)
-        total = (test[1] - test[1].mean(0)).pow(2).sum()
-        missed = (given * scale - test[1]).pow(2).sum()
-        missed_by_skip = ((test[0] - mean_x) @ skip + mean_y - test[1]).pow(2).sum()
-        dead = (features == 0).all(0).float().mean()
-        active = (features > 0).float().sum(1).mean()
+        test = slice(n_test)
+        given, features = _output(parts, x[test], limit)
+        answered = _output(parts, x[test] + moves[test], limit)[0] - given
+        fit = Fit(
+            layer,
+            _explained(y[test], given * scale),
+            _explained(y[test], (x[test] - mean_x) @ skip + mean_y),
+            _explained(answers[test], answered * scale),
+            _explained(answers[test], moves[test] @ skip),
+            float((features == 0).all(0).float().mean()),
+            float((features > 0).float().sum(1).mean()),
+        )
         for name in ("W_dec", "b_dec", "W_skip"):
             parts[name] *= scale
     arrays = {name: part.detach().numpy().astype(np.float16) for name, part in parts.items()}
     arrays["W_skip"] = np.ascontiguousarray(arrays["W_skip"].T)  # as SAELens saves it: [D out, D in]
-    explained, by_skip = (float(1 - one / total) for one in (missed, missed_by_skip))
-    return arrays, Fit(layer, explained, by_skip, float(dead), float(active))
+    return arrays, fit
+
+
+def _explained(true: Any, given: Any) -> float:
+    """The share of the variance of `true` [tokens, D] that `given` explains."""
+    return float(1 - (given - true).pow(2).sum() / (true - true.mean(0)).pow(2).sum())
 
 
 def _output(parts: dict[str, Any], x: Any, k: int | None) -> tuple[Any, Any]:
@@ -153,12 +189,13 @@ def _output(parts: dict[str, Any], x: Any, k: int | None) -> tuple[Any, Any]:
     return features @ parts["W_dec"] + parts["b_dec"] + x @ parts["W_skip"], features
 
 
-def _batches(n: int, n_epochs: int, generator: Any) -> Iterator[Any]:
+def _batches(first: int, stop: int, n_epochs: int, generator: Any) -> Iterator[Any]:
+    """Row numbers from `first` to `stop`, each once an epoch but for what does not fill a batch."""
     import torch
 
     for _ in range(n_epochs):
-        order = torch.randperm(n, generator=generator)
-        for start in range(0, n - _BATCH + 1, _BATCH):
+        order = first + torch.randperm(stop - first, generator=generator)
+        for start in range(0, stop - first - _BATCH + 1, _BATCH):
             yield order[start : start + _BATCH]
 
 
@@ -195,19 +232,20 @@ def main() -> None:
         experiment.say(f"{len(texts)} texts, {sum(map(len, texts)):,} tokens")
         for first in range(0, len(layers), _LAYERS_AT_ONCE):
             together = layers[first : first + _LAYERS_AT_ONCE]
-            for layer, (x, y) in activations(llm, texts, together).items():
+            for layer, seen in activations(llm, texts, together).items():
                 started_s = time.perf_counter()
-                arrays, fit = train(x, y, layer, given.features, given.active, given.epochs, given.topk)
+                arrays, fit = train(seen, layer, given.features, given.active, given.epochs, given.topk)
                 save(given.folder / f"layer_{layer}", arrays, fit, given.active if given.topk else None)
                 fits.append(fit)
                 took_s = time.perf_counter() - started_s
-                experiment.say(f"layer {layer}: {fit.explained:.3f} explained, {took_s:.0f} s")
+                explained = f"{fit.explained:.3f} of outputs, {fit.answers:.3f} of answers"
+                experiment.say(f"layer {layer}: explains {explained}, {took_s:.0f} s")
     rows = [
-        [str(f.layer), *(f"{share:.3f}" for share in (f.explained, f.by_skip, f.dead)), f"{f.active:.1f}"]
+        [str(f.layer), *(f"{share:.3f}" for share in list(vars(f).values())[1:-1]), f"{f.active:.1f}"]
         for f in fits
     ]
-    header = ("layer", "explained", "by the skip alone", "dead", "active")
-    table = Table("transcoders, on held-out tokens", header, rows)
+    header = ("layer", "outputs", "by the skip alone", "answers", "by the skip alone", "dead", "active")
+    table = Table("transcoders: shares explained, on held-out tokens", header, rows)
     experiment.show({"layers": [vars(fit) for fit in fits]}, table)
 
 

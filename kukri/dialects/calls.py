@@ -16,6 +16,7 @@ from kukri.dialects.feed import EndOfText, Feed, Marks, Reading
 from kukri.dialects.signatures import Signatures
 from kukri.dialects.values import (
     Malformed,
+    Write,
     as_json,
     begin_object,
     end_object,
@@ -29,6 +30,8 @@ from kukri.dialects.values import (
 NAME_KEYS = ("name", "function", "tool", "tool_name", "function_name")
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input", "tool_input")
 OTHER_KEYS = ("id", "type", "index", "call_id", "tool_call_id", "tool_calls")
+_DESCRIBING_KEYS = ("description", "required", "additionalProperties", "strict")  # of a tool, not of a call
+_SCHEMA_BEGINS = ("type", "properties", "$schema")
 _MAX_NESTED = 3  # objects around a call
 _MAX_NAME = 128
 _NAME, _WORD, _DIGITS = (re.compile(pattern) for pattern in (r"[\w.\-]*", r"\w*", r"\d*"))
@@ -129,9 +132,12 @@ class Call:
 
 
 def read_object_call(feed: Feed, call: Call, depth: int = 0) -> Reading[None]:
-    """{"name": …, "arguments": {…}}, its keys in any order and under the names that models give them."""
+    """{"name": …, "arguments": {…}}, its keys in any order and under the names that models give them.
+
+    Small models also fill a tool's description in, with arguments where the schema of its parameters was.
+    """
     is_doubled = yield from begin_object(feed)
-    has_arguments = False
+    has_arguments = describes = False
     while True:
         yield from feed.space()
         begin = yield from feed.peek()
@@ -154,10 +160,13 @@ def read_object_call(feed: Feed, call: Call, depth: int = 0) -> Reading[None]:
             yield from _read_arguments(feed, call)
         elif key in NAME_KEYS and call.name is None:
             yield from _read_name(feed, call, depth)
-        elif call.is_own or key in (*OTHER_KEYS, *NAME_KEYS):
+        elif call.is_own or key in (*OTHER_KEYS, *NAME_KEYS, *_DESCRIBING_KEYS):
+            describes = describes or key in _DESCRIBING_KEYS
             yield from read_value(feed, ignore)
         else:
             raise Malformed
+    if describes and not has_arguments and not call.is_own:
+        raise Malformed
     if depth == 0:
         call.end()
 
@@ -177,7 +186,7 @@ def _read_arguments(feed: Feed, call: Call) -> Reading[None]:
     """An object, or a text that holds one, as OpenAI's API has it."""
     begin = yield from feed.peek()
     if begin == "{":
-        yield from read_value(feed, call.grow)
+        yield from read_value(feed, call.grow if call.is_own else _but_no_schema(call))
     elif begin in "\"'":
         call.grow((yield from read_text(feed)).strip() or "{}")
     else:
@@ -185,6 +194,24 @@ def _read_arguments(feed: Feed, call: Call) -> Reading[None]:
         yield from read_value(feed, pieces.append)
         value = "".join(pieces)
         call.grow("{}" if value.strip() in ("null", "[]") else value)
+
+
+def _but_no_schema(call: Call) -> Write:
+    """Writes the arguments of a call. Raises Malformed if they begin as the schema of a tool's parameters."""
+    first: list[str] = []  # up to the first key
+
+    def write(text: str) -> None:
+        if first and first[-1].startswith('"'):
+            call.grow(text)
+            return
+        first.append(text)
+        own = call.tools.parameters(call.name or "")
+        if any(text == json.dumps(key) and key not in own for key in _SCHEMA_BEGINS):
+            raise Malformed
+        if text.startswith('"') or text.endswith("}"):
+            call.grow("".join(first))
+
+    return write
 
 
 def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[bool]:

@@ -159,11 +159,12 @@ THOUGHTS = (
 
 # marks around calls that models write without having been trained to
 _COMMON_OPENERS = (
-    "<tool_call>", "<tool_calls>", "<function_call>", "<function_calls>", "<tool>", "<|tool_call|>",
+    "<tool_call>", "<tool_calls>", "<function_call>", "<function_calls>", "<tool>", "<tools>",
+    "<|tool_call|>",
 )  # fmt: skip
 _COMMON_CLOSERS = (
-    "</tool_call>", "</tool_calls>", "</function_call>", "</function_calls>", "</tool>", "<|/tool_call|>",
-    "<|python_end|>",
+    "</tool_call>", "</tool_calls>", "</function_call>", "</function_calls>", "</tool>", "</tools>",
+    "<|/tool_call|>", "<|python_end|>",
 )  # fmt: skip
 OPENERS = tuple(dict.fromkeys([*_COMMON_OPENERS, *(mark for d in DIALECTS for mark in d.openers)]))
 CLOSERS = tuple(dict.fromkeys([*_COMMON_CLOSERS, *(mark for d in DIALECTS for mark in d.around.closers)]))

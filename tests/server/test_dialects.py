@@ -216,6 +216,9 @@ LOOSE = [
     '<tool_call>save\n{"text": "x", "n": 1}\n</tool_call>',
     '[TOOL_CALLS][{"name": "save", "arguments": {"text": "x", "n": 1}}]',
     "<|tool_call_start|>[save(text='x', n=1)]<|tool_call_end|>",
+    '<tools>\n{"type": "function", "function": {"name": "save", "description": "Saves.", '
+    '"parameters": {"text": "x", "n": 1}, "required": ["text"]}}\n</tools>',
+    '{"name": "save", "strict": false, "parameters": { "text": "x", "n": 1}, "description": "Saves."}',
 ]
 
 
@@ -234,6 +237,10 @@ def test_a_form_that_small_models_write_is_a_call(form, before, text):
     [
         '{"name": "Paris", "arguments": {"text": "x"}}',
         '{"name": "save", "description": "Saves a text"}',
+        '{"name": "save", "parameters": { "type": "object", "properties": {}}}',
+        '<tools>\n{"type": "function", "function": {"name": "save", "description": "Saves.", '
+        '"parameters": {"properties": {"text": {"type": "string"}}}}}\n</tools>',
+        "<tools>a saw, a hammer</tools>",
         '{"answer": 42} is JSON',
         'As JSON: {"name": "save", "arguments": {}}',
         "```python\nsave(text='x')\n```\nDone.",
