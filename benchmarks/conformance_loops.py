@@ -371,8 +371,12 @@ def tool_calling_agent(url: str, is_stream: bool) -> None:
 @both("smolagents")
 def code_agent(url: str, is_stream: bool) -> None:
     """An agent whose calls are Python code, which it runs."""
-    task = "Print what open_door('red') returns. Then do what each observation says, one call of open_door in "
-    task += "each code block, until an observation has the secret word. Then call final_answer with that word."
+    task = (
+        "Print what open_door('red') returns. Then do what each observation says, one call of open_door in "
+    )
+    task += (
+        "each code block, until an observation has the secret word. Then call final_answer with that word."
+    )
     _smolagent("CodeAgent", url, is_stream, task)
 
 
