@@ -30,7 +30,12 @@ from kukri.dialects.values import (
 NAME_KEYS = ("name", "function", "tool", "tool_name", "function_name")
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input", "tool_input")
 OTHER_KEYS = ("id", "type", "index", "call_id", "tool_call_id", "tool_calls")
-_DESCRIBING_KEYS = ("description", "required", "additionalProperties", "strict")  # of a tool, not of a call
+_DESCRIBING_KEYS = (
+    "description",
+    "required",
+    "additionalProperties",
+    "strict",
+)  # those that a tool has and a call has not
 _SCHEMA_BEGINS = ("type", "properties", "$schema")
 _MAX_NESTED = 3  # objects around a call
 _MAX_NAME = 128
