@@ -68,10 +68,10 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     is_causal: bool = True
-    sees_all_ahead: bool = False
     sinks: Vector | None = None
     reads: int | None = None  # the layer whose keys and values it reads; None: its own
     distances: Vector | None = None
+    sees_all_ahead: bool = False
 
     def biases(self, ahead: npt.NDArray[Any]) -> FloatArray | None:
         """What is added to scores of keys so many tokens `ahead` of a query: [H, *ahead.shape], or None."""

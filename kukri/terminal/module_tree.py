@@ -64,6 +64,7 @@ _CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", 
 _OWN_CLASSES = {
     "Cohere2RMSNorm": "Cohere2LayerNorm",
     "GraniteMoeSparseMoeBlock": "GraniteMoeMoE",
+    "GemmaEmbedding": "GemmaTextScaledWordEmbedding",
     "Gemma2Embedding": "Gemma2TextScaledWordEmbedding",
     "Gemma3Embedding": "Gemma3TextScaledWordEmbedding",
     "Gemma3Model": "Gemma3TextModel",

@@ -46,7 +46,6 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _LINES_AND_SPACES
-_BAILING = _QWEN2.replace(r"\s*[\r\n]+|", r"\s*[\r\n]|")  # a word ends after each end of a line
 _QWEN35 = (
     _CONTRACTION
     + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
@@ -93,8 +92,7 @@ _PRE_TOKENIZERS: dict[tuple[str, ...], PreTokenizer] = {
     ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"): PreTokenizer((EACH_DIGIT, _GPT2)),
     ("command-r",): PreTokenizer((EACH_DIGIT, _GPT2), nfc=True),
     ("qwen2",): PreTokenizer((_QWEN2,), nfc=True),
-    ("deepseek-r1-qwen", "megrez", "hunyuan"): PreTokenizer((_QWEN2,)),
-    ("bailingmoe", "bailingmoe2"): PreTokenizer((_BAILING,)),
+    ("deepseek-r1-qwen", "megrez", "hunyuan", "bailingmoe", "bailingmoe2"): PreTokenizer((_QWEN2,)),
     ("qwen35",): PreTokenizer((_QWEN35,), nfc=True),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"): PreTokenizer(
         (_LLAMA3,), ignore_merges=True, add_bos=True

@@ -106,7 +106,7 @@ def test_a_step_that_fails_leaves_the_others_in_flight(when: str, monkeypatch: p
         assert step is not None
         if when == "collect" and step is steps[1]:
             with monkeypatch.context() as patch:
-                patch.setattr(engine, "_sample", lambda chunks, logits: 1 / 0)
+                patch.setattr(engine.sampler, "sample", lambda chunks, logits: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     engine.collect(step)
         else:

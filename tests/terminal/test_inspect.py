@@ -108,6 +108,7 @@ OWN_TREE += (
     "falcon_h1-normed",
     "olmo_hybrid",
     "bitnet",
+    "bailing_moe",
 )
 
 

@@ -157,7 +157,7 @@ def test_types_that_no_kernel_reads_are_dequantized():
 def test_attention_has_the_fields_that_its_kernels_know():
     """A kind of attention that plain ops compute and kernels leave out without a word."""
     known = {"layer", "n_heads", "n_kv_heads", "d_head", "scale", "window", "softcap", "sinks", "reads"}
-    left_to_plain_ops = {"is_causal", "distances"}
+    left_to_plain_ops = {"is_causal", "sees_all_ahead", "distances"}
     assert {field.name for field in fields(AttentionSpec)} == known | left_to_plain_ops
 
 
