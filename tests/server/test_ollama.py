@@ -367,7 +367,7 @@ def test_presets_are_created_copied_and_deleted(own_cache, monkeypatch):
         assert lengths == {"brief": 3, "briefer": 2, "copied": 2}
         assert client.show("copied").modelfile.count('SYSTEM """Be brief."""') == 1
         assert {m.model for m in client.list().models} == {f"{n}:latest" for n in ("tiny", *lengths)}
-        client.create("brief", from_="tiny", parameters={"num_predict": 4})
+        client.create("brief", from_="tiny", parameters=one | {"num_predict": 4})
         assert client.generate("brief", "Hi").eval_count == 4
         assert client.generate("briefer", "Hi").eval_count == 2, "it was made from the one before"
     with serving(None, own_cache, manages_models=True) as served:
