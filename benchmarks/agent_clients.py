@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MODEL = "local"  # the name that the server has for the model
@@ -89,6 +89,13 @@ def _aider(home: Path, url: str) -> dict[str, str]:
     return {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "none"}
 
 
+_CLAUDE = Client(
+    "claude-code",
+    "@anthropic-ai/claude-code@2.1.332",
+    "claude",
+    ("--dangerously-skip-permissions", "-p"),
+    _claude,
+)
 CLIENTS = [
     Client(
         "codex",
@@ -106,13 +113,9 @@ CLIENTS = [
         ("--provider", "kukri", "--model", MODEL, "-p"),
         _pi,
     ),
-    Client(
-        "claude-code",
-        "@anthropic-ai/claude-code@2.1.332",
-        "claude",
-        ("--dangerously-skip-permissions", "-p"),
-        _claude,
-    ),
+    _CLAUDE,
+    # as small models need it: among thirty tools, and 12,000 tokens about them, they lose their way
+    replace(_CLAUDE, name="claude-code-bare", command=("--bare", "--tools", "Bash,Write", *_CLAUDE.command)),
     Client(
         "aider",
         "aider-chat==0.86.2",
