@@ -9,7 +9,6 @@ the row was kept.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -21,6 +20,7 @@ from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
+from kukri.vision.recent import Recent
 
 PartListener = Callable[[ImagePart], Callable[[str, FloatArray], None]]
 _SLICE_S = 0.005  # slices run at least so long while others generate
@@ -29,7 +29,7 @@ _CUT_FROM = 1.5  # slices as long as an MLP's that a layer's attention takes at 
 
 
 class Encodings:
-    """Rows of embeddings by digest, up to `max_bytes` of them, the least recently used forgotten first.
+    """Rows of embeddings by digest, up to `max_bytes` of them: see `Recent`.
 
     Attributes: model; n_encoded, images encoded so far; n_found, those whose rows were kept.
     """
@@ -41,20 +41,18 @@ class Encodings:
         max_bytes: int,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self.model, self._max_bytes, self._clock = model, max_bytes, clock
+        self.model, self._clock = model, clock
         self._backend = backend
         self._programs = _EncoderPrograms(model, backend)
         self._listening = self._programs  # with the taps that `listen` had last
-        self._kept: OrderedDict[bytes, FloatArray] = OrderedDict()
-        self._n_bytes = 0
+        self._kept: Recent[FloatArray] = Recent(max_bytes)
         self._job: _Job | None = None
         self.n_encoded = self.n_found = 0
 
     def find(self, image: ImageInput) -> FloatArray | None:
         """The rows [n_tokens, D] of an image that was encoded, if they are kept."""
-        rows = self._kept.get(image.digest)
+        rows = self._kept.find(image.digest)
         if rows is not None:
-            self._kept.move_to_end(image.digest)
             self.n_found += 1
         return rows
 
@@ -71,7 +69,7 @@ class Encodings:
                 return None
         rows, self._job = _together(self._job.rows), None
         rows.flags.writeable = False
-        self._keep(image.digest, rows)
+        self._kept.keep(image.digest, rows, rows.nbytes)
         self.n_encoded += 1
         return rows
 
@@ -91,12 +89,6 @@ class Encodings:
     def is_under_way(self, image: ImageInput) -> bool:
         """True if an image has been begun."""
         return self._job is not None and self._job.image.digest == image.digest
-
-    def _keep(self, digest: bytes, rows: FloatArray) -> None:
-        self._kept[digest] = rows
-        self._n_bytes += rows.nbytes
-        while self._n_bytes > self._max_bytes:
-            self._n_bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
 class _Job:

@@ -55,7 +55,7 @@ def engine(llm: LLM) -> Engine:
     encodings = llm.engine.encodings
     assert encodings is not None
     encodings._kept.clear()
-    encodings._n_bytes = encodings.n_encoded = encodings.n_found = 0
+    encodings.n_encoded = encodings.n_found = 0
     return llm.engine
 
 
@@ -124,15 +124,14 @@ def test_encodings_are_bounded_and_change_nothing(engine: Engine) -> None:
     asked = [prompt(NAME, f"{seed} ", image(NAME, 2, seed), image(NAME, 1, seed + 9)) for seed in range(4)]
     alone = [our_tokens(engine, one, 6) for one in asked]
     engine.residence.forget()
-    before, encodings._max_bytes = encodings._max_bytes, 3000
+    before, encodings._kept.max_bytes = encodings._kept.max_bytes, 3000
     try:
         encodings._kept.clear()
-        encodings._n_bytes = 0
         requests = [ask(engine, one) for one in asked]
         finish(engine, *requests)
-        assert 0 < encodings._n_bytes <= 3000
+        assert 0 < encodings._kept.n_bytes <= 3000
     finally:
-        encodings._max_bytes = before
+        encodings._kept.max_bytes = before
     assert [request.output_ids for request in requests] == alone
     assert all(not request.images.rows for request in requests if request.images is not None)
 
@@ -179,7 +178,6 @@ def test_slices_change_no_bit_and_streams_continue(engine: Engine) -> None:
     encodings = engine.encodings
     assert encodings is not None
     encodings._kept.clear()
-    encodings._n_bytes = 0
     stream = ask(engine, [256, *TEXT.encode()], 60, speculation="off")
     while not stream.n_generated:
         engine.step()

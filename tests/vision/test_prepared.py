@@ -44,7 +44,7 @@ def test_the_oldest_are_forgotten(monkeypatch):
         images.prepare(b"no image", PROCESSOR, "there")
     small = PreparedImages(one - 1)  # no room for any
     assert small.prepare(RED, PROCESSOR, "image").digest == small.prepare(RED, PROCESSOR, "image").digest
-    assert small._n_bytes == 0
+    assert small._kept.n_bytes == 0
 
 
 real = prepared.decode
