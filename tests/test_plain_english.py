@@ -134,10 +134,10 @@ def test_docstrings_and_comments_are_plain() -> None:
 
 
 def test_docs_have_no_accent() -> None:
-    """Catches "bytes that are resident beside q, k and v" in pages, of which the log is no part."""
+    """Catches an accent that readers of the pages stumble over, outside the log."""
     root = PACKAGE.parent
     pages = [root / "README.md", *(p for p in sorted((root / "docs").rglob("*.md")) if "log" not in p.parts)]
-    plain = [accent for accent in ACCENTS if "ehind" not in accent]  # servers stand behind others
+    plain = [accent for accent in ACCENTS if "ehind" not in accent]  # a server may stand there
     found = [
         f"{page.relative_to(root)}, line {n}: {match[0]!r}"
         for page in pages

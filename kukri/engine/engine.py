@@ -277,10 +277,11 @@ class Engine(RequestMaker):
             chunk.request.started_s = chunk.request.started_s or now_s
         self._copy(scheduled)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
-        own = self._own_taps(chunks)
-        scheduled.has_listeners = bool(own)
         if not has_images(chunks):
+            own = self._own_taps(chunks)
+            scheduled.has_listeners = bool(own)
             return run(chunks, *own)
+        scheduled.has_listeners = True
         # runs of images that see all of themselves come first, in a program of their own
         chunks.sort(key=lambda chunk: not sees_whole(chunk))
         n_whole = sum(map(bool, map(sees_whole, chunks)))

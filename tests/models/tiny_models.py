@@ -99,6 +99,11 @@ _PHI3_ROPE = _rope(
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 _EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}
+# experts in groups, chosen by sigmoids and a bias, and what GGUF says of that
+_GROUPED = MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
+                         scale=2.5, d_shared=64)  # fmt: skip
+_GROUPED_KEYS = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+                 "expert_group_count": 4, "expert_group_used_count": 2}  # fmt: skip
 
 
 def _qwen3_5(n_heads: int) -> Tiny:
@@ -238,10 +243,8 @@ def _latent_by_sigmoid(hf_type: str, **hf: Any) -> Tiny:
         hf_type, 64,
         hf={"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
             "initializer_range": 0.1, **hf},  # float32 itself is 1e-4 off at 0.15
-        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
-                              scale=2.5, d_shared=64),
-        keys={"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
-              "expert_group_count": 4, "expert_group_used_count": 2},
+        mixture=_GROUPED,
+        keys=_GROUPED_KEYS,
     )  # fmt: skip
 
 
@@ -320,12 +323,10 @@ TINY: dict[str, Tiny] = {
         "moe",
         hf={"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
             "topk_group": 2, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5},
-        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
-                              scale=2.5, d_shared=64),
+        mixture=_GROUPED,
         facts={"d_ffn": 32},
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
-              "expert_shared_feed_forward_length": 64, "expert_gating_func": 2, "expert_weights_norm": True,
-              "expert_weights_scale": 2.5, "expert_group_count": 4, "expert_group_used_count": 2},
+              "expert_shared_feed_forward_length": 64, **_GROUPED_KEYS},
     ),
     "gpt_neox": Tiny(
         "GPTNeoX", "gptneox", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
@@ -565,22 +566,18 @@ TINY: dict[str, Tiny] = {
          "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True,
          "rope_parameters": _rope("default", partial_rotary_factor=0.5)},
         layers=(_dense(FULL), FULL, FULL, FULL), rotary_dim=8,
-        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
-                              scale=2.5, d_shared=64),
+        mixture=_GROUPED,
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 2,
-              "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
-              "expert_weights_scale": 2.5, "expert_group_count": 4, "expert_group_used_count": 2},
+              "leading_dense_block_count": 1, **_GROUPED_KEYS},
     ),
     "bailing_moe": Tiny(
         "BailingMoeV2", "bailingmoe2",
         {**_EXPERTS, "moe_intermediate_size": 32, "num_shared_experts": 1, "n_group": 4, "topk_group": 2,
          "routed_scaling_factor": 2.5, "rope_parameters": _rope("default", partial_rotary_factor=0.5)},
         layers=(_dense(FULL), FULL, FULL, FULL), rotary_dim=8,
-        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, has_bias=True, n_groups=4, n_groups_used=2,
-                              scale=2.5, d_shared=32),
+        mixture=replace(_GROUPED, d_shared=32),
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
-              "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
-              "expert_weights_scale": 2.5, "expert_group_count": 4, "expert_group_used_count": 2},
+              "leading_dense_block_count": 1, **_GROUPED_KEYS},
     ),
     "afmoe": Tiny(
         "Afmoe", "afmoe",

@@ -78,16 +78,8 @@ _NEUTRAL: dict[str, Any] = {
 # Models of images and text whose text is a model that runs
 _OF_IMAGES = (
     *("gemma3", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "lfm2-vl", "qwen3_5", "qwen3_5_moe"),
-    *(
-        "lighton_ocr",
-        "llava",
-        "mistral3",
-        "paddleocr_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "smolvlm",
-    ),
+    *("lighton_ocr", "llava", "mistral3", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    "smolvlm",
 )
 
 # Types of such texts that go by another's name

@@ -7,7 +7,7 @@ Linux names them in /proc/cpuinfo. Kernels of a level run on every processor tha
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 X86Lowering = Literal["avx512vnni", "avxvnni", "avx2", "generic"]
@@ -37,34 +37,21 @@ _V3 = frozenset(
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _WIDE = "+avx512vnni,-prefer-256-bit"
 
-# The best first; every x86-64 processor has the last.
+_VBMI = Level(
+    "avx512vbmi",
+    "x86-64-v4",
+    f"{_WIDE},+avx512vbmi",
+    "avx512vnni",
+    _V4 | {"avx512vnni", "avx512vbmi"},
+    has_byte_permute=True,
+)
+
+# The best first; every x86-64 processor has the last. Those like `_VBMI` prefetch weights otherwise
+# (tile_products.py): fewer of them on Zen 4, to another cache on Sapphire Rapids.
 LEVELS = (
-    Level(  # as avx512vbmi; fewer weights are prefetched (tile_products.py)
-        "zen4",
-        "x86-64-v4",
-        f"{_WIDE},+avx512vbmi",
-        "avx512vnni",
-        _V4 | {"avx512vnni", "avx512vbmi", "sse4a"},
-        lacks=frozenset({"avxvnni"}),
-        has_byte_permute=True,
-    ),
-    Level(  # as avx512vbmi; weights are prefetched to another cache (tile_products.py)
-        "sapphirerapids",
-        "x86-64-v4",
-        f"{_WIDE},+avx512vbmi",
-        "avx512vnni",
-        _V4 | {"avx512vnni", "avx512vbmi", "avx512fp16"},
-        lacks=frozenset({"sse4a"}),
-        has_byte_permute=True,
-    ),
-    Level(
-        "avx512vbmi",
-        "x86-64-v4",
-        f"{_WIDE},+avx512vbmi",
-        "avx512vnni",
-        _V4 | {"avx512vnni", "avx512vbmi"},
-        has_byte_permute=True,
-    ),
+    replace(_VBMI, name="zen4", needs=_VBMI.needs | {"sse4a"}, lacks=frozenset({"avxvnni"})),
+    replace(_VBMI, name="sapphirerapids", needs=_VBMI.needs | {"avx512fp16"}, lacks=frozenset({"sse4a"})),
+    _VBMI,
     Level("avx512vnni", "x86-64-v4", _WIDE, "avx512vnni", _V4 | {"avx512vnni"}),
     Level("avxvnni", "x86-64-v3", "+avxvnni", "avxvnni", _V3 | {"avxvnni"}),
     Level("avx2", "x86-64-v3", "", "avx2", _V3),

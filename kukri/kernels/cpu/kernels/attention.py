@@ -53,12 +53,7 @@ from kukri.kernels.cpu.kernels.simd import (
     store_f32x16,
     sum_lanes,
 )
-from kukri.kernels.cpu.kernels.tiles import (
-    tile_add_scaled,
-    tile_fma,
-    tile_store,
-    tile_zeros_f32,
-)
+from kukri.kernels.cpu.kernels.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
 from kukri.kernels.cpu.kernels.whole_attention import make_whole_entry
 from kukri.kernels.cpu.run.abi import (
     CHUNK_TOKENS,

@@ -42,13 +42,7 @@ from kukri.kernels.cpu.kernels.simd import (
     store_f32x16,
     sum_rows,
 )
-from kukri.kernels.cpu.kernels.tiles import (
-    tile_add_scaled,
-    tile_fma,
-    tile_merge,
-    tile_store,
-    tile_zeros_f32,
-)
+from kukri.kernels.cpu.kernels.tiles import tile_add_scaled, tile_fma, tile_merge, tile_store, tile_zeros_f32
 from kukri.kernels.cpu.run.abi import (
     CHUNK_PAGES,
     CHUNK_TOKENS,
