@@ -15,6 +15,7 @@ from kukri.sampling.params import ReasoningLimit, SamplingParams, TokenSet
 Phrase = tuple[int, ...]
 
 _MOST_WORK = 16  # comparisons for each token of a prompt, before all matches are found by one scan
+_ROUND = 64  # comparisons that take the time of NumPy's calls for one more length
 _LOG_OF_LARGEST_FLOAT = 88.7228391  # as llama.cpp clamps DRY's powers
 
 
@@ -228,10 +229,11 @@ def _match_lengths(ids: IntArray, most: int) -> IntArray:
     """
     n, n_matched, work = len(ids), 0, 0
     lengths = np.zeros(n, np.int32)
-    places = np.flatnonzero(ids == ids[-1]) if n else lengths
+    lengths[-1:] = most  # the last place matches itself, which takes no search
+    places = np.flatnonzero(ids[:-1] == ids[-1]) if n else lengths
     while len(places) and n_matched < most:
         lengths[places] += 1
-        n_matched, work = n_matched + 1, work + len(places)
+        n_matched, work = n_matched + 1, work + _ROUND + len(places)
         if work > _MOST_WORK * n:
             return np.minimum(_prefix_lengths(ids[::-1].tolist())[::-1], most)
         places = places[places >= n_matched]

@@ -14,7 +14,7 @@ from kukri.model_options import ModelOptions
 from kukri.server.app import create_app
 from kukri.server.body import Body
 from kukri.server.settings import ModelSpec, ServerSettings
-from tests.stopwatch import stopwatch
+from tests.stopwatch import within
 
 N = 100_000
 
@@ -53,17 +53,17 @@ def test_all_that_a_body_holds_has_bounds(name: str, body: type[BaseModel]) -> N
 FLOODS = ([1.5] * N, [0] * N, ["a"] * N, [[]] * N, [{}] * N, {f"key{i}": [] for i in range(N)})
 
 
-def outcome(body: type[BaseModel], data: dict[str, Any]) -> tuple[int, float]:
-    """The errors of a body, and the seconds until they are there."""
+def n_errors_soon(body: type[BaseModel], data: dict[str, Any]) -> int:
+    """The number of errors of a body, which are there within half a second."""
     n_errors = 0
-    with stopwatch() as took:
+    with within(0.5, next(iter(data))):
         try:
             body.model_validate(data)
         except ValidationError as error:
             n_errors = error.error_count()
         except RequestError as error:
             n_errors = len(str(error)) // 1000
-    return n_errors, took.seconds
+    return n_errors
 
 
 @pytest.mark.parametrize(("name", "body"), BODIES)
@@ -73,12 +73,10 @@ def test_a_flood_of_wrong_items_is_a_few_errors(name: str, body: type[BaseModel]
     for field, schema in body.model_json_schema()["properties"].items():
         if re.search("array|object|ref", str(schema)):
             for flood in FLOODS:
-                n_errors, seconds = outcome(body, {field: flood})
+                n_errors = n_errors_soon(body, {field: flood})
                 assert n_errors < n_fields + 10, field  # one for each that is missing, and each branch
-                assert seconds < 0.5, field
-    n_errors, seconds = outcome(body, FLOODS[-1])  # type: ignore[arg-type]
+    n_errors = n_errors_soon(body, FLOODS[-1])  # type: ignore[arg-type]
     assert n_errors <= n_fields + 1, "unknown fields"
-    assert seconds < 0.5
 
 
 def depth(schema: Any) -> int:

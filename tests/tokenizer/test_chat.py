@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from kukri.errors import FormatError, RequestError
 from kukri.tokenizer import ChatTemplate, Tokenizer, template_process
-from tests.stopwatch import within
+from tests.stopwatch import keeps, within
 from tests.tokenizer.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
 
 USER = [{"role": "user", "content": "Hi <b> & 'you' é 日本"}]
@@ -308,7 +308,7 @@ def test_bombs_are_stopped(bomb):
     with within(0.5), pytest.raises((RequestError, FormatError)):
         template.render(USER)
     # 0.8 s to compile, 0.8 to render, and a start, which took 1 s on a busy machine
-    assert _children_cpu_s() - before < 4
+    assert keeps(_children_cpu_s() - before, 4)
 
 
 def _children_cpu_s() -> float:
