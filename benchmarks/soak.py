@@ -249,13 +249,14 @@ async def _chunks(response: httpx.Response) -> AsyncIterator[Any]:
 
 
 def known_answers(path: Path, n_threads: int | None) -> dict[str, str]:
-    """Answers of the model alone, by number of tokens and prompt."""
+    """Answers of the model without a server, by number of tokens and prompt."""
     answers = {}
     with LLM(path, n_threads=n_threads, max_context=MAX_CONTEXT) as llm:
-        for prompt in _PROMPTS:
-            ids = llm.generate(prompt, temperature=0, max_tokens=_ANSWER_TOKENS, ignore_eos=True).token_ids
+        results = llm.generate([*_PROMPTS], temperature=0, max_tokens=_ANSWER_TOKENS, ignore_eos=True)
+        for prompt, result in zip(_PROMPTS, results, strict=True):
             for n in _LENGTHS:
-                answers[f"{n} {prompt}"] = llm.tokenizer.decode(ids[:n], skip_special=True, continues=True)
+                ids = result.token_ids[:n]
+                answers[f"{n} {prompt}"] = llm.tokenizer.decode(ids, skip_special=True, continues=True)
     return answers
 
 
@@ -329,18 +330,21 @@ async def _end_by_signal(server: Server, load: Load) -> None:
         {"model": "soak", "prompt": p, "max_tokens": _ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
         for p in _PROMPTS[:4]
     ]
-    begun = asyncio.Event()
+    begun = [asyncio.Event() for _ in bodies]
 
-    async def one(body: dict[str, Any]) -> None:
+    async def one(body: dict[str, Any], its_beginning: asyncio.Event) -> None:
         text = ""
-        async with load._stream(body) as (_, chunks):
-            async for chunk in chunks:
-                begun.set()
-                text += chunk["choices"][0]["text"]
+        try:
+            async with load._stream(body) as (_, chunks):
+                async for chunk in chunks:
+                    its_beginning.set()
+                    text += chunk["choices"][0]["text"]
+        finally:
+            its_beginning.set()  # a refused one too
         load._compare(body, text, "an answer across SIGTERM")
 
-    running = [asyncio.create_task(one(body)) for body in bodies]
-    await begun.wait()
+    running = [asyncio.create_task(one(*pair)) for pair in zip(bodies, begun, strict=True)]
+    await asyncio.gather(*(event.wait() for event in begun))
     server.process.send_signal(signal.SIGTERM)
     await asyncio.sleep(0.3)
     try:

@@ -24,6 +24,7 @@ from kukri.models import Forward, load_model
 from kukri.sampling import SamplingParams
 from tests.models.tiny_llama import random_ids
 from tests.models.tiny_models import TINY, V, make
+from tests.quick import quick
 from tests.tiny_gguf import START_ID, tiny_config, write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -51,7 +52,7 @@ def answers(model: Any, backend: Any, **options: Any) -> list[list[int]]:
     return [request.output_ids for request in requests]
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", quick(TINY, kept=[*TINY][::3]))
 def test_tokens_are_those_of_the_reference(name: str) -> None:
     """An op, a cache or a batch of this backend that fits one architecture alone."""
     _, config, source = make(name)

@@ -9,7 +9,8 @@ import pytest
 from benchmarks import answers
 
 
-@pytest.mark.parametrize("n_open", [6, pytest.param(len(answers._OPEN), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_open", [6, len(answers._OPEN)])
 def test_repetition_is_seen(n_open: int, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch shares that are the same whatever the answers say."""
     monkeypatch.setattr(answers, "_OPEN", answers._OPEN[-n_open:])

@@ -11,6 +11,7 @@ from benchmarks import speculation
 from kukri.engine.lookup_drafts import LookupDrafts
 
 
+@pytest.mark.slow
 def test_a_short_run_is_measured(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch ratios of other texts, upside down, or of runs without drafts."""
     copies = (replace(speculation.COPIES[1], max_tokens=40),)

@@ -29,15 +29,16 @@ def lowerings():
 def test_kernels_under(lowering):
     """Would catch a lowering that saturates, drops a sign or converts float16 wrongly where only it runs.
 
-    Each type's kernels take seconds to compile, each shape of attention too. On AVX2 every type adds up in
-    its own way, but for four that are like others; elsewhere types differ by whether weights are unsigned,
-    signed, looked up or floats. Generic code, which takes longest to compile, has two of these here.
+    Each type's kernels take seconds to compile, each shape of attention too: here are types of each kind,
+    whose weights are unsigned, signed, looked up or floats, and on AVX2, where every type adds up in its own
+    way, those that people run most. Generic code, which takes longest to compile, has one type.
     """
-    matrices = "(every_width or extreme or token_beside) and not (Q5_1 or IQ1_M or IQ2_S or IQ3_XXS)"
-    if lowering != "avx2":
-        types = "Q4_0 or F16" if lowering == "generic" else "Q4_K or Q8_0 or IQ4_XS or F16"
-        matrices = f"(every_width or extreme_weights or extreme_logit) and ({types})"
-    run_kernel_tests(lowering, ["-k", f"(test_attention and 3-2-64) or silu or keeps_nan or {matrices}"])
+    types = {"avx2": "Q4_0 or Q4_1 or Q4_K or Q6_K or Q8_0 or IQ4_XS or F16", "generic": "Q4_0"}
+    chosen = types.get(lowering, "Q4_K or Q8_0 or IQ4_XS or F16")
+    matrices = f"(every_width or extreme_weights or extreme_logit) and ({chosen})"
+    attention = "f16 or q8_0" if lowering == "avx2" else "f16"
+    attends = f"test_attention and 3-2-64 and ({attention})"
+    run_kernel_tests(lowering, ["-k", f"({attends}) or silu or keeps_nan or {matrices}"])
 
 
 @pytest.mark.slow

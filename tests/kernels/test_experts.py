@@ -22,6 +22,7 @@ from tests.kernels.small_programs import (
     run,
     weight,
 )
+from tests.quick import COMMON, quick
 
 ROUTING = Routing(n_experts=11, n_used=3, normalized=True)
 
@@ -71,7 +72,7 @@ def case(seed, n_tokens, n_in=256, routing=ROUTING):
     return rng, exact_rows(rng, n_tokens, n_in), rng.standard_normal((n_tokens, routing.n_experts)) * 3
 
 
-@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("type_name", quick(TYPES, kept=COMMON))
 def test_products_of_every_type(backend, type_name: str) -> None:
     """An expert's rows taken from another; a panel's lanes out of order; a bias of another expert."""
     rng, x, logits = case(1, 21)

@@ -182,12 +182,16 @@ change_line: ("+" | "-" | " ") /(.*)/ LF
 """
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize(
-    ("form", "right", "wrong"),
+    ("choice", "form", "right", "wrong"),
     [
-        ({"syntax": "lark", "definition": PATCH_GRAMMAR}, PATCH, PATCH.replace("+ new", "new")),
-        ({"syntax": "regex", "definition": r"^/(\w|\s|\")+\.py$"}, '/a b\n"c".py', "/a-b.py"),
+        ("auto", {"syntax": "lark", "definition": PATCH_GRAMMAR}, PATCH, PATCH.replace("+ new", "new")),
+        (
+            "required",
+            {"syntax": "regex", "definition": r"^/(\w|\s|\")+\.py$"},
+            '/a b\n"c".py',
+            "/a-b.py",
+        ),
     ],
     ids=["lark", "regex"],
 )

@@ -16,6 +16,7 @@ from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.test_gpu_rows import floats
 from tests.kernels.small_programs import assert_close
 from tests.kernels.test_shared_kv import program_of, results
+from tests.quick import quick
 
 LAYERS, LAYER = 2, 1
 
@@ -109,7 +110,7 @@ def test_native_conversion_of_fp8_changes_no_bit(monkeypatch):
     same(step.decode()[0], plain)
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", quick(["f16", "q8_0"], kept=["q8_0"]))
 def test_pages_that_a_window_has_passed_may_hold_anything(kind):
     """A value before the first token that is seen, times a weight of 0: its page is another's, or NaN."""
     for window, n_new in ((1, (1, 1)), (40, (1, 1)), (300, (1, 1)), (40, (20, 9))):
@@ -202,7 +203,10 @@ def test_sinks():
 
 @pytest.mark.parametrize(
     ("window", "softcap", "kind", "has_sinks"),
-    [(None, None, "q8_0", False), (300, None, "fp8", True), (None, 5.0, "f16", False)],
+    quick(
+        [(None, None, "q8_0", False), (300, None, "fp8", True), (None, 5.0, "f16", False)],
+        kept=[(300, None, "fp8", True)],
+    ),
 )
 def test_decode_is_the_same_to_the_bit_in_one_launch_two_and_three(window, softcap, kind, has_sinks):
     """Catches a token that is rotated, stored or read otherwise than by a launch of its own, or too late; a

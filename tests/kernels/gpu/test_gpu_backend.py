@@ -28,6 +28,7 @@ from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
 from tests.models.tiny_llama import Driver, random_ids
 from tests.models.tiny_models import TINY, V, make
+from tests.quick import quick
 
 IDS = random_ids(4, V)
 SLOW = pytest.mark.slow  # the interpreter takes seconds for a step
@@ -124,10 +125,7 @@ class Recorder:
             self._is_recording = False
 
 
-QUICK = ("qwen2_moe", "hunyuan_v1_dense")
-
-
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=SLOW) for n in TINY if n not in QUICK)])
+@pytest.mark.parametrize("name", quick(TINY, kept=["qwen2_moe"]))
 def test_logits_are_those_of_the_reference(name, monkeypatch):
     """An op under another name, a bias or residual that no launch adds, a rotation or softcap left out; a
     decode step that cannot be captured; a product of PyTorch's amid a promise of bits.

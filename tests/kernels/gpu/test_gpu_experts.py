@@ -17,6 +17,7 @@ from kukri.kernels.step import StepLimits
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
 from tests.kernels.gpu.test_gpu_linear import bits
 from tests.kernels.small_programs import exact_rows, f32_weight, plain_batch, weight
+from tests.quick import quick
 
 OPS = ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
 
@@ -82,10 +83,7 @@ def run(backend, program, n_tokens, on_tap=None):
     return compiled(plain_batch(n_tokens), on_tap).numpy().copy(), compiled
 
 
-# F32's interpreted products take nine seconds; F16 runs the same code
-@pytest.mark.parametrize(
-    "type_name", ["Q8_0", "MXFP4", pytest.param("F32", marks=pytest.mark.slow), "F16", "BF16"]
-)
+@pytest.mark.parametrize("type_name", quick(["Q8_0", "MXFP4", "F32", "F16", "BF16"], kept=["MXFP4", "F16"]))
 def test_a_mixture(type_name):
     """An expert's rows given to another, a bias of another, a tile that mixes experts or is left out, rows
     of rows read as rows of tokens; a result that depends on the tokens next to it: 1, 8 and 21 of them.

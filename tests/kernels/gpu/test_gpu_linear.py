@@ -18,6 +18,7 @@ from kukri.kernels.gpu.rows import Q8Rows, Recipe, quantize, quantized
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE
+from tests.quick import COMMON, quick
 from tests.random_blocks import random_rows
 
 N_ROWS = 37
@@ -61,7 +62,7 @@ def bits(x):
     return x.numpy().view(np.int32)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 3, 11])
+@pytest.mark.parametrize("n_tokens", quick([1, 3, 11], kept=[11]))  # which others are equal to the bit
 @pytest.mark.parametrize("type_name", PACKED_TYPES)
 def test_product(type_name, n_tokens):
     """Catches a misplaced quant, high bit, scale or minimum, and rows or tokens beyond the last tile."""
@@ -72,7 +73,7 @@ def test_product(type_name, n_tokens):
     assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("type_name", PACKED_TYPES)
+@pytest.mark.parametrize("type_name", quick(PACKED_TYPES, kept=COMMON))
 def test_batch_does_not_matter(type_name, monkeypatch):
     """Catches an order of sums that depends on the batch: one token, eight, and a matrix product agree,
     whether a program has all sums of a row or one.
@@ -114,7 +115,7 @@ KINDS = ("plain", "rms_norm", "silu_mul")
 @pytest.mark.parametrize(
     ("type_name", "n_columns", "kind"),
     [
-        *((name, None, KINDS[i % 3]) for i, name in enumerate(PACKED_TYPES)),
+        *quick([(name, None, KINDS[i % 3]) for i, name in enumerate(PACKED_TYPES)], kept=[]),
         *(("Q4_0", 1120, kind) for kind in KINDS),
     ],
 )

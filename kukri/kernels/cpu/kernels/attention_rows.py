@@ -6,10 +6,11 @@ Rows are (token, head) pairs that share a key head, token by token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
 
 from kukri.kernels.cpu.kernels.head_rotation import rotate_head
-from kukri.kernels.cpu.kernels.intrinsics import device, load_f32, load_i32, load_i64, store_i64
+from kukri.kernels.cpu.kernels.intrinsics import device, load_f32, load_i32, load_i64, part, store_i64
 from kukri.kernels.cpu.kernels.simd import (
     exponential,
     hyperbolic_tangent,
@@ -120,11 +121,11 @@ def finish_rotated(top, total, values, y, d_head, sink):
 
 def each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
     """A function that gives the tuple of make(0)(…), …, make(n - 1)(…)."""
-    last = device(make(n - 1))
-    if n == 1:
-        return device(lambda *arguments: (last(*arguments),))
-    others = each(n - 1, make)
-    return device(lambda *arguments: others(*arguments) + (last(*arguments),))  # noqa: RUF005 (Numba)
+    namespace = {f"part_{i}": part(make(i)) for i in range(n)}
+    arguments = ", ".join(signature(make(0)).parameters)
+    calls = "".join(f"part_{i}({arguments}), " for i in range(n))
+    exec(f"def each_part({arguments}):\n    return ({calls})", namespace)
+    return device(namespace["each_part"])
 
 
 @device

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from kukri.kernels.cpu.kernels.intrinsics import (
     array_at,
@@ -18,12 +18,12 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     load_i32,
     load_u8,
     load_u16,
+    routine,
     stack_bytes,
     store_f32,
     store_u16,
 )
 from kukri.kernels.cpu.kernels.simd import load_f16
-from kukri.kernels.cpu.pack.scale_search import EXACT
 from kukri.quant.types.schema import Block, Codebook, Cut, Numbers, n_numbers
 
 _LOADS = {1: load_u8, 2: load_u16, 4: load_i32}
@@ -192,7 +192,7 @@ def make_put(block: Block, which: Numbers) -> Any:
     return put
 
 
-@njit(**EXACT)
+@routine
 def _nothing(into, numbers):
     pass
 
@@ -202,7 +202,7 @@ def _make_put_part(cut: Cut, before: Any) -> Any:
     mask, left, first, n = cut.mask, cut.left, cut.first, len(cut.shifts)
     start, step = cut.shifts[0], (cut.shifts[-1] - cut.shifts[0]) // max(n - 1, 1)
 
-    @njit(**EXACT)
+    @routine
     def put(into, numbers):
         before(into, numbers)
         for chunk in range(n_units // run):

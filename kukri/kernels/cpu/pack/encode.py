@@ -13,17 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from kukri.kernels.cpu.compile.kernel_cache import KernelSource
 from kukri.kernels.cpu.kernels.block_numbers import make_put
-from kukri.kernels.cpu.kernels.intrinsics import array_at, stack_bytes
+from kukri.kernels.cpu.kernels.intrinsics import array_at, reordered, routine, stack_bytes
 from kukri.kernels.cpu.pack.scale_search import (
     BOUNDS,
-    EXACT,
     HALF,
     ONE,
-    SEARCH,
     VALUES,
     ZERO,
     affine_block,
@@ -55,7 +53,7 @@ _rows, _byte_rows = array_at(types.float32, 2), array_at(types.uint8, 2)
 _FP4 = np.array(FP4_VALUES, np.float32)
 
 
-@njit(**EXACT)
+@routine
 def _put_half(block, at, value):
     bits = half_bits(value)
     block[at], block[at + 1] = bits & 255, bits >> 8
@@ -68,7 +66,7 @@ def _by_blocks(type: QuantType, encode: Any) -> Any:
     """
     size, n_bytes = type.block_size, type.block_bytes
 
-    @njit(**EXACT)
+    @routine
     def encode_rows(rows, importance, into):
         for r in range(rows.shape[0]):
             for b in range(rows.shape[1] // size):
@@ -87,7 +85,7 @@ def _symmetric_32(type: QuantType) -> Any:
     middle = type.layout.offset
     put = make_put(type.layout, type.layout.quant_numbers)
 
-    @njit(**EXACT)
+    @routine
     def encode(x, importance, first, block):
         q, w = _bytes(stack_bytes(32), (32,)), _floats(stack_bytes(128), (32,))
         scale = extreme_of(x) / np.float32(-middle)
@@ -110,7 +108,7 @@ def _affine_32(type: QuantType, most: int) -> Any:
     """
     put = make_put(type.layout, type.layout.quant_numbers)
 
-    @njit(**EXACT)
+    @routine
     def encode(x, importance, first, block):
         q, w = _bytes(stack_bytes(32), (32,)), _floats(stack_bytes(128), (32,))
         least, largest = x[0], x[0]
@@ -131,7 +129,7 @@ def _affine_32(type: QuantType, most: int) -> Any:
     return _by_blocks(type, encode)
 
 
-@njit(**EXACT)
+@routine
 def _encode_q8_0(x, importance, first, block):
     """A block of Q8_0. Ties round away from zero."""
     size = ZERO
@@ -144,14 +142,14 @@ def _encode_q8_0(x, importance, first, block):
     _put_half(block, 0, scale)
 
 
-@njit(**EXACT)
+@routine
 def _away(value):
     """The nearest whole number, ties away from zero."""
     whole = np.trunc(value)
     return np.int32(whole + np.trunc((value - whole) * np.float32(2)))
 
 
-@njit(**EXACT)
+@routine
 def _encode_q8_k(rows, importance, into):
     """Blocks of Q8_K: a float32 scale, 256 signed bytes, and the sums of each 16."""
     for r in range(rows.shape[0]):
@@ -181,7 +179,7 @@ def _affine(type: QuantType, most: int, steps: tuple[float, float, int], scale_m
     group, (d_at, m_at) = 256 // n_groups, facts.halves
     put, put_s, put_t = (make_put(facts, n) for n in (facts.quant_numbers, facts.scales, facts.minimums))
 
-    @njit(**SEARCH)
+    @reordered
     def encode(x, importance, first, block):
         w, q, trial = (
             _floats(stack_bytes(1024), (256,)),
@@ -209,7 +207,7 @@ def _symmetric(type: QuantType, scale_half: int) -> Any:
     half, plus, (d_at,) = facts.offset, facts.plus, facts.halves
     put, put_s = make_put(facts, facts.quant_numbers), make_put(facts, facts.scales)
 
-    @njit(**SEARCH)
+    @reordered
     def encode(x, importance, first, block):
         w, q, trial = (
             _floats(stack_bytes(1024), (256,)),
@@ -239,7 +237,7 @@ def _table(type: QuantType) -> Any:
     put = make_put(facts, facts.quant_numbers)
     put_s = make_put(facts, facts.scales) if facts.scales else put
 
-    @njit(**SEARCH)
+    @reordered
     def encode(x, importance, first, block):
         w, q = _floats(stack_bytes(1024), (size,)), _floats(stack_bytes(1024), (size,))
         trial, s = _floats(stack_bytes(1024), (size,)), _floats(stack_bytes(32), (n_groups,))
@@ -260,7 +258,7 @@ def _table(type: QuantType) -> Any:
 _put_mxfp4 = make_put(MXFP4.layout, MXFP4.layout.quant_numbers)
 
 
-@njit(**EXACT)
+@routine
 def _encode_mxfp4(x, importance, first, block):
     """A block of MXFP4: the scale follows from the largest weight, so importances change nothing."""
     q = _bytes(stack_bytes(32), (32,))
@@ -274,7 +272,7 @@ def _encode_mxfp4(x, importance, first, block):
     _put_mxfp4(block, q)
 
 
-@njit(**EXACT)
+@routine
 def _nearest_fp4(weight, scale):
     """The first quant of MXFP4 whose value is nearest."""
     best, least = 0, abs(weight)
@@ -290,7 +288,7 @@ def _ternary(type: QuantType, most: int) -> Any:
     size, (d_at,) = type.block_size, type.layout.halves
     put = make_put(type.layout, type.layout.quant_numbers)
 
-    @njit(**EXACT)
+    @routine
     def encode(x, importance, first, block):
         q = _bytes(stack_bytes(256), (size,))
         d = abs(extreme_of(x))
@@ -303,7 +301,7 @@ def _ternary(type: QuantType, most: int) -> Any:
     return _by_blocks(type, encode)
 
 
-@njit(**EXACT)
+@routine
 def _encode_tq1_0(x, importance, first, block):
     """A block of TQ1_0: five digits of base 3 a byte, of the last four bytes four, as a fraction of 256."""
     d = abs(extreme_of(x))
@@ -323,7 +321,7 @@ def _encode_tq1_0(x, importance, first, block):
 _put_q1_0 = make_put(Q1_0.layout, Q1_0.layout.quant_numbers)
 
 
-@njit(**EXACT)
+@routine
 def _encode_q1_0(x, importance, first, block):
     """A block of Q1_0: signs, and the mean size of the weights."""
     q = _bytes(stack_bytes(128), (128,))

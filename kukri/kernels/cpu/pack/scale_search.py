@@ -2,21 +2,16 @@
 
 Each group of 16 or 32 weights tries a row of scales and takes the one whose fit loses least, then the
 block's own scale (and minimum) is fitted again to the quants that came out. The squared error is minimized,
-that of large weights and of important columns counting more, as in GGML. Sums may be reordered (`SEARCH`), as
-no bits are promised, or nothing here would use vectors.
+that of large weights and of important columns counting more, as in GGML. Sums are reordered, as no
+bits are promised.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
+from kukri.kernels.cpu.kernels.intrinsics import reordered, routine
 from kukri.quant.types.iq4 import IQ4_VALUES
-
-EXACT: Any = {"nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
-SEARCH: Any = {**EXACT, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _TINY = np.float32(1e-15)  # groups whose weights are all smaller become zero
@@ -24,13 +19,13 @@ VALUES = np.array(IQ4_VALUES, np.float32)  # and the bounds between them
 BOUNDS = ((VALUES[1:] + VALUES[:-1]) / 2).astype(np.float32)
 
 
-@njit(**EXACT)
+@routine
 def _copy(source, into):
     for i in range(len(source)):
         into[i] = source[i]
 
 
-@njit(**EXACT)
+@routine
 def half_bits(value):
     """float32 -> the bits of the nearest float16, ties to even."""
     bits = np.int64(np.float32(value).view(np.uint32))
@@ -44,7 +39,7 @@ def half_bits(value):
     return sign | ((size + 0xFFF + ((size >> 13) & 1) - 0x38000000) >> 13)
 
 
-@njit(**EXACT)
+@routine
 def _of_half(bits):
     """The bits of a finite float16 -> float32."""
     exponent, fraction = (bits >> 10) & 31, bits & 1023
@@ -55,21 +50,21 @@ def _of_half(bits):
     return -size if bits & 0x8000 else size
 
 
-@njit(**EXACT)
+@routine
 def rounded(value):
     """The nearest float16 as float32, the largest finite one beyond the range."""
     bits = half_bits(value)
     return _of_half(bits - 1 if bits & 0x7FFF == 0x7C00 else bits)
 
 
-@njit(**EXACT)
+@routine
 def inverted(scale):
     """1 / scale, and 0 if the scale is 0 or so small that its inverse overflows (undefined in GGML)."""
     inverse = ONE / scale
     return ZERO if np.isinf(inverse) else inverse
 
 
-@njit(**EXACT)
+@routine
 def extreme_of(x):
     """The first weight of the largest size."""
     size, found = ZERO, ZERO
@@ -79,7 +74,7 @@ def extreme_of(x):
     return found
 
 
-@njit(**SEARCH)
+@reordered
 def weigh(x, importance, first, group, w):
     """The weight of each error: w [n], from the value's size and its column's importance."""
     total = ZERO
@@ -98,7 +93,7 @@ def weigh(x, importance, first, group, w):
                 w[i] = size + abs(x[i])
 
 
-@njit(**SEARCH)
+@reordered
 def fit_affine(x, w, most, first, step, n_steps):
     """scale, minimum: x is about scale * q - minimum with q from 0 to `most` and minimum from 0."""
     least, largest = ZERO, x[0]
@@ -132,7 +127,7 @@ def fit_affine(x, w, most, first, step, n_steps):
     return scale, -minimum
 
 
-@njit(**SEARCH)
+@reordered
 def _whole_scales(values, weights, most, into):
     """The float16 scale (as float32) with which `values` from 0 become whole numbers up to `most`."""
     largest = ZERO
@@ -165,7 +160,7 @@ def _whole_scales(values, weights, most, into):
     return best
 
 
-@njit(**SEARCH)
+@reordered
 def affine_block(x, w, group, most, steps, scale_most, s, t, q, trial_q, scales, minimums, group_w):
     """d, m: x is about d s[g] q - m t[g] for the 256 weights of a block; s, t, q are filled."""
     first, step, n_steps = steps
@@ -209,7 +204,7 @@ def affine_block(x, w, group, most, steps, scale_most, s, t, q, trial_q, scales,
     return best_d, best_m
 
 
-@njit(**SEARCH)
+@reordered
 def fit_symmetric(x, w, half):
     """scale: x is about scale * q, q from -half to half - 1."""
     extreme = extreme_of(x)
@@ -230,7 +225,7 @@ def fit_symmetric(x, w, half):
     return scale
 
 
-@njit(**SEARCH)
+@reordered
 def _place(value, bounds):
     """The number of bounds below the value."""
     place = ZERO
@@ -239,7 +234,7 @@ def _place(value, bounds):
     return place
 
 
-@njit(**SEARCH)
+@reordered
 def _fit_table(x, w, values, bounds):
     """scale: x is about scale * one of 16 values."""
     extreme = extreme_of(x)
@@ -259,7 +254,7 @@ def _fit_table(x, w, values, bounds):
     return scale
 
 
-@njit(**SEARCH)
+@reordered
 def _signed_scales(values, weights, half, into):
     """The float16 scale (as float32) with which `values` become whole numbers from -half to half - 1."""
     d = rounded(fit_symmetric(values, weights, half))
@@ -269,7 +264,7 @@ def _signed_scales(values, weights, half, into):
     return d
 
 
-@njit(**SEARCH)
+@reordered
 def symmetric_block(x, w, group, half, scale_half, s, q, trial_q, scales, group_w):
     """d: x is about d s[g] q for the 256 weights of a block; s and q are filled."""
     for g in range(len(s)):
@@ -300,7 +295,7 @@ def symmetric_block(x, w, group, half, scale_half, s, q, trial_q, scales, group_
     return best_d
 
 
-@njit(**SEARCH)
+@reordered
 def table_block(x, w, scale_half, s, q, trial_q, scales, group_w, values, bounds):
     """d: x is about d s[g] values[q] for the groups of 32 of a block; s and q are filled.
 
