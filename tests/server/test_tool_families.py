@@ -182,16 +182,12 @@ change_line: ("+" | "-" | " ") /(.*)/ LF
 """
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize(
-    ("choice", "form", "right", "wrong"),
+    ("form", "right", "wrong"),
     [
-        ("auto", {"syntax": "lark", "definition": PATCH_GRAMMAR}, PATCH, PATCH.replace("+ new", "new")),
-        (
-            "required",
-            {"syntax": "regex", "definition": r"^/(\w|\s|\")+\.py$"},
-            '/a b\n"c".py',
-            "/a-b.py",
-        ),
+        ({"syntax": "lark", "definition": PATCH_GRAMMAR}, PATCH, PATCH.replace("+ new", "new")),
+        ({"syntax": "regex", "definition": r"^/(\w|\s|\")+\.py$"}, '/a b\n"c".py', "/a-b.py"),
     ],
     ids=["lark", "regex"],
 )

@@ -121,9 +121,10 @@ def finish_rotated(top, total, values, y, d_head, sink):
 
 def each(n: int, make: Callable[[int], Callable[..., Any]]) -> Any:
     """A function that gives the tuple of make(0)(…), …, make(n - 1)(…)."""
-    namespace = {f"part_{i}": part(make(i)) for i in range(n)}
-    arguments = ", ".join(signature(make(0)).parameters)
-    calls = "".join(f"part_{i}({arguments}), " for i in range(n))
+    functions = [make(i) for i in range(n)]
+    namespace = {f"part_{i}": part(function) for i, function in enumerate(functions)}
+    arguments = ", ".join(signature(functions[0]).parameters)
+    calls = "".join(f"{name}({arguments}), " for name in namespace)
     exec(f"def each_part({arguments}):\n    return ({calls})", namespace)
     return device(namespace["each_part"])
 

@@ -88,8 +88,8 @@ def reordered(function: Callable[..., Any]) -> Any:
 
     It is optimized on its own too: some loops use vectors only before it is inlined.
     """
-    options = {name: value for name, value in _OPTIONS.items() if name != "pipeline_class"}
-    return njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, **options)(function)
+    options = _OPTIONS | {"pipeline_class": Compiler, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+    return njit(**options)(function)
 
 
 def part(function: Callable[..., Any]) -> Any:
