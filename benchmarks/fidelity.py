@@ -36,6 +36,7 @@ from kukri.kernels.arrays import FloatArray
 from kukri.quant.blocks import dequantize
 from kukri.tokenizer import Tokenizer
 
+_JUDGES = {"llama": "Llama", "qwen2": "Qwen2"}  # transformers' classes by architecture
 _MODULES = ("argparse", "typing", "statistics")  # of which even another version has enough
 
 
@@ -138,13 +139,15 @@ def judge_model(transformers: Any, torch: Any, path: Path) -> Any:
     """transformers' model of a file's weights, dequantized to float32. Raises UnsupportedError."""
     with GGUFFile(path) as file:
         config = model_config(file)
-        if config.architecture != "llama":
-            raise UnsupportedError(f"architecture {config.architecture!r} is not compared: only llama is")
+        if config.architecture not in _JUDGES:
+            names = " and ".join(_JUDGES)
+            raise UnsupportedError(f"architecture {config.architecture!r} is not compared: {names} are")
         state = {name: torch.from_numpy(array) for name, array in _dequantized(file, config)}
     if config.tie_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(_judge_config(transformers, config))
+        name = _JUDGES[config.architecture]
+        model = getattr(transformers, f"{name}ForCausalLM")(_judge_config(transformers, config))
     model.load_state_dict(state, strict=True, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # no part of the state: still on meta
     return model
@@ -163,7 +166,7 @@ def _dequantized(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Flo
 
 
 def _judge_config(transformers: Any, config: ModelConfig) -> Any:
-    return transformers.LlamaConfig(
+    return getattr(transformers, f"{_JUDGES[config.architecture]}Config")(
         hidden_size=config.d_model,
         intermediate_size=config.d_ffn,
         num_attention_heads=config.n_heads,

@@ -3,6 +3,8 @@
 The heads of q4 are rotated before: a fixed rotation mixes their numbers, as in QuaRot (Ashkboos et al. 2024),
 so what was large in one dimension is spread over all, and 4 bits hold it better. Queries are rotated as keys
 are, which leaves scores as they were, and attention's result is rotated back.
+
+Types of few bits (`has_range`) keep keys by their `KeyRange`, if a layer has one, before all else.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy.typing as npt
 from kukri.config import KVType
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
+from kukri.kernels.specs import KeyRange
 
 KV_BLOCK = 32  # dimensions that share a scale in a q8_0 cache
 Q4_BLOCK = 32  # dimensions of which 16 bytes have the first 16 in their low bits and the rest in their high
@@ -43,6 +46,18 @@ class KVNumbers:
     width: Callable[[int], int] = lambda d_head: d_head
     n_scales: Callable[[int], int] = lambda d_head: 0
     is_rotated: bool = False  # clamped to float16 and rotated before: see `rotate_heads`
+    has_range: bool = False  # keys are kept by their `KeyRange`
+
+
+def within_range(q: Any, k: Any, key_range: KeyRange | None, as_array: Callable[[FloatArray], Any]) -> Any:
+    """(q [T, H, K], k [T, G, K]) as a type of few bits keeps them: see `KeyRange`; as they are without one.
+
+    Arrays, or tensors of which `as_array` makes the range's.
+    """
+    if key_range is None:
+        return q, k
+    reach = np.repeat(key_range.reach, q.shape[1] // len(key_range.reach), axis=0)
+    return q * as_array(reach), (k - as_array(key_range.middle)) * as_array(np.float32(1) / key_range.reach)
 
 
 def rotated_run(d_head: int) -> int:
@@ -146,8 +161,10 @@ def _floats(dtype: type[np.floating[Any]]) -> KVNumbers:
 
 KV_TYPES: dict[KVType, KVNumbers] = {
     "f16": _floats(np.float16),
-    "q8_0": KVNumbers(np.int8, _encode_q8_0, _decode_q8_0, n_scales=_q8_0_scales),
-    "q4": KVNumbers(np.uint8, encode_q4, _decode_q4, q4_bytes, lambda d_head: 1, is_rotated=True),
-    "fp8": KVNumbers(np.uint8, None, None),  # e4m3, beyond 448 clamped
+    "q8_0": KVNumbers(np.int8, _encode_q8_0, _decode_q8_0, n_scales=_q8_0_scales, has_range=True),
+    "q4": KVNumbers(
+        np.uint8, encode_q4, _decode_q4, q4_bytes, lambda d_head: 1, is_rotated=True, has_range=True
+    ),
+    "fp8": KVNumbers(np.uint8, None, None, has_range=True),  # e4m3, beyond 448 clamped
     "f32": _floats(np.float32),
 }

@@ -32,7 +32,7 @@ from kukri.kernels.host_step import (
     row_adapters,
     state_steps,
 )
-from kukri.kernels.kv_types import KV_TYPES, rotate_heads
+from kukri.kernels.kv_types import KV_TYPES, rotate_heads, within_range
 from kukri.kernels.op_set import EmbedBy, GateBy, Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference_kv import read_pages, store_tokens
@@ -287,8 +287,11 @@ class ReferenceOps:
         batch: ForwardBatch,
     ) -> FloatArray:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
-        is_rotated = KV_TYPES[self.cache.kv_type].is_rotated
+        kept = KV_TYPES[self.cache.kv_type]
+        is_rotated = kept.is_rotated
         heads = [x.reshape(len(x), -1, spec.d_head) for x in (q, k, v) if x is not None]
+        if kept.has_range and k is not None:
+            heads[:2] = within_range(heads[0], heads[1], spec.key_range, np.asarray)
         if is_rotated:
             limit = np.finfo(np.float16).max
             heads = [rotate_heads(x) for x in (heads[0], *(x.clip(-limit, limit) for x in heads[1:]))]

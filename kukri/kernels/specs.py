@@ -46,6 +46,18 @@ class Routing:
         return self.bias is None and self.n_groups == 1
 
 
+@dataclass(frozen=True, eq=False)
+class KeyRange:
+    """Where a layer's keys lie: around `middle`, as far off as `reach`, float32 [G, K] each.
+
+    A cache of few bits keeps (key - middle) / reach, and queries are multiplied by reach. So a score lacks
+    the query's product with middle, which is the same for all keys: softmax does not see it.
+    """
+
+    middle: FloatArray
+    reach: FloatArray
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """One layer's attention. `scale` multiplies scores.
@@ -72,6 +84,12 @@ class AttentionSpec:
     reads: int | None = None  # the layer whose keys and values it reads; None: its own
     distances: Vector | None = None
     sees_all_ahead: bool = False
+    key_range: KeyRange | None = None  # never with a softcap or sinks, which see all of a score
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a range of keys with a softcap or sinks."""
+        if self.key_range is not None and not (self.softcap is None and self.sinks is None):
+            raise ValueError("a range of keys leaves out a part of scores that softcaps and sinks see")
 
     def biases(self, ahead: npt.NDArray[Any]) -> FloatArray | None:
         """What is added to scores of keys so many tokens `ahead` of a query: [H, *ahead.shape], or None."""

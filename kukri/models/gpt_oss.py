@@ -26,7 +26,8 @@ class GptOssAttention(Attention):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         sinks = f"{name}.sinks.weight"
-        self.spec = replace(self.spec, sinks=Vector(source.vector(sinks, config.n_heads), sinks))
+        vector = Vector(source.vector(sinks, config.n_heads), sinks)
+        self.spec = replace(self.spec, sinks=vector, key_range=None)
 
 
 class GptOssMixture(Mixture):

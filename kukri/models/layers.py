@@ -6,6 +6,7 @@ Names are Hugging Face's. Layers keep no state between steps; shapes are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +16,8 @@ from kukri.config import ModelConfig
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.op_set import EmbedBy, Ops, Tensor
-from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.specs import AttentionSpec, KeyRange
+from kukri.models.key_range import key_range
 from kukri.models.rope import rope_frequencies
 from kukri.models.weights import WeightSource
 
@@ -245,8 +247,21 @@ class Attention:
         names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else parts)]
         widths = (self.q_parts * n_q, n_kv, n_kv)[: len(parts)]
         self.qkv = self.linear_type(source, names, widths, self.n_inputs * config.d_model)
+        self.spec = replace(self.spec, key_range=self._key_range(config))
         self.out: Callable[..., Tensor]
         self.out = self.linear_type(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
+
+    def _key_range(self, config: ModelConfig) -> KeyRange | None:
+        """The range of keys that are a product with a bias, and nothing more but rotated; no other layer
+        reads them.
+        """
+        spec, bias = self.spec, getattr(self.qkv, "bias", None)
+        is_normed = type(self).normalize is not Attention.normalize
+        is_shared = any(one.kv_from is not None for one in config.layers)
+        if bias is None or is_normed or is_shared or spec.softcap is not None or spec.d_head % 32:
+            return None
+        n_q, n_kv = self.qkv.n_outs[:2]
+        return key_range(bias.data[n_q : n_q + n_kv].reshape(spec.n_kv_heads, -1), self.rope)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x): [T, D], of x [T, n_inputs * D]. Writes the layer's keys and values to the

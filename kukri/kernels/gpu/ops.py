@@ -188,11 +188,12 @@ class TritonOps(TorchOps):
     def rope(
         self, q: Any, k: Any, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
     ) -> tuple[Any, Any]:
-        """See Ops.rope: attention rotates, unless a tap wants to see it, PyTorch attends, or tokens have
-        several positions.
+        """See Ops.rope: attention rotates, unless a tap wants to see it, PyTorch attends, tokens have several
+        positions, or keys are kept by their range.
         """
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
         is_plain = not self._by_pytorch(spec, batch) and batch.rope_positions.ndim == 1
+        is_plain &= not self._has_range(spec)
         if not is_plain or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
 
@@ -210,6 +211,7 @@ class TritonOps(TorchOps):
         if self._by_pytorch(spec, batch):
             self.is_capturable = self.constants.is_batch_invariant = False
             return super().attention(q, k, v, spec, batch)
+        q, k = self._within_range(q, k, spec)
         table = None
         if isinstance(q, Rotated):
             rope = self.constants.rope_table(q.frequencies)

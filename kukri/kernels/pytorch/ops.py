@@ -20,7 +20,7 @@ from kukri.errors import ShapeError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.host_step import StateStep, StoppedError, batch_activations, check_routes, state_steps
-from kukri.kernels.kv_types import KV_TYPES
+from kukri.kernels.kv_types import KV_TYPES, within_range
 from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
@@ -265,6 +265,7 @@ class TorchOps:
     ) -> Tensor:
         """Stores k and v at the batch's slots, then each token attends over its context -> [T, H*K]."""
         is_rotated = KV_TYPES[self.cache.kv_type].is_rotated
+        q, k = self._within_range(q, k, spec)
         if is_rotated:
             q = rotate_heads(q, spec.d_head)
         if k is not None and v is not None:
@@ -276,6 +277,17 @@ class TorchOps:
         for group in batch.attention_groups(spec, self.cache.pool_of[spec.kv_layer]):
             out[group.tokens] = self._attend(q[group.tokens], spec, group, batch.mask)
         return rotate_heads(out, spec.d_head) if is_rotated else out
+
+    def _has_range(self, spec: AttentionSpec) -> bool:
+        return spec.key_range is not None and KV_TYPES[self.cache.kv_type].has_range
+
+    def _within_range(self, q: Tensor, k: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+        """q [T, H*K] and k [T, G*K] as the cache keeps keys: see `within_range`."""
+        if k is None or not self._has_range(spec):
+            return q, k
+        heads = [x.reshape(len(x), -1, spec.d_head) for x in (q, k)]
+        q, k = within_range(heads[0], heads[1], spec.key_range, lambda x: torch.from_numpy(x).to(q.device))
+        return q.flatten(1), k.flatten(1)
 
     def conv(self, x: Tensor, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
         """Each column of x [T, C] times the taps of it and the inputs before it."""

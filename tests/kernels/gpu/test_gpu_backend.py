@@ -26,6 +26,7 @@ from kukri.kernels.step import StepLimits
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
+from tests.models.biased_keys import biased_model, error
 from tests.models.tiny_llama import Driver, random_ids
 from tests.models.tiny_models import TINY, V, make
 from tests.quick import quick
@@ -155,8 +156,16 @@ def test_types_that_no_kernel_reads_are_dequantized():
 def test_attention_has_the_fields_that_its_kernels_know():
     """A kind of attention that plain ops compute and kernels leave out without a word."""
     known = {"layer", "n_heads", "n_kv_heads", "d_head", "scale", "window", "softcap", "sinks", "reads"}
-    left_to_plain_ops = {"is_causal", "sees_all_ahead", "distances"}
+    left_to_plain_ops = {"is_causal", "sees_all_ahead", "distances", "key_range"}
     assert {field.name for field in fields(AttentionSpec)} == known | left_to_plain_ops
+
+
+@SLOW
+def test_keys_are_kept_by_their_range():
+    """Keys with a large bias that a kernel rotates and stores before they are brought into their range."""
+    model, ids = biased_model(), random_ids(31, V)
+    want = Driver(model, ReferenceBackend()).run(ids, [len(ids)])
+    assert error(model, GpuBackend(DEVICE), "q8_0", ids, want) < 0.04  # 0.4 without
 
 
 def test_a_cache_of_float32_is_refused():

@@ -12,6 +12,7 @@ from kukri.kernels.cpu.kernels.kv_types import CACHED, CachedNumbers
 from kukri.kernels.cpu.kernels.panels import first_row, row_tiles, stop_row
 from kukri.kernels.cpu.kernels.simd import load_f32x16, store_f32x16, to_f16_range
 from kukri.kernels.cpu.run.abi import N_TOKENS, ROPE_POSITIONS, SLOTS
+from kukri.kernels.kv_types import KV_TYPES
 
 
 @device
@@ -31,6 +32,22 @@ def _rotate(head, cos, sin, half):
             y = load_f32(head + 4 * half + i)
             store_f32(head + i, x * load_f32(cos + i) - y * load_f32(sin + i))
             store_f32(head + 4 * half + i, y * load_f32(cos + i) + x * load_f32(sin + i))
+
+
+@device
+def _within_range(q, k, n_heads, n_kv_heads, d_head, middle, inverse, reach):
+    """Queries and keys as `kv_types.within_range` makes them, in place; `reach` is [H, K]."""
+    if middle != 0:
+        for i in range(0, 4 * n_kv_heads * d_head, 64):
+            key = load_f32x16(k + i) - load_f32x16(middle + i)
+            store_f32x16(k + i, key * load_f32x16(inverse + i))
+        for i in range(0, 4 * n_heads * d_head, 64):
+            store_f32x16(q + i, load_f32x16(q + i) * load_f32x16(reach + i))
+
+
+@device
+def _every_key_alike(q, k, n_heads, n_kv_heads, d_head, middle, inverse, reach):
+    return 0
 
 
 @device
@@ -55,11 +72,32 @@ def _rotate_heads(q, k, v, n_heads, n_kv_heads, d_head):
 def _make_rope_store(cached: CachedNumbers) -> KernelSource:
     """The kernel for one type of cache."""
     store_token, rotate_heads = cached.store, _rotate_heads if cached.is_rotated else _as_it_is
+    within_range = _within_range if KV_TYPES[cached.kv_type].has_range else _every_key_alike
 
     def rope_store(
-        tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values, page_stride
+        tile,
+        batch,
+        q,
+        k,
+        v,
+        stride,
+        n_heads,
+        n_kv_heads,
+        d_head,
+        cos,
+        sin,
+        half,
+        keys,
+        values,
+        page_stride,
+        middle,
+        inverse,
+        reach,
     ):
-        """Rotates q and k by position (unless cos is 0), then stores k and v (unless keys is 0)."""
+        """Rotates q and k by position (unless cos is 0), then stores k and v (unless keys is 0).
+
+        Without a range of keys `middle` is 0.
+        """
         n_rows = load_i64(batch + N_TOKENS)
         if tile < 0:
             return row_tiles(n_rows)
@@ -75,6 +113,16 @@ def _make_rope_store(cached: CachedNumbers) -> KernelSource:
             if keys != 0:
                 slot = load_i32(slots + 4 * row)
                 page = (slot >> 4) * page_stride
+                within_range(
+                    q + row * stride,
+                    k + row * stride,
+                    n_heads,
+                    n_kv_heads,
+                    d_head,
+                    middle,
+                    inverse,
+                    reach,
+                )
                 rotate_heads(
                     q + row * stride, k + row * stride, v + row * stride, n_heads, n_kv_heads, d_head
                 )

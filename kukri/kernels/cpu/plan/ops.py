@@ -406,6 +406,17 @@ class RopeStore(Op):
             "half": 0 if rope is None else rope.frequencies.rotary_dim // 2,
             "keys": 0 if not self.stores else address_of(cache.keys[spec.kv_layer]),
             "values": 0 if not self.stores else address_of(cache.values[spec.kv_layer]),
+            **self._range(at),
+        }
+
+    def _range(self, at: Addresses) -> dict[str, int]:
+        key_range = self.spec.key_range
+        if key_range is None or not self.stores:
+            return {"middle": 0, "inverse": 0, "reach": 0}
+        return {
+            "middle": at.of_array(key_range.middle),
+            "inverse": at.of_array(np.float32(1) / key_range.reach),
+            "reach": at.of_array(np.repeat(key_range.reach, self.spec.group, axis=0)),
         }
 
 
