@@ -45,7 +45,6 @@ ATTENTION_SIZES = (
     (12, 128),  # code models of 24 heads
 )
 SOFTCAP_SIZES = ((2, 256), (2, 128))  # Gemma 2
-ATTENTION_FAMILIES = ("attend_f16", "attend_finish")
 SOFTCAP_FAMILIES = ("attend_f16_softcap",)
 BIASED_SIZES = ((1, 64),)  # all-mpnet-base-v2, Jina v2
 MOST_PROCESSES = 16  # each takes some 250 MB
@@ -53,7 +52,7 @@ MOST_PROCESSES = 16  # each takes some 250 MB
 
 def wheel_kernel_names() -> list[str]:
     """Names of all kernels that a wheel carries, those that take longest to compile first."""
-    names = [f"{family}[{g},{d}]" for family in ATTENTION_FAMILIES for g, d in ATTENTION_SIZES]
+    names = [f"attend_f16[{g},{d}]" for g, d in ATTENTION_SIZES]
     names += [f"attend_q8_0[{g},{d}]" for g, d in ATTENTION_SIZES if d % KV_BLOCK == 0]
     names += [f"{family}[{g},{d}]" for family in SOFTCAP_FAMILIES for g, d in SOFTCAP_SIZES]
     names += [f"attend_f16_biased[{g},{d}]" for g, d in BIASED_SIZES]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from kukri.config import MAX_HEAD
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.kernel_cache import KernelSource
 from kukri.kernels.cpu.kernels.attention_rows import (
@@ -57,6 +58,7 @@ from kukri.kernels.cpu.kernels.tiles import tile_add_scaled, tile_fma, tile_stor
 from kukri.kernels.cpu.kernels.whole_attention import make_whole_entry
 from kukri.kernels.cpu.run.abi import (
     CHUNK_TOKENS,
+    MAX_TILE_ROWS,
     N_PARTS,
     N_SHARED,
     N_TOKENS,
@@ -83,6 +85,7 @@ from kukri.kernels.cpu.run.abi import (
 )
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
+_MOST_STATE_BYTES = partial_bytes(MAX_TILE_ROWS, MAX_HEAD)
 _ENTRIES_TO_CUT = 8  # fewer work entries than this are cut into their key heads, to keep threads busy
 
 
@@ -295,7 +298,7 @@ def _make_token_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: 
     load_rows = make_load_rows(group, d_head)
     chunk_part = _make_chunk(cached, rows, d_head, ADJUSTED[ending])
     scratch_bytes = partial_bytes(rows, d_head)
-    finish_rows = _make_finish_rows(cached.is_rotated, group, d_head)
+    finish_rows = _make_finish_rows(cached.is_rotated)
     q_bytes, range_bytes, score_bytes = 4 * rows * d_head, RANGE_BYTES * rows, 4 * rows * CHUNK_TOKENS
 
     @device
@@ -326,23 +329,22 @@ def _make_token_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: 
         if not is_partial:
             for i in range(load_i64(work.entry + WORK_N_TOKENS)):
                 token = work.y + (load_i64(work.entry + WORK_TOKEN) + i) * work.y_stride
-                finish_rows(state, i * group, work.head, token, work.sinks)
+                finish_rows(state, i * group, work.head, token, work.sinks, group, d_head)
 
     return attend_token
 
 
-def _make_finish_rows(is_rotated: bool, group: int, d_head: int) -> Any:
+def _make_finish_rows(is_rotated: bool) -> Any:
     """A function that finishes the rows of one token and key head, from `first` on."""
     finish_row = finish_rotated if is_rotated else finish
-    row_bytes = 4 * d_head
 
     @device
-    def finish_rows(state, first, head, y, sinks):
+    def finish_rows(state, first, head, y, sinks, group, d_head):
         for i in range(group):
             h = head * group + i
-            values = state + PART_VALUES + (first + i) * row_bytes
+            values = state + PART_VALUES + (first + i) * 4 * d_head
             top = state + 4 * (first + i)
-            finish_row(top, top + PART_SUMS, values, y + h * row_bytes, d_head, sinks + 4 * h)
+            finish_row(top, top + PART_SUMS, values, y + h * 4 * d_head, d_head, sinks + 4 * h)
 
     return finish_rows
 
@@ -394,47 +396,50 @@ def _make_attend(cached: CachedNumbers, ending: str, group: int, d_head: int) ->
     return KernelSource(f"attend_{cached.kv_type}{ending}[{group},{d_head}]", attend)
 
 
-def _make_attend_finish(is_rotated: bool, group: int, d_head: int) -> KernelSource:
-    """`attend_finish[group,d_head]`: merges partial results, then quantizes rows for the next linear.
+def _make_attend_finish(is_rotated: bool) -> KernelSource:
+    """`attend_finish`: merges partial results, then quantizes rows for the next linear.
 
-    `attend_finish_rotated` rotates heads back.
+    `attend_finish_rotated` rotates heads back. One kernel does for heads of all sizes: it is a small part of
+    attention, and compiling it for each would not be.
     """
-    finish_rows = _make_finish_rows(is_rotated, group, d_head)
-    slot_bytes = partial_bytes(group * query_tokens(group), d_head)
+    finish_rows = _make_finish_rows(is_rotated)
 
     @device
-    def merge_token(state, parts, token_parts, n_kv_heads):
+    def merge_token(state, parts, token_parts, part_stride, group, d_head):
         """Merges the partial results of one token and key head, in the order of their keys."""
         _start(state, group, d_head)
         shared = load_i64(token_parts + SHARED_FIRST)
         row = load_i64(token_parts + SHARED_TOKEN) * group
         for i in range(load_i64(token_parts + N_SHARED)):
             number = shared + i * load_i64(token_parts + SHARED_STEP)
-            _merge(state, parts + number * n_kv_heads * slot_bytes, row, group, d_head)
+            _merge(state, parts + number * part_stride, row, group, d_head)
         own = load_i64(token_parts + PARTS_FIRST)
         row = load_i64(token_parts + PARTS_TOKEN) * group
         for number in range(own, own + load_i64(token_parts + N_PARTS)):
-            _merge(state, parts + number * n_kv_heads * slot_bytes, row, group, d_head)
+            _merge(state, parts + number * part_stride, row, group, d_head)
 
-    def attend_finish(tile, batch, n_kv_heads, sinks, partials, y, y_stride, panels):
+    def attend_finish(
+        tile, batch, group, n_kv_heads, d_head, sinks, partials, part_bytes, y, y_stride, panels
+    ):
         """`panels` (q8) may be 0: not wanted."""
         n_rows = load_i64(batch + N_TOKENS)
         if tile < 0:
             return row_tiles(n_rows)
-        state = stack_bytes(slot_bytes)
+        state = stack_bytes(_MOST_STATE_BYTES)
         for t in range(first_row(tile, n_rows), stop_row(tile, n_rows)):
             token_parts = load_i64(batch + TOKEN_PARTS) + PARTS_BYTES * t
             if load_i64(token_parts + PARTS_FIRST) >= 0:
                 for head in range(n_kv_heads):
-                    merge_token(state, partials + head * slot_bytes, token_parts, n_kv_heads)
-                    finish_rows(state, 0, head, y + t * y_stride, sinks)
+                    parts = partials + head * part_bytes
+                    merge_token(state, parts, token_parts, n_kv_heads * part_bytes, group, d_head)
+                    finish_rows(state, 0, head, y + t * y_stride, sinks, group, d_head)
             if panels != 0:
                 width = panel_width(t, n_rows)
                 quantize_row(y + t * y_stride, n_kv_heads * group * d_head, panels, t, width)
         return 0
 
     suffix = "_rotated" if is_rotated else ""
-    return KernelSource(f"attend_finish{suffix}[{group},{d_head}]", attend_finish)
+    return KernelSource(f"attend_finish{suffix}", attend_finish)
 
 
 KERNELS = {
@@ -443,6 +448,5 @@ KERNELS = {
         for cached in CACHED
         for ending in ADJUSTED
     },
-    "attend_finish": partial(_make_attend_finish, False),
-    "attend_finish_rotated": partial(_make_attend_finish, True),
+    **{source.name: source for source in map(_make_attend_finish, (False, True))},
 }

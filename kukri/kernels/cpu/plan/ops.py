@@ -30,6 +30,7 @@ from kukri.kernels.cpu.run.abi import (
     ROUTE_BYTES,
     TOKEN_IDS,
     TOKEN_TYPES,
+    partial_bytes,
     prompt_tokens,
     query_tokens,
 )
@@ -474,14 +475,17 @@ class AttendFinish(Producer):
     @property
     def kernel(self) -> str:
         rotated = "_rotated" if KV_TYPES[self.kv_type].is_rotated else ""
-        return f"attend_finish{rotated}[{self.spec.group},{self.spec.d_head}]"
+        return f"attend_finish{rotated}"
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
             "batch": at.batch_of(self.spec),
+            "group": self.spec.group,
             "n_kv_heads": self.spec.n_kv_heads,
+            "d_head": self.spec.d_head,
             "sinks": _sinks(self.spec, at),
             "partials": at.of(self.partials),
+            "part_bytes": partial_bytes(self.spec.group * query_tokens(self.spec.group), self.spec.d_head),
         } | self.outputs(at)
 
 
