@@ -22,8 +22,9 @@ from kukri.kernels.pytorch import devices
 from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.models import Forward, load_model
 from kukri.sampling import SamplingParams
+from tests.models.made_models import make
 from tests.models.tiny_llama import random_ids
-from tests.models.tiny_models import TINY, V, make
+from tests.models.tiny_models import TINY, V
 from tests.quick import quick
 from tests.tiny_gguf import START_ID, tiny_config, write_tiny
 

@@ -14,7 +14,7 @@ from kukri.errors import RequestError, UnsupportedError
 from kukri.interp import gradients
 from kukri.interp.tape import Tape, TextRows
 from tests.interp import tl_models
-from tests.models import tiny_models
+from tests.models import made_models, tiny_models
 from tests.tiny_gguf import write_tiny
 
 IDS = tl_models.IDS[0]
@@ -40,7 +40,7 @@ def torch_gradients(name):
     """The gradient of a logit difference by the stream before each block, and by what the o and down
     matrices read; and the difference itself.
     """
-    hf, _, _ = tiny_models.make(name)
+    hf, _, _ = made_models.make(name)
     kept = {}
 
     def keep(key):

@@ -11,7 +11,7 @@ import torch
 from kukri.errors import HookError
 from kukri.interp.names import full_name
 from tests.interp.tl_models import ENCODERS, FACTS, IDS, NAMES, probe, session
-from tests.models import tiny_models
+from tests.models import made_models, tiny_models
 
 EXPECTED = json.loads(FACTS.read_text(encoding="utf-8"))
 
@@ -54,7 +54,7 @@ def test_reading_changes_no_bit(name, backend):
 @pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
 def test_patterns_of_latent_attention_are_transformers(name):
     """Scores of absorbed heads in another scale, or of another head's keys."""
-    own, hf = session(name), tiny_models.make(name)[0]
+    own, hf = session(name), made_models.make(name)[0]
     _, cache = own.run_with_cache(IDS)
     with torch.no_grad():
         attentions = hf(torch.from_numpy(IDS.astype(np.int64)), output_attentions=True).attentions

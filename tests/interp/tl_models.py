@@ -19,7 +19,7 @@ from kukri.interp import Session
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVType
 from kukri.models import Model, load_model
-from tests.models import tiny_encoders, tiny_models
+from tests.models import made_models, tiny_encoders, tiny_models
 
 NAMES = ["smollm3", "llama", "qwen3", "phi", "phi3", "starcoder2", "mistral", "qwen2"]
 NAMES += ["gemma2", "gemma3_text", "olmo2", "granite", "ernie4_5", "olmo3"]
@@ -55,7 +55,7 @@ def session(name: str, backend: str = "reference", kv_type: KVType | None = None
     if name in ENCODERS:
         model = _encoder(name)
     else:
-        _, config, source = tiny_models.make(name)
+        _, config, source = made_models.make(name)
         model = load_model(source, config)
 
     def encode(text: str, add_special: bool = True) -> list[int]:
@@ -85,7 +85,7 @@ def bridge(name: str) -> Any:
         if name in ENCODERS:
             tiny_encoders.save(Path(folder), name, "ForMaskedLM")
             return TransformerBridge.boot_transformers(folder, device="cpu", dtype=torch.float32)
-        tiny_models.make(name)[0].save_pretrained(folder)
+        made_models.make(name)[0].save_pretrained(folder)
         words = models.WordLevel({f"t{i}": i for i in range(tiny_models.V)}, unk_token="t0")
         special = {"bos_token": "t1", "eos_token": "t2", "pad_token": "t0"}
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)

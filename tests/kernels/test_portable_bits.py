@@ -30,7 +30,9 @@ from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.quant.mixes import MIXES
 from kukri.quant.types import PACKED, QUANT_TYPES
 from tests.kernels.test_cpu_lowerings import runnable
-from tests.models.tiny_models import IN_GGUF, make, write
+from tests.models.made_models import make
+from tests.models.tiny_models import IN_GGUF
+from tests.models.written_models import write
 from tests.random_blocks import random_rows
 
 PROGRAM = Path(__file__).with_name("logits_hashes.py")

@@ -19,9 +19,11 @@ from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
 from kukri.models import ARCHITECTURES, Model, cache_layout, load_model
 from kukri.models.trace import Trace
+from tests.models.made_models import make
 from tests.models.test_llama import TOLERANCE, residual_recorder
 from tests.models.tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
-from tests.models.tiny_models import D_HEAD, IN_GGUF, N_TOKENS, ORIGINAL, TINY, V, as_read, make, write
+from tests.models.tiny_models import D_HEAD, IN_GGUF, N_TOKENS, ORIGINAL, TINY, V
+from tests.models.written_models import as_read, write
 
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts

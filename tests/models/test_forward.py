@@ -13,8 +13,9 @@ from transformers import DynamicCache
 from kukri.errors import HookError, KukriError, RequestError
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.models import Model, load_model
+from tests.models.made_models import make
 from tests.models.tiny_llama import TorchSource, random_ids
-from tests.models.tiny_models import HEADS, KV_HEADS, V, make
+from tests.models.tiny_models import HEADS, KV_HEADS, V
 
 ARCHITECTURES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 CONTEXT = 1024

@@ -24,9 +24,9 @@ from kukri.interp import patching
 from kukri.quant.mixes import mix_types
 from tests.interp.test_patching import CLEAN, CORRUPT, cell_by_cell, metric
 from tests.interp.tl_models import session
-from tests.models import tiny_models
+from tests.models import tiny_models, written_models
 from tests.models.lora_files import merged, random_updates, write_peft
-from tests.models.tiny_models import make
+from tests.models.made_models import make
 from tests.test_llm_safetensors import GEMMA4, TINY, theirs
 from tests.test_llm_safetensors import make as make_directory
 
@@ -247,6 +247,6 @@ def test_gguf_whose_layers_all_read_others_is_refused(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         keys = {**(tiny.keys or {}), "attention.shared_kv_layers": 4}
         patch.setitem(tiny_models.TINY, "gemma4_text", replace(tiny, keys=keys))
-        path = tiny_models.write(tmp_path / "m.gguf", "gemma4_text", config, source)
+        path = written_models.write(tmp_path / "m.gguf", "gemma4_text", config, source)
     with GGUFFile(path) as file, pytest.raises(FormatError, match=r"shared_kv_layers.*between 0 and 3"):
         model_config(file)

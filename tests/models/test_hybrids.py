@@ -21,8 +21,9 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.config import hf_model_config
 from kukri.terminal.convert import convert_model
 from kukri.terminal.inspect import show_model
-from tests.models.tiny_models import TINY, write
-from tests.models.tiny_models import make as make_tiny
+from tests.models.made_models import make as make_tiny
+from tests.models.tiny_models import TINY
+from tests.models.written_models import write
 from tests.test_llm_safetensors import CHECKPOINTS, N_VOCAB, byte_tokenizer, make
 from tests.test_llm_safetensors import TINY as TINY_HF
 

@@ -17,8 +17,8 @@ from kukri.models.key_range import key_range
 from kukri.models.trace import Trace
 from kukri.models.weights import NoWeights
 from tests.models.biased_keys import biased_model, error
+from tests.models.made_models import make
 from tests.models.tiny_llama import Driver, random_ids
-from tests.models.tiny_models import make
 
 IDS = random_ids(70, 80)
 # Mean errors with the range and without; of keys without a large bias they are 0.010 and 0.19.

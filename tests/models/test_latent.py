@@ -23,8 +23,10 @@ from kukri.kernels.quantize import quantize
 from kukri.models import load_model
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.models.made_models import make
 from tests.models.tiny_llama import Driver, TorchSource, random_ids
-from tests.models.tiny_models import D_HEAD, HEADS, TINY, V, make, write
+from tests.models.tiny_models import D_HEAD, HEADS, TINY, V
+from tests.models.written_models import write
 from tests.test_llm_safetensors import make as make_directory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

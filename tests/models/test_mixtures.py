@@ -26,9 +26,10 @@ from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.terminal.inspect import show_model
+from tests.models.made_models import make as make_tiny
 from tests.models.tiny_llama import Driver, hf_forward
-from tests.models.tiny_models import TINY, write
-from tests.models.tiny_models import make as make_tiny
+from tests.models.tiny_models import TINY
+from tests.models.written_models import write
 from tests.test_llm_safetensors import N_VOCAB, exact_logits, make
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 30).tolist()

@@ -1,36 +1,22 @@
-"""A tiny random model of each architecture: transformers', and the config and GGUF file of the same here."""
+"""What makes a tiny model of each architecture: transformers' configuration, ours, and GGUF's keys."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-import torch
-import transformers
 
 from kukri.config import (
     LatentConfig,
     LayerConfig,
     MixtureConfig,
-    ModelConfig,
     MultiplierConfig,
     RecurrentConfig,
     RopeConfig,
     RopeScaling,
 )
-from kukri.formats.gguf.writer import write_gguf
-from kukri.formats.huggingface.weights import is_convolution
-from kukri.kernels.quantize import quantize
-from kukri.models import ARCHITECTURES
-from kukri.quant.types import QUANT_TYPES
-from tests.models import bailing_class, minicpm_class, smallthinker_class, token_by_token  # noqa: F401
-from tests.models.tiny_llama import TorchSource
-from tests.tiny_gguf import _interleaved
 
 N_LAYERS, D, F, V, HEADS, KV_HEADS, D_HEAD, CONTEXT = 4, 64, 96, 80, 4, 2, 16, 256
 N_TOKENS = 40  # a prompt longer than every window and every original context
@@ -70,17 +56,17 @@ def _local(window: int, theta: float) -> tuple[LayerConfig, ...]:
     return (LayerConfig(window=window, rope=RopeConfig(theta, D_HEAD)),)
 
 
-def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
 
 
-_YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL)
+_YARN = rope("yarn", factor=8.0, original_max_position_embeddings=ORIGINAL)
 _YARN_KEYS = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 8.0,
     "rope.scaling.original_context_length": ORIGINAL,
 }
-_LLAMA3 = _rope(
+_LLAMA3 = rope(
     "llama3",
     factor=8.0,
     low_freq_factor=1.0,
@@ -89,7 +75,7 @@ _LLAMA3 = _rope(
 )
 _SHORT = (1.0, 1.125, 1.25, 1.625, 2.0, 2.5)
 _LONG = (1.0, 1.5, 2.5, 4.0, 6.0, 9.0)
-_PHI3_ROPE = _rope(
+_PHI3_ROPE = rope(
     "longrope",
     short_factor=list(_SHORT),
     long_factor=list(_LONG),
@@ -111,7 +97,7 @@ def _qwen3_5(n_heads: int) -> Tiny:
     return Tiny(
         "Qwen3_5Text", "qwen35",
         {"linear_num_key_heads": 2, "linear_num_value_heads": n_heads, "linear_key_head_dim": 16,
-         "linear_value_head_dim": 16, "rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+         "linear_value_head_dim": 16, "rope_parameters": rope("default", partial_rotary_factor=0.5)},
         layers=(RECURRENT, RECURRENT, RECURRENT, FULL), rotary_dim=8, norm_offset=1.0,
         recurrent=RecurrentConfig(4, n_heads, 2, 16, 16),
         facts={"has_gates": True},
@@ -175,7 +161,7 @@ def _gemma4(
         {"sliding_window": 7, "layer_types": list(types), "global_head_dim": 2 * D_HEAD,
          "vocab_size_per_layer_input": V,
          "rope_parameters": {
-             "full_attention": _rope("proportional", partial_rotary_factor=0.25),
+             "full_attention": rope("proportional", partial_rotary_factor=0.25),
              "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}, **hf},
         layers=layers, rotary_dim=2 * D_HEAD, tied=True,
         scaling=RopeScaling("llama3", factors=(*[1.0] * 4, *[none] * 12)),
@@ -329,7 +315,7 @@ TINY: dict[str, Tiny] = {
               "expert_shared_feed_forward_length": 64, **_GROUPED_KEYS},
     ),
     "gpt_neox": Tiny(
-        "GPTNeoX", "gptneox", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        "GPTNeoX", "gptneox", {"rope_parameters": rope("default", partial_rotary_factor=0.5)},
         rotary_dim=8, n_kv_heads=HEADS,
         keys={"use_parallel_residual": True, "attention.layer_norm_epsilon": 1e-5},
     ),
@@ -392,11 +378,11 @@ TINY: dict[str, Tiny] = {
         tensors={"rope_factors_short.weight": _SHORT, "rope_factors_long.weight": _LONG},
     ),
     "phi": Tiny(
-        "Phi", "phi2", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        "Phi", "phi2", {"rope_parameters": rope("default", partial_rotary_factor=0.5)},
         rotary_dim=8, n_kv_heads=HEADS,
     ),
     "phi-grouped": Tiny(
-        "Phi", "phi2", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)}, rotary_dim=8,
+        "Phi", "phi2", {"rope_parameters": rope("default", partial_rotary_factor=0.5)}, rotary_dim=8,
     ),
     "starcoder2": Tiny(
         "Starcoder2", "starcoder2", {"sliding_window": 11}, layers=_windows(11, 11, 11, 11), tied=True,
@@ -470,7 +456,7 @@ TINY: dict[str, Tiny] = {
         "Gemma3Text", "gemma3",
         {"sliding_window": 7, "sliding_window_pattern": 3, "query_pre_attn_scalar": 16,
          "rope_parameters": {
-             "full_attention": _rope("linear", factor=4.0),
+             "full_attention": rope("linear", factor=4.0),
              "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
         layers=(*_local(7, 500.0) * 2, FULL, *_local(7, 500.0)), tied=True, norm_offset=1.0,
         scaling=RopeScaling("linear", 4.0),
@@ -507,7 +493,7 @@ TINY: dict[str, Tiny] = {
     "olmo": Tiny("Olmo", "olmo", {}, keys={"attention.layer_norm_epsilon": 1e-5}),
     "stablelm": Tiny(
         "StableLm", "stablelm",
-        {"use_qkv_bias": True, "rope_parameters": _rope("default", partial_rotary_factor=0.5)}, rotary_dim=8,
+        {"use_qkv_bias": True, "rope_parameters": rope("default", partial_rotary_factor=0.5)}, rotary_dim=8,
     ),
     "internlm3": Tiny("InternLM3", "llama", {"attention_bias": True, "mlp_bias": True}),
     "seed_oss": Tiny("SeedOss", "seed_oss", {"attention_out_bias": False}),
@@ -519,7 +505,7 @@ TINY: dict[str, Tiny] = {
         keys={"attention.sliding_window": 7, "attention.sliding_window_pattern": [1, 1, 1, 0]},
     ),
     "glm4": Tiny(
-        "Glm4", "glm4", {"rope_parameters": _rope("default", partial_rotary_factor=1.0)}, is_paired=True,
+        "Glm4", "glm4", {"rope_parameters": rope("default", partial_rotary_factor=1.0)}, is_paired=True,
     ),
     "cohere2": Tiny(
         "Cohere2", "cohere2", {"sliding_window": 7, "logit_scale": 0.25}, layers=(*_windows(7, 7, 7), NOPE),
@@ -530,7 +516,7 @@ TINY: dict[str, Tiny] = {
     "granitemoeshared": _granitemoe(48),
     "arcee": Tiny("Arcee", "arcee", {"mlp_bias": True}),
     "nemotron": Tiny(
-        "Nemotron", "nemotron", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+        "Nemotron", "nemotron", {"rope_parameters": rope("default", partial_rotary_factor=0.5)},
         rotary_dim=8, norm_offset=1.0,
     ),
     "qwen2_moe": Tiny(
@@ -564,7 +550,7 @@ TINY: dict[str, Tiny] = {
         "Glm4Moe", "glm4moe",
         {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
          "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True,
-         "rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+         "rope_parameters": rope("default", partial_rotary_factor=0.5)},
         layers=(_dense(FULL), FULL, FULL, FULL), rotary_dim=8,
         mixture=_GROUPED,
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 2,
@@ -573,7 +559,7 @@ TINY: dict[str, Tiny] = {
     "bailing_moe": Tiny(
         "BailingMoeV2", "bailingmoe2",
         {**_EXPERTS, "moe_intermediate_size": 32, "num_shared_experts": 1, "n_group": 4, "topk_group": 2,
-         "routed_scaling_factor": 2.5, "rope_parameters": _rope("default", partial_rotary_factor=0.5)},
+         "routed_scaling_factor": 2.5, "rope_parameters": rope("default", partial_rotary_factor=0.5)},
         layers=(_dense(FULL), FULL, FULL, FULL), rotary_dim=8,
         mixture=replace(_GROUPED, d_shared=32),
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
@@ -607,7 +593,7 @@ TINY: dict[str, Tiny] = {
     "olmo3": Tiny(
         "Olmo3", "olmo2",
         {"sliding_window": 7,
-         "rope_parameters": {"full_attention": _YARN, "sliding_attention": _rope("default")}},
+         "rope_parameters": {"full_attention": _YARN, "sliding_attention": rope("default")}},
         layers=(*_local(7, 10000.0) * 3, FULL), scaling=RopeScaling("yarn", 8.0, ORIGINAL),
         keys={"attention.sliding_window": 7, **_YARN_KEYS},
     ),
@@ -615,421 +601,3 @@ TINY: dict[str, Tiny] = {
 
 
 IN_GGUF = [name for name, tiny in TINY.items() if tiny.gguf_arch]
-
-
-def make(
-    name: str, seed: int = 0, weight_type: str = "F32", context: int = CONTEXT
-) -> tuple[Any, ModelConfig, TorchSource]:
-    """transformers' model, our config and the same weights, each matrix rounded to `weight_type`.
-
-    `context` other than CONTEXT is for models whose scaling does not follow from it, or is longrope.
-    """
-    tiny = TINY[name]
-    scaling = tiny.scaling
-    if scaling is not None and scaling.kind == "longrope":
-        scaling = replace(scaling, factor=context / ORIGINAL)
-    torch.manual_seed(seed)
-    common = {
-        "hidden_size": D, "intermediate_size": F, "num_attention_heads": HEADS, "head_dim": D_HEAD,
-        "num_key_value_heads": tiny.n_kv_heads, "num_hidden_layers": N_LAYERS, "vocab_size": V,
-        "max_position_embeddings": context, "tie_word_embeddings": tiny.tied,
-        "initializer_range": 0.15,  # attention is far from uniform; steeper, float32 itself nears 1e-4
-        "pad_token_id": 0, "attn_implementation": "eager",
-        "rope_parameters": _rope("default"),
-    }  # fmt: skip
-    config_class = _hf_class(f"{tiny.hf_type}Config")
-    epsilons = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
-    epsilon = {key: 1e-5 for key in epsilons if hasattr(config_class(), key)}
-    hf_config = config_class(**{**common, **epsilon, **tiny.hf})
-    class_name = f"{tiny.hf_type.removesuffix('Text')}ForCausalLM"  # InternLM3 is Llama's
-    make_hf = _hf_class(class_name)
-    hf = make_hf(hf_config).eval()
-    kind = QUANT_TYPES[weight_type]
-    with torch.no_grad():
-        for key, parameter in hf.named_parameters():
-            if "sinks" in key:
-                parameter.copy_(torch.randn_like(parameter))
-            elif (
-                "norm" in key or "bias" in key or key.endswith("scale")
-            ):  # else all ones or zeros, and a mistake would not show
-                middle = 0.0 if "bias" in key else 1.0 - tiny.norm_offset * ("linear_attn" not in key)
-                parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
-            elif "act_fn.alpha" in key:
-                parameter.copy_(torch.randn_like(parameter))
-            elif is_convolution(key) or key.endswith(".D"):
-                parameter.copy_(0.5 * torch.randn_like(parameter))
-            elif kind.name == "BF16":
-                parameter.copy_(parameter.bfloat16().float())
-        for key, buffer in hf.named_buffers():
-            if key.endswith("layer_scalar"):
-                buffer.copy_(0.5 + torch.rand(1))
-            elif key.endswith("bias"):  # routers' biases
-                buffer.copy_(0.3 * torch.randn_like(buffer))
-    sizes = {"d_head": D_HEAD, "d_ffn": F, "n_heads": HEADS, **tiny.facts}
-    config = ModelConfig(
-        architecture=name.split("-")[0],
-        n_layers=N_LAYERS,
-        d_model=D,
-        n_kv_heads=tiny.n_kv_heads,
-        n_vocab=V,
-        norm_eps=1e-5,
-        max_context=context,
-        tie_embeddings=tiny.tied,
-        rope=RopeConfig(10000.0, tiny.rotary_dim, scaling),
-        layers=tuple(tiny.layers),
-        mixture=tiny.mixture,
-        recurrent=tiny.recurrent,
-        **sizes,
-    )
-    state = {key: t for key, t in hf.state_dict().items() if not (tiny.tied and key == "lm_head.weight")}
-    state = _stacked(dict(_named(key, tensor) for key, tensor in state.items()))
-    state = {_canonical(key, name.split("-")[0], tiny.layers): tensor for key, tensor in state.items()}
-    if name == "olmo_hybrid":
-        state = _of_olmo_hybrid(state, config)
-    if name.startswith("granitemoe"):
-        shared = "mlp.shared_experts" if tiny.mixture and tiny.mixture.d_shared else "shared_mlp"
-        state = _of_granite(state, shared if tiny.mixture else "mlp")
-    if name == "gemma4_moe_text":
-        state = {key.replace(".router.proj", ".mlp.gate").replace(".experts", ".mlp.experts"): tensor
-                 for key, tensor in state.items()}  # fmt: skip
-    made = TorchSource(_with_experts_apart(state))
-    for key in made.arrays:
-        is_norm = key.endswith("norm.weight") and "linear_attn" not in key
-        made.arrays[key] = made.arrays[key] + np.float32(tiny.norm_offset if is_norm else 0.0)
-    if config.has_gates:  # rows of a head's query and gate apart
-        for key in [key for key in made.arrays if "q_proj" in key]:
-            made.arrays[key] = np.concatenate([part.reshape(-1, D) for part in _gates(made.arrays[key])])
-    if name == "gpt_neox":  # a head's query, key and value next to each other
-        for key in [key for key in made.arrays if "qkv_proj" in key]:
-            rows = made.arrays[key].reshape(HEADS, 3, D_HEAD, -1).swapaxes(0, 1)
-            made.arrays[key] = rows.reshape(made.arrays[key].shape)
-    if config.latent is not None:
-        made.arrays = _with_heads_apart(made.arrays, config, tiny.is_paired)
-    elif tiny.is_paired:
-        rotated = [key for key in made.arrays if "q_proj" in key or "k_proj" in key]
-        made.arrays |= {key: _half_split(made.arrays[key]) for key in rotated}
-    return hf, config, made
-
-
-def _hf_class(name: str) -> Any:
-    """A class of transformers, or one of those that stand for classes on the hub."""
-    own = vars(minicpm_class) | vars(smallthinker_class) | vars(bailing_class)
-    return own.get(name) or getattr(transformers, name, transformers.LlamaForCausalLM)
-
-
-def _stacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Matrices of single experts as a stack of all."""
-    stacks: dict[str, list[torch.Tensor]] = {}
-    for key, tensor in state.items():
-        stacks.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", key), []).append(tensor)
-    return {
-        key: torch.stack(each) if ".experts." in key and len(each) > 1 else each[0]
-        for key, each in stacks.items()
-    }
-
-
-def _with_heads_apart(
-    arrays: Mapping[str, np.ndarray], config: ModelConfig, is_paired: bool
-) -> dict[str, np.ndarray]:
-    """Tensors of latent attention as models have them: of each head a matrix of keys, transposed, and one of
-    values; rows that rotate in halves.
-    """
-    latent, apart = config.latent, dict[str, np.ndarray]()
-    assert latent is not None
-    for key, array in arrays.items():
-        if "kv_b_proj" in key:
-            rows = array.reshape(HEADS, -1, latent.rank)
-            apart[key.replace("kv_b", "k_b")] = rows[:, : latent.d_nope].swapaxes(1, 2)
-            apart[key.replace("kv_b", "v_b")] = rows[:, latent.d_nope :]
-        else:
-            apart[key] = _turned_tail(key, array, latent, _half_split) if is_paired else array
-    return apart
-
-
-def _turned_tail(key: str, array: np.ndarray, latent: LatentConfig, turn: Any) -> np.ndarray:
-    """An array whose rows that rotate, the last of each query's head or of all keys, are turned."""
-    if re.search(r"\.(?:q_proj|q_b_proj|kv_a_proj_with_mqa)\.", key) is None:
-        return array
-    n_before = latent.rank if "kv_a" in key else latent.d_nope
-    heads = array.reshape(-1, n_before + D_HEAD, *array.shape[1:]).copy()
-    for head in heads:
-        head[n_before:] = turn(head[n_before:])
-    return heads.reshape(array.shape)
-
-
-def _gates(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of queries and gates, head by head, both [heads, D_HEAD, D]."""
-    heads = rows.reshape(HEADS, 2, D_HEAD, -1)
-    return heads[:, 0], heads[:, 1]
-
-
-def _named(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """A parameter of transformers' as kukri names it and has it."""
-    if key.endswith(".A_log"):
-        return f"{key}.weight", -torch.exp(tensor)
-    if key.endswith(("shared_expert_gate.weight", "e_score_correction_bias", "expert_bias")):
-        return key.replace("_bias", ".bias"), tensor.reshape(-1)
-    key = (
-        f"{key}.weight"
-        if key.endswith((".D", ".layer_scalar", "_scale", ".scale")) or ".act_fn." in key
-        else key.replace(".dt_bias", ".dt_proj.bias")
-    )
-    return key, tensor[:, 0] if is_convolution(key) else tensor.reshape(-1) if ".act_fn." in key else tensor
-
-
-def _of_nemotron_h(key: str, layers: Sequence[LayerConfig]) -> str:
-    """A tensor of a layer's only part, by what the part is."""
-    key = key.replace("backbone.", "model.")
-    match = re.fullmatch(r"(model\.layers\.(\d+))\.(.+)", key)
-    if match is None:
-        return key
-    layer = layers[int(match[2])]
-    part = "mamba" if layer.is_recurrent else "mlp" if layer.is_mlp else "self_attn"
-    name = match[3].replace("mixer.", f"{part}.")
-    return f"{match[1]}.{'input_layernorm.weight' if name == 'norm.weight' else name}"
-
-
-def _canonical(key: str, architecture: str, layers: Sequence[LayerConfig]) -> str:
-    """A tensor's name as kukri has it, if it is the only one of its row in `Architecture.joined`."""
-    if architecture == "gpt_neox":  # as files have it
-        key = key.replace("gpt_neox.", "model.").replace("lm_head", "embed_out")
-    key = key.replace("feed_forward.experts.", "mlp.experts.")  # which are one tensor in transformers
-    key = key.replace(".gate.moe_statics.", ".moe_statics.")  # as files have it
-    key = key.replace("mlp.router.", "mlp.gate.") if architecture == "phimoe" else key
-    if architecture in ("nemotron_h", "nemotron_h_moe", "mamba2"):  # several of its modules have one name
-        return _of_nemotron_h(key, layers)
-    for stored, modules in ARCHITECTURES[architecture].joined.items():
-        if len(modules) == 1:
-            key = re.sub(rf"(\.\d+\.){re.escape(stored)}(?=\.\w+$)", rf"\1{modules[0]}", key)
-    return key
-
-
-def _of_olmo_hybrid(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """OLMo Hybrid's tensors as files have them: the rule's layers with norms under other names."""
-    own, made = config.recurrent, dict[str, torch.Tensor]()
-    assert own is not None
-    n_keys = own.n_groups * own.d_state
-    for key, tensor in state.items():
-        if "conv1d" in key:
-            for part, rows in zip("qkv", tensor.split([n_keys, n_keys, own.n_heads * own.d_head])):
-                made[key.replace("conv1d", f"{part}_conv1d")] = rows
-        elif "layers.3" in key or "layers" not in key:
-            made[key] = tensor
-        else:
-            key = key.replace("input_layernorm", "attention_layer_norm")
-            made[key.replace("post_attention_layernorm", "feedforward_layer_norm")] = tensor
-    return made
-
-
-def _of_granite(state: Mapping[str, torch.Tensor], mlp: str) -> dict[str, torch.Tensor]:
-    """Granite 4's tensors as kukri names them, the gate and up of the MLP for all tokens apart."""
-    made: dict[str, torch.Tensor] = {}
-    for key, tensor in state.items():
-        key = key.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp")
-        if "shared_mlp.input_linear" in key:
-            for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2)):
-                made[key.replace("shared_mlp.input_linear", f"{mlp}.{part}")] = rows
-        else:
-            made[key.replace("shared_mlp.output_linear", f"{mlp}.down_proj")] = tensor
-    return made
-
-
-def _tiled(key: str, array: np.ndarray, recurrent: RecurrentConfig) -> np.ndarray:
-    """An array as llama.cpp's converter has it: value head j of key head k at place j * n_groups + k."""
-    if "linear_attn." not in key or "linear_attn.norm" in key:
-        return array
-    n, g, n_keys = recurrent.n_heads, recurrent.n_groups, 2 * recurrent.n_groups * recurrent.d_state
-    order = np.arange(n).reshape(g, n // g).T.reshape(-1)
-    wide = (order[:, None] * recurrent.d_head + np.arange(recurrent.d_head)).reshape(-1)
-    if "out_proj" in key:
-        return array[:, wide]
-    if "in_proj_qkv" in key or "conv1d" in key:
-        return np.concatenate([array[:n_keys], array[n_keys:][wide]])
-    return array[wide if "in_proj_z" in key else order]
-
-
-def _half_split(rows: np.ndarray) -> np.ndarray:
-    """Rows of q or k in pairs as kukri has them: the inverse of `_interleaved`."""
-    return rows.reshape(-1, D_HEAD // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _with_experts_apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gate and up of experts, which transformers holds as one, as a stack of matrices each."""
-    apart: dict[str, torch.Tensor] = {}
-    is_interleaved = any(key.endswith("gate_up_proj_bias") for key in state)  # gpt-oss, and (in, out)
-    for key, tensor in state.items():
-        stem, _, part = key.rpartition(".")
-        if part == "sinks":
-            apart[f"{key}.weight"] = tensor
-        elif not stem.endswith(".experts"):
-            apart[key] = tensor
-        else:
-            kind = "bias" if part.endswith("_bias") else "weight"
-            if is_interleaved and kind == "weight":
-                tensor = tensor.transpose(1, 2)
-            if not part.startswith("gate_up"):
-                apart[f"{stem}.{part.partition('_bias')[0]}.{kind}"] = tensor
-                continue
-            gate_up = (tensor[:, ::2], tensor[:, 1::2]) if is_interleaved else tensor.chunk(2, dim=1)
-            apart |= zip((f"{stem}.gate_proj.{kind}", f"{stem}.up_proj.{kind}"), gate_up)
-    return apart
-
-
-# whose converter puts rows of q and k in pairs
-_IN_PAIRS = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "ernie4_5", "glm4", "olmo")
-_IN_PAIRS += ("cohere2", "arcee", "ernie4_5-moe", "mistral3", "minicpm")
-_SHARED = re.compile(r"shared_mlp\.(?:gate|up|down)_proj")  # which gguf has under other models' name
-
-
-def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weight_type: str = "F32") -> Path:
-    """A GGUF file as llama.cpp's converter would write it: names by the `gguf` package, rows of q and k
-    in pairs for the llama family alone."""
-    tiny = TINY[name]
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == tiny.gguf_arch)
-    names = gguf.get_tensor_name_map(arch, N_LAYERS)
-    tensors: dict[str, Any] = {}
-    lists: dict[str, list[float]] = {}
-    for key, array in _multiplied(name, _fused(name, source.arrays)).items():
-        if ".act_fn." in key:
-            lists.setdefault(f"xielu.{key.split('.')[-2]}", []).append(float(array[0]))
-            continue
-        in_pairs = tiny.gguf_arch in _IN_PAIRS
-        if config.latent is not None and tiny.gguf_arch == "deepseek2":
-            array = _turned_tail(key, array, config.latent, lambda rows: _interleaved(rows, D_HEAD))
-        if in_pairs and ("q_proj" in key or "k_proj" in key):
-            array = _interleaved(array, D_HEAD)
-        if config.has_gates and "q_proj" in key:
-            array = np.stack(np.split(array.reshape(-1, D_HEAD, D), 2), axis=1).reshape(array.shape)
-        if config.recurrent is not None and config.recurrent.n_heads:
-            array = _tiled(key, array, config.recurrent)
-        is_kept = array.ndim == 1 or key.endswith(
-            (".bias", "mlp.gate.weight", "mlp.router.weight", "conv.weight", "conv1d.weight")
-        )  # routers and convolutions, as llama.cpp keeps them
-        kind = QUANT_TYPES["F32" if is_kept else weight_type]
-        if "mamba." in key and array.ndim == 1:  # columns and groups, as llama.cpp has Mamba's
-            is_column = key.endswith((".A_log.weight", ".D.weight"))
-            groups = array.reshape(config.recurrent.n_groups if config.recurrent else 1, -1)
-            array = array[:, None] if is_column else groups if "mamba.norm" in key else array
-        key = _SHARED.sub(lambda match: match[0].replace("shared_mlp", "mlp.shared_experts"), key)
-        usual = (
-            names.get_name(name, try_suffixes=(".weight", ".bias"))
-            for name in (key, key.replace("model.", "gpt_neox."))
-        )
-        stored = _gemma4_name(key) or next(found for found in usual if found)
-        stored = stored.removesuffix(".weight") if key.endswith((".A_log.weight", ".D.weight")) else stored
-        assert stored is not None, key
-        tensors[stored] = (kind, quantize(array.reshape(-1, array.shape[-1]), kind), array.shape)
-    for key, factors in {**(tiny.tensors or {}), **_rope_freqs(config)}.items():
-        values = np.array(factors, np.float32)
-        tensors[key] = (QUANT_TYPES["F32"], values, values.shape)
-    has_layer_norm = "model.layers.0.input_layernorm.bias" in source.arrays
-    epsilon = "layer_norm_epsilon" if has_layer_norm else "layer_norm_rms_epsilon"
-    keys = {
-        "block_count": N_LAYERS,
-        "context_length": CONTEXT,
-        "embedding_length": D,
-        "feed_forward_length": F,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": tiny.n_kv_heads,
-        f"attention.{epsilon}": 1e-5,
-        "rope.freq_base": 10000.0,
-        "rope.dimension_count": tiny.rotary_dim,
-        **(tiny.keys or {}),
-    }
-    metadata = {f"{tiny.gguf_arch}.{key}": value for key, value in keys.items()}
-    write_gguf(
-        path, {"general.architecture": tiny.gguf_arch, "general.name": "tiny", **metadata, **lists}, tensors
-    )
-    return path
-
-
-def _fused(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Gemma 4's gates and ups of experts as one tensor, and MiniCPM3's matrices of keys and values."""
-    if name == "minicpm3":
-        made = {key: array for key, array in arrays.items() if "v_b_proj" not in key}
-        for key in [key for key in made if "k_b_proj" in key]:
-            both = (made.pop(key).swapaxes(1, 2), arrays[key.replace("k_b", "v_b")])
-            made[key.replace("k_b", "kv_b")] = np.concatenate(both, axis=1).reshape(-1, both[1].shape[-1])
-        return made
-    if name != "gemma4_moe_text":
-        return {**arrays}
-    made = {}
-    for key, array in arrays.items():
-        if ".experts.gate_proj" in key:
-            up = arrays[key.replace("gate_proj", "up_proj")]
-            made[key.replace("mlp.experts.gate_proj", "experts.gate_up_proj")] = np.concatenate(
-                [array, up], 1
-            )
-        elif ".experts.up_proj" not in key:
-            made[key] = array
-    return made
-
-
-def _multiplied(name: str, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """Falcon-H1's matrices with the multipliers in them, as llama.cpp's converter has them."""
-    if not name.startswith("falcon_h1"):
-        return arrays
-    hf = TINY[name].hf
-    attention, (gate, down) = hf["attention_in_multiplier"], hf["mlp_multipliers"]
-    rows = np.repeat(hf["ssm_multipliers"], (128, 128, 48, 48, 8)).astype(np.float32)[:, None]
-    factors = {
-        **{"q_proj": attention, "k_proj": attention * hf["key_multiplier"], "v_proj": attention},
-        **{"o_proj": hf["attention_out_multiplier"], "gate_proj": gate, "down_proj": down},
-        **{"mamba.in_proj": hf["ssm_in_multiplier"] * rows, "mamba.out_proj": hf["ssm_out_multiplier"]},
-        **{"lm_head": hf["lm_head_multiplier"], "embed_tokens": hf["embedding_multiplier"]},
-    }
-    found = {key: next((f for part, f in factors.items() if f".{part}." in f".{key}"), 1) for key in arrays}
-    return {key: (array * found[key]).astype(np.float32) for key, array in arrays.items()}
-
-
-def _gemma4_name(key: str) -> str | None:
-    """The names that the `gguf` package leaves to llama.cpp's converter."""
-    scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
-    for module, stored in scales.items():
-        if key.endswith(f"{module}.weight"):
-            return f"blk.{key.split('.')[2]}.{stored}"
-    return None
-
-
-def _rope_freqs(config: ModelConfig) -> dict[str, Sequence[float]]:
-    """Llama 3's divisors, in float64 by the formula of llama.cpp's converter."""
-    scaling = config.rope.scaling
-    if scaling is None or scaling.kind != "llama3":
-        return {}
-    if scaling.factors:
-        return {"rope_freqs.weight": scaling.factors}
-    frequencies = 10000.0 ** -(np.arange(0, D_HEAD, 2) / D_HEAD)
-    lengths = 2 * np.pi / frequencies
-    low = scaling.original_context / scaling.low_freq_factor
-    high = scaling.original_context / scaling.high_freq_factor
-    smooth = (scaling.original_context / lengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    middle = 1 / ((1 - smooth) / scaling.factor + smooth)
-    return {"rope_freqs.weight": np.where(lengths < high, 1, np.where(lengths > low, scaling.factor, middle))}
-
-
-def as_read(name: str, config: ModelConfig) -> ModelConfig:
-    """A config as its GGUF file states it: Mistral is a llama there, and llama3's formula is a tensor."""
-    scaling = config.rope.scaling
-    if scaling is not None and scaling.kind == "llama3":
-        factors = tuple(np.array(_rope_freqs(config)["rope_freqs.weight"], np.float32).tolist())
-        scaling = RopeScaling("llama3", factors=factors)
-    of_kind = [a for a in ARCHITECTURES.values() if (a.experts is None) == (config.mixture is None)]
-    by_sigmoid = config.mixture is not None and config.mixture.by_sigmoid
-    of_kind = [a for a in of_kind if a.experts is None or a.experts.by_sigmoid == by_sigmoid]
-    named = [a for a in of_kind if a.gguf == TINY[name].gguf_arch]
-    architecture = max(named, key=lambda a: a.name == a.gguf).name
-    rope = replace(config.rope, scaling=scaling)
-    if architecture.startswith("qwen3_5") and config.recurrent is not None:
-        are_tiled = config.recurrent.n_heads != config.recurrent.n_groups
-        config = replace(config, recurrent=replace(config.recurrent, are_tiled=are_tiled))
-    if architecture == "falcon_h1":  # whose matrices hold them
-        none = {
-            "multipliers": MultiplierConfig(),
-            "embedding_scale": 1.0,
-            "logits_divisor": 1.0,
-            "attention_scale": None,
-        }
-        config = replace(config, **none)  # type: ignore[arg-type]
-    return replace(config, architecture=architecture, rope=rope, name="tiny")

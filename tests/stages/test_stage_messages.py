@@ -24,7 +24,8 @@ from kukri.stages.messages import (
 )
 from kukri.stages.program import StageProgram, stage_layout
 from kukri.stages.stage import Stage
-from tests.models.tiny_models import TINY, make
+from tests.models.made_models import make
+from tests.models.tiny_models import TINY
 
 LIMITS = StepLimits(max_tokens=8, max_sequences=3, max_logit_rows=4, max_pages=5)
 

@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 from kukri.cli import app
 from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
-from tests.models.tiny_models import IN_GGUF, TINY, as_read, make, write
+from tests.models.made_models import make
+from tests.models.tiny_models import IN_GGUF, TINY
+from tests.models.written_models import as_read, write
 
 SIZES = {
     "hidden_size": 64,

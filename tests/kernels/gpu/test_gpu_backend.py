@@ -27,8 +27,9 @@ from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
 from tests.models.biased_keys import biased_model, error
+from tests.models.made_models import make
 from tests.models.tiny_llama import Driver, random_ids
-from tests.models.tiny_models import TINY, V, make
+from tests.models.tiny_models import TINY, V
 from tests.quick import quick
 
 IDS = random_ids(4, V)
