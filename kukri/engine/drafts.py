@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Protocol
+from math import log, log1p
+from typing import NamedTuple, Protocol
 
 from kukri.kernels.arrays import IntArray
 
@@ -43,24 +44,42 @@ class AcceptanceRate:
         self._n[bucket] = self._n[bucket] * _DECAY + 1.0
 
 
+class _Draft(NamedTuple):
+    """A draft on offer."""
+
+    chance: float  # that it and those before it are accepted
+    gain: float  # what it adds to the logarithm of its request's tokens
+    cost: float  # of making it
+    request: int
+
+
 class DraftBudget:
     """Shares the rows of a step among drafts of its requests.
 
-    Drafts are worth their rows if the step then gives the most tokens for its time. Alongside a prompt, whose
-    many rows cost as much each, they are if they are likely.
+    Drafts are worth their rows if they give the most speed, which is a request's tokens for the step's time:
+    the geometric mean of all, as a longer step delays those that draft nothing. While others wait for a place
+    it is their sum, as whoever ends sooner lets the next one in. Alongside a prompt, whose many rows cost as
+    much each, drafts are worth theirs if they are likely.
     """
 
     def __init__(
-        self, row_costs: tuple[float, ...], n_tokens: int, n_decoding: int, *, has_prompt: bool, room: int
+        self,
+        row_costs: tuple[float, ...],
+        n_tokens: int,
+        n_decoding: int,
+        *,
+        has_prompt: bool,
+        others_wait: bool = False,
+        room: int,
     ) -> None:
         """A step has `n_tokens` without drafts, `n_decoding` requests that decode, a prompt or none, and room
         for so many drafts. `row_costs`: see RowCosts.of.
         """
-        self._costs, self._room = row_costs, room
+        self._costs, self._room, self._others_wait = row_costs, room, others_wait
         self._n_tokens, self._n_decoding, self._has_prompt = n_tokens, n_decoding, has_prompt
         self._least = 0.0 if has_prompt else _LEAST_PART * _row_price(row_costs, n_tokens)
         self._n_requests = 0
-        self._drafts: list[tuple[float, float, int]] = []  # -chance, cost of making it, request
+        self._drafts: list[_Draft] = []
 
     def offer(self, chances: Iterable[float], relative_cost: float = 0.0) -> None:
         """Adds a request's drafts, whose number `share` tells.
@@ -68,36 +87,42 @@ class DraftBudget:
         `chances`: the probability that each is accepted, given that those before it are. `relative_cost`: the
         time that making a draft takes, in steps of one token.
         """
-        drafts: list[tuple[float, float, int]] = []
-        chance_of_all = 1.0
+        drafts: list[_Draft] = []
+        chance_of_all, n_tokens = 1.0, 1.0
         for chance in chances:
             chance_of_all *= chance
             if chance_of_all < self._least:
                 break
-            drafts.append((-chance_of_all, relative_cost, self._n_requests))
+            drafts.append(
+                _Draft(chance_of_all, log1p(chance_of_all / n_tokens), relative_cost, self._n_requests)
+            )
+            n_tokens += chance_of_all
         self._drafts += drafts
         self._n_requests += 1
 
     def share(self) -> list[int]:
-        """How many drafts each request that made an offer computes: the likeliest of all."""
+        """How many drafts each request that made an offer computes: those of all that gain the most."""
         n_drafts = [0] * self._n_requests
-        self._drafts.sort()  # those of one request stay in order, as each is at most as likely as the last
-        for _, _, request in self._drafts[: self._n_worthwhile()]:
-            n_drafts[request] += 1
+        by_sum = self._others_wait or self._has_prompt
+        # those of one request stay in order, as each gains at most as much as the last
+        self._drafts.sort(key=lambda draft: -(draft.chance if by_sum else draft.gain))
+        for draft in self._drafts[: self._n_worthwhile()]:
+            n_drafts[draft.request] += 1
         return n_drafts
 
     def _n_worthwhile(self) -> int:
         drafts = self._drafts[: self._room]
         if self._has_prompt:
             least = _MIN_CHANCE + _MIN_CHANCE_EACH * self._n_decoding
-            return sum(-minus_chance >= least + cost for minus_chance, cost, _ in drafts)
-        n_best, n_tokens, made = 0, float(self._n_tokens), 0.0
-        best = n_tokens / _cost(self._costs, self._n_tokens) * _LEAST_GAIN
-        for n, (minus_chance, cost, _) in enumerate(drafts, 1):
-            n_tokens, made = n_tokens - minus_chance, made + cost
-            rate = n_tokens / (_cost(self._costs, self._n_tokens + n) + made)
-            if rate > best:
-                n_best, best = n, rate
+            return sum(draft.chance >= least + draft.cost for draft in drafts)
+        n_best, best = 0, log(_LEAST_GAIN)
+        plain, n_tokens, gain, made = _cost(self._costs, self._n_tokens), float(self._n_tokens), 0.0, 0.0
+        for n, draft in enumerate(drafts, 1):
+            n_tokens, gain, made = n_tokens + draft.chance, gain + draft.gain, made + draft.cost
+            more = log(n_tokens / self._n_tokens) if self._others_wait else gain / self._n_tokens
+            speed = more - log((_cost(self._costs, self._n_tokens + n) + made) / plain)
+            if speed > best:
+                n_best, best = n, speed
         return n_best
 
 

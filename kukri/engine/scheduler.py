@@ -264,7 +264,9 @@ class Scheduler:
         if not has_prompt and self.row_costs.needs_plain(n_tokens):
             return []
         costs = self.row_costs.of(n_tokens)
-        budget = DraftBudget(costs, n_tokens, n_decoding, has_prompt=has_prompt, room=room)
+        budget = DraftBudget(
+            costs, n_tokens, n_decoding, has_prompt=has_prompt, others_wait=bool(self.waiting), room=room
+        )
         offered: list[tuple[int, Drafts]] = []
         for i, chunk in enumerate(chunks):
             request = chunk.request

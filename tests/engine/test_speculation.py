@@ -52,10 +52,12 @@ def shared(
     *,
     room: int = 99,
     relative_cost: float = 0.0,
+    others_wait: bool = False,
+    costs: tuple[float, ...] = COSTS,
 ) -> list[int]:
     """How many drafts of given chances a step has; one of `n_tokens` has a prompt as well."""
-    n = n_tokens or len(offers)
-    budget = DraftBudget(COSTS, n, len(offers), has_prompt=n_tokens is not None, room=room)
+    n, has_prompt = n_tokens or len(offers), n_tokens is not None
+    budget = DraftBudget(costs, n, len(offers), has_prompt=has_prompt, others_wait=others_wait, room=room)
     for chances in offers:
         budget.offer(chances, relative_cost)
     return budget.share()
@@ -454,9 +456,19 @@ def test_drafts_are_worth_their_rows() -> None:
 
 def test_the_likeliest_drafts_go_first() -> None:
     """Rows that go to requests in the order of their turn, or beyond the room of a step."""
-    assert shared([[0.3] * 4, [0.9] * 4, [0.95] * 4], room=4) == [0, 1, 3]
+    assert shared([[0.3] * 4, [0.9] * 4, [0.95] * 4], room=4) == [0, 2, 2]
+    assert shared([[0.3] * 4, [0.9] * 4, [0.95] * 4], room=4, others_wait=True) == [0, 1, 3]
     assert shared([[0.99] * 15], room=0) == [0]
     assert shared([[0.6] * 8], relative_cost=0.3) < shared([[0.6] * 8])
+
+
+def test_one_requests_drafts_do_not_delay_all_others() -> None:
+    """Steps that give more tokens in sum, and each of seven streams fewer for the time."""
+    costs = (1, 1.1, 1.2, 1.22, 1.67, 1.72, 1.78, 1.82, *[2.1] * 4, *[3.35] * 4)
+    one_of_eight: list[list[float]] = [[0.95] * 4, *[[]] * 7]
+    assert shared(one_of_eight, costs=costs) == [0] * 8
+    # it ends sooner, and the next one begins
+    assert shared(one_of_eight, others_wait=True, costs=costs) == [4, *[0] * 7]
 
 
 def test_requests_without_hope_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
