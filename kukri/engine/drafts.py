@@ -21,7 +21,7 @@ _DECAY = 0.98  # a draft's weight in the rate falls by this with each later draf
 _MIN_CHANCE, _MIN_CHANCE_EACH = 0.2, 0.05
 # least chance of a draft, as a part of what a row costs at least: it may come with others of better chance
 _LEAST_PART = 0.5
-_LEAST_GAIN = 1.06  # tokens for the time of a step with drafts, against one without: chances are guesses
+_LEAST_GAIN = 1.06  # speed of a step with drafts, against one without: chances are guesses
 
 
 class AcceptanceRate:
