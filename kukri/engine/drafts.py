@@ -47,9 +47,9 @@ class AcceptanceRate:
 class _Draft(NamedTuple):
     """A draft on offer."""
 
-    chance: float  # that it and those before it are accepted
+    chance: float  # it and those before it are accepted
     gain: float  # what it adds to the logarithm of its request's tokens
-    cost: float  # of making it
+    cost: float  # what making it takes, in steps of one token
     request: int
 
 
