@@ -46,7 +46,7 @@ def _within_range(q, k, n_heads, n_kv_heads, d_head, middle, inverse, reach):
 
 
 @device
-def _every_key_alike(q, k, n_heads, n_kv_heads, d_head, middle, inverse, reach):
+def _keys_as_they_are(q, k, n_heads, n_kv_heads, d_head, middle, inverse, reach):
     return 0
 
 
@@ -72,7 +72,7 @@ def _rotate_heads(q, k, v, n_heads, n_kv_heads, d_head):
 def _make_rope_store(cached: CachedNumbers) -> KernelSource:
     """The kernel for one type of cache."""
     store_token, rotate_heads = cached.store, _rotate_heads if cached.is_rotated else _as_it_is
-    within_range = _within_range if KV_TYPES[cached.kv_type].has_range else _every_key_alike
+    within_range = _within_range if KV_TYPES[cached.kv_type].has_range else _keys_as_they_are
 
     def rope_store(
         tile,
