@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from kukri.engine.pages import PageKey
 from kukri.errors import ConfigError
+from kukri.host.hardware import available_bytes
 from kukri.host.os_calls import sync_directory
 from kukri.host.private_files import make_private, open_private
 from kukri.kernels.cache import Cache
@@ -37,7 +38,9 @@ _MAGIC = b"kukri KV page 1\n"
 _HEADER_BYTES = len(_MAGIC) + 32
 _SUFFIX, _UNFINISHED = ".page", ".new-"
 _ABANDONED_S = 3600.0  # the age at which an unfinished file is one that a killed process left
-_MAX_QUEUED_BYTES = 256 << 20  # waiting to be written; what comes on top is not saved this time
+# what may wait to be written, or this part of the free memory if that is more: a long prompt's pages and
+# states come all at once, with its first token. What comes on top is not saved this time
+_LEAST_QUEUED_BYTES, _QUEUED_PART = 256 << 20, 4
 _STEP_BYTES = 32 << 20  # read between two steps
 _BATCH = 64  # pages that are made safe on the disk together
 _PAUSE_S = 60.0  # after a disk that was full, or broken
@@ -80,7 +83,7 @@ class SavedPrefixes:
         self._files: dict[str, tuple[int, float]] = {}  # name -> bytes, when it was used (since the epoch)
         self._queue: deque[tuple[str, bytes, float]] = deque()  # name, contents, when it was used
         self._queued: set[str] = set()
-        self._queued_bytes = 0
+        self._queued_bytes = self._most_queued_bytes = 0
         self._thread: threading.Thread | None = None
         self._paused_until_s = 0.0
         self._n_written_bytes = 0  # since the directory was read, to see what other processes wrote
@@ -108,8 +111,7 @@ class SavedPrefixes:
             if name in self._files:
                 self._files[name] = self._files[name][0], used_s
                 return
-            is_full = self._queued_bytes + n_bytes > _MAX_QUEUED_BYTES
-            if name in self._queued or is_full or time.monotonic() < self._paused_until_s:
+            if name in self._queued or time.monotonic() < self._paused_until_s or not self._has_room(n_bytes):
                 return
             self._queue.append((name, contents(), used_s))
             self._queued.add(name)
@@ -118,6 +120,15 @@ class SavedPrefixes:
                 # no daemon: a program that ends waits for what it has saved
                 self._thread = threading.Thread(target=self._write_all, name="kukri-save-prefixes")
                 self._thread.start()
+
+    def _has_room(self, n_bytes: int) -> bool:
+        """True if so much more may wait. Free memory is looked up once while more waits than always may."""
+        n_queued = self._queued_bytes + n_bytes
+        if n_queued <= _LEAST_QUEUED_BYTES:
+            self._most_queued_bytes = 0
+            return True
+        self._most_queued_bytes = self._most_queued_bytes or available_bytes() // _QUEUED_PART
+        return n_queued <= self._most_queued_bytes
 
     def read(self, keys: Sequence[PageKey], depth: int) -> Iterator[memoryview]:
         """The contents of pages that follow each other, verified, up to the first that is not there."""

@@ -8,9 +8,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -259,6 +261,29 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     engine.close()
     assert "No space left on device" in caplog.text
     assert [path for path in tmp_path.iterdir() if path.suffix != ".page"] == []
+
+
+@pytest.mark.parametrize(("free_pages", "n_saved"), [(100, (10,)), (4, (4, 5))])  # and one that is written
+def test_a_long_prompt_is_saved_whole_if_memory_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_pages: int, n_saved: tuple[int, ...]
+) -> None:
+    """A prompt of which only the beginning is kept, as its pages come faster than a disk takes them; and a
+    queue that fills the memory."""
+    may_write, write = threading.Event(), SavedPrefixes._write
+
+    def slow(self: SavedPrefixes, batch: Any) -> None:
+        assert may_write.wait(60)
+        write(self, batch)
+
+    monkeypatch.setattr(SavedPrefixes, "_write", slow)
+    monkeypatch.setattr(saved_prefixes, "_BATCH", 1)
+    monkeypatch.setattr(saved_prefixes, "_LEAST_QUEUED_BYTES", 2 * 1024)
+    monkeypatch.setattr(saved_prefixes, "available_bytes", lambda: 4 * free_pages * 1024)
+    engine, _ = open_engine(tmp_path)
+    answer(engine, prompt_of(160), 2)
+    may_write.set()
+    engine.close()
+    assert len(saved_files(tmp_path)) in n_saved
 
 
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
