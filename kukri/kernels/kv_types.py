@@ -20,7 +20,6 @@ import numpy.typing as npt
 from kukri.config import KVType
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.specs import KeyRange
 
 KV_BLOCK = 32  # dimensions that share a scale in a q8_0 cache
 Q4_BLOCK = 32  # dimensions of which 16 bytes have the first 16 in their low bits and the rest in their high
@@ -49,15 +48,12 @@ class KVNumbers:
     has_range: bool = False  # keys are kept by their `KeyRange`
 
 
-def within_range(q: Any, k: Any, key_range: KeyRange | None, as_array: Callable[[FloatArray], Any]) -> Any:
-    """(q [T, H, K], k [T, G, K]) as a type of few bits keeps them: see `KeyRange`; as they are without one.
+def within_range(q: Any, k: Any, middle: Any, reach: Any) -> tuple[Any, Any]:
+    """(q [T, G, H/G, K], k [T, G, K]) as types of few bits keep them by a `KeyRange`, [G, K] each.
 
-    Arrays, or tensors of which `as_array` makes the range's.
+    Arrays or tensors.
     """
-    if key_range is None:
-        return q, k
-    reach = np.repeat(key_range.reach, q.shape[1] // len(key_range.reach), axis=0)
-    return q * as_array(reach), (k - as_array(key_range.middle)) * as_array(np.float32(1) / key_range.reach)
+    return q * reach[:, None], (k - middle) / reach
 
 
 def rotated_run(d_head: int) -> int:

@@ -290,8 +290,11 @@ class ReferenceOps:
         kept = KV_TYPES[self.cache.kv_type]
         is_rotated = kept.is_rotated
         heads = [x.reshape(len(x), -1, spec.d_head) for x in (q, k, v) if x is not None]
-        if kept.has_range and k is not None:
-            heads[:2] = within_range(heads[0], heads[1], spec.key_range, np.asarray)
+        if kept.has_range and spec.key_range is not None:
+            sides = (x.data.reshape(-1, spec.d_head) for x in (spec.key_range.middle, spec.key_range.reach))
+            groups = q.reshape(len(q), -1, spec.group, spec.d_head)
+            grouped, heads[1] = within_range(groups, heads[1], *sides)
+            heads[0] = grouped.reshape(heads[0].shape)
         if is_rotated:
             limit = np.finfo(np.float16).max
             heads = [rotate_heads(x) for x in (heads[0], *(x.clip(-limit, limit) for x in heads[1:]))]

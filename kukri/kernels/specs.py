@@ -48,14 +48,14 @@ class Routing:
 
 @dataclass(frozen=True, eq=False)
 class KeyRange:
-    """Where a layer's keys lie: around `middle`, as far off as `reach`, float32 [G, K] each.
+    """Where a layer's keys lie: around `middle`, as far off as `reach`, [G * K] each.
 
     A cache of few bits keeps (key - middle) / reach, and queries are multiplied by reach. So a score lacks
     the query's product with middle, which is the same for all keys: softmax does not see it.
     """
 
-    middle: FloatArray
-    reach: FloatArray
+    middle: Vector
+    reach: Vector
 
 
 @dataclass(frozen=True)

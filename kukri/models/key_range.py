@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import RopeFrequencies
+from kukri.kernels.constants import RopeFrequencies, Vector
 from kukri.kernels.specs import KeyRange
 
 _POSITIONS = 8192  # first ones, over which a rotating bias is averaged
@@ -32,7 +32,8 @@ def key_range(bias: FloatArray, rope: RopeFrequencies | None) -> KeyRange:
         middle[:, low], middle[:, high] = mean.real, mean.imag
         spread[:, low] = spread[:, high] = np.abs(pairs) ** 2 - np.abs(mean) ** 2
     reach = np.exp2(np.rint(np.log2(np.sqrt(spread + _PLAIN_REACH**2))))  # powers of two: nothing is rounded
-    return KeyRange((np.rint(middle / _STEP) * _STEP).astype(np.float32), reach.astype(np.float32))
+    whole = np.rint(middle / _STEP) * _STEP
+    return KeyRange(*(Vector(side.astype(np.float32).reshape(-1)) for side in (whole, reach)))
 
 
 def _mean_turn(frequencies: npt.NDArray[np.float64]) -> npt.NDArray[np.complex128]:

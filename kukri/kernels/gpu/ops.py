@@ -193,7 +193,7 @@ class TritonOps(TorchOps):
         """
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
         is_plain = not self._by_pytorch(spec, batch) and batch.rope_positions.ndim == 1
-        is_plain &= not self._has_range(spec)
+        is_plain &= self._key_range(spec) is None
         if not is_plain or not self.taps.isdisjoint(taps):
             return super().rope(q, k, rope, spec, batch)
 

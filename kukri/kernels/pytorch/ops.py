@@ -28,7 +28,7 @@ from kukri.kernels.pytorch.kv_types import TENSOR_TYPES, rotate_heads
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
 from kukri.kernels.pytorch.weights import FLOATS, DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, KeyRange, Routing, ScanSpec
 from kukri.kernels.taps import Hook, tap_name
 from kukri.quant import blocks
 
@@ -278,15 +278,18 @@ class TorchOps:
             out[group.tokens] = self._attend(q[group.tokens], spec, group, batch.mask)
         return rotate_heads(out, spec.d_head) if is_rotated else out
 
-    def _has_range(self, spec: AttentionSpec) -> bool:
-        return spec.key_range is not None and KV_TYPES[self.cache.kv_type].has_range
+    def _key_range(self, spec: AttentionSpec) -> KeyRange | None:
+        """The range that the cache keeps a layer's keys by."""
+        return spec.key_range if KV_TYPES[self.cache.kv_type].has_range else None
 
     def _within_range(self, q: Tensor, k: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
         """q [T, H*K] and k [T, G*K] as the cache keeps keys: see `within_range`."""
-        if k is None or not self._has_range(spec):
+        key_range = self._key_range(spec)
+        if k is None or key_range is None:
             return q, k
-        heads = [x.reshape(len(x), -1, spec.d_head) for x in (q, k)]
-        q, k = within_range(heads[0], heads[1], spec.key_range, lambda x: torch.from_numpy(x).to(q.device))
+        groups = q.reshape(len(q), -1, spec.group, spec.d_head), k.reshape(len(k), -1, spec.d_head)
+        sides = (self.constants.vector(x).view(-1, spec.d_head) for x in (key_range.middle, key_range.reach))
+        q, k = within_range(*groups, *sides)
         return q.flatten(1), k.flatten(1)
 
     def conv(self, x: Tensor, spec: ConvSpec, batch: DeviceBatch) -> Tensor:

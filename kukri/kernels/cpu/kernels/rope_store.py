@@ -35,18 +35,22 @@ def _rotate(head, cos, sin, half):
 
 
 @device
-def _within_range(q, k, n_heads, n_kv_heads, d_head, middle, inverse, reach):
-    """Queries and keys as `kv_types.within_range` makes them, in place; `reach` is [H, K]."""
+def _within_range(q, k, n_heads, n_kv_heads, d_head, middle, reach):
+    """Queries and keys as `kv_types.within_range` makes them, in place."""
     if middle != 0:
+        group = n_heads // n_kv_heads
+        for head in range(n_heads):
+            own = reach + head // group * d_head * 4
+            for i in range(0, 4 * d_head, 64):
+                at = q + head * d_head * 4 + i
+                store_f32x16(at, load_f32x16(at) * load_f32x16(own + i))
         for i in range(0, 4 * n_kv_heads * d_head, 64):
             key = load_f32x16(k + i) - load_f32x16(middle + i)
-            store_f32x16(k + i, key * load_f32x16(inverse + i))
-        for i in range(0, 4 * n_heads * d_head, 64):
-            store_f32x16(q + i, load_f32x16(q + i) * load_f32x16(reach + i))
+            store_f32x16(k + i, key / load_f32x16(reach + i))
 
 
 @device
-def _keys_as_they_are(q, k, n_heads, n_kv_heads, d_head, middle, inverse, reach):
+def _keys_as_they_are(q, k, n_heads, n_kv_heads, d_head, middle, reach):
     return 0
 
 
@@ -75,25 +79,9 @@ def _make_rope_store(cached: CachedNumbers) -> KernelSource:
     within_range = _within_range if KV_TYPES[cached.kv_type].has_range else _keys_as_they_are
 
     def rope_store(
-        tile,
-        batch,
-        q,
-        k,
-        v,
-        stride,
-        n_heads,
-        n_kv_heads,
-        d_head,
-        cos,
-        sin,
-        half,
-        keys,
-        values,
-        page_stride,
-        middle,
-        inverse,
-        reach,
-    ):
+        tile, batch, q, k, v, stride, n_heads, n_kv_heads, d_head, cos, sin, half, keys, values, page_stride,
+        middle, reach,
+    ):  # fmt: skip
         """Rotates q and k by position (unless cos is 0), then stores k and v (unless keys is 0).
 
         Without a range of keys `middle` is 0.
@@ -113,16 +101,7 @@ def _make_rope_store(cached: CachedNumbers) -> KernelSource:
             if keys != 0:
                 slot = load_i32(slots + 4 * row)
                 page = (slot >> 4) * page_stride
-                within_range(
-                    q + row * stride,
-                    k + row * stride,
-                    n_heads,
-                    n_kv_heads,
-                    d_head,
-                    middle,
-                    inverse,
-                    reach,
-                )
+                within_range(q + row * stride, k + row * stride, n_heads, n_kv_heads, d_head, middle, reach)
                 rotate_heads(
                     q + row * stride, k + row * stride, v + row * stride, n_heads, n_kv_heads, d_head
                 )

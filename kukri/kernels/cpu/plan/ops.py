@@ -391,7 +391,7 @@ class RopeStore(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         spec, rope, cache = self.spec, self.rope, at.cache
-        k = self.k or self.q
+        k, key_range = self.k or self.q, spec.key_range
         return {
             "batch": at.batch_of(spec),
             "q": at.of(self.q),
@@ -407,17 +407,8 @@ class RopeStore(Op):
             "half": 0 if rope is None else rope.frequencies.rotary_dim // 2,
             "keys": 0 if not self.stores else address_of(cache.keys[spec.kv_layer]),
             "values": 0 if not self.stores else address_of(cache.values[spec.kv_layer]),
-            **self._range(at),
-        }
-
-    def _range(self, at: Addresses) -> dict[str, int]:
-        key_range = self.spec.key_range
-        if key_range is None or not self.stores:
-            return {"middle": 0, "inverse": 0, "reach": 0}
-        return {
-            "middle": at.of_array(key_range.middle),
-            "inverse": at.of_array(np.float32(1) / key_range.reach),
-            "reach": at.of_array(np.repeat(key_range.reach, self.spec.group, axis=0)),
+            "middle": at.of_array(key_range.middle.data) if key_range else 0,
+            "reach": at.of_array(key_range.reach.data) if key_range else 0,
         }
 
 
@@ -485,7 +476,7 @@ class AttendFinish(Producer):
             "d_head": self.spec.d_head,
             "sinks": _sinks(self.spec, at),
             "partials": at.of(self.partials),
-            "part_bytes": partial_bytes(self.spec.group * query_tokens(self.spec.group), self.spec.d_head),
+            "part_bytes": part_bytes(self.spec),
         } | self.outputs(at)
 
 
@@ -553,6 +544,11 @@ def cut_of(spec: AttentionSpec) -> Cut:
     window, n_ahead = spec.window or _ALL, _ALL if spec.n_ahead is None else spec.n_ahead
     tokens = query_tokens(spec.group), prompt_tokens(spec.group, spec.d_head)
     return Cut(*tokens, n_ahead, window)
+
+
+def part_bytes(spec: AttentionSpec) -> int:
+    """Bytes of a partial result of one key head."""
+    return partial_bytes(spec.group * cut_of(spec).group_tokens, spec.d_head)
 
 
 def row_count(rows: Rows, at: Addresses) -> int:

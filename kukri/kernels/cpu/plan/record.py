@@ -31,7 +31,7 @@ from kukri.kernels.cpu.plan.adapter_ops import (
 )
 from kukri.kernels.cpu.plan.batch_memory import max_partials
 from kukri.kernels.cpu.plan.ops import Buffer, Op, RouteTable, Rows, Value
-from kukri.kernels.cpu.run.abi import MAX_BEST, MAX_GROUPS, MAX_TILE_ROWS, partial_bytes
+from kukri.kernels.cpu.run.abi import MAX_BEST, MAX_GROUPS, MAX_TILE_ROWS
 from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.op_set import EmbedBy, GateBy
 from kukri.kernels.paged_kv import PAGE_TOKENS
@@ -492,8 +492,7 @@ class Recorder:
         return [None if x is None else y for x, y in zip(qkv, parts)]
 
     def _partials_bytes(self, spec: AttentionSpec) -> int:
-        rows = spec.group * ops.cut_of(spec).group_tokens
-        return max_partials(self._limits) * partial_bytes(rows, spec.d_head) * spec.n_kv_heads
+        return max_partials(self._limits) * ops.part_bytes(spec) * spec.n_kv_heads
 
     def _max_rows(self, rows: Rows) -> int:
         if isinstance(rows, RouteTable):
