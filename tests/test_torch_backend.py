@@ -277,7 +277,7 @@ def test_too_little_memory_is_said_before_weights_are_copied(
 ) -> None:
     """An allocation that fails amid loading, or a KV cache that nobody counted."""
     monkeypatch.setattr("kukri.kernels.pytorch.free_bytes", lambda device: free_bytes)
-    monkeypatch.setattr("kukri.kernels.pytorch.ops.to_device", None)
+    monkeypatch.setattr("kukri.kernels.pytorch.constants.to_device", None)
     with pytest.raises(ConfigError, match=r"cpu has 0\.00 GiB of memory free, and the weights take"):
         LLM(tiny_path, backend="torch", kv_bytes=kv_bytes)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.models.both_ways import SeesWhole
@@ -89,12 +90,14 @@ class RequestImages:
         runs = self._runs if self.sees_whole else ()
         return max((min(run.stop, stop) - max(run.start, first) for run in runs), default=0)
 
-    def sees_ahead(self, window: int | None) -> list[tuple[int, int]]:
-        """(start, stop) of the runs whose tokens see those after them, in a layer with this window or without
-        one.
+    def mark_seen_ahead(self, seen: npt.NDArray[np.bool_], window: int | None) -> None:
+        """Sets in `seen`, of queries by keys [T, T], later keys that a query sees too, as both are rows of
+        one run, in a layer with this window or without one.
         """
-        is_there = self.sees_whole == "all" or (self.sees_whole == "windows" and window is not None)
-        return [(run.start, run.stop) for run in self._runs if is_there]
+        if self.sees_whole == "all" or (self.sees_whole == "windows" and window is not None):
+            for run in self._runs:
+                tokens = slice(run.start, run.stop)
+                seen[tokens, tokens] |= ~np.tri(run.stop - run.start, dtype=np.bool_)
 
     def identity(self, start: int, stop: int) -> bytes:
         """What tokens `start` to `stop` - 1 depend on besides their ids: b"" without rows of images."""

@@ -104,8 +104,7 @@ class SeeingTape(Tape):
     def seen(self, spec: AttentionSpec, n_tokens: int) -> npt.NDArray[np.bool_]:
         """Rows of an image that see each other do so both ways."""
         found = seen_keys(spec, n_tokens)
-        for start, stop in self._images.sees_ahead(spec.window):
-            found[start:stop, start:stop] |= ~np.tri(stop - start, dtype=np.bool_)
+        self._images.mark_seen_ahead(found, spec.window)
         return found
 
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:

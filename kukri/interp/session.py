@@ -204,7 +204,7 @@ class Session(Names):
         """The model in float32 on the device."""
         import torch
 
-        from kukri.kernels.pytorch.ops import DeviceConstants
+        from kukri.kernels.pytorch.constants import DeviceConstants
 
         return DeviceConstants(self.texts.backend.device, torch.float32, sys.maxsize)  # type: ignore[attr-defined]
 

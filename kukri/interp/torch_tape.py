@@ -16,7 +16,8 @@ from kukri.kernels.cache import CacheLayout
 from kukri.kernels.host_step import StateStep
 from kukri.kernels.op_set import Program
 from kukri.kernels.pytorch.cache import TensorCache
-from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps, softmax
+from kukri.kernels.pytorch.constants import DeviceConstants
+from kukri.kernels.pytorch.ops import TorchOps, softmax
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.taps import tap_name
 

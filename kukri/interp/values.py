@@ -59,8 +59,8 @@ class Rows:
             return False
         found = np.zeros((self.n_batch, self.n_tokens, self.n_tokens), np.bool_)
         for seen, images in zip(found, self.images, strict=True):
-            for start, stop in images.sees_ahead(window) if images is not None else ():
-                seen[start:stop, start:stop] = ~np.tri(stop - start, dtype=np.bool_)
+            if images is not None:
+                images.mark_seen_ahead(seen, window)
         return found
 
 

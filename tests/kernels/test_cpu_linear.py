@@ -29,6 +29,7 @@ from tests.kernels.small_programs import (
     run,
     weight,
 )
+from tests.quick import COMMON, quick
 from tests.random_blocks import HALVES, random_rows, set_scales
 
 
@@ -228,7 +229,7 @@ def test_activation_quantization_error_is_that_of_int8(backend, type_name):
     assert error < 2.1 / 127 / np.sqrt(12) * 1.3
 
 
-@pytest.mark.parametrize("type_name", QUANTIZED)
+@pytest.mark.parametrize("type_name", quick(QUANTIZED, COMMON))
 def test_logit_rows_are_more_exact(backend, type_name):
     """Would catch logits that carry the error of one int8: a second term, or int16, takes it below 1e-4."""
     rng = np.random.default_rng(2)

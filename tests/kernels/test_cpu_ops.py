@@ -453,14 +453,14 @@ def test_attention_ignores_what_lies_outside_the_context(backend):
 
 def test_the_cache_limits_numbers_and_keeps_nan(backend):
     """Would catch an inf that makes NaN of 0 * inf later, and a NaN hidden from the request that made it."""
-    values = np.zeros((3, 48), np.float32)
-    values[1, 16:32], values[1, 32:] = 1e30, -1e30
-    values[2, 32:] = np.nan
-    spec = AttentionSpec(0, 1, 1, 16, 1.0)
-    cache = PagedKV([KVLayer(1, 16)], 2)
+    values = np.zeros((3, 320), np.float32)
+    values[1, 192:256], values[1, 256:] = 1e30, -1e30
+    values[2, 256:] = np.nan
+    spec = AttentionSpec(0, 3, 1, 64, 1.0)
+    cache = PagedKV([KVLayer(1, 64)], 2)
 
     def program(ops, batch):
-        q, k, v = ops.split(ops.embed(f32_weight(values), batch), (16, 16, 16))
+        q, k, v = ops.split(ops.embed(f32_weight(values), batch), (192, 64, 64))
         return ops.logit_rows(ops.attention(q, k, v, spec, batch), batch)
 
     for n_tokens in (2, 3):

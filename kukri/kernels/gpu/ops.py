@@ -23,7 +23,8 @@ from kukri.kernels.gpu.products import Matrix, Output
 from kukri.kernels.gpu.rows import Q8Rows, Recipe
 from kukri.kernels.op_set import GateBy
 from kukri.kernels.pytorch.cache import LayerKV, TensorCache
-from kukri.kernels.pytorch.ops import DeviceConstants, Routes, TorchOps
+from kukri.kernels.pytorch.constants import DeviceConstants
+from kukri.kernels.pytorch.ops import Routes, TorchOps
 from kukri.kernels.pytorch.step import DeviceBatch
 from kukri.kernels.pytorch.weights import to_device
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec

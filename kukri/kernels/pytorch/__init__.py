@@ -23,8 +23,9 @@ from kukri.kernels.host_step import StoppedError, check_adapters, check_sizes, r
 from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
 from kukri.kernels.pytorch.cache import TensorCache
+from kukri.kernels.pytorch.constants import DeviceConstants
 from kukri.kernels.pytorch.devices import device_name, find_device, free_bytes, matrix_dtype
-from kukri.kernels.pytorch.ops import DeviceConstants, TorchOps
+from kukri.kernels.pytorch.ops import TorchOps
 from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.kernels.pytorch.step import DeviceBatch, DeviceInputs, TensorLogits, check_indices
 from kukri.kernels.step import ForwardBatch, StepLimits

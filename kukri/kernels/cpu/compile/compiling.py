@@ -6,6 +6,7 @@ nor two programs that were started together.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import subprocess
@@ -142,6 +143,18 @@ def find_source(name: str) -> KernelSource:
     raise KeyError(f"no kernel source for {name}")
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collects no garbage meanwhile: what Numba makes stays until a kernel is done, and walks take long."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _compile_and_store(name: str) -> KernelCode:
     if chosen := level_named(os.environ.get("KUKRI_CPU", "")):
         os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = chosen.cpu, chosen.features
@@ -153,6 +166,7 @@ def _compile_and_store(name: str) -> KernelCode:
     from kukri.kernels.cpu.kernels.intrinsics import compile_kernel
 
     source = find_source(name)
-    symbol, code = compile_kernel(source)
+    with _without_collections():
+        symbol, code = compile_kernel(source)
     store(name, symbol, source.parameters, code)
     return symbol, source.parameters, code
