@@ -6,6 +6,7 @@ to a file, which is printed as a whole; code is written from a request; prose is
 letter. A ratio is of the times from the first token to the last, the median over rounds; for streams, of the
 times in which all of them are answered, their prompts being cached. An agent's conversation has ten turns
 over one file, each with the answers before it in its prompt; its times are those of all turns.
+With `--streams` there are the rows of eight streams alone, which need more rounds than others (`-r 9`).
 With `--next-token` the model drafts by its own layer for multi-token prediction, and each draft that it made
 is replaced by the right token with a chance of 0.8: what such drafts gain if they are accepted so often. With
 `--eagle3` a random EAGLE-3 layer, made for the model, takes the place of its own. With `--draft-model` that
@@ -416,8 +417,8 @@ def measure(
     only: str = "",
     draft_model: str | None = None,
 ) -> SpeculationReport:
-    """Answers everything `rounds` times each way; `only` what is "predicted", or drafts of a "next_token" or
-    "eagle3" layer. With a `draft_model` a few texts.
+    """Answers everything `rounds` times each way; `only` "streams", what is "predicted", or drafts of a
+    "next_token" or "eagle3" layer. With a `draft_model` a few texts.
     """
     path = model_path(model, _CONTEXT)
     if only == "next_token":
@@ -438,17 +439,20 @@ def measure(
         for task in _DRAFTED:
             rows.append(row := trial.row(task.name, [task], temperature))
             say(f"{task.name} at temperature {temperature:g}: {row.ratio:.2f}")
-    for temperature in () if only or draft_model else _TEMPERATURES:
+    for temperature in () if only not in ("", "streams") or draft_model else _TEMPERATURES:
         for kind, tasks in _GROUPS.items():
-            wanted = [(task.name, [task]) for task in tasks]
+            wanted = [] if only else [(task.name, [task]) for task in tasks]
             streams = [tasks[i % len(tasks)] for i in range(_N_STREAMS)]
             for name, together in [*wanted, (f"{_N_STREAMS} streams of {kind}", streams)]:
                 row = trial.row(name, together, temperature)
                 say(f"{name} at temperature {temperature:g}: {row.ratio:.2f}")
                 rows.append(row)
-            means[kind][f"{temperature:g}"] = geometric_mean(row.ratio for row in rows[-len(tasks) - 1 : -1])
-        rows.append(trial.agent(temperature))
-        say(f"{rows[-1].task} at temperature {temperature:g}: {rows[-1].ratio:.2f}")
+            if wanted:
+                alone = rows[-len(tasks) - 1 : -1]
+                means[kind][f"{temperature:g}"] = geometric_mean(row.ratio for row in alone)
+        if not only:
+            rows.append(trial.agent(temperature))
+            say(f"{rows[-1].task} at temperature {temperature:g}: {rows[-1].ratio:.2f}")
     trial.llm.close()
     return SpeculationReport(str(path), rounds, tuple(rows), means)
 
@@ -457,6 +461,11 @@ def main() -> None:
     """Runs the experiment."""
     experiment = Experiment("speculation", "Compare decoding with speculation and without, in turns.")
     experiment.count("-r", "--rounds", 5, "times each way")
+    experiment.options.add_argument(
+        "--streams",
+        action="store_true",
+        help="several streams alone, whose ratios need more rounds than others",
+    )
     experiment.options.add_argument("--predicted", action="store_true", help="predict the answers themselves")
     experiment.options.add_argument(
         "--next-token", action="store_true", help="draft by the model's own layer"
@@ -464,7 +473,8 @@ def main() -> None:
     experiment.options.add_argument("--eagle3", action="store_true", help="draft by a random EAGLE-3 layer")
     experiment.options.add_argument("--draft-model", metavar="MODEL", help="draft by it too, for a few texts")
     given = experiment.parse()
-    only = next((kind for kind in ("predicted", "next_token", "eagle3") if getattr(given, kind)), "")
+    kinds = ("streams", "predicted", "next_token", "eagle3")
+    only = next((kind for kind in kinds if getattr(given, kind)), "")
     options = {"only": only, "draft_model": given.draft_model}
     report = measure(given.model, given.rounds, given.threads, experiment.say, **options)
     rows = [
