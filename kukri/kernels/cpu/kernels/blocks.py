@@ -28,13 +28,17 @@ from kukri.kernels.cpu.kernels.tile_folds import (
     tile_fold_halves,
     tile_fold_into,
     tile_fold_mins,
+    tile_fold_raised,
     tile_fold_short_halves,
     tile_fold_sums,
-    tile_half_offset_start,
     tile_half_start,
     tile_offset_start,
+    tile_raised_half_start,
+    tile_raised_offset_start,
+    tile_raised_start,
     tile_scale_halves,
     tile_scales_weights,
+    tile_short_half_start,
 )
 from kukri.kernels.cpu.kernels.tile_products import (
     fetch_ahead,
@@ -68,6 +72,7 @@ from kukri.kernels.cpu.kernels.unpack import (
     repeat_first,
     repeat_last,
     signed_byte_pairs,
+    two_bits_and_one,
     word_bits,
     words_to_f32,
 )
@@ -79,6 +84,8 @@ from kukri.quant.types.iq3 import IQ3_S_TILES, IQ3_XXS_TILES
 from kukri.quant.types.iq4 import IQ4_VALUES
 
 _HAS_SIGNED_BIAS = cpu_target().has_signed_bias
+# Looked-up values of up to 5 bits are kept with 16 added, as runs in int16 need, or 32, as sums begin with it
+_SMALL_SHIFT = 4 if cpu_target().lowering == "avx2" else 5
 
 # Fetching a few lines at a time, as they are used: all of a block of 256 at once would fill the CPU's queue
 _ahead_1, _ahead_2, _ahead_3, _ahead_4, _ahead_5, _ahead_6, _ahead_7, _ahead_9 = (
@@ -138,7 +145,7 @@ def _i16(out, w, x):
 @device
 def _signed_start(out, x):
     """Initial sums of `tile_dot4_signed` over a block."""
-    return tile_offset_start(out, x, 7) if _HAS_SIGNED_BIAS else tile_zeros_like(out)
+    return tile_raised_offset_start(out, x, 7) if _HAS_SIGNED_BIAS else tile_raised_start(out)
 
 
 # Words that are alternately of the first and of the last rows (layouts.py) are written out in pairs: LLVM
@@ -184,30 +191,30 @@ def _dot_five_bits(acc, w, x):
 @device
 def _q4_0(out, w, x):
     _ahead_5(out, w)
-    acc = _dot_nibbles(tile_offset_start(out, x, 3), w, x)
-    return tile_fold(out, acc, load_f16x16(w + 256), x)
+    acc = _dot_nibbles(tile_raised_offset_start(out, x, 3), w, x)
+    return tile_fold_raised(out, acc, load_f16x16(w + 256), x)
 
 
 @device
 def _q4_1(out, w, x):
     _ahead_5(out, w)
-    acc = _dot_nibbles(tile_zeros_like(out), w, x)
-    out = tile_fold(out, acc, load_f16x16(w + 256), x)
+    acc = _dot_nibbles(tile_raised_start(out), w, x)
+    out = tile_fold_raised(out, acc, load_f16x16(w + 256), x)
     return tile_add_min(out, load_f16x16(w + 288), x)
 
 
 @device
 def _q5_0(out, w, x):
     _ahead_6(out, w)
-    acc = _dot_five_bits(tile_offset_start(out, x, 4), w, x)
-    return tile_fold(out, acc, load_f16x16(w + 320), x)
+    acc = _dot_five_bits(tile_raised_offset_start(out, x, 4), w, x)
+    return tile_fold_raised(out, acc, load_f16x16(w + 320), x)
 
 
 @device
 def _q5_1(out, w, x):
     _ahead_6(out, w)
-    acc = _dot_five_bits(tile_zeros_like(out), w, x)
-    out = tile_fold(out, acc, load_f16x16(w + 320), x)
+    acc = _dot_five_bits(tile_raised_start(out), w, x)
+    out = tile_fold_raised(out, acc, load_f16x16(w + 320), x)
     return tile_add_min(out, load_f16x16(w + 352), x)
 
 
@@ -220,7 +227,7 @@ def signed_bytes(out, w, x):
         acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j), x, j)
         if _TURNS == 2:
             acc = tile_dot4_signed(acc, load_u8x64(w + 64 * j + 64), x, j + 1)
-    return tile_fold(out, acc, load_f16x16(w + 512), x)
+    return tile_fold_raised(out, acc, load_f16x16(w + 512), x)
 
 
 @device
@@ -229,7 +236,7 @@ def _q8_0(out, w, x):
     return signed_bytes(out, w, x)
 
 
-def _make_dot_values(values):
+def _make_dot_values(values: Sequence[int]) -> Any:
     """A function for the integer sums of 32 values that nibbles look up."""
     stored = [value + (128 if _HAS_SIGNED_BIAS else 0) for value in values]
     low, high = look_up(stored, 0), look_up(stored, 4)
@@ -252,7 +259,9 @@ def _make_dot_values(values):
 
 
 _dot_iq4 = _make_dot_values(IQ4_VALUES)
-_low_fp4, _high_fp4 = (look_up([value + 16 for value in FP4_VALUES], right) for right in (0, 4))
+_low_fp4, _high_fp4 = (
+    look_up([value + (1 << _SMALL_SHIFT) for value in FP4_VALUES], right) for right in (0, 4)
+)
 
 
 def _make_dot_runs(values: Sequence[int], shift: int, n_words: int) -> Any:
@@ -266,7 +275,7 @@ def _make_dot_runs(values: Sequence[int], shift: int, n_words: int) -> Any:
 
     @device
     def dot(out, w, x):
-        acc = tile_offset_start(out, x, shift)
+        acc = tile_raised_offset_start(out, x, shift)
         for run in range(4 // n_words):
             short = tile_short_start(acc)
             for j in range(n_words):
@@ -285,13 +294,14 @@ _dot_mxfp4 = _make_dot_runs(FP4_VALUES, 4, 2)  # five bits
 @device
 def _iq4_nl(out, w, x):
     _ahead_5(out, w)
-    return tile_fold(out, _dot_iq4(out, w, x), load_f16x16(w + 256), x)
+    return tile_fold_raised(out, _dot_iq4(out, w, x), load_f16x16(w + 256), x)
 
 
 @device
 def _mxfp4(out, w, x):
     _ahead_5(out, w)
-    return tile_fold(out, _dot_mxfp4(out, w, x), load_powers(w + 256), x)
+    # scales of 2^104 and more, which no model has, would give no number
+    return tile_fold_raised(out, _dot_mxfp4(out, w, x), load_powers(w + 256), x)
 
 
 # --- blocks of 2 bits and of 1, whose words hold 16 and 32 inputs in a row ---
@@ -350,8 +360,8 @@ _tq2_0 = _make_even_block(_dot_two_bits, _ahead_2, 8, 2)
 
 @device
 def _dot_half_of_fp4(out, w, x, half):
-    """Integer sums of 16 values, kept as value + 16, in two words: the low nibbles are the first 8."""
-    acc = tile_half_offset_start(out, x, 4, half)
+    """Integer sums of 16 values, kept with an offset, in two words: the low nibbles are the first 8."""
+    acc = tile_raised_half_start(out, x, _SMALL_SHIFT, half)
     short = tile_short_start(acc)
     packed = load_u8x64(w)
     short = tile_dot4_short(short, _low_fp4(packed), x, 4 * half)
@@ -367,8 +377,8 @@ def _nvfp4(out, w, x):
     d = w + 512
     for _ in range(2):
         _ahead_5(out, w)
-        out = tile_fold(out, _dot_half_of_fp4(out, w, x, 0), load_f16x16(d), x)
-        out = tile_fold(out, _dot_half_of_fp4(out, w + 128, x, 1), load_f16x16(d + 32), x)
+        out = tile_fold_raised(out, _dot_half_of_fp4(out, w, x, 0), load_f16x16(d), x)
+        out = tile_fold_raised(out, _dot_half_of_fp4(out, w + 128, x, 1), load_f16x16(d + 32), x)
         w += 256
         d += 64
         x += panel_block_bytes(out)
@@ -401,7 +411,7 @@ def _make_iq4_xs_block(dot: Any, factor: float = 1.0) -> Any:
                 word_bits(low_bits_of_scales, 4 * g, 15, 0), word_bits(high_bits, 2 * g, 3, 4)
             )
             acc = dot(out, w + 64 + 256 * g, x)
-            out = tile_fold(out, acc, d * (words_to_f32(scale) - splat(32.0)), x)
+            out = tile_fold_raised(out, acc, d * (words_to_f32(scale) - splat(32.0)), x)
             x += panel_block_bytes(out)
         return out
 
@@ -431,7 +441,7 @@ def _high_scales(w, j):
 @device
 def _fold_with_min(out, acc, d, scales, dmin, mins, x):
     """Adds a group; its scale and min are the lowest bytes."""
-    out = tile_fold(out, acc, d * byte_to_f32(scales, 0, 0), x)
+    out = tile_fold_raised(out, acc, d * byte_to_f32(scales, 0, 0), x)
     return tile_add_min(out, dmin * byte_to_f32(mins, 0, 0), x)
 
 
@@ -459,7 +469,7 @@ def _make_k_block(dot: Any, ahead: Any, n_words: int) -> Any:
             for _ in range(4):
                 ahead(out, next_lines)
                 next_lines += ahead_step
-                out = _fold_with_min(out, dot(tile_zeros_like(out), w + 192, x), d, scales, dmin, mins, x)
+                out = _fold_with_min(out, dot(tile_raised_start(out), w + 192, x), d, scales, dmin, mins, x)
                 scales = next_byte(scales)
                 mins = next_byte(mins)
                 w += group_bytes
@@ -525,8 +535,8 @@ def _q3_k_group(sums, w, x, scales):
     a = load_u8x64(w)
     b = load_u8x64(w + 64)
     c = load_u8x64(w + 128)
-    first = tile_half_start(sums, x, 2, 0)
-    last = tile_half_start(sums, x, 2, 1)
+    first = tile_short_half_start(sums, x, 2, 0)
+    last = tile_short_half_start(sums, x, 2, 1)
     short = tile_dot4_short(tile_short_start(first), low_bits(a, 7), x, 0)
     short = tile_dot4_short(short, byte_bits(a, 3, 7, 0), x, 1)
     short = tile_dot4_short(short, low_bits(b, 7), x, 2)
@@ -572,21 +582,21 @@ def _make_values_group(values: Sequence[int], shift: int, in_one_run: bool) -> A
 
     Four dots are a run, if the values have five bits, or each is one.
     """
-    value = look_up([v + (1 << shift) for v in values] * 2, 0)
+    first_three, next_three = (look_up([v + (1 << shift) for v in values], right) for right in (0, 3))
 
     @device
     def half_group(acc, a, b, c, d, x, first, scale):
-        short = tile_dot4_short(tile_short_start(acc), value(a), x, first)
+        short = tile_dot4_short(tile_short_start(acc), a, x, first)
         if in_one_run:
-            short = tile_dot4_short(short, value(b), x, first + 1)
-            short = tile_dot4_short(short, value(c), x, first + 2)
-            return tile_scaled_short_end(acc, tile_dot4_short(short, value(d), x, first + 3), scale)
+            short = tile_dot4_short(short, b, x, first + 1)
+            short = tile_dot4_short(short, c, x, first + 2)
+            return tile_scaled_short_end(acc, tile_dot4_short(short, d, x, first + 3), scale)
         acc = tile_scaled_short_end(acc, short, scale)
-        short = tile_dot4_short(tile_short_start(acc), value(b), x, first + 1)
+        short = tile_dot4_short(tile_short_start(acc), b, x, first + 1)
         acc = tile_scaled_short_end(acc, short, scale)
-        short = tile_dot4_short(tile_short_start(acc), value(c), x, first + 2)
+        short = tile_dot4_short(tile_short_start(acc), c, x, first + 2)
         acc = tile_scaled_short_end(acc, short, scale)
-        short = tile_dot4_short(tile_short_start(acc), value(d), x, first + 3)
+        short = tile_dot4_short(tile_short_start(acc), d, x, first + 3)
         return tile_scaled_short_end(acc, short, scale)
 
     @device
@@ -596,20 +606,20 @@ def _make_values_group(values: Sequence[int], shift: int, in_one_run: bool) -> A
         c = load_u8x64(w + 128)
         first = half_group(
             tile_half_start(sums, x, shift, 0),
-            low_bits(a, 7),
-            byte_bits(a, 3, 7, 0),
-            low_bits(b, 7),
-            byte_bits(b, 3, 7, 0),
+            first_three(a),
+            next_three(a),
+            first_three(b),
+            next_three(b),
             x,
             0,
             repeat_first(scales),
         )
         last = half_group(
             tile_half_start(sums, x, shift, 1),
-            low_bits(c, 7),
-            byte_bits(c, 3, 7, 0),
-            either(byte_bits(a, 6, 3, 0), byte_bits(b, 6, 1, 2)),
-            either(byte_bits(c, 6, 3, 0), byte_bits(b, 7, 1, 2)),
+            first_three(c),
+            next_three(c),
+            first_three(two_bits_and_one(a, b, 6, 6)),
+            first_three(two_bits_and_one(c, b, 6, 7)),
             x,
             4,
             repeat_last(scales),
@@ -620,7 +630,9 @@ def _make_values_group(values: Sequence[int], shift: int, in_one_run: bool) -> A
 
 
 _q3_k = _make_q3_k_block(_q3_k_group)
-_iq1 = _make_q3_k_block(_make_values_group(IQ1_TILES.layout.values or (), 4, True), IQ1_TILES.layout.factor)
+_iq1 = _make_q3_k_block(
+    _make_values_group(IQ1_TILES.layout.values or (), _SMALL_SHIFT, True), IQ1_TILES.layout.factor
+)
 _iq2 = _make_q3_k_block(_make_values_group(IQ2_TILES.layout.values or (), 6, False), IQ2_TILES.layout.factor)
 
 

@@ -35,6 +35,7 @@ from kukri.kernels.cpu.kernels.simd import (
 from kukri.kernels.cpu.pack.layouts import (
     F32_INPUT_BYTES,
     GROUP,
+    HALF_STARTS,
     I16_BLOCK,
     I16_BLOCK_BYTES,
     I16_MOST,
@@ -45,12 +46,14 @@ from kukri.kernels.cpu.pack.layouts import (
     Q8_BLOCK,
     Q8_BLOCK_BYTES,
     Q16_BLOCK_BYTES,
+    RAISED_BITS,
     SCALED_SUMS,
     SCALES,
     TOKENS,
 )
 
 _COLUMN, _I16_MOST = cpu_target().column_bytes, float(I16_MOST)
+_FIRST_START, _LAST_START = HALF_STARTS
 
 
 @device
@@ -141,6 +144,8 @@ def store_block(low, high, scale, target, lane, width):
     store_scale(scale, first + last, share, width)
     store_i32(share + _part(NEGATIVE_SUMS, width), (-first & 0xFFFF) | (-last << 16))
     store_i32(share + _part(NEGATIVE_TOTAL, width), -first - last)
+    store_i32(share + _part(_FIRST_START, width), RAISED_BITS - 32 * first)
+    store_i32(share + _part(_LAST_START, width), RAISED_BITS - 32 * last)
 
 
 @device

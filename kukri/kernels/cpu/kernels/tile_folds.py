@@ -41,9 +41,11 @@ from kukri.kernels.cpu.kernels.tiles import (
     tile_operation,
 )
 from kukri.kernels.cpu.pack.layouts import (
+    HALF_STARTS,
     LAST_NEGATIVE_SUMS,
     NEGATIVE_SUMS,
     NEGATIVE_TOTAL,
+    RAISED_BITS,
     SCALED_SUMS,
     SCALES,
 )
@@ -77,6 +79,10 @@ def tile_scales_weights(builder: Any, kind: Tile, tile: Any) -> Any:
 @tile_operation(as_sums, types.int64, types.int64)
 def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -> Any:
     """A tile of int32: -(sum of the block at x) << shift, the initial sums for weights q - 2^shift."""
+    return _offset_starts(builder, kind, x, shift)
+
+
+def _offset_starts(builder: Any, kind: Tile, x: Any, shift: Any) -> Any:
     result = as_sums(kind)
 
     def step(i: int) -> Any:
@@ -91,6 +97,43 @@ def tile_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -
     return each(builder, kind, step)
 
 
+# The bits of the float 1.5 * 2^23 plus a whole number within 2^22, added up as int32, are the float sum's.
+# Sums that begin with those bits are *raised*: they are floats without a conversion, and an FMA takes
+# 1.5 * 2^23 away while it multiplies, exactly. Sums of 16-bit inputs are too large and begin with 0.
+_RAISED = 1.5 * 2**23
+
+
+def _start_bits(kind: Tile) -> int:
+    """What sums begin with that may be raised: not those of one token on AVX2, where it takes longer."""
+    return 0 if kind.is_q16 or (kind.n == 1 and cpu_target().lowering == "avx2") else RAISED_BITS
+
+
+@tile_operation(as_sums)
+def tile_raised_start(builder: Any, kind: Tile, tile: Any) -> Any:
+    """A tile of int32, the initial sums of a block that `tile_fold_raised` takes: see `_start_bits`."""
+    result, start = as_sums(kind), constant(I32x16.llvm, _start_bits(kind))
+    return each(builder, kind, lambda i: _as_start(builder, result, start))
+
+
+@tile_operation(as_sums, types.int64, types.int64)
+def tile_raised_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any) -> Any:
+    """The same for weights q - 2^shift."""
+    if kind.is_q16:
+        return _offset_starts(builder, kind, x, shift)
+    result, start = as_sums(kind), constant(I32x16.llvm, _start_bits(kind))
+
+    def step(i: int) -> Any:
+        if cpu_target().lowering == "dotprod":
+            totals = of_tokens(builder, kind, x, NEGATIVE_TOTAL, i, _I32)
+            starts = builder.add(builder.shl(totals, broadcast(builder, builder.trunc(shift, _I32))), start)
+        else:
+            factors = broadcast(builder, builder.shl(_I16(1), builder.trunc(shift, _I16)), 32)
+            starts = dot2(builder, start, factors, _both_sums(builder, kind, x, i))
+        return _as_start(builder, result, starts)
+
+    return each(builder, kind, step)
+
+
 def _as_start(builder: Any, sums: Tile, starts: Any) -> Any:
     """A vector of sums with a start for each row."""
     if sums.vec is I32x16:
@@ -98,37 +141,58 @@ def _as_start(builder: Any, sums: Tile, starts: Any) -> Any:
     return builder.bitcast(builder.zext(starts, ir.VectorType(_I64, 16)), I32x32.llvm)  # in one lane of two
 
 
-def _starts_with_offsets(kind: Tile) -> bool:
-    """True if sums of half a block have offsets from their start, as `dot2` is no instruction."""
-    return cpu_target().lowering == "dotprod" and not kind.is_q16
+@tile_operation(as_sums, types.int64, types.int64, types.int64)
+def tile_raised_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
+    """Like `tile_raised_offset_start` for a half of the block at x."""
+    return _half_starts(builder, kind, x, shift, half)
 
 
 @tile_operation(as_sums, types.int64, types.int64, types.int64)
 def tile_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
     """A tile of int32, the initial sums of a half of the block at x that `tile_fold_halves` takes."""
-    if not _starts_with_offsets(kind):
-        return ir.Constant(as_sums(kind).llvm, None)
-    return _half_offsets(builder, kind, x, shift, half)
+    if _are_raised(kind, are_short=False):
+        return _half_starts(builder, kind, x, shift, half)
+    return ir.Constant(as_sums(kind).llvm, None)
 
 
 @tile_operation(as_sums, types.int64, types.int64, types.int64)
-def tile_half_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
-    """Like `tile_offset_start` for a half of the block at x."""
-    return _half_offsets(builder, kind, x, shift, half)
+def tile_short_half_start(builder: Any, kind: Tile, tile: Any, x: Any, shift: Any, half: Any) -> Any:
+    """A tile of int32, the initial sums of a half of the block at x that `tile_fold_short_halves` takes."""
+    if _are_raised(kind, are_short=True):
+        return _half_starts(builder, kind, x, shift, half)
+    return ir.Constant(as_sums(kind).llvm, None)
 
 
-def _half_offsets(builder: Any, kind: Tile, x: Any, shift: Any, half: Any) -> Any:
-    """A tile of int32: -(sum of a half of the block at x) << shift."""
-    result, is_last = as_sums(kind), builder.trunc(half, _I1)
+def _are_raised(kind: Tile, are_short: bool) -> bool:
+    """True if sums of halves begin raised and without the weights' offset: where that is the sooner way."""
+    is_short = are_short and cpu_target().lowering != "dotprod"  # where `dot2` is no instruction
+    return not (kind.is_q16 or sums_int16(kind) or is_short)
+
+
+def _half_starts(builder: Any, kind: Tile, x: Any, shift: Any, half: Any) -> Any:
+    """A tile of int32: `_start_bits` - (sum of a half of the block at x) << shift."""
+    result, is_last, start_bits = as_sums(kind), builder.trunc(half, _I1), _start_bits(kind)
+    raised, left = constant(I32x16.llvm, RAISED_BITS), builder.trunc(shift, _I32)
+
+    def of_half(i: int, part: int) -> Any:
+        if kind.is_q16:
+            sums = broadcast(builder, _half_sum(builder, kind, x, part, i))
+            return builder.shl(sums, broadcast(builder, left))
+        of_32 = of_tokens(builder, kind, x, HALF_STARTS[part], i, _I32)
+        if cpu_target().lowering == "dotprod":
+            # no number is too large for it, so that LLVM makes one shift of both, or none
+            sums = builder.shl(builder.sub(of_32, raised), broadcast(builder, left), flags=["nsw"])
+            return builder.add(builder.ashr(sums, constant(sums.type, 5)), raised)
+        factor = builder.shl(_I32(1), builder.add(left, _I32(16 * part)))
+        factors = builder.bitcast(broadcast(builder, factor), I16X32)
+        others = dot2(builder, constant(I32x16.llvm, start_bits), factors, _both_sums(builder, kind, x, i))
+        if not start_bits:
+            return others
+        is_32 = broadcast(builder, builder.icmp_signed("==", left, _I32(5)))
+        return builder.select(is_32, of_32, others)  # both constants: LLVM keeps one of the two
 
     def step(i: int) -> Any:
-        if kind.is_q16:
-            first, last = (broadcast(builder, _half_sum(builder, kind, x, k, i)) for k in (0, 1))
-        else:
-            first, last = pair_words(builder, of_tokens(builder, kind, x, NEGATIVE_SUMS, i, _I32))
-        starts = builder.select(is_last, last, first)
-        shifted = builder.shl(starts, broadcast(builder, builder.trunc(shift, _I32)))
-        return _as_start(builder, result, shifted)
+        return _as_start(builder, result, builder.select(is_last, of_half(i, 1), of_half(i, 0)))
 
     return each(builder, kind, step)
 
@@ -156,6 +220,24 @@ def tile_fold(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) 
     return each(builder, kind, step)
 
 
+@tile_operation(same, None, F32x16, types.int64)
+def tile_fold_raised(builder: Any, kind: Tile, out: Any, acc: Any, scale: Any, x: Any) -> Any:
+    """`tile_fold` of raised sums, the same to the bit; for finite scales of up to 22 bits."""
+    taken = builder.fmul(scale, constant(F32x16.llvm, -_RAISED))
+
+    def step(i: int) -> Any:
+        sums = row_sums(builder, entry_of(builder, kind, acc, i))
+        factor = of_tokens(builder, kind, x, kind.scales, i, _F32)
+        result, scales = entry_of(builder, kind, out, i), of_rows(builder, kind, scale, i)
+        if not _start_bits(kind):
+            return _fold(builder, result, sums, scales, factor)
+        floats = builder.bitcast(sums, F32x16.llvm)
+        scaled = fma(builder, floats, scales, of_rows(builder, kind, taken, i))
+        return fma(builder, scaled, factor, result)
+
+    return each(builder, kind, step)
+
+
 @tile_operation(lambda tile: types.void, F32x16, types.int64, types.int64)
 def tile_fold_into(builder: Any, kind: Tile, acc: Any, scale: Any, x: Any, address: Any) -> None:
     """The same for sums in memory: 16 float32 at address + 64 * i are out[i]."""
@@ -167,12 +249,13 @@ def tile_fold_into(builder: Any, kind: Tile, acc: Any, scale: Any, x: Any, addre
 
 
 # Two halves of a block, 16 inputs each, may have scales of their own: `pairs` are those of each row, int16.
-# All is whole numbers up to the float scale d; only scaled sums of int16 inputs, too large, become floats.
-# Runs of both halves end with `tile_scaled_short_end`.
+# All is whole numbers up to the float scale d, of up to 24 bits, which floats hold; only scaled sums of int16
+# inputs are larger. Runs of both halves end with `tile_scaled_short_end`.
 
 
-def _scaled_sum(builder: Any, kind: Tile, first: Any, last: Any, pairs: Any, are_short: bool) -> Any:
-    """first * (the first of pairs) + last * (the last), int32; `are_short`: both sums are within int16."""
+def _scaled_sum(builder: Any, kind: Tile, halves: list[Any], pairs: Any, are_short: bool) -> Any:
+    """Both halves' sums times the first and the last of pairs, int32; `are_short`: they are within int16."""
+    first, last = halves
     if sums_int16(kind):  # as tile_scaled_short_end has multiplied them
         return builder.add(first, last)
     if are_short and cpu_target().lowering != "dotprod":
@@ -189,6 +272,18 @@ def _fold(builder: Any, out: Any, sums: Any, scale: Any, factor: Any) -> Any:
     return fma(builder, builder.fmul(builder.sitofp(sums, F32x16.llvm), scale), factor, out)
 
 
+def _fold_both(builder: Any, out: Any, halves: list[Any], scales: list[Any], factor: Any) -> Any:
+    """out + (the halves' sums, raised, times scales) * factor.
+
+    In floats, x86 takes four instructions for it, and eight in whole numbers, whose products are two each.
+    """
+    raised = constant(F32x16.llvm, _RAISED)
+    first, last = (builder.bitcast(sums, F32x16.llvm) for sums in halves)
+    taken = builder.fmul(scales[0], constant(F32x16.llvm, -_RAISED))
+    scaled = fma(builder, builder.fsub(last, raised), scales[1], fma(builder, first, scales[0], taken))
+    return fma(builder, scaled, factor, out)
+
+
 def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
     def emit(
         builder: Any, kind: Tile, out: Any, first: Any, last: Any, pairs: Any, shift: Any, x: Any
@@ -202,17 +297,18 @@ def _tile_fold_halves(are_short: bool) -> Callable[..., Any]:
             result = entry_of(builder, kind, out, i)
             halves = [row_sums(builder, entry_of(builder, kind, tile, i)) for tile in (first, last)]
             factor = of_tokens(builder, kind, x, SCALES, i, _F32)
-            if not kind.is_q16:
-                scale = of_rows(builder, kind, pairs, i)
-                sums = _scaled_sum(builder, kind, halves[0], halves[1], scale, are_short)
-                if not _starts_with_offsets(kind):
-                    sums = dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
-                return fma(builder, builder.sitofp(sums, F32x16.llvm), factor, result)
-            for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
-                offset = builder.shl(_half_sum(builder, kind, x, half, i), builder.trunc(shift, _I32))
-                sums = builder.add(sums, broadcast(builder, offset))
-                result = _fold(builder, result, sums, scale, factor)
-            return result
+            if kind.is_q16:
+                for half, (sums, scale) in enumerate(zip(halves, scales, strict=True)):
+                    offset = builder.shl(_half_sum(builder, kind, x, half, i), builder.trunc(shift, _I32))
+                    sums = builder.add(sums, broadcast(builder, offset))
+                    result = _fold(builder, result, sums, scale, factor)
+                return result
+            if _are_raised(kind, are_short):
+                own = [of_rows(builder, kind, scale, i) for scale in scales]
+                return _fold_both(builder, result, halves, own, factor)
+            sums = _scaled_sum(builder, kind, halves, of_rows(builder, kind, pairs, i), are_short)
+            sums = dot2(builder, sums, offsets, _both_sums(builder, kind, x, i))
+            return fma(builder, builder.sitofp(sums, F32x16.llvm), factor, result)
 
         return each(builder, kind, step)
 
@@ -237,7 +333,7 @@ def tile_scale_halves(builder: Any, kind: Tile, first: Any, last: Any, pairs: An
     def step(i: int) -> Any:
         halves = [row_sums(builder, entry_of(builder, kind, tile, i)) for tile in (first, last)]
         scales = of_rows(builder, kind, pairs, i)
-        return _scaled_sum(builder, kind, halves[0], halves[1], scales, are_short=not kind.is_q16)
+        return _scaled_sum(builder, kind, halves, scales, are_short=not kind.is_q16)
 
     return each(builder, kind, step)
 

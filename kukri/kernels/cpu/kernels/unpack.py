@@ -125,29 +125,41 @@ def load_powers(builder: Any, address: Any) -> Any:
     return builder.bitcast(builder.select(is_normal, normal, small), F32x16.llvm)
 
 
+@operation(U8x64, U8x64, U8x64, types.int64, types.int64)
+def two_bits_and_one(builder: Any, a: Any, b: Any, right: Any, from_b: Any) -> Any:
+    """Indices for `look_up` of 3 bits: two bits of each byte of a, from `right` on, then one of b's, whose
+    place is `from_b`. Bits above them may be anything.
+    """
+    shorts = ir.VectorType(_I16, 32)
+    low, high = (
+        builder.lshr(builder.bitcast(v, shorts), broadcast(builder, builder.trunc(n, _I16), 32))
+        for v, n in ((a, right), (b, builder.sub(from_b, _I64(2))))
+    )
+    kept = (builder.and_(v, constant(shorts, mask)) for v, mask in ((low, 0x0303), (high, 0xFCFC)))
+    return builder.bitcast(builder.or_(*kept), U8x64.llvm)
+
+
 def look_up(table: Sequence[int], right: int) -> Any:
-    """An operation: for each byte's low (right = 0) or high (4) nibble its entry in a table of 16 bytes."""
-    table = [value & 255 for value in table]
+    """An operation: for some bits of each byte, from `right` on, their entry in a table of 16 bytes, or of 8:
+    bits above the 4, or 3, change nothing.
+    """
+    n_entries, table = len(table), [value & 255 for value in table] * (16 // len(table))
 
     @operation(U8x64, U8x64)
     def look_up_bytes(builder: Any, packed: Any) -> Any:
         """The table's entries for 64 bytes."""
         lowering = cpu_target().lowering
+        # x86 shifts 16 bits at a time: what came from a neighbour changes nothing either
+        shorts = U8x64.llvm if lowering == "dotprod" else ir.VectorType(_I16, 32)
+        shifted = builder.lshr(builder.bitcast(packed, shorts), constant(shorts, right))
+        indices = builder.bitcast(shifted, U8x64.llvm)
         if cpu_target().has_byte_permute:
-            # by 6 bits of each index: the upper 2, of a neighbour, change nothing
-            if right:
-                shorts = ir.VectorType(_I16, 32)
-                shifted = builder.lshr(builder.bitcast(packed, shorts), constant(shorts, right))
-                packed = builder.bitcast(shifted, U8x64.llvm)
-            tables = ir.Constant(U8x64.llvm, [*table] * 4)
-            return call_llvm(builder, "llvm.x86.avx512.permvar.qi.512", U8x64.llvm, tables, packed)
-        if right:
-            indices = builder.lshr(packed, constant(U8x64.llvm, right))
-        else:
-            indices = builder.and_(packed, constant(U8x64.llvm, 15))
+            tables = ir.Constant(U8x64.llvm, [*table] * 4)  # by 6 bits of each index, of which 3 or 4 count
+            return call_llvm(builder, "llvm.x86.avx512.permvar.qi.512", U8x64.llvm, tables, indices)
+        indices = builder.and_(indices, constant(U8x64.llvm, n_entries - 1))
         if lowering == "generic":
             result = constant(U8x64.llvm, 0)
-            for i, entry in enumerate(table):
+            for i, entry in enumerate(table[:n_entries]):
                 is_entry = builder.icmp_unsigned("==", indices, constant(U8x64.llvm, i))
                 result = builder.select(is_entry, constant(U8x64.llvm, entry), result)
             return result

@@ -18,6 +18,8 @@ all were 8 wide. For int8 ("q8") a panel holds per block of 32 inputs
     W x 4 bytes       s * sum of the block's int8, for weights with a min (float32)
     W x 4 bytes       -(sum of the first 16 int8) and of the last 16 (int16), for weights with an offset
     W x 4 bytes       both together (int32)
+    2 x W x 4 bytes   the bits of the float 1.5 * 2^23 less 32 times the sum of the first 16, and then of the
+                      last (int32): what sums of weights kept as q + 32 begin with (tile_folds.py)
 
 Rows that become logits are taken more exactly: their error would reach the logits undamped. Where the CPU has
 an int8 dot product, they are taken in two terms ("q8x2"): the panel is twice as wide, and after each token
@@ -25,7 +27,8 @@ comes what quantizing it left over, quantized again as if it were a token. So a 
 once for both. Elsewhere they are int16 ("q16"), which takes half as many instructions:
 
     8 x W x 4 bytes   inputs 4g and 4g + 2 of token 0, of token 1, … for g = 0 to 7 (int16)
-    W x 16 bytes      scales and sums, as above, but for -(sum of the first 16) and of the last 16, both int32
+    W x 16 bytes      scales and sums, as the first four above, but for -(sum of the first 16) and of the last
+                      16, both int32
     8 x W x 4 bytes   inputs 4g + 1 and 4g + 3, likewise
 
 A panel with one scale and zero point a token ("q8t", `kukri.quant.per_token`) has these blocks, with the
@@ -39,9 +42,9 @@ which meets what a weight tile for such panels has after its last block
 
 ARM's i8mm multiplies 8 bytes of a row and of a token (tile_products.py). For it, int8 panels have columns
 of 8 bytes: inputs 8p to 8p + 7 of token 0, of token 1, … for p = 0 to 3, then two scales of each token, then
-its negative sums; a tail has 8 bytes for a token, too. Tiles are packed as if there were 16 other rows, whose
-quants are words of the real ones: in lane i, words 2p and 2p + 1 are both word 2p + (i & 1), of row i >> 1
-and of row 8 + (i >> 1). Scales stay those of the real rows.
+its negative sums, two and two; a tail has 8 bytes for a token, too. Tiles are packed as if there were 16
+other rows, whose quants are words of the real ones: in lane i, words 2p and 2p + 1 are both word
+2p + (i & 1), of row i >> 1 and of row 8 + (i >> 1). Scales stay those of the real rows.
 
 For float weights ("f32") a panel is just W x 4 bytes per input: that input of each token.
 
@@ -76,7 +79,9 @@ SCALES = 32
 SCALED_SUMS = 36
 NEGATIVE_SUMS = 40  # sums of the halves of a q8 block, or of the first half of a q16 block
 NEGATIVE_TOTAL = LAST_NEGATIVE_SUMS = 44  # the sum of a q8 block, or those of the last half of a q16 block
-Q8_BLOCK_BYTES = 48
+HALF_STARTS = 48, 52  # what sums of both halves of a q8 block begin with
+RAISED_BITS = 0x4B400000  # the float 1.5 * 2^23
+Q8_BLOCK_BYTES = 56
 ODD_INPUTS = 48  # in a q16 block
 Q16_BLOCK_BYTES = 80
 F32_INPUT_BYTES = 4
