@@ -166,10 +166,15 @@ def cpu_target() -> CpuTarget:
     return target
 
 
+def host_instructions() -> set[str]:
+    """The instructions that an x86 host has, as levels name them."""
+    _, features = _linux_x86() or ("", {})
+    return {name for name, on in features.items() if on}
+
+
 def host_level() -> Level:
     """The best level of the processors of x86-64 that the host runs."""
-    _, features = _linux_x86() or ("", {})
-    return best_level([name for name, on in features.items() if on])
+    return best_level(host_instructions())
 
 
 def _of_level(level: Level) -> CpuTarget:
