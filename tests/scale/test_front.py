@@ -59,6 +59,10 @@ def plain(body: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(options: ModelOptions) -> list[Any]:
+    return answers_alone(options)
+
+
+def answers_alone(options: ModelOptions) -> list[Any]:
     """The answers of a server on its own."""
 
     async def answers() -> list[Any]:
