@@ -58,7 +58,7 @@ def run_kernel_tests(level, selection):
         [sys.executable, "-c", check], env=env, capture_output=True, text=True, check=True
     )
     assert chosen.stdout.strip() == level
-    tests = [str(Path(__file__).with_name(f"test_cpu_{name}.py")) for name in ("linear", "ops")]
+    tests = [str(Path(__file__).with_name(f"test_cpu_{name}.py")) for name in ("linear", "ops", "attention")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *selection, *tests],
         env=env,

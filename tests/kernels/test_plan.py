@@ -141,7 +141,7 @@ def one_step(n_tokens):
 
 
 @pytest.mark.parametrize(
-    ("kv_type", "shapes"),  # (key heads, their size): kernels that test_cpu_ops.py has too, but for one
+    ("kv_type", "shapes"),  # (key heads, their size): kernels that test_cpu_attention.py has too, but for one
     [("f16", [(3, 32), (1, 16), (12, 16), (4, 64)]), ("q8_0", [(4, 64), (12, 64), (3, 96)])],
 )
 def test_layers_may_differ_in_heads_and_groups(kv_type, shapes, backend, monkeypatch):
