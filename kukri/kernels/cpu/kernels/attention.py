@@ -44,12 +44,12 @@ from kukri.kernels.cpu.kernels.kv_types import CACHED, CachedNumbers
 from kukri.kernels.cpu.kernels.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
 from kukri.kernels.cpu.kernels.prompt_attention import make_prompt_entry
 from kukri.kernels.cpu.kernels.simd import (
-    exponential,
     fma,
     load_f32x16,
     mask_outside,
     max_lanes,
     maximum,
+    softmax_exponential,
     splat,
     store_f32x16,
     sum_lanes,
@@ -104,8 +104,8 @@ def _merge(state, part, first, rows, d_head):
     old = load_f32x16(state)
     new = load_f32x16(part + 4 * first)  # and numbers of no row, which come to nothing
     top = maximum(old, new)
-    keep = exponential(old - top)
-    take = exponential(new - top)
+    keep = softmax_exponential(old - top)
+    take = softmax_exponential(new - top)
     store_f32x16(weights, keep)
     store_f32x16(weights + 64, take)
     store_f32x16(state, top)
@@ -265,10 +265,10 @@ def _make_chunk(cached: CachedNumbers, rows: int, d_head: int, adjust: Any) -> A
         s3 = mask_outside(adjust(load_f32x16(s + 192), cap, biases + 192), base + 48, first, last)
         largest = max(max_lanes(maximum(maximum(s0, s1), maximum(s2, s3))), NO_SCORE)
         top = splat(largest)
-        s0 = exponential(s0 - top)
-        s1 = exponential(s1 - top)
-        s2 = exponential(s2 - top)
-        s3 = exponential(s3 - top)
+        s0 = softmax_exponential(s0 - top)
+        s1 = softmax_exponential(s1 - top)
+        s2 = softmax_exponential(s2 - top)
+        s3 = softmax_exponential(s3 - top)
         store_f32x16(s, s0)
         store_f32x16(s + 64, s1)
         store_f32x16(s + 128, s2)

@@ -19,6 +19,7 @@ from kukri.kernels.cpu.kernels.simd import (
     load_f32x16,
     mask_outside,
     max_lanes,
+    softmax_exponential,
     splat,
     store_f32x16,
     sum_lanes,
@@ -70,8 +71,8 @@ def _make_attend_masked(d_head: int) -> KernelSource:
             new_top = max(top, max_lanes(scores))
             if new_top == _NOTHING:
                 continue
-            keep = exponential(splat(top) - splat(new_top))
-            scores = exponential(scores - splat(new_top))
+            keep = softmax_exponential(splat(top) - splat(new_top))
+            scores = softmax_exponential(scores - splat(new_top))
             top = new_top
             sums = fma(sums, keep, scores)
             store_f32x16(weights, scores)

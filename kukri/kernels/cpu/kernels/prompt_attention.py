@@ -32,12 +32,12 @@ from kukri.kernels.cpu.kernels.intrinsics import (
 )
 from kukri.kernels.cpu.kernels.kv_types import CachedNumbers
 from kukri.kernels.cpu.kernels.simd import (
-    exponential,
     fma,
     load_f32x16,
     mask_outside,
     max_rows,
     maximum,
+    softmax_exponential,
     splat,
     store_f32x16,
     sum_rows,
@@ -205,7 +205,7 @@ def _make_values(cached: CachedNumbers, d_head: int) -> Any:
     return tile_values
 
 
-def make_softmax(ending: str, rows: int = LANES, weight_of: Any = exponential) -> Any:
+def make_softmax(ending: str, rows: int = LANES) -> Any:
     """A function for the softmax of up to 16 rows of scores, and how results so far and the chunk's merge."""
     adjust, changes_all = ADJUSTED[ending], ending != ""
 
@@ -239,10 +239,10 @@ def make_softmax(ending: str, rows: int = LANES, weight_of: Any = exponential) -
         for row in range(rows):
             s = scores + row * ROW_SCORES
             largest = splat(load_f32(tops + 4 * row))
-            s0 = weight_of(load_f32x16(s) - largest)
-            s1 = weight_of(load_f32x16(s + 64) - largest)
-            s2 = weight_of(load_f32x16(s + 128) - largest)
-            s3 = weight_of(load_f32x16(s + 192) - largest)
+            s0 = softmax_exponential(load_f32x16(s) - largest)
+            s1 = softmax_exponential(load_f32x16(s + 64) - largest)
+            s2 = softmax_exponential(load_f32x16(s + 128) - largest)
+            s3 = softmax_exponential(load_f32x16(s + 192) - largest)
             store_f32x16(s, s0)
             store_f32x16(s + 64, s1)
             store_f32x16(s + 128, s2)
@@ -250,8 +250,8 @@ def make_softmax(ending: str, rows: int = LANES, weight_of: Any = exponential) -
             store_f32x16(lanes + 64 * row, (s0 + s1) + (s2 + s3))
         old = load_f32x16(top)
         merged = maximum(old, new)
-        kept = exponential(old - merged)
-        taken = exponential(new - merged)
+        kept = softmax_exponential(old - merged)
+        taken = softmax_exponential(new - merged)
         store_f32x16(top, merged)
         store_f32x16(total, fma(sum_rows(lanes), taken, load_f32x16(total) * kept))
         store_f32x16(keep, kept)

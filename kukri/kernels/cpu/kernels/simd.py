@@ -499,13 +499,14 @@ def exponential(x):
 
 
 @device
-def short_exponential(x):
-    """e^x of 16 lanes that are 0 or less, within 4e-6 of it; 0 below -87.3, and exactly 1 at 0."""
+def softmax_exponential(x):
+    """e^x of 16 lanes that are 0 or less, within 4e-7 of it; 0 below -87.3, and exactly 1 at 0."""
     shifted = fma(x, splat(1.44269504), splat(TO_WHOLE))
     r = fma(shifted - splat(TO_WHOLE), splat(-0.69314718), x)
-    p = fma(splat(0.0415138482), r, splat(0.167874737))
-    p = fma(p, r, splat(0.500030137))
-    p = fma(p, r, splat(0.999966836))
+    p = fma(splat(0.00829027), r, splat(0.04189816))
+    p = fma(p, r, splat(0.16667638))
+    p = fma(p, r, splat(0.49999148))
+    p = fma(p, r, splat(0.99999971))
     p = fma(p, r, splat(1.0))
     return zero_below(x, -87.3, add_exponent(p, shifted))
 

@@ -53,7 +53,6 @@ from kukri.kernels.cpu.kernels.simd import (
     load_f16x16,
     load_f32x16,
     load_u8x64,
-    short_exponential,
     splat,
     store_f16x16,
     store_f32x16,
@@ -293,7 +292,7 @@ def make_whole_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: i
     load_rows = make_load_rows(group, d_head)
     rearrange_keys, rearrange_values = _make_rearrange(cached, d_head)
     row_scores, row_values = _make_scores(rows, d_head), _make_values(rows, d_head)
-    softmax = make_softmax(ending, rows, short_exponential)
+    softmax = make_softmax(ending, rows)
     fetch = make_fetch(cached, d_head)
     finish_rows, store_partial = make_endings(cached, group, d_head)
     row_bytes, n_blocks = 4 * d_head, d_head // Q8_BLOCK
