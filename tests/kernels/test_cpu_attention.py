@@ -208,6 +208,12 @@ def test_pages_that_a_window_has_passed_may_hold_anything(backend, contexts, n_n
         assert np.isfinite(got).all()
 
 
+def work_entries(compiled):
+    """The last step's work entries, int64 [entries, fields], of the layers whose cut was made last."""
+    n_work, work = int(compiled._batch._headers[-1][abi.N_WORK // 8]), compiled._batch._keep[-2]
+    return work.view(np.int64).reshape(-1, abi.WORK_BYTES // 8)[:n_work]
+
+
 def test_a_window_costs_no_more_in_a_long_context(backend):
     """Would catch work entries for chunks of keys that no token sees, by their number and keys: no clock."""
     counts = []
@@ -216,14 +222,23 @@ def test_a_window_costs_no_more_in_a_long_context(backend):
         program, batch, past = attention_case(rng, 3, 2, 64, 512, (n_context,) * 2, (n_new,) * 2)
         compiled = backend.compile(program, past, StepLimits(80, 2, 80, n_context // PAGE_TOKENS))
         compiled(batch)
-        header, *_, work, _ = compiled._batch._keep[-15:]
-        n_work = int(header[abi.N_WORK // 8])
-        entries = work.view(np.int64).reshape(-1, abi.WORK_BYTES // 8)[:n_work]
+        entries = work_entries(compiled)
         chunks = entries[:, abi.WORK_CHUNK_STOP // 8] - entries[:, abi.WORK_CHUNK // 8]
-        counts.append((n_work, int(chunks.sum())))
+        counts.append((len(entries), int(chunks.sum())))
     assert counts[0] == counts[1]
     assert counts[2] == counts[3]
-    assert counts[0][1] <= 2 * 9
+    assert 2 * 8 <= counts[0][1] <= 2 * 9
+
+
+@pytest.mark.parametrize(("n_threads", "n_tokens"), [(1, [32]), (2, [16, 16]), (6, [6, 6, 6, 6, 6, 2])])
+def test_a_prompt_is_cut_into_as_few_parts_as_threads_need(n_threads, n_tokens):
+    """Would catch many parts of few rows, for each of which keys are widened again."""
+    program, batch, past = attention_case(np.random.default_rng(0), 3, 2, 64, None, (1024,), (32,))
+    backend = CpuBackend(n_threads=n_threads)
+    compiled = backend.compile(program, past, StepLimits(32, 1, 32, 1024 // PAGE_TOKENS))
+    compiled(batch)
+    assert work_entries(compiled)[:, abi.WORK_N_TOKENS // 8].tolist() == n_tokens
+    backend.close()
 
 
 @pytest.mark.parametrize(("n_threads", "kv_type"), [(1, "f16"), (2, "f16"), (5, "f16"), (2, "q4")])
@@ -327,7 +342,7 @@ def test_a_shared_prefix_is_one_piece_of_work(backend):
         compiled = backend.compile(program, copy_of(past), StepLimits(16, 8, 16, batch.page_table.shape[1]))
         batch.page_table[:n_sharing, :16] = batch.page_table[0, :16]
         compiled(batch)
-        return int(compiled._batch._headers[-1][abi.N_WORK // 8])
+        return len(work_entries(compiled))
 
     n_tokens = abi.query_tokens(3)
     alone = 5 * 5 + 2

@@ -176,7 +176,7 @@ class CpuProgram:
         )
         result: Value = program(recorder, None)
         ops = run_passes(recorder.ops, result)
-        self.plan = Plan(ops, result, self._batch, cache, backend.kernels)
+        self.plan = Plan(ops, result, self._batch, cache, backend.kernels, backend.pool.n_threads)
         check = backend.kernels["check_batch"]
         ropes = (rows.frequencies.max_context for rows in self.plan.ropes)
         sizes = {

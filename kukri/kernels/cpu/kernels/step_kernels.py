@@ -44,8 +44,6 @@ from kukri.kernels.cpu.run.abi import (
 )
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
-_LEAST_ENTRIES = 16  # entries that many tokens are cut into, to keep threads busy; larger ones take less time
-
 
 @device
 def _outside(array, n, limit, least=0):
@@ -206,10 +204,11 @@ def _add_shared_work(batch, n_work, n_partials, first, members, begin, shared, g
     return n_work
 
 
-def attention_work(tile, batch, group_tokens, most_tokens, n_ahead, window):
+def attention_work(tile, batch, group_tokens, most_tokens, n_ahead, window, least_entries):
     """Cuts the step into work entries of `group_tokens` to `most_tokens` tokens, several for each sequence.
 
-    Up to `group_tokens` of a sequence with a long context are cut by chunk.
+    A sequence has `least_entries` or more, about equal in size, if it has the tokens: threads share them. Up
+    to `group_tokens` of a sequence with a long context are cut by chunk.
 
     A token sees `window` tokens up to itself, and `n_ahead` after it: entries begin at the first chunk that
     holds one of them, as a partial result without scores would change no bit. Sequences that decode from the
@@ -234,7 +233,9 @@ def attention_work(tile, batch, group_tokens, most_tokens, n_ahead, window):
                 )
                 n_partials += shared * ((members + group_tokens - 1) // group_tokens)
         members -= 1
-        entry_tokens = max(group_tokens, min(most_tokens, (stop - start) // _LEAST_ENTRIES))
+        n_new = stop - start
+        n_entries = max(least_entries, (n_new + most_tokens - 1) // most_tokens)
+        entry_tokens = max(group_tokens, (n_new + n_entries - 1) // n_entries)
         for token in range(start, stop, entry_tokens):
             n_tokens = min(entry_tokens, stop - token)
             last = load_i32(load_i64(batch + POSITIONS) + 4 * (token + n_tokens - 1))

@@ -96,6 +96,7 @@ class Addresses(Protocol):
 
     batch: int  # the step's batch (`abi.BATCH_BYTES`)
     cache: PagedKV
+    n_threads: int
 
     def batch_of(self, spec: AttentionSpec) -> int:
         """The address of the step's batch as layers of a kind see it: with their work entries."""
@@ -412,6 +413,10 @@ class RopeStore(Op):
         }
 
 
+# Parts of a prompt's attention for each thread: few, as keys are widened once for all rows of a part
+_PARTS_PER_THREAD = 2
+
+
 @dataclass(eq=False)
 class AttentionWork(Op):
     """Cuts the step's attention into work entries for each `Attend` whose `Cut` is that of `spec`."""
@@ -420,7 +425,9 @@ class AttentionWork(Op):
     kernel = "attention_work"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return {"batch": at.batch_of(self.spec), **cut_of(self.spec)._asdict()}
+        least_entries = -(-_PARTS_PER_THREAD * at.n_threads // self.spec.n_kv_heads)
+        cut = cut_of(self.spec)._asdict()
+        return {"batch": at.batch_of(self.spec), **cut, "least_entries": least_entries}
 
 
 @dataclass(eq=False)

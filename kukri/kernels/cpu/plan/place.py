@@ -44,10 +44,16 @@ class Plan:
     """
 
     def __init__(
-        self, ops: Sequence[Op], result: Value, batch: BatchMemory, cache: PagedKV, kernels: KernelLibrary
+        self,
+        ops: Sequence[Op],
+        result: Value,
+        batch: BatchMemory,
+        cache: PagedKV,
+        kernels: KernelLibrary,
+        n_threads: int,
     ) -> None:
         """Loads the kernels that are not loaded yet."""
-        self._batch, self.batch, self.cache = batch, batch.address, cache
+        self._batch, self.batch, self.cache, self.n_threads = batch, batch.address, cache, n_threads
         self.memory, self._addresses = place(ops, result)
         self._ops = ops
         self._keep: list[Any] = []  # what records point into
