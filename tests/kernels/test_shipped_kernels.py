@@ -154,6 +154,8 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "kernels.unpack",
         "kernels.block_numbers",
         "kernels.blocks",
+        "kernels.super_blocks",
+        "kernels.group_dots",
         "kernels.candidates",
         "kernels.head_rotation",
         "kernels.kv_types",
