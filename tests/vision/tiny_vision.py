@@ -389,19 +389,27 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def their_tokens(theirs: Any, name: str, asked: ImagePrompt, n: int) -> list[int]:
-    """The likeliest tokens after a prompt.
+def their_tokens(theirs: Any, name: str, asked: ImagePrompt, ours: Sequence[int], bound: float) -> list[int]:
+    """The likeliest tokens after a prompt, as many as ours; where one of ours is as likely within a share
+    `bound` of the largest logit, that one: random models have such ties.
 
     Those of Qwen's models by whole passes: after an image that ends the prompt, `generate` (5.23) continues
     from the last row's place, where `get_rope_index` of the longer text says the largest position and one.
     """
-    inputs = their_inputs(name, asked)
+
+    def favor_ours(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        token = ours[ids.shape[1] - len(asked)]
+        if logits.max() - logits[0, token] <= bound * logits.abs().max():
+            logits[0, token] = torch.inf
+        return logits
+
+    inputs, n = their_inputs(name, asked), len(ours)
     if name not in OF_SQUARES or not asked.images:
-        more = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        more = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "logits_processor": [favor_ours]}
         found: list[int] = theirs.generate(**inputs, max_new_tokens=n, **more)[0, len(asked) :].tolist()
         return found
     for _ in range(n):
-        token = theirs(**inputs).logits[:, -1:].argmax(-1)
+        token = favor_ours(inputs["input_ids"], theirs(**inputs).logits[:, -1]).argmax(-1, keepdim=True)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], token], dim=1)
         types = inputs["mm_token_type_ids"]
         inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(token)], dim=1)
