@@ -389,9 +389,11 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def their_tokens(theirs: Any, name: str, asked: ImagePrompt, ours: Sequence[int], bound: float) -> list[int]:
-    """The likeliest tokens after a prompt, as many as ours; where one of ours is as likely within a share
-    `bound` of the largest logit, that one: random models have such ties.
+_TIE = 3e-5  # of the largest logit: random models have two tokens that are so close
+
+
+def their_tokens(theirs: Any, name: str, asked: ImagePrompt, ours: Sequence[int]) -> list[int]:
+    """The likeliest tokens after a prompt, as many as ours, which is taken if it is as likely within `_TIE`.
 
     Those of Qwen's models by whole passes: after an image that ends the prompt, `generate` (5.23) continues
     from the last row's place, where `get_rope_index` of the longer text says the largest position and one.
@@ -399,7 +401,7 @@ def their_tokens(theirs: Any, name: str, asked: ImagePrompt, ours: Sequence[int]
 
     def favor_ours(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         token = ours[ids.shape[1] - len(asked)]
-        if logits.max() - logits[0, token] <= bound * logits.abs().max():
+        if logits.max() - logits[0, token] <= _TIE * logits.abs().max():
             logits[0, token] = torch.inf
         return logits
 
