@@ -17,7 +17,7 @@ from kukri.kernels.cpu.run import abi
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
-from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.step import StepLimits
 from tests.kernels.small_programs import (
     ATTENTION_ERROR,
     assert_close,
@@ -230,6 +230,20 @@ def test_a_window_costs_no_more_in_a_long_context(backend):
     assert 2 * 8 <= counts[0][1] <= 2 * 9
 
 
+def token_alone(batch, t, sequence):
+    """A step of token t alone, of a sequence of which those before it are in the cache."""
+    return replace(
+        batch,
+        token_ids=batch.token_ids[t : t + 1],
+        positions=batch.positions[t : t + 1],
+        slots=batch.slots[t : t + 1],
+        query_start=np.array([0, 1], np.int32),
+        context_len=batch.positions[t : t + 1] + 1,
+        page_table=batch.page_table[sequence : sequence + 1],
+        logit_rows=np.array([0], np.int32),
+    )
+
+
 @pytest.mark.parametrize(("n_threads", "n_tokens"), [(1, [32]), (2, [16, 16]), (6, [6, 6, 6, 6, 6, 2])])
 def test_a_prompt_is_cut_into_as_few_parts_as_threads_need(n_threads, n_tokens):
     """Would catch many parts of few rows, for each of which keys are widened again."""
@@ -250,15 +264,7 @@ def test_results_do_not_depend_on_threads_or_batch_mates(n_threads, kv_type):
     together = run(backend, program, batch, copy_of(past))
     cache = copy_of(past)
     for t in range(40):  # the first sequence token by token
-        one = ForwardBatch(
-            batch.token_ids[t : t + 1],
-            batch.positions[t : t + 1],
-            batch.slots[t : t + 1],
-            np.array([0, 1], np.int32),
-            batch.positions[t : t + 1] + 1,
-            batch.page_table[:1],
-            np.array([0], np.int32),
-        )
+        one = token_alone(batch, t, 0)
         np.testing.assert_array_equal(run(backend, program, one, cache)[0], together[t])
     backend.close()
 
@@ -283,16 +289,7 @@ def test_a_prompt_attends_as_its_tokens_alone(backend, group, d_head, kv_type, w
     assert_close(together, want, relative=ATTENTION_ERROR[kv_type])
     for t in (*range(0, 460, 37), 24, 23, 458, 459, 460, 461, 492):
         s = int(t >= 460)
-        alone = replace(
-            batch,
-            token_ids=batch.token_ids[t : t + 1],
-            positions=batch.positions[t : t + 1],
-            slots=batch.slots[t : t + 1],
-            query_start=np.array([0, 1], np.int32),
-            context_len=batch.positions[t : t + 1] + 1,
-            page_table=batch.page_table[s : s + 1],
-            logit_rows=np.array([0], np.int32),
-        )
+        alone = token_alone(batch, t, s)
         np.testing.assert_array_equal(run(backend, program, alone, past)[0], together[t])
 
 
@@ -318,16 +315,7 @@ def test_sequences_that_share_a_prefix_attend_as_alone(backend, group, d_head, k
     cache = copy_of(past)
     run(backend, program, batch, cache, max_sequences=len(contexts))  # for what is written to shared pages
     for s in range(len(contexts)):
-        alone = replace(
-            batch,
-            token_ids=batch.token_ids[s : s + 1],
-            positions=batch.positions[s : s + 1],
-            slots=batch.slots[s : s + 1],
-            query_start=np.array([0, 1], np.int32),
-            context_len=batch.context_len[s : s + 1],
-            page_table=batch.page_table[s : s + 1],
-            logit_rows=np.array([0], np.int32),
-        )
+        alone = token_alone(batch, s, s)
         np.testing.assert_array_equal(run(backend, program, alone, copy_of(cache))[0], together[s])
 
 
