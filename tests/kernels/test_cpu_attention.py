@@ -5,6 +5,7 @@ The file also runs under other CPU names (test_cpu_lowerings.py).
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from kukri.errors import UnsupportedError
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.cpu.compile.jit import entry_point
 from kukri.kernels.cpu.run import abi
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
@@ -252,6 +254,21 @@ def test_a_prompt_is_cut_into_as_few_parts_as_threads_need(n_threads, n_tokens):
     compiled = backend.compile(program, past, StepLimits(32, 1, 32, 1024 // PAGE_TOKENS))
     compiled(batch)
     assert work_entries(compiled)[:, abi.WORK_N_TOKENS // 8].tolist() == n_tokens
+    backend.close()
+
+
+def test_key_heads_are_parts_while_threads_are_more_than_entries():
+    """Would catch a prompt of which some threads have no part, or one twice as long as the others'."""
+    program, batch, past = attention_case(np.random.default_rng(0), 3, 6, 64, None, (320,), (320,))
+    backend = CpuBackend(n_threads=6)
+    compiled = backend.compile(program, past, StepLimits(320, 1, 320, 320 // PAGE_TOKENS))
+    compiled(batch)
+    assert len(work_entries(compiled)) == 8
+    attend = compiled.plan.kernel_names.index("attend_f16[3,64]")
+    address, record = compiled.plan.ops[attend, :2].tolist()
+    n_tiles = ctypes.c_int64()
+    entry_point(address)(ctypes.byref(n_tiles), None, record, -1)
+    assert n_tiles.value == 8 * 6
     backend.close()
 
 

@@ -86,7 +86,6 @@ from kukri.kernels.cpu.run.abi import (
 from kukri.kernels.paged_kv import PAGE_TOKENS
 
 _MOST_STATE_BYTES = partial_bytes(MAX_TILE_ROWS, MAX_HEAD)
-_ENTRIES_TO_CUT = 8  # fewer work entries than this are cut into their key heads, to keep threads busy
 
 
 @device
@@ -352,7 +351,8 @@ def _make_finish_rows(is_rotated: bool) -> Any:
 def _make_attend(cached: CachedNumbers, ending: str, group: int, d_head: int) -> KernelSource:
     """`attend_f16[group,d_head]`: every work entry for every key head.
 
-    `attend_f16_softcap` caps scores, `attend_f16_biased` adds to them by distance.
+    `attend_f16_softcap` caps scores, `attend_f16_biased` adds to them by distance. Fewer work entries than
+    `busy_entries` are cut into their key heads, to keep threads busy.
     """
     n_few, n_many = query_tokens(group), prompt_tokens(group, d_head)
     make_entry = make_whole_entry if cached.is_whole else _make_token_entry
@@ -366,11 +366,11 @@ def _make_attend(cached: CachedNumbers, ending: str, group: int, d_head: int) ->
     slot_bytes = partial_bytes(group * query_tokens(group), d_head)
 
     def attend(
-        tile, batch, q, q_stride, scale, softcap, n_kv_heads, keys, values, page_stride, window, n_ahead,
-        distances, distance_stride, sinks, partials, y, y_stride,
+        tile, batch, q, q_stride, scale, softcap, n_kv_heads, busy_entries, keys, values, page_stride, window,
+        n_ahead, distances, distance_stride, sinks, partials, y, y_stride,
     ):  # fmt: skip
         n_work = load_i64(batch + N_WORK)
-        n_parts = n_kv_heads if n_work < _ENTRIES_TO_CUT else 1
+        n_parts = n_kv_heads if n_work < busy_entries else 1
         if tile < 0:
             return n_work * n_parts
         entry = load_i64(batch + WORK) + tile // n_parts * WORK_BYTES

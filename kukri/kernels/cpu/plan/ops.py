@@ -415,6 +415,7 @@ class RopeStore(Op):
 
 # Parts of a prompt's attention for each thread: few, as keys are widened once for all rows of a part
 _PARTS_PER_THREAD = 2
+_BUSY_ENTRIES_PER_THREAD = 4  # so many work entries keep threads busy without being cut into key heads
 
 
 @dataclass(eq=False)
@@ -453,6 +454,7 @@ class Attend(Op):
         biases = self.spec.biases(steps)
         distances = 0 if biases is None else at.of_array(biases) + 4 * self.most_tokens
         return _attention(self.q, self.y, self.spec, at) | {
+            "busy_entries": _BUSY_ENTRIES_PER_THREAD * at.n_threads,
             "distances": distances,
             "distance_stride": 0 if biases is None else 4 * len(steps),
             "window": cut_of(self.spec).window,
