@@ -76,6 +76,20 @@ def test_the_bounds_of_security_name_options_and_tests_that_exist() -> None:
         assert test.count("tests/") == len(re.findall(r"`tests/[a-z_/]+\.py`", test)), what
 
 
+def test_the_docs_name_files_that_exist() -> None:
+    """Catches a page that sends a reader to a file that was moved or renamed."""
+    others = {"kukri/quant/types/NAME.py", "happy.py", "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"}
+    folders = ("kukri", "tests", "benchmarks", "examples", "packaging")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    paths = [path.as_posix() for path in (*sources, *ROOT.glob("*.py"))]
+    documents = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log"]
+    for document in (*documents, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        named = re.findall(r"`(?:\.\./)*([\w/]+\.py)`", document.read_text("utf-8"))
+        for name in named:
+            is_there = any(path.endswith(f"/{name}") for path in paths)
+            assert is_there or name in others, f"{document.name}: there is no {name}"
+
+
 def test_every_error_code_is_in_the_reference() -> None:
     """Catches a code that the server sends and no page explains."""
     codes = {
