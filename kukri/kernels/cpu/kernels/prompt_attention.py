@@ -281,15 +281,17 @@ def bounds(ranges, row, n):
 
 
 def make_fetch(cached: CachedNumbers, d_head: int) -> Any:
-    """A function that prefetches a chunk's keys, or values, while other numbers are multiplied."""
-    head_bytes = cached.head_bytes(d_head)
+    """A function that prefetches a share of a chunk's keys, or values, while other numbers are multiplied.
+
+    All at once, they are more lines than a core can wait for, so that its loads would wait with them.
+    """
+    page_lines = -(-cached.head_bytes(d_head) // 64)
 
     @device
-    def fetch(numbers, pages, n_pages):
-        for page in range(n_pages):
-            source = numbers + load_i64(pages + 8 * page)
-            for i in range(0, head_bytes, 64):
-                prefetch(source + i)
+    def fetch(numbers, pages, n_pages, share, n_shares):
+        n_lines = n_pages * page_lines
+        for line in range(share * n_lines // n_shares, (share + 1) * n_lines // n_shares):
+            prefetch(numbers + load_i64(pages + 8 * (line // page_lines)) + 64 * (line % page_lines))
 
     return fetch
 
@@ -379,9 +381,9 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: st
             base = chunk * CHUNK_TOKENS
             n_pages = (min(n_context - base, CHUNK_TOKENS) + PAGE_TOKENS - 1) >> 4
             load_pages(work, base, n_context, pages)
-            fetch(work.values, pages, n_pages)
             widen_keys(work.keys, pages, n_pages, wide)
             for tile in range(n_tiles):
+                fetch(work.values, pages, n_pages, tile, n_tiles)
                 first = load_i64(tile_ranges + 16 * tile)
                 last = load_i64(tile_ranges + 16 * tile + 8)
                 if last >= base and first < base + CHUNK_TOKENS:
@@ -397,10 +399,12 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: st
                     top + 4 * row, total + 4 * row, keep + 4 * row, take + 4 * row,
                 )  # fmt: skip
             widen_values(work.values, pages, n_pages, wide)
+            n_next = 0
             if chunk + 1 < stop_chunk:
                 load_pages(work, base + CHUNK_TOKENS, n_context, pages)
-                fetch(work.keys, pages, CHUNK_PAGES)
+                n_next = CHUNK_PAGES
             for tile in range(n_tiles):
+                fetch(work.keys, pages, n_next, tile, n_tiles)
                 first = load_i64(tile_ranges + 16 * tile)
                 last = load_i64(tile_ranges + 16 * tile + 8)
                 if last >= base and first < base + CHUNK_TOKENS:

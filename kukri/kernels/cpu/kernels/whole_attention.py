@@ -350,16 +350,16 @@ def make_whole_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: i
             n_pages = (min(n_context - base, CHUNK_TOKENS) + PAGE_TOKENS - 1) >> 4
             load_pages(work, base, n_context, pages)
             if chunk == first_chunk:
-                fetch(work.values, pages, n_pages)
+                fetch(work.values, pages, n_pages, 0, 1)
             rearrange_keys(work.keys, pages, n_pages, keys)
             rearrange_values(work.values, pages, first_visible - base, n_context - 1 - base, values)
+            next_keys, n_keys_pages, n_values_pages = work.next_keys, n_pages, 0
             if chunk + 1 < stop_chunk:
                 load_pages(work, base + CHUNK_TOKENS, n_context, pages)
-                fetch(work.keys, pages, CHUNK_PAGES)
-                fetch(work.values, pages, CHUNK_PAGES)
-            else:
-                fetch(work.next_keys, pages, n_pages)
+                next_keys, n_keys_pages, n_values_pages = work.keys, CHUNK_PAGES, CHUNK_PAGES
             for row in range(0, n_padded, rows):
+                fetch(next_keys, pages, n_keys_pages, row // rows, n_padded // rows)
+                fetch(work.values, pages, n_values_pages, row // rows, n_padded // rows)
                 first = load_i64(seen + 2 * row)
                 last = load_i64(seen + 2 * row + 24)
                 if last >= base and first < base + CHUNK_TOKENS:
