@@ -10,7 +10,11 @@ from kukri.errors import KukriError, StageError, failure_of
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.sampling_record import SamplingRecords
-from kukri.sampling import SampledToken, sample_rows, token_logprobs
+from kukri.sampling import RequestSampler, SampledToken, sample_rows, token_logprobs
+
+_ROWS_AT_ONCE = (
+    4  # of one request's drafts: a call takes as long as two rows, and rows after a wrong one are lost
+)
 
 
 class StepSampler:
@@ -50,9 +54,10 @@ class StepSampler:
                 rows[i] = [row - 1, *range(first_draft_row, draft_row)]
         left, depth = list(rows), 0
         while left:
-            self._sample_next([(chunks[i], rows[i][depth], results[i]) for i in left], logits)
+            n = _ROWS_AT_ONCE if len(left) == 1 and _sampler_of(chunks[left[0]]).is_plain else 1
+            self._sample_next([(chunks[i], rows[i][depth : depth + n], results[i]) for i in left], logits)
             left = [i for i in left if _was_accepted(chunks[i], results[i])]
-            depth += 1
+            depth += n
         return results
 
     def sample_each(self, chunks: list[ScheduledChunk], logits: Logits) -> list[SampledToken | KukriError]:
@@ -62,14 +67,25 @@ class StepSampler:
         return [chunk.sequence.error or token for chunk, token in zip(chunks, tokens, strict=True)]
 
     def _sample_next(
-        self, turns: list[tuple[ScheduledChunk, int, list[SampledToken | KukriError]]], logits: Logits
+        self,
+        turns: list[tuple[ScheduledChunk, list[int], list[SampledToken | KukriError]]],
+        logits: Logits,
     ) -> None:
-        """Adds a token to the results of each chunk, by a row of logits of its own; rows are in order."""
-        wanted = logits.take([row for _, row, _ in turns])
-        samplers = [chunk.request.sampler for chunk, _, _ in turns if chunk.request.sampler is not None]
+        """Adds tokens to the results of each chunk by its next rows of logits, up to one not drafted.
+
+        Only rows of a plain sampler may be several.
+        """
+        wanted = logits.take([row for _, rows, _ in turns for row in rows])
+        samplers = [_sampler_of(chunk) for chunk, rows, _ in turns for _ in rows]
         tokens = sample_rows(samplers, wanted, self._backend, self._records)
-        for (chunk, _, results), token in zip(turns, tokens, strict=True):
-            results.append(chunk.request.error or token)
+        stop = 0
+        for chunk, rows, results in turns:
+            first, stop = stop, stop + len(rows)
+            for i in range(first, stop):
+                results.append(chunk.request.error or tokens[i])
+                if i + 1 < stop and not _was_accepted(chunk, results):
+                    _sampler_of(chunk).put_back(self._records, range(i + 1, stop))
+                    break
 
     def _score_prompt(self, chunk: ScheduledChunk, logits: Logits) -> None:
         """Keeps the log-probabilities of the prompt's tokens that the rows of a chunk are about."""
@@ -105,6 +121,13 @@ def _keep_rows(chunk: ScheduledChunk, rows: FloatArray) -> None:
             request.rows[last - len(rows) : last] = rows
         if np.isnan(rows[-1].max()):
             request.is_cacheable = False
+
+
+def _sampler_of(chunk: ScheduledChunk) -> RequestSampler:
+    """The sampler of a chunk that gives a token."""
+    sampler = chunk.request.sampler
+    assert sampler is not None
+    return sampler
 
 
 def _was_accepted(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]) -> bool:

@@ -144,6 +144,10 @@ class SamplingRecords:
         """Sets `u` of record i."""
         self._floats[i * _RECORD_WORDS + _U] = number
 
+    def random(self, i: int) -> float:
+        """`u` of record i."""
+        return self._floats[i * _RECORD_WORDS + _U]
+
     def chosen(self) -> list[int]:
         """The token of each record; -1 if its status is another than CHOSEN."""
         words, stop = self._words, len(self.fields) * _RECORD_WORDS

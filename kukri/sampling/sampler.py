@@ -109,6 +109,7 @@ class RequestSampler:
         # Python's own: importing NumPy's takes 10 ms of a start
         seed = None if params.seed is None else params.seed % 2**64
         self._random = None if params.is_greedy else Random(seed)
+        self._returned: list[float] = []  # numbers that were put back, to be drawn first
         # True if a record changes from token to token only by its random number
         histories = (self._dry, self._seen, self._matcher, self._reasoning, params.logprobs)
         edits = (params.logit_bias, bad_words, self._processors, params.min_tokens)
@@ -149,9 +150,9 @@ class RequestSampler:
         """Fills in record i, made of `settings`, for the next row. `process` comes first."""
         fields = records.fields
         if self._random is not None:
-            fields["u"][i] = self._random.random()
+            fields["u"][i] = self._number(self._random)
             if self.params.xtc_probability:
-                fields["xtc_applies"][i] = self._random.random() < self.params.xtc_probability
+                fields["xtc_applies"][i] = self._number(self._random) < self.params.xtc_probability
             if self.params.mirostat:
                 fields["surprise_power"][i] = 2.0 ** min(max(self._mu, -100.0), 100.0)
         if self._bias is not None:
@@ -176,7 +177,17 @@ class RequestSampler:
         """Fills in record i for the next row of a plain sampler, and counts its token."""
         self.n_generated += 1
         if self._random is not None:
-            records.set_random(i, self._random.random())
+            records.set_random(i, self._number(self._random))
+
+    def put_back(self, records: SamplingRecords, rows: range) -> None:
+        """Undoes `draw` for the last rows that it was called for: their tokens are not to be generated."""
+        self.n_generated -= len(rows)
+        if self._random is not None:
+            self._returned[:0] = [records.random(i) for i in rows]
+
+    def _number(self, random: Random) -> float:
+        """The next random number."""
+        return self._returned.pop(0) if self._returned else random.random()
 
     def _forbidden_now(self, allow_end: bool) -> IntArray:
         """The tokens that may not come next: bad words, and end-of-text before `min_tokens`."""

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import KukriError, RequestError, ShapeError
+from kukri.kernels.host_step import HostLogits
 from kukri.kernels.reference_sampling import Candidates, Record, ReferenceSampling, draw, edit_row, run_stages
 from kukri.kernels.sampling_record import SamplingRecords
-from kukri.sampling import RequestSampler, SamplingError, SamplingParams
+from kukri.sampling import RequestSampler, SampledToken, SamplingError, SamplingParams, sample_rows
 
 
 def sampler(n_vocab: int, prompt: Any = (), **params: Any) -> RequestSampler:
@@ -310,6 +311,23 @@ def test_each_token_takes_one_random_number() -> None:
     steps = rng.normal(0, 1, (20, 500)).astype(np.float32)
     plain, filtered = sampler(500, seed=3), sampler(500, seed=3, top_p=0.99999, min_p=1e-9, top_k=500)
     assert [plain(r).id for r in steps] == [filtered(r).id for r in steps]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_that_are_put_back_are_drawn_again_with_the_same_numbers(temperature: float) -> None:
+    """Would catch a rejected draft after which a request's tokens are others than without drafts."""
+    rows = np.random.default_rng(3).standard_normal((12, 50)).astype(np.float32)
+    alone = sampler(50, temperature=temperature, seed=7)
+    expected = [alone(row).id for row in rows]
+    drafted = sampler(50, temperature=temperature, seed=7)
+    records, ids = SamplingRecords(), []
+    for n_drawn, n_taken in ((4, 1), (4, 2), (3, 3), (4, 1), (1, 1), (4, 4)):
+        given = HostLogits(rows[len(ids) : len(ids) + n_drawn])
+        tokens = sample_rows([drafted] * len(given), given, ReferenceSampling(), records)
+        drafted.put_back(records, range(n_taken, len(given)))
+        ids += [token.id for token in tokens[:n_taken] if isinstance(token, SampledToken)]
+    assert ids == expected
+    assert drafted.n_generated == len(rows)
 
 
 def test_rows_are_not_written() -> None:
