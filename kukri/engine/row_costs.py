@@ -68,7 +68,7 @@ class _MeasuredCosts:
     """Costs of steps that have the same number of tokens besides drafts, which are not one for each row."""
 
     def __init__(self, table: Sequence[float], n_tokens: int) -> None:
-        self.costs = tuple(table)
+        self._costs: tuple[float, ...] | None = tuple(table)  # None: to be corrected when it is asked for
         self.plain_s: float | None = None  # time of a step without drafts
         self.n_since_plain = _PLAIN_EVERY
         self._n_tokens, self._n_plain = n_tokens, 0
@@ -80,11 +80,18 @@ class _MeasuredCosts:
         # the weight of what was measured, by rows, and the mean of its corrections, logarithms
         self._weights, self._means = np.zeros(len(table)), np.zeros(len(table))
 
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """See RowCosts.of."""
+        if self._costs is None:
+            self._costs = self._corrected()
+        return self._costs
+
     def observe_plain(self, elapsed_s: float) -> None:
         self._n_plain, self.n_since_plain = self._n_plain + 1, 0
         if self._n_plain % _FORGET_EVERY == 0:  # else drafts that were dear once would never be tried again
             self._weights *= _MEMORY**_FORGET_EVERY
-            self.costs = self._corrected()
+            self._costs = None
         weight = max(1.0 / self._n_plain, _PLAIN_WEIGHT)
         self.plain_s = smoothed(self.plain_s, max(elapsed_s, 1e-9), weight, _LEAST_FALL)
 
@@ -104,7 +111,7 @@ class _MeasuredCosts:
         self._weights[row] += 1.0
         excess = measured - (self._table[row] - self._table[first]) - self._means[row]
         self._means[row] += excess / self._weights[row]
-        self.costs = self._corrected()
+        self._costs = None
 
     def _corrected(self) -> tuple[float, ...]:
         """Measured rows count by their own weight, others by at most one measurement each."""
