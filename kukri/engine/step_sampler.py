@@ -54,7 +54,7 @@ class StepSampler:
                 rows[i] = [row - 1, *range(first_draft_row, draft_row)]
         left, depth = list(rows), 0
         while left:
-            n = _ROWS_AT_ONCE if len(left) == 1 and _sampler_of(chunks[left[0]]).is_plain else 1
+            n = _ROWS_AT_ONCE if all(_sampler_of(chunks[i]).is_plain for i in left) else 1
             self._sample_next([(chunks[i], rows[i][depth : depth + n], results[i]) for i in left], logits)
             left = [i for i in left if _was_accepted(chunks[i], results[i])]
             depth += n
@@ -75,9 +75,9 @@ class StepSampler:
 
         Only rows of a plain sampler may be several.
         """
-        wanted = logits.take([row for _, rows, _ in turns for row in rows])
+        rows_of_all = [row for _, rows, _ in turns for row in rows]
         samplers = [_sampler_of(chunk) for chunk, rows, _ in turns for _ in rows]
-        tokens = sample_rows(samplers, wanted, self._backend, self._records)
+        tokens = sample_rows(samplers, logits, self._backend, self._records, rows=rows_of_all)
         stop = 0
         for chunk, rows, results in turns:
             first, stop = stop, stop + len(rows)

@@ -251,9 +251,13 @@ def sample_rows(
     sampling: SamplingBackend,
     records: SamplingRecords | None = None,
     *,
+    rows: Sequence[int] | None = None,
     allow_end: bool = True,
 ) -> list[SampledToken | KukriError]:
     """The next token of each request by its row of logits [N, V], or the error that ends it.
+
+    `rows`: which row is whose, if not each has one, in order. Plain samplers alone may have several, for
+    tokens that follow one another.
 
     Whatever a request's own code raises (a processor, a grammar, its history) is its error alone. The logits
     are not written. Whoever calls often keeps `records`. Raises ShapeError if the logits are not a
@@ -262,9 +266,12 @@ def sample_rows(
     if not samplers:
         return []
     records = records or SamplingRecords()
-    _check_shape(samplers, logits)
-    if allow_end and not [sampler for sampler in samplers if not sampler.is_plain]:
-        return _sample_plain(samplers, logits, sampling, records)
+    is_plain = allow_end and not [sampler for sampler in samplers if not sampler.is_plain]
+    if rows is not None and not is_plain:
+        logits, rows = logits.take(rows), None
+    _check_shape(samplers, logits, rows)
+    if is_plain:
+        return _sample_plain(samplers, logits, sampling, records, rows)
     results: list[Any] = [None] * len(samplers)
     plain: list[int] = []
     edited: list[int] = []  # requests whose processors made a row of their own
@@ -313,10 +320,18 @@ def sample_rows(
 
 
 def _sample_plain(
-    samplers: Sequence[RequestSampler], logits: Logits, sampling: SamplingBackend, records: SamplingRecords
+    samplers: Sequence[RequestSampler],
+    logits: Logits,
+    sampling: SamplingBackend,
+    records: SamplingRecords,
+    rows: Sequence[int] | None,
 ) -> list[SampledToken | KukriError]:
     """`sample_rows` of samplers that are plain."""
-    records.keep([sampler.settings for sampler in samplers])
+    settings = [sampler.settings for sampler in samplers]
+    if rows is None:
+        records.keep(settings)
+    else:
+        records.start(settings, rows)
     for i, sampler in enumerate(samplers):
         sampler.draw(records, i)
     sampling.choose(records, logits)
@@ -414,9 +429,10 @@ def _failure(records: SamplingRecords, i: int) -> SamplingError:
     )
 
 
-def _check_shape(samplers: Sequence[RequestSampler], logits: Logits) -> None:
+def _check_shape(samplers: Sequence[RequestSampler], logits: Logits, rows: Sequence[int] | None) -> None:
     n_vocab = samplers[0].n_vocab
-    if logits.shape != (len(samplers), n_vocab):
+    n_rows = len(samplers) if rows is None else len(logits)
+    if logits.shape != (n_rows, n_vocab) or (rows is not None and max(rows) >= n_rows):
         raise ShapeError(f"logits {logits.shape} given for {len(samplers)} rows of {n_vocab} tokens")
 
 
