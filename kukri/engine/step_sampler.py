@@ -12,9 +12,9 @@ from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.sampling import RequestSampler, SampledToken, sample_rows, token_logprobs
 
-_ROWS_AT_ONCE = (
-    4  # of one request's drafts: a call takes as long as two rows, and rows after a wrong one are lost
-)
+# Rows of a request's drafts to choose from in one call, which takes as long as two rows: those after a token
+# that was not drafted are lost.
+_ROWS_AT_ONCE = 4
 
 
 class StepSampler:
