@@ -432,7 +432,8 @@ def _failure(records: SamplingRecords, i: int) -> SamplingError:
 def _check_shape(samplers: Sequence[RequestSampler], logits: Logits, rows: Sequence[int] | None) -> None:
     n_vocab = samplers[0].n_vocab
     n_rows = len(samplers) if rows is None else len(logits)
-    if logits.shape != (n_rows, n_vocab) or (rows is not None and max(rows) >= n_rows):
+    is_outside = rows is not None and (min(rows) < 0 or max(rows) >= n_rows)
+    if logits.shape != (n_rows, n_vocab) or is_outside:
         raise ShapeError(f"logits {logits.shape} given for {len(samplers)} rows of {n_vocab} tokens")
 
 

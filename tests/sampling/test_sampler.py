@@ -388,3 +388,8 @@ def test_a_row_of_another_shape_is_our_bug() -> None:
         sampler(10)(np.zeros(11, np.float32))
     with pytest.raises(ShapeError):
         sampler(10)(np.zeros(10, np.float64))  # type: ignore[arg-type]
+    for row in (-1, 2):  # would read what lies before the logits, or after them
+        with pytest.raises(ShapeError):
+            sample_rows(
+                [sampler(10)], HostLogits(np.zeros((2, 10), np.float32)), ReferenceSampling(), rows=[row]
+            )
