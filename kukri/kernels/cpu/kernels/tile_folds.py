@@ -26,7 +26,7 @@ from kukri.kernels.cpu.kernels.simd import (
     F32x16,
     I32x16,
 )
-from kukri.kernels.cpu.kernels.tile_products import sums_int16
+from kukri.kernels.cpu.kernels.tile_products import ZEN_4, sums_int16
 from kukri.kernels.cpu.kernels.tiles import (
     I32x32,
     Tile,
@@ -52,9 +52,6 @@ from kukri.kernels.cpu.pack.layouts import (
 
 _I1, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 16, 32, 64))
 _F32 = ir.FloatType()
-# CPUs that shift and add integers while they multiply others, as measured: a `dot2` that shifts the sums of
-# several tokens' inputs takes the place of a product of weights there.
-_SHIFTING = ("znver4", "x86-64 zen4")
 
 
 def _as_i32(tile: Tile) -> Tile:
@@ -126,7 +123,9 @@ def tile_raised_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift:
     result, start = as_sums(kind), constant(I32x16.llvm, _start_bits(kind))
 
     def step(i: int) -> Any:
-        if cpu_target().lowering == "dotprod" or (kind.n > 1 and cpu_target().name in _SHIFTING):
+        # Zen 4 shifts and adds while it multiplies: a `dot2` of several tokens' sums takes the place of a product
+        # of weights there, as measured
+        if cpu_target().lowering == "dotprod" or (kind.n > 1 and cpu_target().name in ZEN_4):
             totals = of_tokens(builder, kind, x, NEGATIVE_TOTAL, i, _I32)
             starts = builder.add(builder.shl(totals, broadcast(builder, builder.trunc(shift, _I32))), start)
         else:

@@ -99,8 +99,9 @@ class Fetching(NamedTuple):
 _TO_L2 = Fetching(ahead_bytes=8192, nearness=2)
 
 
+ZEN_4 = ("znver4", "x86-64 zen4")
 _FETCHING = {
-    **dict.fromkeys(("znver4", "x86-64 zen4"), Fetching(from_tokens=8)),
+    **dict.fromkeys(ZEN_4, Fetching(from_tokens=8)),
     **dict.fromkeys(("sapphirerapids", "emeraldrapids", "graniterapids", "x86-64 sapphirerapids"), _TO_L2),
 }
 
