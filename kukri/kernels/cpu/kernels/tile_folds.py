@@ -123,8 +123,8 @@ def tile_raised_offset_start(builder: Any, kind: Tile, tile: Any, x: Any, shift:
     result, start = as_sums(kind), constant(I32x16.llvm, _start_bits(kind))
 
     def step(i: int) -> Any:
-        # Zen 4 shifts and adds while it multiplies: a `dot2` of several tokens' sums takes the place of a product
-        # of weights there, as measured
+        # as measured, Zen 4 shifts and adds while it multiplies, where a `dot2` of several tokens' sums takes
+        # the place of one with weights
         if cpu_target().lowering == "dotprod" or (kind.n > 1 and cpu_target().name in ZEN_4):
             totals = of_tokens(builder, kind, x, NEGATIVE_TOTAL, i, _I32)
             starts = builder.add(builder.shl(totals, broadcast(builder, builder.trunc(shift, _I32))), start)
