@@ -137,6 +137,28 @@ def test_workers_park_and_wake(kernels):
     assert set(threading.enumerate()) <= before
 
 
+def test_a_worker_that_would_sleep_once_a_plan_has_begun_takes_part(kernels):
+    """Would catch half of a prompt's steps on one thread: a worker was idle for long enough to sleep, and had
+    to wait for the GIL until the next plan had begun, which had found nobody to wake."""
+    pool = ThreadPool(kernels, 2)
+    has_begun, is_back = threading.Event(), threading.Event()
+    took_part = []
+
+    def enter(thread):
+        if thread == 0:
+            has_begun.set()
+            took_part.append(is_back.wait(10))
+        elif has_begun.is_set():
+            is_back.set()
+        else:  # idle for long, then waiting for the GIL
+            has_begun.wait(10)
+
+    pool._workers.executor = lambda: enter
+    pool.run(0, 1)
+    assert took_part == [True]
+    pool.close()
+
+
 def test_a_forgotten_pool_ends_its_threads(kernels):
     """Would catch threads, and the memory they point to, that outlive every engine."""
     before = set(threading.enumerate())  # some may be of other pools, and end meanwhile

@@ -11,7 +11,7 @@ from kukri.kernels.cpu.compile.features import cpu_target
 # The executor's shared state: int64, in cache lines of their own if several threads write them
 DONE = 0  # finished tiles of the current op
 OPS = 64  # address of the plan's ops, OP_BYTES each
-N_OPS = 72
+N_OPS = 72  # 0 between plans
 N_ACTIVE = 80  # threads that may take tiles in this step
 STOP = 88  # not 0: workers return
 N_SHARES = 104  # threads that the current op's tiles were cut for: a sleeper may remember another N_ACTIVE

@@ -107,9 +107,18 @@ class _Workers:
             with self.lock:
                 generation = self.generation
                 self.n_parked += 1
-                while self.generation == generation and not self.state[STOP // 8]:
+                while self.generation == generation and not self._is_wanted(index):
                     self.wake.wait()
                 self.n_parked -= 1
+
+    def _is_wanted(self, index: int) -> bool:
+        """True if a thread should not sleep: a plan runs that it takes part in, or the threads are to end.
+
+        Who runs a plan wakes those that sleep, before it begins. One that was idle for long enough to sleep,
+        but had to wait for the GIL first, is not among them.
+        """
+        has_plan = bool(self.state[N_OPS // 8]) and index < self.state[N_ACTIVE // 8]
+        return has_plan or bool(self.state[STOP // 8])
 
 
 class ThreadPool:
@@ -163,13 +172,16 @@ class ThreadPool:
             self._workers.start(self.n_threads - 1)
             self._enter = enter
         self._state[OPS // 8] = ops_address
-        self._state[N_OPS // 8] = n_ops
-        if self._n_active < self.n_threads and time.monotonic() >= self._retry_at:
-            self._set_active(self._n_active + 1)
-        if self._workers.n_parked > self.n_threads - self._n_active:
-            self._workers.wake_all()
-        started_ns = time.monotonic_ns()
-        self._enter(0)
+        try:
+            self._state[N_OPS // 8] = n_ops  # from here on nobody falls asleep who is wanted
+            if self._n_active < self.n_threads and time.monotonic() >= self._retry_at:
+                self._set_active(self._n_active + 1)
+            if self._workers.n_parked > self.n_threads - self._n_active:
+                self._workers.wake_all()
+            started_ns = time.monotonic_ns()
+            self._enter(0)
+        finally:
+            self._state[N_OPS // 8] = 0
         if self._state[STALLED_NS // 8] != self._stalled_ns:
             self._give_way(time.monotonic_ns() - started_ns)
 
