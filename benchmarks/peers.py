@@ -46,6 +46,8 @@ from benchmarks.make_model import SHAPES, make_model
 from kukri.bench.card import model_card, read_bandwidth_of_a_fresh_process
 from kukri.bench.turns import in_turns
 
+_WARM_UP_TOKENS = 512  # of a longer prompt: weights are read and kernels compiled after so many
+
 
 @dataclass(frozen=True)
 class PeersReport:
@@ -102,16 +104,19 @@ def compare(
             workers.append(worker)
         workers += benches
 
-        def add(test: str, measures: Sequence[Callable[[], float]]) -> list[tuple[float, ...]]:
-            found = in_turns(measures, rounds, lambda text: say(f"{test}: {text}"))
+        def add(
+            test: str, measures: Sequence[Callable[[], float]], warm_ups: Sequence[Callable[[], float]] = ()
+        ) -> list[tuple[float, ...]]:
+            found = in_turns(measures, rounds, lambda text: say(f"{test}: {text}"), warm_ups)
             tests[test] = _by_peer([worker.engine for worker in workers], found)
             return found
 
         for n in prompts:
-            add(f"pp{n}", [partial(worker.prefill_tokens_per_s, n) for worker in workers])
+            lengths = (n, min(n, _WARM_UP_TOKENS))
+            measures, warm_ups = ([partial(w.prefill_tokens_per_s, one) for w in workers] for one in lengths)
+            add(f"pp{n}", measures, warm_ups)
         for depth in depths:
             name = f"tg{n_generate}" + (f"@d{depth}" if depth else "")
-            measures: list[Callable[[], float]]
             measures = [partial(worker.decode_tokens_per_s, n_generate, depth) for worker in workers]
             if depth:
                 add(name, measures)

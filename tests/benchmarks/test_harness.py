@@ -36,6 +36,8 @@ def test_rounds_take_turns_and_the_first_warms_up(monkeypatch: pytest.MonkeyPatc
     assert found == [("a2", "b2", "c2"), ("a3", "b3", "c3")]
     assert "".join(calls) == "abcbcacab"
     assert said == ["warming up", "round 1 of 2", "round 2 of 2"]
+    assert turns.in_turns([lambda: measure("a")], 1, said.append, [lambda: measure("w")]) == [("a4",)]
+    assert "".join(calls) == "abcbcacabwa"
 
 
 def test_engines_without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
