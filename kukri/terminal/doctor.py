@@ -15,7 +15,7 @@ from kukri.host.hardware import cpu_features, cpu_model, cpu_quota, installed_ve
 from kukri.host.os_calls import allowed_cores
 from kukri.kernels import choose_backend
 from kukri.kernels.cpu.compile.features import cpu_target, usable_cores
-from kukri.kernels.cpu.compile.kernel_cache import cache_dir, cache_root
+from kukri.kernels.cpu.compile.kernel_cache import cache_dir, cache_root, cached_names
 from kukri.kernels.cpu.compile.shipped_kernels import shipped_for_cpu
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_facts
@@ -93,7 +93,7 @@ def machine_report() -> dict[str, Any]:
             "int8_dot": target.lowering,
             "hardware_float16": target.has_half,
             "shipped": len(shipped.names) if shipped else 0,
-            "compiled": sorted(path.stem for path in cache_dir().glob("*.kernel")),
+            "compiled": cached_names(),
         },
         "jit_cache": {"path": str(cache_dir()), **_contents(cache_root())},
         "models": {

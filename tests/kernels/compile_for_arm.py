@@ -27,7 +27,7 @@ def assembly(name: str) -> str:
     from kukri.kernels.cpu.kernels.intrinsics import compile_kernel
 
     llvm.TargetMachine.emit_object = lambda machine, module: machine.emit_assembly(module).encode()
-    return compile_kernel(find_source(name))[1].decode()
+    return compile_kernel(find_source(name)[1])[1].decode()
 
 
 if __name__ == "__main__":
@@ -38,6 +38,6 @@ if __name__ == "__main__":
 
     kernel_cache.cache_dir = lambda: Path(sys.argv[1])
     for name in sys.argv[2:]:
-        source = find_source(name)
+        module, source = find_source(name)
         symbol, code = compile_kernel(source)
-        kernel_cache.store(name, symbol, source.parameters, code)
+        kernel_cache.store(name, module, (symbol, source.parameters, code))

@@ -15,8 +15,10 @@ import pytest
 
 from kukri.errors import ConfigError
 from kukri.kernels.cpu.compile import compiling, kernel_cache
+from tests.test_architecture import PACKAGE, imported_modules, imported_names
 
 CODE = ("symbol", ("a",), b"code")
+MODULE = "kernels.linear"
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_what_another_process_compiles_is_waited_for(kernels: Path, monkeypatch:
         ours = threading.Thread(target=lambda: come.extend(compiling.compile_kernels(["a", "b", "c"])))
         ours.start()
         assert ended(lambda: compiled == ["b", "c"])
-        kernel_cache.store("a", "theirs", ("x",), b"their code")
+        kernel_cache.store("a", MODULE, ("theirs", ("x",), b"their code"))
         ours.join(0.2)
         assert ours.is_alive()
     ours.join(20)
@@ -90,7 +92,7 @@ def test_helpers_compile_and_import_nothing_from_the_working_directory(
     assert compiling._helpers
     assert ended(lambda: all(helper.poll() is not None for helper in compiling._helpers))
     assert all(helper.returncode == 0 for helper in compiling._helpers)
-    assert {path.stem for path in kernels.glob("*.kernel")} == {"gather_rows", "pack"}
+    assert kernel_cache.cached_names() == ["gather_rows", "pack"]
     assert not (tmp_path / "trap").exists()
 
 
@@ -109,7 +111,7 @@ def test_a_helper_ends_with_the_process_it_helps(kernels: Path) -> None:
     assert helper.stdin is not None
     helper.stdin.close()
     assert helper.wait(timeout=30) == 1
-    assert not (kernels / "choose_tokens.kernel").exists()
+    assert not list(kernels.glob("*.kernel"))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +129,11 @@ def test_machine_code_that_others_could_write_is_not_loaded(
     kernels: Path, spoil: Callable[[Path], object], reason: str | None
 ) -> None:
     """Catches object code of another user that runs because of where it lies."""
-    kernel_cache.store("a", *CODE)
+    kernel_cache.store("a", MODULE, CODE)
     assert kernel_cache.read_cached("a") == CODE
     assert kernels.stat().st_mode & 0o777 == 0o700
     try:
-        spoil(kernels / "a.kernel")
+        spoil(next(kernels.glob("a@*.kernel")))
     except PermissionError:
         pytest.skip("only root gives files away")
     if reason is None:
@@ -139,3 +141,50 @@ def test_machine_code_that_others_could_write_is_not_loaded(
         return
     with pytest.raises(ConfigError, match=reason):
         kernel_cache.read_cached("a")
+
+
+def test_an_edit_compiles_what_is_made_of_the_edited_file_and_nothing_else(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a stale kernel that runs, and attention that is compiled again for a comment elsewhere."""
+    for module in kernel_cache.KERNEL_MODULES:
+        kernel_cache.store(module, module, CODE)
+    read = kernel_cache._read
+
+    def left_after_an_edit_of(file: str) -> set[str]:
+        monkeypatch.setattr(
+            kernel_cache, "_read", lambda name: read(name) + b"# edited" * name.endswith(file)
+        )
+        for one in (kernel_cache._digest, kernel_cache.module_hashes):
+            one.cache_clear()
+        return set(kernel_cache.KERNEL_MODULES) - set(kernel_cache.cached_names())
+
+    try:
+        edited = left_after_an_edit_of("kernels/cpu/kernels/elementwise.py")
+        assert edited == {"kernels.elementwise", "kernels.experts"}
+        assert left_after_an_edit_of("kernels/cpu/plan/record.py") == set()
+        assert left_after_an_edit_of("kernels/cpu/kernels/intrinsics.py") == set(kernel_cache.KERNEL_MODULES)
+        assert "kernels.linear" in left_after_an_edit_of("quant/types/q4_k.py")
+        assert "run.threads" not in left_after_an_edit_of("quant/types/q4_k.py")
+        assert left_after_an_edit_of("no such file") == set()
+    finally:
+        for one in (kernel_cache._digest, kernel_cache.module_hashes):
+            one.cache_clear()
+
+
+def test_a_kernel_is_made_of_all_that_its_module_imports() -> None:
+    """Catches a form of import that the search for sources does not see, by Python's own parser."""
+    files = {str(path.relative_to(PACKAGE.parent)): path for path in PACKAGE.rglob("*.py")}
+    names = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name
+        for name in files
+        if name.startswith(("kukri/kernels/", "kukri/quant/"))
+    }
+    for module in kernel_cache.KERNEL_MODULES:
+        found = kernel_cache.sources_of(f"kukri.kernels.cpu.{module}")
+        imported = {
+            names[one]
+            for name in found
+            for one in imported_modules(imported_names(files[name].read_text(), ""), set(names))
+        }
+        assert imported <= set(found), module

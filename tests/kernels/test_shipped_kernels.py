@@ -19,6 +19,7 @@ from kukri.kernels.cpu.compile.shipped_kernels import ShippedKernels, read_shipp
 from kukri.kernels.cpu.compile.wheel_kernels import wheel_kernel_names
 
 CODE = ("symbol", ("a", "b"), b"object code " * 50)
+MODULE = "kernels.linear"
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_what_is_written_is_read(shipped: Path) -> None:
     """Catches offsets that are off by one, and code that is not decompressed."""
     others = ("s", (), b"x" * 7), ("t", ("c",), bytes(range(256)))
-    write_shipped(shipped, {"b": CODE, "a": others[0], "c": others[1]})
+    write_shipped(shipped, {"b": (MODULE, CODE), "a": (MODULE, others[0]), "c": ("run.threads", others[1])})
     assert read_shipped("b") == CODE
     assert (read_shipped("a"), read_shipped("c")) == others
     assert read_shipped("d") is None
@@ -48,7 +49,7 @@ def test_what_is_written_is_read(shipped: Path) -> None:
 @pytest.mark.parametrize("place", [0, 70, -1])
 def test_damaged_files_are_not_used(shipped: Path, place: int) -> None:
     """Catches code that runs though it is not what was compiled: digest, header and code in turn."""
-    write_shipped(shipped, {"a": CODE})
+    write_shipped(shipped, {"a": (MODULE, CODE)})
     data = bytearray(shipped.read_bytes())
     data[place] ^= 1
     shipped.write_bytes(data)
@@ -58,9 +59,11 @@ def test_damaged_files_are_not_used(shipped: Path, place: int) -> None:
 
 def test_whoever_edits_a_kernel_compiles_it(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches machine code that runs in place of the sources next to it."""
-    write_shipped(shipped, {"a": CODE})
-    monkeypatch.setattr(shipped_kernels, "sources_hash", lambda: "of other sources")
+    write_shipped(shipped, {"a": (MODULE, CODE), "b": ("run.threads", CODE)})
+    edited = {**kernel_cache.module_hashes(), MODULE: "of other sources"}
+    monkeypatch.setattr(shipped_kernels, "module_hashes", lambda: edited)
     assert read_shipped("a") is None
+    assert read_shipped("b") == CODE
     assert "of other sources" in shipped_kernels.reason_for_compiling()
 
 
@@ -119,7 +122,7 @@ def test_a_wheel_has_the_kernels_of_the_default_model() -> None:
     names = set(wheel_kernel_names())
     assert {"run_plan", "choose_tokens", "linear_Q4_1", "attend_f16[3,64]", "attend_finish"} <= names
     assert len(names) == len(wheel_kernel_names())
-    assert all(compiling.find_source(name).name == name for name in names)
+    assert all(compiling.find_source(name)[1].name == name for name in names)
 
 
 _WITHOUT = """
@@ -164,7 +167,7 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "kernels.whole_attention",
         "pack.scale_search",
     )
-    command = [sys.executable, "-c", _WITHOUT, " ".join([*compiling.KERNEL_MODULES, *made_of])]
+    command = [sys.executable, "-c", _WITHOUT, " ".join([*kernel_cache.KERNEL_MODULES, *made_of])]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -21,30 +21,17 @@ from kukri.errors import MissingKernelError
 from kukri.host.os_calls import locked
 from kukri.host.private_files import make_private
 from kukri.kernels.cpu.compile.features import cpu_target, has_compiler, usable_cores
-from kukri.kernels.cpu.compile.kernel_cache import KernelCode, KernelSource, cache_dir, read_cached, store
+from kukri.kernels.cpu.compile.kernel_cache import (
+    KERNEL_MODULES,
+    KERNEL_PACKAGE,
+    KernelCode,
+    cache_dir,
+    read_cached,
+    store,
+)
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.compile.levels import level_named
 from kukri.kernels.cpu.compile.shipped_kernels import read_shipped, reason_for_compiling
-
-# Modules that hold kernels, in the order in which they are searched for a name.
-KERNEL_MODULES = (
-    "run.threads",
-    "kernels.step_kernels",
-    "kernels.embedding",
-    "kernels.panels",
-    "kernels.elementwise",
-    "kernels.rope_store",
-    "kernels.recurrent",
-    "kernels.linear",
-    "kernels.experts",
-    "kernels.adapters",
-    "kernels.attention",
-    "kernels.masked_attention",
-    "kernels.sampling_kernel",
-    "pack.pack_kernels",
-    "pack.recode",
-    "run.bandwidth",
-    "pack.encode",
-)
 
 _SOON = ("choose_tokens",)  # what every answer needs and what takes longest; helpers begin with it
 _MOST_HELPERS = 3  # each takes some 230 MB; more would not be done sooner than the longest kernel
@@ -129,17 +116,20 @@ def _claim(name: str, *, wait: bool) -> Iterator[bool]:
         yield is_ours is not False
 
 
-def find_source(name: str) -> KernelSource:
-    """The Python source of a kernel, such as `linear_Q4_1` or, of a family, `attend_f16[3,64]`."""
+def find_source(name: str) -> tuple[str, KernelSource]:
+    """The module of `KERNEL_MODULES` and the Python source of a kernel.
+
+    Names are such as `linear_Q4_1` or, in a family, `attend_f16[3,64]`. Raises KeyError.
+    """
     family, _, arguments = name.partition("[")
     for module_name in KERNEL_MODULES:
-        module = importlib.import_module(f"kukri.kernels.cpu.{module_name}")
+        module = importlib.import_module(f"{KERNEL_PACKAGE}.{module_name}")
         found = module.KERNELS.get(family)
         if found is not None:
             if not arguments:
-                return found  # type: ignore[no-any-return]
+                return module_name, found
             values = [int(value) for value in arguments.rstrip("]").split(",")]
-            return found(*values)  # type: ignore[no-any-return]
+            return module_name, found(*values)
     raise KeyError(f"no kernel source for {name}")
 
 
@@ -165,8 +155,9 @@ def _compile_and_store(name: str) -> KernelCode:
             os.environ["NUMBA_CPU_FEATURES"] = cpu_target().features  # those that LLVM does not find itself
     from kukri.kernels.cpu.kernels.intrinsics import compile_kernel
 
-    source = find_source(name)
+    module, source = find_source(name)
     with _without_collections():
         symbol, code = compile_kernel(source)
-    store(name, symbol, source.parameters, code)
-    return symbol, source.parameters, code
+    kernel = symbol, source.parameters, code
+    store(name, module, kernel)
+    return kernel

@@ -1,6 +1,6 @@
 """Compiled kernels that come with kukri: a file of object code for each level of processors.
 
-`wheel_kernels.py` makes the files when a wheel is built. A file is used if it was made of the very sources
+`wheel_kernels.py` makes the files when a wheel is built. A kernel is used if it was made of the very sources
 that are installed: those who edit a kernel compile it. Format: the SHA-256 of the header in hexadecimal and
 the header (JSON), a line each, then every kernel's object code, compressed by zlib.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_cache import KernelCode, sources_hash
+from kukri.kernels.cpu.compile.kernel_cache import KernelCode, module_hashes
 
 SHIPPED_DIR = Path(__file__).with_name("shipped")
 
@@ -34,20 +34,17 @@ class ShippedKernels:
         self._facts: dict[str, Any] = json.loads(header)
 
     @property
-    def sources(self) -> str:
-        """The `sources_hash` of what was compiled."""
-        return str(self._facts["sources"])
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The kernels' names."""
         return tuple(self._facts["kernels"])
 
     def read(self, name: str) -> KernelCode | None:
-        """A kernel; None if it is not there or damaged."""
+        """A kernel; None if it is not there, damaged or made of other sources."""
         if name not in self._facts["kernels"]:
             return None
-        symbol, parameters, start, stop, digest = self._facts["kernels"][name]
+        symbol, parameters, start, stop, digest, sources = self._facts["kernels"][name]
+        if sources not in module_hashes().values():
+            return None
         try:
             code = zlib.decompress(self._blobs[start:stop])
         except zlib.error:
@@ -57,33 +54,30 @@ class ShippedKernels:
         return symbol, tuple(parameters), code
 
 
-def write_shipped(path: Path, kernels: Mapping[str, KernelCode]) -> None:
-    """Writes a file of kernels compiled of the present sources. Raises OSError."""
+def write_shipped(path: Path, kernels: Mapping[str, tuple[str, KernelCode]]) -> None:
+    """Writes kernels by name, each with its module, compiled of the present sources. Raises OSError."""
     listed, blobs, start = {}, [], 0
-    for name, (symbol, parameters, code) in sorted(kernels.items()):
+    for name, (module, (symbol, parameters, code)) in sorted(kernels.items()):
         blobs.append(zlib.compress(code, 9))
         stop = start + len(blobs[-1])
-        listed[name] = symbol, parameters, start, stop, hashlib.sha256(code).hexdigest()
+        digest, sources = hashlib.sha256(code).hexdigest(), module_hashes()[module]
+        listed[name] = symbol, parameters, start, stop, digest, sources
         start = stop
-    header = json.dumps({"sources": sources_hash(), "kernels": listed}, separators=(",", ":")).encode()
-    digest = hashlib.sha256(header).hexdigest().encode()
+    header = json.dumps({"kernels": listed}, separators=(",", ":")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"\n".join([digest, header, b"".join(blobs)]))
+    path.write_bytes(b"\n".join([hashlib.sha256(header).hexdigest().encode(), header, b"".join(blobs)]))
 
 
 @cache
 def shipped_for_cpu() -> ShippedKernels | None:
-    """The kernels that came for this processor; None if there are none, or the file is damaged or made of
-    other sources.
-    """
+    """The kernels that came for this processor; None if there are none, or the file is damaged."""
     level = cpu_target().level
     if level is None:
         return None
     try:
-        found = ShippedKernels(SHIPPED_DIR / f"{level}.kernels")
+        return ShippedKernels(SHIPPED_DIR / f"{level}.kernels")
     except (OSError, ValueError):
         return None
-    return found if found.sources == sources_hash() else None
 
 
 def read_shipped(name: str) -> KernelCode | None:
@@ -99,5 +93,5 @@ def reason_for_compiling() -> str:
     if level is None or not path.exists():
         return f"none came compiled for this processor ({level or cpu_target().identity})"
     if shipped_for_cpu() is None:
-        return "those that came compiled are of other sources, or damaged"
-    return "it is not among those that came compiled, or damaged there"
+        return "those that came compiled are damaged"
+    return "it is not among those that came compiled, or is of other sources or damaged there"

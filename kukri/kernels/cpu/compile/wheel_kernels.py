@@ -14,9 +14,10 @@ import tempfile
 from pathlib import Path
 
 from kukri.errors import ConfigError
-from kukri.kernels.cpu.compile.compiling import KERNEL_MODULES
+from kukri.kernels.cpu.compile.compiling import find_source
 from kukri.kernels.cpu.compile.features import has_levels, host_level, usable_cores
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource, read_cached
+from kukri.kernels.cpu.compile.kernel_cache import KERNEL_MODULES, KERNEL_PACKAGE, read_cached
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.compile.levels import LEVELS
 from kukri.kernels.cpu.compile.shipped_kernels import write_shipped
 from kukri.kernels.kv_types import KV_BLOCK
@@ -57,7 +58,7 @@ def wheel_kernel_names() -> list[str]:
     names += [f"{family}[{g},{d}]" for family in SOFTCAP_FAMILIES for g, d in SOFTCAP_SIZES]
     names += [f"attend_f16_biased[{g},{d}]" for g, d in BIASED_SIZES]
     for module in KERNEL_MODULES:
-        found = importlib.import_module(f"kukri.kernels.cpu.{module}").KERNELS
+        found = importlib.import_module(f"{KERNEL_PACKAGE}.{module}").KERNELS
         names += [name for name, source in found.items() if isinstance(source, KernelSource)]
     return sorted(names, key=lambda name: not name.endswith("_K_q8x2"))
 
@@ -78,7 +79,7 @@ def compile_for_wheel(path: Path) -> None:
         ]
         for helper in helpers:
             helper.wait()
-        kernels = {name: code for name in names if (code := read_cached(name))}
+        kernels = {name: (find_source(name)[0], code) for name in names if (code := read_cached(name))}
     if len(kernels) < len(names):
         missing = ", ".join(name for name in names if name not in kernels)
         raise ConfigError(f"kernels were not compiled, or their sources changed meanwhile: {missing}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from kukri.config import MAX_HEAD
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.attention_rows import (
     ADJUSTED,
     NO_SCORE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.block_numbers import make_reader
 from kukri.kernels.cpu.kernels.intrinsics import device, load_f32, load_i32, load_i64, store_f32
 from kukri.kernels.cpu.kernels.panels import first_row, row_tiles, stop_row

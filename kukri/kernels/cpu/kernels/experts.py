@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.blocks import BLOCK_FUNCTIONS
 from kukri.kernels.cpu.kernels.elementwise import PART_COLUMNS, activation_parts
 from kukri.kernels.cpu.kernels.intrinsics import (

@@ -19,7 +19,7 @@ from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()

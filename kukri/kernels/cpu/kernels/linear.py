@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.blocks import BLOCK_FUNCTIONS, i16_pair
 from kukri.kernels.cpu.kernels.intrinsics import device, load_i64, stack_bytes
 from kukri.kernels.cpu.kernels.simd import load_f32x16, splat, store_f32x16

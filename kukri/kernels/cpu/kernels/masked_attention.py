@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.intrinsics import f32_of_bits, load_f32, load_i32, load_i64, stack_bytes
 from kukri.kernels.cpu.kernels.simd import (
     exponential,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.intrinsics import device, load_f32, load_i64, store_f32, store_i32
 from kukri.kernels.cpu.kernels.simd import (
     absolute,

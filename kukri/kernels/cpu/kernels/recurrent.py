@@ -7,7 +7,7 @@ in slots (`ForwardBatch.state_slots`), in an order of their numbers that each ke
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.intrinsics import (
     device,
     f32_of_bits,

@@ -5,7 +5,7 @@ Each has its definition in `kukri.kernels.reference`. Buffers are float32, strid
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.head_rotation import rotate_head
 from kukri.kernels.cpu.kernels.intrinsics import device, load_f32, load_i32, load_i64, store_f32
 from kukri.kernels.cpu.kernels.kv_types import CACHED, CachedNumbers

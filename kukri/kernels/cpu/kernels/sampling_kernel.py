@@ -15,7 +15,7 @@ from collections import namedtuple
 import numpy as np
 
 from kukri.kernels import sampling_record
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.candidates import (
     LOWEST,
     copy_row,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.intrinsics import (
     device,
     load_i32,

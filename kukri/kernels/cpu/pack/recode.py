@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kukri.kernels.cpu.compile.kernel_cache import KernelSource
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.block_numbers import make_put, make_take, make_take_quants, n_groups
 from kukri.kernels.cpu.kernels.intrinsics import array_at, device, load_i32, stack_bytes, store_f32, store_i32
 from kukri.kernels.cpu.kernels.simd import (

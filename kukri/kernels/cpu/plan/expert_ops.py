@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import Vector
-from kukri.kernels.cpu.compile.kernel_cache import float_bits
+from kukri.kernels.cpu.compile.kernel_source import float_bits
 from kukri.kernels.cpu.pack.layouts import PanelKind, expert_kernel
 from kukri.kernels.cpu.pack.weights import PackedWeight
 from kukri.kernels.cpu.plan.ops import (

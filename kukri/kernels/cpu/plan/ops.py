@@ -16,7 +16,7 @@ import numpy as np
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.constants import Vector, Weight
-from kukri.kernels.cpu.compile.kernel_cache import float_bits
+from kukri.kernels.cpu.compile.kernel_source import float_bits
 from kukri.kernels.cpu.pack.layouts import ROWS, TOKENS, PanelKind, linear_kernel
 from kukri.kernels.cpu.pack.weights import PackedWeight
 from kukri.kernels.cpu.run.abi import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kukri.kernels.cpu.compile.kernel_cache import float_bits
+from kukri.kernels.cpu.compile.kernel_source import float_bits
 from kukri.kernels.cpu.plan.ops import Addresses, Op, Value
 from kukri.kernels.cpu.run.memory import address_of
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
