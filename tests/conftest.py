@@ -66,11 +66,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def learn_costs() -> Iterator[Callable[..., None]]:
-    """Rows cost what their backend states: what a busy machine measures decides no test."""
+    """Rows cost what AVX-512 states: neither a busy machine nor its processor decides a test."""
     from kukri.engine.row_costs import RowCosts
+    from kukri.kernels import cpu
 
     learn = RowCosts.observe
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_ROW_COSTS", cpu._WIDE_ROW_COSTS)
         patch.setattr(RowCosts, "observe", lambda *_: None)
         yield learn
 
