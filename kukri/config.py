@@ -15,7 +15,6 @@ MAX_ROPE_FACTOR = 1 << 20
 NO_ROTATION = 1e30  # a divisor of a frequency that stands for none at all, as in GGUF
 # Larger claims of a file are damage, and memory is reserved by these.
 MAX_CONTEXT = 1 << 24  # tokens
-MAX_HEAD = 1 << 10  # d_head
 MAX_TOKEN_TYPES = 1 << 10
 
 

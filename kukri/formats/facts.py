@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kukri.config import MAX_CONTEXT, MAX_HEAD, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
+from kukri.config import MAX_CONTEXT, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
 from kukri.errors import UnsupportedError, brief
+from kukri.kernels.cache import MAX_HEAD
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.keys import Keys
 

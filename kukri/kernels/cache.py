@@ -8,6 +8,8 @@ from typing import Protocol
 
 from kukri.config import KVType as KVType
 
+MAX_HEAD = 1 << 10  # d_head: a larger claim of a file is damage, and kernels have room on their stacks by it
+
 
 @dataclass(frozen=True)
 class KVLayer:

@@ -188,3 +188,14 @@ def test_a_kernel_is_made_of_all_that_its_module_imports() -> None:
             for one in imported_modules(imported_names(files[name].read_text(), ""), set(names))
         }
         assert imported <= set(found), module
+
+
+def test_nothing_outside_of_the_kernels_sources_becomes_machine_code() -> None:
+    """Catches a constant that sizes a stack buffer and may change without the kernel being compiled again."""
+    no_code = ("kukri.errors.", "kukri.host.", "kukri.config.KVType")
+    for module in kernel_cache.KERNEL_MODULES:
+        for name in kernel_cache.sources_of(f"kukri.kernels.cpu.{module}"):
+            imported = imported_names((PACKAGE.parent / name).read_text(), "")
+            outside = {one for one in imported if one.startswith("kukri.")}
+            outside = {one for one in outside if not one.startswith(("kukri.kernels.", "kukri.quant."))}
+            assert all(one.startswith(no_code) for one in outside), f"{name} imports {sorted(outside)}"

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.config import MAX_CONTEXT, MAX_HEAD, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import MAX_CONTEXT, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import FormatError, brief
 from kukri.formats.facts import SCALING_FACTS, write_scaling
 from kukri.formats.gguf.reader import GGUFFile
+from kukri.kernels.cache import MAX_HEAD
 from kukri.models import Architecture
 from kukri.models.keys import Keys
 from kukri.models.rope import attention_factor, section_axes
