@@ -19,7 +19,8 @@ import pytest
 
 from kukri import LLM, SamplingParams
 from kukri.engine.turns import DeferredInterrupt, EngineTurns
-from kukri.errors import HookError, KukriError
+from kukri.errors import CapacityError, HookError, KukriError
+from tests.tiny_gguf import tiny_config, write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TIMEOUT_S = 60
@@ -313,3 +314,44 @@ def test_the_turn_goes_round_in_order() -> None:
     assert [event for event in events if len(event) > 1] == ["command a", "command b", "command c"]
     turns.submit(lambda: events.append("last"))
     assert events[-1] == "last", "nobody has the turn: it runs at once"
+
+
+def test_a_request_that_cannot_fit_is_refused_to_its_own_thread(tmp_path: Path) -> None:
+    """Catches a pool of windows that refuses in the middle of a step: to the thread that runs the step."""
+    path = write_tiny(tmp_path / "windows.gguf", tiny_config(4096), llama__attention__sliding_window=64)
+    ids = list(range(33, 93)) * 20
+    long, short = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (200, 4))
+    with LLM(path, n_threads=1, max_context=4096, kv_bytes=80_000, max_requests=4) as llm:
+        want = llm.generate(ids[:32], long).token_ids
+
+        def refused() -> int:
+            for _ in range(20):
+                with pytest.raises(CapacityError, match=r"needs \d+ KV pages and there are \d+"):
+                    llm.generate(ids[:1000], short)
+            return 20
+
+        answers = in_thread(lambda: [llm.generate(ids[:32], long).token_ids for _ in range(3)])
+        assert in_thread(refused).result(TIMEOUT_S) == 20
+        assert answers.result(TIMEOUT_S) == [want] * 3
+        assert_idle(llm)
+
+
+def test_a_request_refused_while_it_is_queued_ends_its_own_call(
+    slow: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a command that raises: whichever thread holds the turn would get another call's error."""
+    add, params = slow.engine.add_request, SamplingParams(temperature=0, max_tokens=24, n=2)
+
+    def full(request: Any) -> None:
+        if request.n_prompt == 5:
+            raise CapacityError("no room: shorten it")
+        add(request)
+
+    monkeypatch.setattr(slow.engine, "add_request", full)
+    answer = in_thread(lambda: slow.generate([40, 41, 42], params).text)
+    refused = [in_thread(lambda: slow.generate([1, 2, 3, 4, 5], params)) for _ in range(3)]
+    for one in refused:
+        with pytest.raises(CapacityError, match="no room"):
+            one.result(TIMEOUT_S)
+    assert isinstance(answer.result(TIMEOUT_S), str)
+    assert_idle(slow)

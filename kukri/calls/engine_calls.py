@@ -266,9 +266,13 @@ class EngineCalls:
             if self._engine is None:
                 call.fail(closed_error())
                 continue
-            for answer in call.answers:
-                self._engine.add_request(answer.request)
-                self._running[answer.request.id] = answer, call
+            try:
+                for answer in call.answers:
+                    self._engine.add_request(answer.request)
+                    self._running[answer.request.id] = answer, call
+            except KukriError as error:  # of this call: the thread that runs it may wait for another
+                self.end([call])
+                call.fail(error)
 
     def _add_batch(self, batch: _OutputBatch) -> None:
         if self._engine is None:

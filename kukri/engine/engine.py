@@ -221,6 +221,10 @@ class Engine(RequestMaker):
         self.adapters.remove(name)
         self._release_adapters()
 
+    def check_fits(self, request: Request) -> None:
+        """See RequestMaker.check_fits: of layers with a window a request needs the window's pages alone."""
+        self.residence.check_fits(request)
+
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises CapacityError if it could never get all its pages."""
         self.scheduler.add(request)
@@ -485,7 +489,8 @@ class Engine(RequestMaker):
         """Ends the requests of a step that raised."""
         for request in requests:
             if request.state is RequestState.RUNNING:
-                request.error = error if isinstance(error, KukriError) else KukriError(str(error))
+                text = str(error) or type(error).__name__
+                request.error = error if isinstance(error, KukriError) else KukriError(text)
                 self._end(request, "error")
 
     def _end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:

@@ -50,7 +50,8 @@ class EngineLoop:
     quick and must not raise. At most `max_waiting` requests wait for their first step. The engine belongs to
     the thread from `start` on: only what makes requests may be called from elsewhere.
 
-    Attributes: has_failed, True once the thread has ended by an error, which then ends every request.
+    Attributes: has_failed, True once the thread has ended by an error, which then ends every request;
+    n_faults, the times that the idle engine's pages did not add up.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, *, max_waiting: int = 256) -> None:
@@ -58,10 +59,11 @@ class EngineLoop:
         self._deliver = deliver
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # run between steps, in order
+        self._calls: set[Future[None]] = set()  # of commands that have not run
         self._live: dict[int, Request] = {}  # submitted and not ended; changed under _wake
         self._is_draining = self._is_stopping = self.has_failed = False
         self._busy_since: float | None = None
-        self._n_steps = self._n_generated = 0
+        self._n_steps = self._n_generated = self.n_faults = 0
         self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name="kukri-engine", daemon=True)
 
@@ -110,10 +112,14 @@ class EngineLoop:
         done: Future[None] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():  # whoever waited has left
+                return
             try:
                 command()
-            except Exception as error:
+            except BaseException as error:
                 done.set_exception(error)
+                if not isinstance(error, Exception):  # which ends the thread
+                    raise
             else:
                 done.set_result(None)
 
@@ -121,6 +127,8 @@ class EngineLoop:
             if self._is_stopping:
                 raise CapacityError("the server is shutting down: try again later")
             self._commands.append(run)
+            self._calls.add(done)
+            done.add_done_callback(self._calls.discard)
             self._wake.notify()
         return done
 
@@ -199,6 +207,7 @@ class EngineLoop:
             for request in list(self._live.values()):
                 self.engine.abort(request)
             self._deliver_ended()
+            self._fail_calls(CapacityError("the server is shutting down: try again later"))
         except BaseException:
             logger.critical("the engine stopped", exc_info=True)
             self._fail_all()
@@ -207,7 +216,7 @@ class EngineLoop:
     def _next_commands(self) -> bool:
         """Waits for work and runs the queued commands; False if the loop is to stop."""
         if not self.engine.has_work and not self._wait_for_news(_IDLE_S):
-            self.engine.check_integrity()  # takes long: no thread that submits may wait for it
+            self._inspect()  # takes long: no thread that submits may wait for it
             self._wait_for_news(None)
         with self._wake:
             commands = list(self._commands)
@@ -215,6 +224,14 @@ class EngineLoop:
         for command in commands:
             command()
         return not self._is_stopping
+
+    def _inspect(self) -> None:
+        """Checks the books of the idle engine; what is wrong there is logged and ends nobody's answer."""
+        try:
+            self.engine.check_integrity()
+        except Exception:
+            self.n_faults += 1
+            logger.exception("the idle engine's pages do not add up: report this as a bug")
 
     def _wait_for_news(self, timeout_s: float | None) -> bool:
         """Waits until there is something to do; False if nothing has come within `timeout_s`."""
@@ -256,10 +273,21 @@ class EngineLoop:
         with self._wake:
             self._is_stopping = self.has_failed = True
             left = list(self._live.values())
+        error = KukriError("the engine stopped: see the log")
         for request in left:
-            request.error = request.error or KukriError("the engine stopped: see the log")
+            request.error = request.error or error
+        self._fail_calls(error)
         self._forget(left)
         self._deliver([StepOutput(request, None, "error") for request in left])
+
+    def _fail_calls(self, error: KukriError) -> None:
+        """Ends the calls whose commands will not run any more."""
+        with self._wake:
+            self._is_stopping = True  # no more come
+            left = list(self._calls)
+        for call in left:
+            if call.set_running_or_notify_cancel():
+                call.set_exception(error)
 
     def _forget(self, requests: list[Request]) -> None:
         if not requests:

@@ -37,9 +37,8 @@ def pages_for(n_tokens: int, page_tokens: int) -> int:
     return -(-n_tokens // page_tokens)
 
 
-def check_fits(n_tokens: int, n_pages: int, page_tokens: int) -> None:
-    """Raises CapacityError if a request of up to `n_tokens` tokens could outgrow a pool."""
-    n_needed = pages_for(n_tokens, page_tokens)
+def check_fits(n_tokens: int, n_needed: int, n_pages: int) -> None:
+    """Raises CapacityError if a request of up to `n_tokens` tokens needs more pages than a pool has."""
     if n_needed > n_pages:
         raise CapacityError(
             f"a request of up to {n_tokens} tokens needs {n_needed} KV pages and there are {n_pages}: "

@@ -229,8 +229,11 @@ class RequestMaker(ABC):
             )
 
     def check_fits(self, request: Request) -> None:
-        """Raises CapacityError if a request could outgrow the whole pool."""
-        check_fits(request.max_cached, self.n_pages, self.page_tokens)
+        """Raises CapacityError if a request could outgrow the whole pool.
+
+        Whoever queues requests asks this first, on the thread that made them.
+        """
+        check_fits(request.max_cached, pages_for(request.max_cached, self.page_tokens), self.n_pages)
 
     @abstractmethod
     def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:

@@ -64,8 +64,7 @@ class Residence:
     def check_fits(self, request: Request) -> None:
         """Raises CapacityError if a request could outgrow a whole pool."""
         for pool in self.pools:
-            if pool.most_held(request.max_cached) > pool.n_pages:
-                check_fits(request.max_cached, pool.n_pages, self.page_tokens)
+            check_fits(request.max_cached, pool.most_held(request.max_cached), pool.n_pages)
 
     def find_room(
         self, request: Request, leaving: Sequence[Request] = (), promised: Sequence[Request] = ()

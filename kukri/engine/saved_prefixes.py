@@ -208,10 +208,10 @@ class SavedPrefixes:
             try:
                 self._write(batch)
                 self._remove_beyond_budget()
-            except OSError as error:
-                logger.warning(
-                    "saving prefixes is paused for %.0f s: %s: %s", _PAUSE_S, self.directory, error
-                )
+            except Exception as error:  # the thread that ends by one would leave the queue to nobody
+                is_bug = not isinstance(error, OSError)
+                message = "saving prefixes is paused for %.0f s: %s: %s"
+                logger.warning(message, _PAUSE_S, self.directory, error, exc_info=is_bug)
                 with self._lock:
                     self._paused_until_s = time.monotonic() + _PAUSE_S
                     batch += self._queue

@@ -84,7 +84,7 @@ class Scheduler:
         self.n_accepted = 0  # drafts accepted
 
     def add(self, request: Request) -> None:
-        """Queues a new request. Raises CapacityError if it could outgrow the whole pool."""
+        """Queues a new request. Raises CapacityError if it could outgrow a whole pool."""
         self.residence.check_fits(request)
         self.residence.note_cached(request)
         if self.running or self.waiting:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 
 from kukri.engine import Engine, EngineLoop, Request, StepOutput
-from kukri.errors import CapacityError, HookError
+from kukri.errors import CapacityError, HookError, KukriError
 from kukri.sampling import SamplingParams
 from tests.engine.driving import greedy, prompt_of
 from tests.engine.fake_model import POISON, FakeBackend, expected_output, hidden_state, make_engine
@@ -189,6 +189,72 @@ def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not loop.is_stepping
     with pytest.raises(CapacityError):
         submit(loop, prompt_of(5), greedy(5))
+
+
+@pytest.mark.parametrize("fault", [SystemExit("enough"), None], ids=["of a command", "of a step"])
+def test_calls_are_answered_though_the_engine_ends(
+    monkeypatch: pytest.MonkeyPatch, fault: BaseException | None
+) -> None:
+    """Catches an adapter that is loaded forever: a future that is pending when the engine's thread ends."""
+    engine, _ = make_engine(max_context=128)
+    loop = EngineLoop(engine, Inbox())
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def command() -> None:
+        if fault is not None:
+            raise fault
+        monkeypatch.setattr(loop, "_next_commands", lambda: 1 / 0)
+
+    first, second = loop.call(command), loop.call(lambda: None)
+    left = loop.call(lambda: None)
+    assert left.cancel()  # by a client that has gone
+    loop.start()
+    if fault is None:
+        first.result(20)
+        second.result(20)
+    else:
+        with pytest.raises(SystemExit):
+            first.result(20)
+        with pytest.raises(KukriError, match="the engine stopped: see the log"):
+            second.result(20)
+    loop._thread.join(20)
+    with pytest.raises(CapacityError):
+        loop.call(lambda: None)
+
+
+def test_calls_are_answered_when_the_engine_is_stopped() -> None:
+    """Catches a future that is pending forever, as its command came while the thread was being stopped."""
+    with running_loop() as (loop, _, _, _):
+        may_go = threading.Event()
+        first = loop.call(lambda: may_go.wait(20) and None)
+        stopping = threading.Thread(target=loop.stop)
+        cancelled = loop.call(lambda: None)
+        cancelled.cancel()
+        second = loop.call(lambda: None)
+        stopping.start()
+        may_go.set()
+        first.result(20)
+        with suppress(CapacityError):
+            second.result(20)
+        stopping.join(20)
+
+
+def test_pages_that_do_not_add_up_end_nobodys_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches an inspection of the idle engine by which its thread ends, and all answers with it."""
+    monkeypatch.setattr("kukri.engine.loop._IDLE_S", 0.01)
+    with running_loop() as (loop, engine, _, inbox):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "check_integrity", lambda: 1 / 0)
+            deadline = time.monotonic() + 20
+            while not loop.n_faults and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert loop.n_faults
+        assert "do not add up" in caplog.text
+        request = submit(loop, prompt_of(5), greedy(5))
+        inbox.wait(request)
+        assert inbox.reason(request) == "length"
 
 
 def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,26 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path for path in tmp_path.iterdir() if path.suffix != ".page"] == []
 
 
+def test_a_fault_of_the_writer_does_not_end_saving_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a thread that ends by an error that is not the disk's, and is never started again."""
+    monkeypatch.setattr("kukri.engine.saved_prefixes._PAUSE_S", 0.0)
+    engine, _ = open_engine(tmp_path)
+    saved = engine.saved_prefixes
+    assert saved is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(saved, "_write", lambda batch: {}["no such thing"])
+        answer(engine, prompt_of(100))
+        deadline = time.monotonic() + 20
+        while "paused" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "no such thing" in caplog.text
+    answer(engine, prompt_of(100, 3))
+    engine.close()
+    assert saved_files(tmp_path)
+
+
 @pytest.mark.parametrize(("free_pages", "n_saved"), [(100, (10,)), (4, (4, 5))])  # and one that is written
 def test_a_long_prompt_is_saved_whole_if_memory_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_pages: int, n_saved: tuple[int, ...]
