@@ -22,6 +22,7 @@ from kukri.kernels.cache import KVType
 
 _DIGESTS = "models.json"
 _MAX_DIGESTS = 64
+_N_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 _CODE = ("config.py", "formats", "kernels", "models", "quant", "stages", "vision")
 
 
@@ -49,10 +50,27 @@ def model_identity(
 
 
 def weights_identity(path: Path, config: ModelConfig, quantize: str | None) -> str:
-    """A hash of a model's configuration and the sizes of its files: other weights seldom have the same."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    sizes = [(file.name, file.stat().st_size) for file in files if file.is_file()]
-    return sha256(repr((code_digest(), config, sizes, quantize)).encode()).hexdigest()[:16]
+    """A hash of a model's configuration and of samples of its files, for processes that must agree.
+
+    Fine-tunes of one model have files of the same sizes, so bytes of all tensors that are not tiny are in it;
+    a file of gigabytes is not read whole.
+    """
+    samples = [(file.name, _sample(file)) for file in _files(path)]
+    return sha256(repr((code_digest(), config, samples, quantize)).encode()).hexdigest()[:16]
+
+
+def _sample(file: Path) -> str:
+    """A hash of a file's size and of blocks that lie evenly over it, the first and the last among them."""
+    size = file.stat().st_size
+    digest = sha256(str(size).encode())
+    with file.open("rb", buffering=0) as contents:
+        if size <= _N_SAMPLES * _SAMPLE_BYTES:
+            digest.update(contents.read())
+        else:
+            for i in range(_N_SAMPLES):
+                contents.seek(i * (size - _SAMPLE_BYTES) // (_N_SAMPLES - 1))
+                digest.update(contents.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def code_digest() -> bytes:

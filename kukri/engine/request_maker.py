@@ -188,15 +188,17 @@ class RequestMaker(ABC):
             head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
             raise RequestError(f"the model has {head} and generates no text", param="model")
 
+    @property
+    def why_no_images(self) -> str:
+        """The reason why `vision` is None, for an error."""
+        return "the model reads text and sees no images: leave them out, or load a model that sees"
+
     def check_images(self, images: Sequence[ImageInput]) -> None:
         """Raises RequestError unless the model sees images of this form; no images are always well."""
         if not images:
             return
         if self.vision is None:
-            raise RequestError(
-                "the model reads text and sees no images: leave them out, or load a model that sees",
-                param="images",
-            )
+            raise RequestError(self.why_no_images, param="images")
         if self.vision.config.has_places and not self._model_config.rope.axes:
             raise RequestError(
                 "the model's config.json has no mrope_section, by which tokens of images rotate: add the one "

@@ -77,6 +77,11 @@ class RemoteRequestMaker(RequestMaker):
         self._has_draft_model, self._adapters = facts.has_draft_model, adapters
 
     @property
+    def why_no_images(self) -> str:
+        """See RequestMaker.why_no_images. The encoder's rows stay in one process."""
+        return "images are not supported with replicas: leave them out, or serve the model by kukri serve"
+
+    @property
     def adapter_names(self) -> tuple[str, ...]:
         """See RequestMaker.adapter_names."""
         return self._adapters

@@ -181,6 +181,11 @@ def test_unknown_keys_are_left_out_and_listed_or_refused():
     for key, value in (("logits_scaling", 8.0), ("num_local_experts", 8), ("residual_multiplier", 0.2)):
         with pytest.raises(UnsupportedError, match=f"'{key}' is unknown and may change"):
             read(**{key: value})
+    # a word within a word says nothing
+    assert read(header="h", normalized_by="team", conversation_template="chatml", overlap=7) == read()
+    for key in ("use_layernorm", "attn_rescale", "l2norm", "my_scaled_heads", "clipped_bias", "pre_norms"):
+        with pytest.raises(UnsupportedError, match=f"'{key}' is unknown and may change"):
+            read(**{key: "yes"})
     with pytest.raises(UnsupportedError, match=r"'partial_rotary_factor' is 0\.5 together with a scaling"):
         read(partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.0})
 

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -17,7 +17,9 @@ import pytest
 
 from benchmarks.simulation import Engine, Load, StepCosts, simulate
 from kukri import LLM
+from kukri.errors import RequestError
 from kukri.model_options import ModelOptions
+from kukri.scale.front import RemoteRequestMaker
 from kukri.server.app import create_app
 from kukri.server.asgi_client import post
 from kukri.server.settings import ServerSettings
@@ -206,6 +208,14 @@ def test_another_model_may_not_join(options: ModelOptions, tmp_path: Path) -> No
             assert list(made.loop.replicas) == ["replica-1"]
 
     asyncio.run(check())
+
+
+def test_images_are_refused_for_the_true_reason() -> None:
+    """Catches "the model sees no images" of one that does: it is replicas that take none."""
+    maker = object.__new__(RemoteRequestMaker)
+    maker.vision = None
+    with pytest.raises(RequestError, match="not supported with replicas"):
+        maker.check_images([cast(Any, "an image")])
 
 
 def test_strangers_are_turned_away(options: ModelOptions) -> None:

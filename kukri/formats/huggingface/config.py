@@ -96,10 +96,13 @@ _TEXT_TYPES = {
 # Keys of its first files that say what its class does in any case
 _PADDLEOCR_UNREAD = ("rope_is_neox_style", "use_3d_rope", "use_flash_attention", "weight_share_add_bias")
 
-# Words in the names of keys that change the computation of some architecture: refused unless they say "none".
+# Words between the underscores of keys that change the computation of some architecture, and words made of
+# several, such as layernorm: such a key is refused unless it says "none".
 _CHANGES = re.compile(
-    r"softcap|logit|multiplier|scal(e|ing)|expert|moe|alibi|lora|rope|rotary|position|window|sliding|interleave"
-    r"|parallel|qk_|norm|temperature|clamp|bias|attention|head|layer|residual|ssm|conv|mamba|mla|sparse|clip"
+    r"(?:^|_)(?:rms|l\d|pre|post|sub|multi|un|re)?(?:softcap(?:ping)?|logit|multiplier|scal(?:e|ed|ing)|expert|moe"
+    r"|alibi|lora|rope|rotary|position|window|sliding|interleaved?|parallel|qk|norm(?:aliz(?:e|ation))?|temperature"
+    r"|clamp|bias|attention|head|layer|residual|ssm|conv(?:\dd|olution)?|mamba\d?|mla|sparse|clip(?:ped|ping)?)+"
+    r"(?:s|es|ed|al)?(?:$|_)"
 )
 
 
