@@ -112,8 +112,8 @@ def _keep_rows(chunk: ScheduledChunk, rows: FloatArray) -> None:
         last = min(stop, request.stop_row) - request.first_row
         if request.output == "pooled":
             before = rows[:0] if request.rows is None else request.rows[None]
-            # row after row, so that the sum does not depend on chunks
-            total: FloatArray = np.concatenate([before, rows]).sum(axis=0)
+            # row after row, so that the sum does not depend on chunks: NumPy states no order for `sum`
+            total: FloatArray = np.add.accumulate(np.concatenate([before, rows]), axis=0)[-1]
             request.rows = total / np.float32(n_wanted) if last == n_wanted else total
         else:
             if request.rows is None:

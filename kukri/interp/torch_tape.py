@@ -38,12 +38,13 @@ class TorchTape(TorchOps):
         """The program's result, [rows, width]."""
         device = self.constants.device
         positions = torch.from_numpy(batch.positions).to(device)
+        rotated_by = batch.positions if batch.rope_positions is None else batch.rope_positions
         on_device = SimpleNamespace(
             host=batch,
             token_ids=torch.from_numpy(batch.token_ids).to(device),
             token_types=torch.from_numpy(batch.token_types).to(device),
             positions=positions,
-            rope_positions=positions,
+            rope_positions=torch.from_numpy(rotated_by).to(device),
             max_position=int(batch.positions.max()),
         )
         result: Tensor = program(self, on_device)

@@ -449,14 +449,16 @@ class Attend(Op):
         return f"attend_{self.kv_type}{ending}[{self.spec.group},{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        # as far as any query and key of a chunk are apart
-        steps = np.arange(-self.most_tokens, self.most_tokens + CHUNK_TOKENS)
-        biases = self.spec.biases(steps)
-        distances = 0 if biases is None else at.of_array(biases) + 4 * self.most_tokens
+        distances = stride = 0
+        if self.spec.distances is not None:
+            # as far as any query and key of a chunk are apart
+            biases = self.spec.biases(np.arange(-self.most_tokens, self.most_tokens + CHUNK_TOKENS))
+            assert biases is not None
+            distances, stride = at.of_array(biases) + 4 * self.most_tokens, 4 * biases.shape[-1]
         return _attention(self.q, self.y, self.spec, at) | {
             "busy_entries": _BUSY_ENTRIES_PER_THREAD * at.n_threads,
             "distances": distances,
-            "distance_stride": 0 if biases is None else 4 * len(steps),
+            "distance_stride": stride,
             "window": cut_of(self.spec).window,
             "n_ahead": cut_of(self.spec).n_ahead,
             "partials": at.of(self.partials),
