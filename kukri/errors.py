@@ -22,10 +22,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class KukriError(Exception):
-    """Base of every error kukri raises on purpose; its text is one line that says what to do."""
+    """Base of every error kukri raises on purpose; its text is one line that says what to do.
+
+    An error comes back equal from another process, with its text and those attributes that are plain values:
+    neither a prompt's arrays nor an engine travels with it.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = {name: value for name, value in vars(self).items() if _is_plain(value)}
+        return _made_again, (type(self), str(self), kept)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | bytes | int | float)
+
+
+def _made_again(kind: type[KukriError], text: str, attributes: dict[str, Any]) -> KukriError:
+    """An error as it was, whatever its constructor takes."""
+    error = kind.__new__(kind, text)
+    vars(error).update(attributes)
+    return error
 
 
 def failure_of(what: str, error: BaseException) -> KukriError:
