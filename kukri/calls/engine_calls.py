@@ -270,7 +270,7 @@ class EngineCalls:
                 for answer in call.answers:
                     self._engine.add_request(answer.request)
                     self._running[answer.request.id] = answer, call
-            except KukriError as error:  # of this call: the thread that runs it may wait for another
+            except KukriError as error:  # this call fails: the thread that runs the step may wait for another
                 self.end([call])
                 call.fail(error)
 

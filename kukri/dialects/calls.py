@@ -25,6 +25,7 @@ from kukri.dialects.values import (
     read_key,
     read_text,
     read_value,
+    typed_json,
 )
 
 NAME_KEYS = ("name", "function", "tool", "tool_name", "function_name")
@@ -332,12 +333,15 @@ def _read_attribute(feed: Feed) -> Reading[str]:
 
 def _read_tagged_value(feed: Feed, call: Call, key: str, ends: Marks) -> Reading[None]:
     """A value up to the end of its tag: a text as it comes, anything else when it is whole."""
-    pieces: list[str] = []
-    is_text = call.tools.is_text(call.name or "", key)
-    if is_text:
+    types = call.tools.types(call.name or "", key)
+    if types == {"string"}:
         call.grow('"')
-    yield from feed.through(ends, plain_text(call.grow) if is_text else pieces.append)
-    call.grow('"' if is_text else as_json("".join(pieces)))
+        yield from feed.through(ends, plain_text(call.grow))
+        call.grow('"')
+    else:
+        pieces: list[str] = []
+        yield from feed.through(ends, pieces.append)
+        call.grow(typed_json("".join(pieces), types))
 
 
 def _read_keys(feed: Feed, call: Call) -> Reading[None]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MAX_REFERENCES = 8  # that lead from one to the next
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
 
 
 class Signatures:
-    """The names of tools, their parameters, and which of these are texts."""
+    """The names of tools, their parameters, and the types of these."""
 
     def __init__(self, functions: Sequence[Mapping[str, Any]] = ()) -> None:
         """`functions` have a name, and perhaps `parameters`, a JSON schema."""
@@ -23,12 +24,12 @@ class Signatures:
         properties = self._schemas.get(name, {}).get("properties")
         return list(properties) if isinstance(properties, Mapping) else []
 
-    def is_text(self, name: str, parameter: str) -> bool:
-        """True if the schema has a text there, so that 12 is the text "12"; False if it may be another."""
+    def types(self, name: str, parameter: str) -> set[str]:
+        """The types that a tool's schema allows for a parameter; none if it does not say."""
         root = self._schemas.get(name, {})
         properties = root.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return "string" in types_of(schema, root)
+        return types_of(schema, root)
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
@@ -40,7 +41,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     types = {named} if isinstance(named, str) else {t for t in named or () if isinstance(t, str)}
     choices = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
     if not types and choices:
-        types = {"string" if isinstance(choice, str) else "other" for choice in choices}
+        types = {_TYPES.get(type(choice), "object") for choice in choices}
     for key in ("anyOf", "oneOf", "allOf"):
         alternatives = schema.get(key)
         for alternative in alternatives if isinstance(alternatives, list) else ():

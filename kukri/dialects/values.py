@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from kukri.dialects.feed import EndOfText, Feed, Marks, Reading, whole
 
@@ -110,6 +110,27 @@ def as_json(text: str) -> str:
     except (EndOfText, Malformed):
         return json.dumps(text, ensure_ascii=False)
     return json.dumps(text, ensure_ascii=False) if rest.strip() else "".join(pieces).strip()
+
+
+def typed_json(text: str, types: Container[str]) -> str:
+    """A whole text as JSON of one of the types of JSON Schema; whatever it reads as if none is named.
+
+    Where a text is allowed too, null and None are null, and objects and arrays are such. A number or a boolean
+    is one if writing it gives the same characters: "007", "1e5" and " 12" are texts.
+    """
+    word = text.strip()
+    if "boolean" in types and "string" not in types and word.lower() in ("true", "false"):
+        return word.lower()
+    read = as_json(text)
+    if "string" not in types:
+        is_number = "integer" in types or "number" in types
+        return json.dumps(text, ensure_ascii=False) if is_number and word.startswith("+") else read
+    kinds = {"{": ("object",), "[": ("array",), "n": ("null",), "t": ("boolean",), "f": ("boolean",)}
+    is_allowed = any(kind in types for kind in kinds.get(read[:1], ("integer", "number")))
+    is_same = read[:1] in "{[" or json.dumps(json.loads(read)) == text or (read == "null" and word == "None")
+    if is_allowed and is_same and not read.startswith('"'):
+        return read
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:

@@ -59,7 +59,7 @@ class EngineLoop:
         self._deliver = deliver
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # run between steps, in order
-        self._calls: set[Future[None]] = set()  # of commands that have not run
+        self._calls: set[Future[None]] = set()  # the futures of commands that have not run
         self._live: dict[int, Request] = {}  # submitted and not ended; changed under _wake
         self._is_draining = self._is_stopping = self.has_failed = False
         self._busy_since: float | None = None

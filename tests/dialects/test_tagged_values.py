@@ -1,0 +1,68 @@
+"""Arguments between tags: what is a text, what null, a number or an object, by the tool's schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kukri.dialects.families import DIALECTS, QWEN_XML
+from kukri.dialects.signatures import Signatures
+from tests.server.test_dialects import everywhere
+
+CASES = json.loads(Path(__file__).with_name("tagged_values.json").read_text(encoding="utf-8"))
+TAGGED = {
+    "qwen_xml": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "glm4": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+}
+UNIONS: list[tuple[list[str], str, Any]] = [
+    (["string", "number"], "007", "007"),
+    (["string", "number"], "1e5", "1e5"),
+    (["string", "number"], " 12", " 12"),
+    (["string", "number"], "1.5", 1.5),
+    (["string", "integer"], "-0", "-0"),
+    (["string", "boolean"], "true", True),
+    (["string", "boolean"], "True", "True"),
+    (["string", "null"], "None", None),
+    (["string", "null"], "nullable", "nullable"),
+    (["string", "null"], '"null"', '"null"'),
+    (["string", "array"], "[1, 2", "[1, 2"),
+    (["string", "array"], "['a', 2]", ["a", 2]),
+    (["string", "array"], '{"a": 1}', '{"a": 1}'),
+    (["string", "object", "null"], "{}", {}),
+    (["string", "integer"], "null", "null"),
+]
+
+
+def read(form: str, written: str, schema: dict[str, Any], defs: dict[str, Any]) -> Any:
+    """The value of the argument `a`, read whole and however it is cut."""
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": defs}
+    tools = Signatures([{"name": "f", "parameters": parameters}])
+    dialect = next((one for one in DIALECTS if one.name == form), QWEN_XML)
+    _, content, calls, *_ = everywhere(dialect, TAGGED[form].format(written), tools=tools)
+    assert (content, [name for name, _ in calls]) == ("", ["f"])
+    return json.loads(calls[0][1])["a"]
+
+
+def test_values_are_of_the_types_that_the_schema_has() -> None:
+    """Catches Optional[str] that is never None, "02134" that becomes 2134, and texts that become objects."""
+    faults = []
+    for case in CASES:
+        got = read("qwen_xml", case["written"], case["schema"], case.get("defs", {}))
+        if got != case["right"] or (type(got), type(case["right"])) in ((bool, int), (int, bool)):
+            faults.append(f"{case['name']}: {got!r}, not {case['right']!r}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("form", TAGGED)
+def test_a_text_or_something_else(form: str) -> None:
+    """Catches a text that turns into a number which is written otherwise, in each form with tags."""
+    faults = []
+    for types, written, right in UNIONS:
+        for schema in ({"type": types}, {"anyOf": [{"type": one} for one in types]}):
+            got = read(form, written, schema, {})
+            if (type(got), got) != (type(right), right):
+                faults.append(f"{written!r} as {schema}: {got!r}, not {right!r}")
+    assert not faults, "\n".join(faults)
