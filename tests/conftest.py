@@ -19,6 +19,8 @@ from hypothesis import settings
 
 from tests.kernels.gpu.device import IS_INTERPRETED
 
+pytest_plugins = ["tests.tiers", "tests.processor_time"]
+
 if TYPE_CHECKING:
     from kukri import LLM
     from kukri.kernels.backend import Backend

@@ -27,6 +27,7 @@ def test_the_model_is_quoted_whole() -> None:
     )
 
 
+@pytest.mark.representative(2)
 def test_nothing_is_left_out() -> None:
     """A line that the architecture needs, in the package or a file that is quoted, and that is not shown."""
     quoted: dict[str, set[str]] = {}

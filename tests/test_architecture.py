@@ -156,6 +156,7 @@ def test_circles_are_found():
     }
 
 
+@pytest.mark.representative(6)
 def test_no_modules_import_each_other():
     """Catches two files that are one in truth: each needs the other to be understood."""
     names = {
@@ -169,6 +170,7 @@ def test_no_modules_import_each_other():
     assert in_circles(graph) == set()
 
 
+@pytest.mark.representative(6)
 def test_nothing_computes_by_the_reference():
     """Catches a request that is served by the definition of correct, which is slow and never measured."""
     oracle = {"kukri.kernels.reference", "kukri.kernels.reference_sampling"}
@@ -182,6 +184,7 @@ def test_nothing_computes_by_the_reference():
     assert using == may
 
 
+@pytest.mark.representative(6)
 def test_the_design_names_files_that_exist():
     """Catches a page about the architecture that a rename has made false."""
     text = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
@@ -227,6 +230,7 @@ def test_imports_stay_light(statement, unwanted):
     assert not unwanted & set(done.stdout.split())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_kernels")
 def test_gpu_and_cluster_parts_are_optional(smollm2_path):
     """Catches an engine, command line or server that needs a part which most people do not run."""

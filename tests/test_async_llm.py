@@ -48,6 +48,7 @@ async def tokens_of(stream: AsyncIterator[Any]) -> list[int]:
     return [i async for chunk in stream for i in chunk.token_ids]
 
 
+@pytest.mark.full(only=["reference"])
 def test_streams_at_once_give_the_tokens_of_llm(llm: LLM) -> None:
     """Tokens told to the wrong stream, a thread for each, or answers that depend on one another."""
     prompts = [f"prompt {i}" * (i % 5 + 1) for i in range(8)]

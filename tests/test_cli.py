@@ -69,6 +69,7 @@ def not_a_model(tmp_path) -> Path:
 # --- running a prompt
 
 
+@pytest.mark.representative(3)
 def test_run_answers(smollm2_path):
     """Catches the first thing anybody tries not working."""
     done = run("run", QUESTION, "-m", str(smollm2_path), "-n", "16")
@@ -78,6 +79,7 @@ def test_run_answers(smollm2_path):
     assert not done.stderr
 
 
+@pytest.mark.full
 def test_run_streams(smollm2_path):
     """Catches an answer that is held back until it is complete."""
     process = start("run", "Count to one hundred.", "-m", str(smollm2_path), "-n", "400", "--ignore-eos")
@@ -88,6 +90,7 @@ def test_run_streams(smollm2_path):
     assert len(first) < len(rest)
 
 
+@pytest.mark.full
 def test_run_reads_a_pipe(smollm2_path):
     """Catches piped text being ignored, or replacing the prompt instead of following it."""
     done = run("run", "-m", str(smollm2_path), "-n", "4", "--json", stdin=QUESTION.encode() + b"\n")
@@ -98,6 +101,7 @@ def test_run_reads_a_pipe(smollm2_path):
     assert json.loads(done.stdout)["prompt"] == f"Answer briefly:\n\n{QUESTION}"
 
 
+@pytest.mark.full
 def test_run_json_is_one_object(smollm2_path):
     """Catches text, progress or a warning mixed into what a program parses."""
     done = run("run", QUESTION, "-m", str(smollm2_path), "-t", "0", "-n", "4", "--json")
@@ -108,6 +112,7 @@ def test_run_json_is_one_object(smollm2_path):
     assert answer["timings"]["decode_tokens_per_s"] > 0
 
 
+@pytest.mark.full
 def test_run_tells_what_drafts_were_worth(smollm2_path):
     """Catches --speculation ignored, or a mistyped kind that is found after the model is loaded."""
     command = (
@@ -133,6 +138,7 @@ def test_run_tells_what_drafts_were_worth(smollm2_path):
     assert_one_line_error(wrong, "--speculation must be one of ngram, draft, off")
 
 
+@pytest.mark.full
 def test_run_raw_continues_the_text(smollm2_path):
     """Catches --raw that still wraps the prompt into a chat."""
     command = ("run", "1, 2, 3, 4,", "-m", str(smollm2_path), "-n", "4", "--json", *GREEDY)
@@ -142,6 +148,7 @@ def test_run_raw_continues_the_text(smollm2_path):
     assert "5" in raw["text"]
 
 
+@pytest.mark.full
 def test_run_system_message_reaches_the_model(smollm2_path):
     """Catches --system being accepted and dropped."""
     plain = json.loads(run("run", QUESTION, "-m", str(smollm2_path), "-n", "1", "--json").stdout)
@@ -151,6 +158,7 @@ def test_run_system_message_reaches_the_model(smollm2_path):
     assert json.loads(pirate.stdout)["n_prompt_tokens"] > plain["n_prompt_tokens"] + 60
 
 
+@pytest.mark.full
 def test_run_stats_go_to_stderr(smollm2_path):
     """Catches counts that end up in a redirected answer."""
     done = run("run", QUESTION, "-m", str(smollm2_path), "-t", "0", "-n", "4", "--stats")
@@ -158,6 +166,7 @@ def test_run_stats_go_to_stderr(smollm2_path):
     assert "answer 4 tokens" in done.stderr.decode()
 
 
+@pytest.mark.full
 def test_a_seed_repeats_a_sampled_answer(smollm2_path):
     """Catches sampling options that never reach the sampler."""
     options = ("run", "Tell me a story.", "-m", str(smollm2_path), "-n", "12", "-t", "1.5", "--seed")
@@ -234,6 +243,8 @@ def test_debug_shows_the_traceback():
     assert b"FormatError" in done.stderr
 
 
+@pytest.mark.full(only=["arguments1"])
+@pytest.mark.representative(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize(
     "arguments", [["run", "Hi", "-n", "2"], ["run", "Hi", "-n", "2", "--json"], ["--help"]]
@@ -254,6 +265,7 @@ def test_usage_errors_exit_with_2():
     assert "--no-such-option" in done.stderr
 
 
+@pytest.mark.representative(2)
 def test_ctrl_c_ends_a_run_with_130(smollm2_path):
     """Catches a traceback, or an exit code that tells a shell script to continue."""
     process = start("run", "Count to a million.", "-m", str(smollm2_path), "-n", "5000", "--ignore-eos")
@@ -264,6 +276,7 @@ def test_ctrl_c_ends_a_run_with_130(smollm2_path):
     assert not errors.strip()
 
 
+@pytest.mark.full
 def test_a_closed_pipe_is_quiet(smollm2_path):
     """Catches BrokenPipeError noise from `kukri run … | head -1`."""
     process = start("run", "Count to a million.", "-m", str(smollm2_path), "-n", "2000", "--ignore-eos")
@@ -425,6 +438,7 @@ def terminal(smollm2_path, tmp_path, monkeypatch):
         terminal.close()
 
 
+@pytest.mark.full
 def test_chat_remembers_and_leaves_on_ctrl_d(terminal, tmp_path):
     """Catches a chat whose model never sees the earlier turns, and /save of something else than was said."""
     terminal.type(f"{QUESTION}\n")
@@ -444,6 +458,7 @@ def test_chat_remembers_and_leaves_on_ctrl_d(terminal, tmp_path):
     assert terminal.exit_code() == 0
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal):
     """Catches a chat that dies on Ctrl-C, or that continues writing."""
     terminal.type("Write a very long story about the sea, with many chapters.\n")
@@ -462,6 +477,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal):
     assert terminal.exit_code() == 0
 
 
+@pytest.mark.full
 def test_typed_ahead_keys_stay_out_of_the_answer(terminal):
     """Catches keys echoed into an answer, lost, or a terminal left without echo."""
     terminal.type("Count from one to twenty in words.\n")
@@ -476,6 +492,7 @@ def test_typed_ahead_keys_stay_out_of_the_answer(terminal):
     assert "/save FILE" in terminal.wait_for(r"\n> ")
 
 
+@pytest.mark.representative(2)
 def test_chat_works_through_a_pipe(smollm2_path):
     """Catches prompts, banners or a readline error in scripted use."""
     done = run("chat", "-m", str(smollm2_path), "-t", "0", stdin=f"{QUESTION}\n/exit\nnever\n".encode())

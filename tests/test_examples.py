@@ -51,6 +51,7 @@ def seeing(folder):
 SLOW = ("ioi.py", "pictures.py", "sae.py", "graph.py")
 
 
+@pytest.mark.full(but=["quickstart.py"])
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.slow) if path.name in SLOW else path for path in EXAMPLES],

@@ -33,6 +33,7 @@ def ask(model, smollm2_path):
     return lambda prompt, **more: model.prompt(prompt, **{**options, **more})
 
 
+@pytest.mark.full
 def test_llm_finds_the_model(tmp_path, smollm2_path):
     """Catches an entry point to nowhere, and a plugin that makes each start of llm pay for kukri."""
     (found,) = entry_points(group="llm", name="kukri")
@@ -47,6 +48,7 @@ def test_llm_finds_the_model(tmp_path, smollm2_path):
     assert not {"numba", "torch", "matplotlib", "fastapi"} & set(loaded.stdout.split())
 
 
+@pytest.mark.full
 def test_an_answer_is_that_of_kukri_run(ask, model, smollm2_path):
     """Catches another system message, defaults or template than those of `kukri run`."""
     response = ask(QUESTION, seed=3)
@@ -62,6 +64,7 @@ def test_an_answer_is_that_of_kukri_run(ask, model, smollm2_path):
     assert (usage.input, usage.output) == (expected["n_prompt_tokens"], expected["n_generated"])
 
 
+@pytest.mark.full
 def test_a_conversation_is_remembered(model, smollm2_path):
     """Catches turns that are lost or that come twice, and options that do not reach the sampler."""
     conversation = model.conversation()
@@ -91,6 +94,7 @@ def test_a_schema_is_kept(ask):
     assert set(answer) == {"age", "sex"}
 
 
+@pytest.mark.full
 def test_what_is_wrong_is_our_error(ask):
     """Catches options that are ignored, and a model that nobody finds and everybody waits for."""
     with pytest.raises(KukriError, match="no such file"):

@@ -631,6 +631,7 @@ def test_quantize_says_what_cannot_be(llama: Path, smollm2_path: Path) -> None:
         LLM(smollm2_path, quantize="Q8_0")
 
 
+@pytest.mark.full
 def test_quantize_on_the_command_line(llama: Path) -> None:
     """A flag that is read and not handed on: with Q4_X it must be refused, with Q8_0 say something."""
     command = [sys.executable, "-m", "kukri", "run", "--raw", "Hi", "-n", "2", "-m", str(llama), "--quantize"]

@@ -53,6 +53,7 @@ def assert_idle(llm: LLM) -> None:
     assert not llm.calls._running
 
 
+@pytest.mark.full(only=["reference-3", "reference-8"])
 @pytest.mark.parametrize("n_threads", [2, 3, 8])
 def test_threads_get_the_answers_of_one(llm: LLM, n_threads: int) -> None:
     """Two threads that hang forever, three that mix up a step's arrays, tokens told to the wrong call."""
@@ -216,6 +217,7 @@ def test_closing_ends_everybody_s_wait(slow: LLM) -> None:
             call()
 
 
+@pytest.mark.full
 def test_streams_dropped_anywhere_free_their_pages(slow: LLM) -> None:
     """A finalizer that waits for a lock which its own thread holds, or an abort that is lost."""
     leader = in_thread(slow.generate, "a", GREEDY, max_tokens=100)
@@ -232,6 +234,7 @@ def test_streams_dropped_anywhere_free_their_pages(slow: LLM) -> None:
     assert_idle(slow)
 
 
+@pytest.mark.full
 def test_ctrl_c_at_any_moment_leaves_all_as_it_was(slow: LLM) -> None:
     """An interrupt that tears a step: pages lost, a turn never given back, another's answer gone."""
     want = slow.generate("other", GREEDY).token_ids

@@ -29,6 +29,7 @@ def minilm() -> Path:
     return hub.pull("minilm")
 
 
+@pytest.mark.full
 def test_fifty_texts_have_transformers_vectors(minilm: Path) -> None:
     """Any difference that tiny models do not show: word pieces of real text, 512 positions, truncation."""
     texts = texts_of(50, 500)
@@ -47,6 +48,7 @@ def test_fifty_texts_have_transformers_vectors(minilm: Path) -> None:
     assert max(n_tokens) > 400
 
 
+@pytest.mark.full
 def test_the_limit_is_that_of_its_files(minilm: Path) -> None:
     """A text cut in silence, as sentence-transformers does at 256 tokens."""
     long = "cat " * 300

@@ -75,6 +75,7 @@ def test_accents_are_found(source: str) -> None:
     assert accents(source)
 
 
+@pytest.mark.representative(3)
 def test_what_users_read_has_no_accent() -> None:
     """Catches "a rejected draft, behind which", which readers understand only after a second look."""
     found = [
@@ -123,6 +124,7 @@ def test_faults_are_found(source: str) -> None:
     assert not faults('"""None if there is none: files are left behind."""')
 
 
+@pytest.mark.representative(6)
 def test_docstrings_and_comments_are_plain() -> None:
     """Catches "# of a page", of which a reader must guess what, and docstrings without their noun."""
     found = [

@@ -82,6 +82,7 @@ def test_what_cannot_be(llama: Path, options: dict, message: str) -> None:
         LLM(llama, **options)
 
 
+@pytest.mark.full
 def test_on_the_command_line(llama: Path) -> None:
     """A flag that one of the commands does not hand on: 300 tokens fit only when it does."""
     flags = ["-m", str(llama), "--rope-scaling", "yarn", "--rope-factor", "4"]

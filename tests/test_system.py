@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import kukri
 from kukri import LLM, SamplingParams
 from tests.tiny_gguf import write_tiny
@@ -76,11 +78,13 @@ def run_without(source: str, *arguments: object, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_every_module_imports() -> None:
     """Would catch a module of POSIX systems imported at the top of a file."""
     run_without(IMPORT)
 
 
+@pytest.mark.full
 def test_a_generation(tmp_path: Path) -> None:
     """Would catch a call that only POSIX systems have, from finding the cores to rendering a template."""
     path = write_tiny(tmp_path / "tiny.gguf")

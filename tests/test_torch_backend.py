@@ -53,6 +53,7 @@ def answers(model: Any, backend: Any, **options: Any) -> list[list[int]]:
     return [request.output_ids for request in requests]
 
 
+@pytest.mark.full(but=["llama", "qwen3", "lfm2", "gemma4_text", "olmo2"])
 @pytest.mark.parametrize("name", quick(TINY, kept=[*TINY][::3]))
 def test_tokens_are_those_of_the_reference(name: str) -> None:
     """An op, a cache or a batch of this backend that fits one architecture alone."""
@@ -312,6 +313,7 @@ print(sorted({{"numpy", "torch", "triton"}} & set(looked_for)), file=sys.stderr)
     assert done.stderr.split("\n")[-2] == "['numpy']"
 
 
+@pytest.mark.full
 def test_the_command_line_takes_a_device(tiny_path: Path) -> None:
     """An option that a command does not pass on."""
     script = "import sys; from kukri.cli import main; main()"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 from kukri import LLM, AsyncLLM, Result, SamplingOptions, SamplingParams
 
@@ -29,6 +31,7 @@ async def use_async(llm: AsyncLLM) -> None:
 """
 
 
+@pytest.mark.full
 def test_wrong_parameters_are_errors_of_types(tmp_path: Path) -> None:
     """A misspelt parameter that shows when the program runs, or a right call that mypy refuses."""
     file = tmp_path / "program.py"

@@ -166,6 +166,7 @@ def refused(path: Path, error: type[KukriError], message: str) -> None:
     assert str(caught.value).splitlines()[0][:60] in done.stderr
 
 
+@pytest.mark.full(only=["dimensions"])
 @pytest.mark.parametrize("case", IN_SHARDS)
 def test_a_wrong_directory(case: str, sharded: Path, tmp_path: Path) -> None:
     """A traceback, a model that runs all the same, or a line that does not say what and where."""

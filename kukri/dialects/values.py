@@ -115,7 +115,7 @@ def as_json(text: str) -> str:
 def typed_json(text: str, types: Container[str]) -> str:
     """A whole text as JSON of one of the types of JSON Schema; whatever it reads as if none is named.
 
-    Where a text is allowed too, null and None are null, and objects and arrays are such. A number or a boolean
+    Where a text is allowed too, null and None are null, objects and arrays are such. A number or a boolean
     is one if writing it gives the same characters: "007", "1e5" and " 12" are texts.
     """
     word = text.strip()

@@ -47,6 +47,7 @@ def test_machine_facts() -> None:
     assert machine.installed_versions(["numpy", "numba", "no such package"]).keys() == {"numpy", "numba"}
 
 
+@pytest.mark.full
 def test_peak_memory_grows_with_what_is_touched() -> None:
     """Would catch kilobytes taken for bytes, or the parent's peak taken for this process's."""
     before = machine.peak_rss_bytes()

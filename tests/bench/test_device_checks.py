@@ -56,6 +56,7 @@ def test_wrong_sampling_is_found(monkeypatch):
     assert (check.name, check.passed, check.error) == ("sampling, tokens", False, 1.0)
 
 
+@pytest.mark.full
 def test_the_command_says_what_failed(monkeypatch, capsys):
     """A failure that a script cannot see."""
     monkeypatch.setattr("kukri.bench.device_checks.check_backend.__defaults__", (None, SMALL))

@@ -516,6 +516,7 @@ def test_without_aiohttp_it_says_how_to_get_it(tmp_path):
 # --- what is shown
 
 
+@pytest.mark.full
 def test_tables_a_chart_and_json_last(tmp_path):
     """Catches figures that are in the JSON alone, failures that nobody is told of, and an empty picture."""
     from matplotlib.image import imread

@@ -20,6 +20,7 @@ def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "read_bandwidth_of_a_fresh_process", lambda n_threads: 47.0)
 
 
+@pytest.mark.full
 def test_the_report(smollm2_path: Path, capsys: Any) -> None:
     """Would catch output next to the JSON object, or a figure that does not follow from its samples."""
     run_bench(str(smollm2_path), n_threads=1, n_prompt=5, n_generate=3, repetitions=2, as_json=True)
@@ -38,6 +39,7 @@ def test_the_report(smollm2_path: Path, capsys: Any) -> None:
     assert (report["n_prompt"], report["n_generate"], report["n_threads"]) == (5, 3, 1)
 
 
+@pytest.mark.full
 def test_the_ceiling_is_measured_beside_decoding(
     smollm2_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,6 +52,7 @@ def test_the_ceiling_is_measured_beside_decoding(
     assert report["ceiling_tokens_per_s"] == pytest.approx(45e9 / report["model"]["bytes_per_token"])
 
 
+@pytest.mark.full
 def test_cards_come_before_the_results(smollm2_path: Path, capsys: Any) -> None:
     """Would catch a ceiling printed after the fact, or a last line that is not the JSON object."""
     run_bench(str(smollm2_path), n_threads=1, n_prompt=2, n_generate=2, repetitions=1)

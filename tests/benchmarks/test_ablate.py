@@ -212,6 +212,7 @@ def test_both_kinds_of_attention_are_right(n_tokens: int) -> None:
     paged.close()
 
 
+@pytest.mark.full
 def test_the_matrix_is_what_is_held(small: Trial) -> None:
     """Would catch bytes that are not measured, or those of what both sides need."""
     n_tokens = 2000
@@ -247,6 +248,7 @@ def test_the_page(report: ablation.AblationReport) -> None:
     assert "2 threads used" in text
 
 
+@pytest.mark.full
 def test_everything_that_is_written(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch output next to the JSON, a chart that is not one, and a page whose chart is missing."""
     page, plot = tmp_path / "page.md", tmp_path / "gains.png"

@@ -38,6 +38,7 @@ def test_a_task_is_done_only_by_doing_it(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_client_is_run_and_its_requests_recorded(smollm2_path: Path, tmp_path: Path) -> None:
     """Catches requests that pass the proxy by, statuses that are not seen, and tools' results not counted."""
     program = tmp_path / "bin" / "client"

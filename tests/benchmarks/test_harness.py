@@ -56,6 +56,7 @@ def test_a_server_is_found_after_what_else_it_says() -> None:
         served_url(io.StringIO("error: no such file\n"))
 
 
+@pytest.mark.full
 def test_a_worker_measures_and_ends(smollm2_path: Path) -> None:
     """Would catch prints of an engine that garble the answers, or a process left behind."""
     with Worker("kukri", smollm2_path, 1, 64) as worker:

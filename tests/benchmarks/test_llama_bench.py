@@ -57,6 +57,7 @@ def test_a_program_is_asked_for_each_test(tmp_path: Path, extra: str, at_depth: 
     assert noted(tmp_path) == [["--help"], *([*common, *test, *once] for test in tests)]
 
 
+@pytest.mark.full
 def test_peers_take_a_program_beside_the_engines(
     tmp_path: Path, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

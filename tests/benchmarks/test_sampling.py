@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import sampling
 from kukri.sampling import SamplingParams
 
 
+@pytest.mark.full
 def test_a_short_run_is_measured(smollm2_path: Path) -> None:
     """Would catch steps that are not timed, or sampling timed as a part of nothing."""
     report = sampling.measure(str(smollm2_path), 14, 5, None)

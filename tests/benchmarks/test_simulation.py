@@ -29,6 +29,7 @@ def test_a_lone_request_takes_the_time_of_its_steps() -> None:
     assert report.token_p50_s in (0, pytest.approx(COSTS.base_s + COSTS.sequence_s))
 
 
+@pytest.mark.full
 def test_prefix_routing_hits_as_one_replica_does() -> None:
     """Catches a router that spreads prefixes, and a balance that is lost by keeping them together."""
     alone = simulate(ENGINE, replace(LOAD, rate=1.0), 1)

@@ -11,6 +11,7 @@ from benchmarks.soak import Load, SoakReport, soak
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_server_survives_its_clients(smollm2_path, seconds):
     """Catches lost or crossed tokens, pages that leak, a 5xx, and answers that SIGTERM cuts off."""

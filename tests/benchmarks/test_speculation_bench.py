@@ -30,6 +30,7 @@ def test_a_short_run_is_measured(smollm2_path: Path, monkeypatch: pytest.MonkeyP
     assert report.means["copies"]["0"] == pytest.approx(copied.ratio)
 
 
+@pytest.mark.full
 def test_a_random_layer_drafts(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that does not fit its model, or drafts that are never forced."""
     monkeypatch.setattr(speculation, "_N_PROSE", 60)

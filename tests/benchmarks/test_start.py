@@ -26,6 +26,7 @@ def test_a_failing_process_is_an_error() -> None:
         start.timed_process([sys.executable, "-c", "raise ValueError('what went wrong')"])
 
 
+@pytest.mark.full
 def test_the_whole_command_is_measured(smollm2_path: Path) -> None:
     """Would catch options that `kukri run` no longer has."""
     report = start.measure(str(smollm2_path), 2, 1, 1, first=False)
@@ -34,6 +35,7 @@ def test_the_whole_command_is_measured(smollm2_path: Path) -> None:
     assert report.first_s is None
 
 
+@pytest.mark.full
 def test_a_start_is_set_against_its_floor(smollm2_path: Path) -> None:
     """Would catch a ratio of other sums, or a program of the floor that no longer runs."""
     report = start.measure_floor(str(smollm2_path), 2, 1, 1)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import streams
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone counts a thread's time")
 def test_the_server_is_measured(smollm2_path: Path) -> None:
     """Would catch tokens that are not counted, options that `kukri serve` no longer has, a wrong share."""

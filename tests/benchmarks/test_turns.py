@@ -64,6 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     return found
 
 
+@pytest.mark.full
 def test_peers_take_turns(calls: list[tuple[str, str, int]], smollm2_path: Path) -> None:
     """Would catch one engine always going first, warm-up counted, or a ratio turned round."""
     report = peers.compare(str(smollm2_path), 2, 3, [7], 5)
@@ -82,6 +83,7 @@ def test_peers_take_turns(calls: list[tuple[str, str, int]], smollm2_path: Path)
     assert [test for _, test, _ in calls[-2:]] == ["closed", "closed"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("as_json", [True, False])
 def test_peers_print_json_last(
     calls: object, smollm2_path: Path, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -75,6 +75,7 @@ def make(
     return engine
 
 
+@pytest.mark.full
 @settings(max_examples=60)
 @given(
     n_wrong=st.integers(0, 8),
@@ -177,6 +178,7 @@ def test_a_model_as_large_as_the_other_is_not_asked(tiny: tuple[Path, Path]) -> 
         assert result.timings.n_drafted == 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_look_up")
 def test_the_real_model_as_its_own_draft(smollm2_path: Path) -> None:
     """A cache or a program shared by the two, or pages of one used for the other."""
@@ -284,6 +286,7 @@ def test_a_model_with_other_tokens_drafts_text(tmp_path: Path) -> None:
                 assert n_accepted > 0.9 * n_drafted > 150
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_look_up")
 def test_other_tokens_change_no_answer(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     """A text longer than the small model reads, halves of characters, special tokens of one model alone, a

@@ -41,6 +41,7 @@ def check(request: Request, ids: list[int], first_row: int) -> None:
         np.testing.assert_array_equal(request.rows, states(ids, first_row).mean(axis=0))
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(
     **SIZES,

@@ -46,6 +46,7 @@ def engine(smollm2_path: Path) -> Iterator[Engine]:
         yield llm.engine
 
 
+@pytest.mark.full
 def test_a_crowd_changes_no_answer(engine: Engine, prompts: list[list[int]], alone: list[list[int]]) -> None:
     """A token that depends on batch mates, chunks, preemption or where a prefix came from."""
     requests = [engine.make_request(ids, greedy()) for ids in prompts]
@@ -62,6 +63,7 @@ def test_a_crowd_changes_no_answer(engine: Engine, prompts: list[list[int]], alo
     assert engine.residence.n_prefix_hit > 1000
 
 
+@pytest.mark.full
 def test_random_arrivals_and_aborts_change_no_answer(
     engine: Engine, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:

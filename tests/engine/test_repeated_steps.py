@@ -143,6 +143,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
     assert POISON not in well.output_ids
 
 
+@pytest.mark.full
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     """Rows, grammars and taps of the last requests in memory until others come."""
     for ends in ("length", "abort"):

@@ -60,6 +60,7 @@ def test_drafts_do_not_lose_on_any_machine(real: Sequence[float], n_requests: in
         assert gain(real, chance, costs, n_requests=n_requests) > 0.96
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("learning")
 def test_what_rows_are_worth_is_found() -> None:
     """One that stops drafting for good, by a table or by a moment in which steps were slow."""

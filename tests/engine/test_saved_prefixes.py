@@ -356,6 +356,7 @@ saved.close()
 """
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("n_tries", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_whole_pages(tmp_path: Path, n_tries: int) -> None:
     """A page under its final name of which half was written."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
@@ -120,6 +121,7 @@ class Play:
         return int(request.page_rows[0][i // PAGE]), i % PAGE
 
 
+@pytest.mark.representative(3)
 @seed(29)
 @settings(max_examples=200, deadline=None, database=None)
 @given(ARRIVALS, st.integers(12, 40), st.booleans(), st.integers(1, PLACES))

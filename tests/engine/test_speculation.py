@@ -83,6 +83,7 @@ def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: f
     return request
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(
     **SIZES,
@@ -211,6 +212,7 @@ def test_an_end_among_drafts_ends_the_request() -> None:
         assert request.finish_reason == ("stop" if want[-1] == EOS else "length")
 
 
+@pytest.mark.full
 def test_several_answers_share_a_prompt_and_no_draft() -> None:
     """A draft of one answer left in a page that another continues from."""
     for n_prompt in (15, 16, 17, 31):
@@ -238,6 +240,7 @@ def test_a_cached_prefix_holds_no_draft() -> None:
     assert second.output_ids == expected_output(turn, 20)
 
 
+@pytest.mark.full
 def test_drafts_preempt_nobody() -> None:
     """A request that loses its pages, or a waiting one that finds none, for tokens that may be wrong."""
     for n_pages in range(6, 14):
@@ -307,6 +310,7 @@ def test_a_request_that_fails_among_drafts_fails_there() -> None:
     assert request.output_ids == plain.output_ids
 
 
+@pytest.mark.full
 def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
     """Drafts that make themselves more likely, or less: by chi-square over pairs of tokens."""
     n, prompt = 4000, prompt_of(5)
@@ -516,6 +520,7 @@ def pair(smollm2_path: Path) -> Any:
         yield plain, drafting
 
 
+@pytest.mark.full(but=["temperature-stop"])
 @pytest.mark.parametrize(
     "params",
     [

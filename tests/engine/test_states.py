@@ -147,6 +147,7 @@ def test_a_draft_model_has_no_state() -> None:
         Engine(model, make_engine()[1], EngineConfig(), draft_model=FakeModel(64, has_states=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @given(
     events=any_events(
         st.integers(1, 70),

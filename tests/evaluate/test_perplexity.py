@@ -152,6 +152,7 @@ def test_a_model_is_no_distance_from_itself(tmp_path: Path) -> None:
         assert perplexity(a, cut) == found.a == found.b
 
 
+@pytest.mark.representative(2)
 def test_the_commands(tmp_path: Path) -> None:
     """An option that is not handed on; a plot that is not one; JSON that is not."""
     a = write_tiny(tmp_path / "a.gguf", tiny_config())

@@ -72,6 +72,7 @@ def test_a_tensor_that_matters_gets_the_bytes(tmp_path: Path) -> None:
     assert made.types["blk.1.ffn_down.weight"] == Q8
 
 
+@pytest.mark.full
 def test_the_command(tmp_path: Path) -> None:
     """A recipe that makes a file of another size, or a worse one than the same type everywhere."""
     source, text = write_tiny(tmp_path / "m.gguf", tiny_config()), tmp_path / "text.txt"

@@ -188,6 +188,7 @@ def test_configurations_come_back(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.full
 def test_quantizing_a_gguf_file(tmp_path: Path) -> None:
     """A key lost on the way, tensors that no type was asked for changed, a note that is not given."""
     source = write_tiny(tmp_path / "f32.gguf", tiny_config())
@@ -273,6 +274,7 @@ def test_every_architecture_that_generates_goes_there_and_back() -> None:
     assert generating - {"granitemoehybrid_dense"} == {kind.split("-")[0] for kind in KINDS}
 
 
+@pytest.mark.full
 def test_a_quantized_file_becomes_floats(smollm2_path: Path, tmp_path: Path) -> None:
     """Weights that are dequantized wrongly, a chat template lost, a directory that is overwritten."""
     convert_to_directory(smollm2_path, tmp_path / "hf", None, as_json=True)
@@ -473,6 +475,7 @@ def test_llama_cpp_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(got, want, atol=0.03)
 
 
+@pytest.mark.full
 def test_real_weights_survive(smollm2_path: Path, tmp_path: Path) -> None:
     """A real file that loses keys or the order of its tensors' bytes: F16 of Q4_1 is not exact, but near."""
     path = convert(smollm2_path, tmp_path / "f16.gguf", "F16")

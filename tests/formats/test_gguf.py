@@ -171,6 +171,7 @@ def test_any_string_array_comes_back(tmp_path_factory, strings, n_plain):
     assert metadata["after"] == "still here"
 
 
+@pytest.mark.full
 def test_a_vocabulary_larger_than_the_window_comes_back(tmp_path):
     """Strings lost where one window of the vectorised walk ends and the next begins."""
     rng = np.random.default_rng(3)
@@ -584,6 +585,7 @@ def test_reads_the_real_model(smollm2_path):
     np.testing.assert_array_equal(file.array("blk.7.ffn_up.weight"), expected)
 
 
+@pytest.mark.full
 def test_a_152k_vocabulary_opens_in_time(tmp_path):
     """Work for each token in Python, which makes models with large vocabularies slow to start."""
     rng = np.random.default_rng(0)

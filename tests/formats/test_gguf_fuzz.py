@@ -145,6 +145,7 @@ def test_cut_at_any_byte(valid):
             GGUFFile(path)
 
 
+@pytest.mark.full
 def test_every_single_bit_of_the_header(valid):
     """One flipped bit: a crash, a hang, or tensors that lie outside the file or on top of each other."""
     path, data, header_end, _ = valid
@@ -158,6 +159,7 @@ def test_every_single_bit_of_the_header(valid):
 NASTY = [0, 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1]
 
 
+@pytest.mark.full
 def test_extreme_numbers_anywhere_in_the_header(valid):
     """A count, length, size or offset at the edge of its type: overflow, or memory for what is claimed."""
     path, data, header_end, _ = valid
@@ -193,6 +195,7 @@ def damage(data: bytes, changes: list[tuple[str, float, bytes]], limit: int) -> 
     return bytes(damaged)
 
 
+@pytest.mark.full(but=["our_file-anywhere"])
 @pytest.mark.parametrize("where", ["header", "anywhere"])
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=edits())
@@ -219,6 +222,7 @@ def fields(n_keys: int, n_tensors: int) -> Iterator[bytes]:
         yield b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_keys)
 
 
+@pytest.mark.full
 def test_a_large_file_of_zeros_is_refused_in_time(tmp_path):
     """Millions of empty keys, tensors or strings walked one by one."""
     path = tmp_path / "zeros.gguf"

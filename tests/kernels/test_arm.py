@@ -58,6 +58,7 @@ def test_what_a_processor_has(listed, name, has_both, monkeypatch):
     assert (target.has_int8_dot, target.has_int8_matrix) == has_both
 
 
+@pytest.mark.representative(3)
 def test_products_use_the_dot_product():
     """Would catch a lowering that LLVM cannot compile for ARM, and sums by shuffles."""
     code = assembly_of(TARGETS["dotprod"][0], "linear_Q8_0")
@@ -65,6 +66,7 @@ def test_products_use_the_dot_product():
     assert not re.findall(r"\t(zip|uzp|tbl)\w*\t", code)
 
 
+@pytest.mark.full
 def test_products_use_matrix_products():
     """Would catch both halves of the rows multiplied for each word, and shuffles of bytes."""
     code = assembly_of(TARGETS["i8mm"][0], "linear_Q8_0")
@@ -73,6 +75,7 @@ def test_products_use_matrix_products():
     assert not re.findall(r"\t(zip|uzp|tbl)\w*\tv\d+\.(8b|16b)", code)
 
 
+@pytest.mark.full
 def test_the_executor_orders_memory():
     """Would catch an atomic that x86 forgives: ARM reorders what no instruction keeps in order."""
     code = assembly_of("+neon,+lse", "run_plan")

@@ -81,6 +81,7 @@ def test_a_directory_that_cannot_be_written_costs_time_alone(
     assert list(compiling.compile_kernels(["a", "b"])) == [("a", CODE), ("b", CODE)]
 
 
+@pytest.mark.full
 def test_helpers_compile_and_import_nothing_from_the_working_directory(
     kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

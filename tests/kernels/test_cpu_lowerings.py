@@ -28,6 +28,7 @@ def lowerings():
     return [level.name for level in runnable() if level.lowering != cpu_target().lowering]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lowering", quick(lowerings(), ("avx2", "generic")))
 def test_kernels_under(lowering):
     """Would catch a lowering that saturates, drops a sign or converts float16 wrongly where only it runs.

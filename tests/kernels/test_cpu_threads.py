@@ -87,6 +87,7 @@ def test_a_thread_is_left_out_if_stalls_cost_more_than_its_share(kernels, n_thre
     assert pool._n_active == n_left
 
 
+@pytest.mark.full
 def test_a_thread_that_slept_through_a_change_takes_the_right_tiles(kernels):
     """Would catch a tile that ran twice and another that never did: a thread back from sleep knows how many
     threads shared the last plan's ops, not this one's. More threads than cores, so that some always sleep."""
@@ -159,6 +160,7 @@ def test_a_worker_that_would_sleep_once_a_plan_has_begun_takes_part(kernels):
     pool.close()
 
 
+@pytest.mark.full
 def test_a_forgotten_pool_ends_its_threads(kernels):
     """Would catch threads, and the memory they point to, that outlive every engine."""
     before = set(threading.enumerate())  # some may be of other pools, and end meanwhile
@@ -282,6 +284,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child[0], 0)[1]))
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.full
 def test_a_process_can_end_while_workers_spin():
     """Would catch a crash at exit: code unmapped under threads that still run in it."""
     code = """
@@ -297,6 +300,7 @@ backend.pool.run_kernel("read_memory", data=where, n_bytes=1 << 22, out=out.__ar
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.full
 def test_a_program_keeps_what_it_points_into():
     """Would catch packed weights freed under a plan whose backend nobody else holds."""
     from kukri.kernels.cache import KVLayer

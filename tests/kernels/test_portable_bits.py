@@ -116,6 +116,7 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return files(tmp_path_factory.mktemp("some"), SOME)
 
 
+@pytest.mark.representative(12)
 def test_logits_have_the_recorded_bits(some: list[Path]) -> None:
     """Catches a change of bits that was not meant: an answer that another version cannot continue."""
     check(some, None)

@@ -129,6 +129,7 @@ def copy_of(records: SamplingRecords, chosen: Any = None) -> SamplingRecords:
     return copy
 
 
+@pytest.mark.representative(3)
 @settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**32),

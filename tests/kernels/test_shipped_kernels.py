@@ -144,6 +144,7 @@ cpu_features()
 """
 
 
+@pytest.mark.full
 def test_nothing_but_kernels_imports_numba() -> None:
     """Catches an import by which a program without Numba ends."""
     made_of = (

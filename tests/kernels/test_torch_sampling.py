@@ -71,6 +71,7 @@ def ordered(stages: list[int]) -> list[int]:
     return [*warm, *edits, *others] if at % 2 else [*edits, *others[:1], *warm, *others[1:]]
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

@@ -243,6 +243,7 @@ def test_longrope_takes_its_short_factors_below_the_original_context(reference: 
     assert np.abs(long - want).max() > 100 * TOLERANCE
 
 
+@pytest.mark.representative(3)
 def test_the_tiny_models_exercise_what_they_claim() -> None:
     """A config whose special trait is not there, so that its parity would prove nothing."""
     decoders = {name for name, architecture in ARCHITECTURES.items() if architecture.is_causal}

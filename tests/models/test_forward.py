@@ -72,6 +72,7 @@ def batch(n_rows: int, n_tokens: int, seed: int = 5) -> np.ndarray:
 # --- the matrix -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(only=["reference-*-1-cache", "reference-*-10-cache"])
 @pytest.mark.parametrize("with_cache", [True, False], ids=["cache", "whole"])
 @pytest.mark.parametrize("chunk", [1, 10, 100, 1000])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -89,6 +90,7 @@ def test_logits_are_transformers_own(name: str, chunk: int, with_cache: bool, ba
     assert cache.n_tokens == N_TOKENS
 
 
+@pytest.mark.full
 def test_the_tolerances_would_show_the_mistakes_that_the_matrix_is_for() -> None:
     """A tolerance wider than what a forgotten offset, window or cache changes."""
     for name in ARCHITECTURES:

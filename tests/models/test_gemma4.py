@@ -210,6 +210,7 @@ def test_sweeps_see_shared_keys(backend: str) -> None:
         assert np.ptp(got) > 1e-3
 
 
+@pytest.mark.full
 def test_a_quantized_file_leaves_its_table_on_disk(tmp_path: Path) -> None:
     """A file of true shapes that does not run, a table at 4 bits, or one that counts as taken memory."""
     shape = replace(
@@ -234,6 +235,7 @@ def test_a_quantized_file_leaves_its_table_on_disk(tmp_path: Path) -> None:
     assert np.linalg.norm(found - want) < 0.01 * np.linalg.norm(want)
 
 
+@pytest.mark.full
 def test_layers_that_share_cannot_be_cut(directories: dict[str, tuple[Path, Any]]) -> None:
     """A stage that reads keys of another, which it does not have."""
     with pytest.raises(ConfigError, match="cannot be cut into stages"):

@@ -33,6 +33,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
         made.close()
 
 
+@pytest.mark.full(only=["torch-*"])
 @pytest.mark.parametrize("kv_type", list(ERRORS))
 def test_a_bias_takes_no_bits(kv_type: Any, backend: Backend) -> None:
     """A middle of other dimensions or of another head, queries that do not know how far keys reach, and an

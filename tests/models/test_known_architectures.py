@@ -36,6 +36,7 @@ def test_unknown_names_are_no_architectures() -> None:
     assert ARCHITECTURES.called(None) == ()
 
 
+@pytest.mark.full
 def test_what_a_model_does_not_need_is_not_imported() -> None:
     """A start that pays for all architectures, for encoders of images or for draft models."""
     unneeded = [

@@ -44,6 +44,7 @@ def test_hidden_states_are_those_of_the_definition(backend: Any, tmp_path: Path)
     assert np.abs(changed[0] - want[0]).max() > 1e-3, "the premise: the first token sees the last one"
 
 
+@pytest.mark.full
 def test_texts_in_a_batch_are_those_alone_to_the_bit(tmp_path: Path) -> None:
     """A convolution that reaches a neighbour in the step."""
     test_encoders.test_texts_in_a_batch_are_those_alone_to_the_bit(NAME, "cls", tmp_path)
@@ -67,6 +68,7 @@ def test_a_converted_file_is_the_same(tmp_path: Path) -> None:
     test_encoders.test_a_converted_encoder_is_the_same(NAME, "Model", tmp_path)
 
 
+@pytest.mark.full
 def test_stages_know_that_a_causal_model_is_an_encoder(tmp_path: Path) -> None:
     """A stage that keeps states, and caches prefixes, of a model that is read as the files say."""
     tiny_colbert.save_late(tmp_path, "lfm2")

@@ -221,6 +221,7 @@ def test_accepted_drafts_change_no_answer(
         llm.engine.check_integrity()
 
 
+@pytest.mark.full
 def test_too_few_pages_change_no_answer(made: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is preempted, ends early or shares a prompt, and drafts by rows of what it was."""
     directory, _, _ = made

@@ -34,6 +34,7 @@ def real(smollm2_path: Path) -> tuple[Model, list[int]]:
     return load_model(GGUFWeights(gguf, config), config), ids
 
 
+@pytest.mark.full
 def test_the_reference_is_within_a_thousandth_of_transformers(
     real: tuple[Model, list[int]], smollm2_path: Path
 ) -> None:
@@ -58,6 +59,8 @@ def test_the_reference_is_within_a_thousandth_of_transformers(
         assert np.abs(got - want).max() < 1e-5 * np.abs(want).max(), f"before block {i}"
 
 
+@pytest.mark.full(but=["64-2"])
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("max_step_tokens", [1, 7, 64, 512])
 def test_chunks_and_threads_change_no_bit(
@@ -72,6 +75,7 @@ def test_chunks_and_threads_change_no_bit(
     assert got.logprobs == want.logprobs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_float16_keys_and_values_cost_little(
     real: tuple[Model, list[int]], smollm2_path: Path, backend: Any

@@ -79,6 +79,8 @@ def steps_of(seed: int, n_requests: int, n_steps: int) -> np.ndarray:
     return logits.astype(np.float32)
 
 
+@pytest.mark.full(but=["cpu"])
+@pytest.mark.representative(2)
 @settings(max_examples=25)
 @given(asked=st.lists(PARAMS | MIROSTAT, min_size=1, max_size=31), seed=st.integers(0, 2**32))
 def test_batch_mates_do_not_matter(sampling: Any, asked: list[dict[str, Any]], seed: int) -> None:

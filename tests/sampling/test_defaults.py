@@ -101,6 +101,7 @@ def test_a_model_brings_its_defaults(tmp_path: Path) -> None:
         assert llm.default_params == SamplingParams(**OWN_DEFAULTS)
 
 
+@pytest.mark.full
 def test_the_default_model_has_measured_ones(smollm2_path: Path) -> None:
     """The poem that says one line over and over, or five words twice."""
     with LLM(smollm2_path, max_context=1024) as llm:

@@ -146,6 +146,7 @@ def test_the_page_has_controls_with_ranges_of_javascript() -> None:
     assert all(abs(limit) < 2**53 for control in _CONTROLS for limit in (control.low, control.high))
 
 
+@pytest.mark.representative(2)
 def test_a_field_is_declared_in_few_files() -> None:
     """Catches a face that lists the fields by itself again: each new field would have to be added there."""
     stage = {"kernels", "bench"}  # what a field does, and a check of that on devices

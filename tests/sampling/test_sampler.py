@@ -234,6 +234,7 @@ def test_filters_keep_what_sorting_everything_keeps(
     assert [i for i in found if row[i] > -np.inf] == [i for i in expected if row[i] > -np.inf]
 
 
+@pytest.mark.full
 @MANY
 @given(row=rows(), heat=st.sampled_from([0.05, 0.7, 1.0, 3.0, 50.0]), u=st.floats(0, 1, exclude_max=True))
 def test_a_draw_is_the_inverse_of_the_summed_probabilities(row: np.ndarray, heat: float, u: float) -> None:
@@ -257,6 +258,8 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(((counts - expected)[likely] ** 2 / expected[likely]).sum())
 
 
+@pytest.mark.full(but=["params0-expected0"])
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
@@ -278,6 +281,7 @@ def test_draws_follow_the_distribution(params: dict[str, Any], expected: list[fl
     assert chi_square(counts, probabilities) < 16.3  # p = 0.001 with 3 degrees of freedom
 
 
+@pytest.mark.full
 def test_draws_over_many_blocks_follow_the_distribution() -> None:
     """Would catch a whole-row draw that favours a block of ids."""
     rng = np.random.default_rng(3)

@@ -187,6 +187,7 @@ def test_mirostat_2_keeps_as_many_as_llama_cpp(llama: LlamaCpp) -> None:
 # ---- by hand
 
 
+@pytest.mark.full
 def test_mirostat_comes_near_its_surprise() -> None:
     """Would catch a correction with the wrong sign, or a mu that is not kept."""
     row = np.random.default_rng(3).normal(0, 2, 2000).astype(np.float32)
@@ -200,6 +201,7 @@ def test_mirostat_comes_near_its_surprise() -> None:
         assert surprises[0] + 1 < surprises[1]
 
 
+@pytest.mark.full
 def test_xtc_happens_as_often_as_asked() -> None:
     """Would catch a probability that is ignored, or a draw that shares its random number with it."""
     row = np.log(np.array([0.5, 0.3, 0.15, 0.05])).astype(np.float32)

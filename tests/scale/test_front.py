@@ -82,6 +82,7 @@ async def ask(made: LocalCluster, bodies: list[dict[str, Any]]) -> list[Any]:
     return await asyncio.gather(*(post(made.app, PATH, {"model": "tiny", **body}) for body in bodies))
 
 
+@pytest.mark.representative(2)
 def test_replicas_answer_as_one_engine_does(options: ModelOptions, expected: list[Any]) -> None:
     """Catches fields that get lost between front and replica."""
 
@@ -97,6 +98,7 @@ def test_replicas_answer_as_one_engine_does(options: ModelOptions, expected: lis
     asyncio.run(check())
 
 
+@pytest.mark.full
 def test_a_replica_that_dies_costs_its_clients_nothing(options: ModelOptions, expected: list[Any]) -> None:
     """Catches answers that end, begin again or continue with other tokens when their replica dies."""
 
@@ -115,6 +117,7 @@ def test_a_replica_that_dies_costs_its_clients_nothing(options: ModelOptions, ex
     asyncio.run(check())
 
 
+@pytest.mark.full
 def test_a_request_that_kills_replicas_is_given_up(options: ModelOptions) -> None:
     """Catches a request that takes one replica after the other down, and innocent ones that fail with it."""
     poison = {"prompt": "poison", "max_tokens": 5, "temperature": 0}
@@ -136,6 +139,7 @@ def test_a_request_that_kills_replicas_is_given_up(options: ModelOptions) -> Non
     asyncio.run(check())
 
 
+@pytest.mark.full
 def test_a_stuck_engine_is_left(
     options: ModelOptions, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +182,7 @@ def test_a_front_waits_for_replicas_and_then_for_none(options: ModelOptions) -> 
     asyncio.run(check())
 
 
+@pytest.mark.full
 def test_a_draining_replica_finishes_and_gets_nothing_new(options: ModelOptions) -> None:
     """Catches requests lost, or sent to a replica that is about to go."""
 
@@ -235,6 +240,7 @@ def test_strangers_are_turned_away(options: ModelOptions) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.full
 def test_limits_and_fairness_hold_for_all_replicas(options: ModelOptions) -> None:
     """Catches limits that each replica has, and a client who waits behind the many requests of another."""
     ended: list[str] = []
@@ -281,6 +287,7 @@ def test_vectors_come_from_replicas(options: ModelOptions) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.full
 def test_metrics_name_the_replicas(options: ModelOptions) -> None:
     """Catches counts of several engines under one name."""
 
@@ -298,6 +305,7 @@ def test_metrics_name_the_replicas(options: ModelOptions) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.full
 def test_prefixes_stay_together(tmp_path: Path) -> None:
     """8 system prompts, 40 requests each: two replicas find nearly what one does, as simulated."""
     path = write_tiny(tmp_path / "tiny.gguf", tiny_config(max_context=1024))

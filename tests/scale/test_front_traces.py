@@ -14,6 +14,7 @@ from tests.scale.clusters import cluster, until
 from tests.tiny_gguf import tiny_config, write_tiny
 
 
+@pytest.mark.full
 def test_a_trace_continues_in_the_replicas(tmp_path: Path) -> None:
     """Catches a trace that ends at the front, and a replica that died which nobody sees."""
     pytest.importorskip("opentelemetry.sdk")

@@ -42,6 +42,7 @@ def key(name: str) -> dict[str, str]:
 # --- scopes
 
 
+@pytest.mark.full
 def test_a_key_without_the_scope_changes_nothing_for_others(tiny, tmp_path, monkeypatch):
     """Catches any route by which every key deletes, pulls, unloads or pins models, or changes adapters."""
     monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path / "cache"))
@@ -262,6 +263,7 @@ def test_a_server_limits_guesses(tiny):
 # --- keys that change
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP on this system")
 def test_keys_are_read_again_on_sighup(tmp_path):
     """Catches a removed key that works until the restart, and a broken file that ends the server."""
@@ -327,6 +329,7 @@ def test_no_key_is_written_down(tiny, tmp_path: Path):
 # --- sockets and TLS
 
 
+@pytest.mark.full
 def test_a_unix_socket_serves(tmp_path):
     """Catches a server that needs a port, a socket that others may use, a file that is written over."""
     model, path = write_tiny(tmp_path / "tiny.gguf"), tmp_path / "server.sock"

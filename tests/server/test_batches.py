@@ -98,6 +98,7 @@ def test_a_batch_is_answered_in_order(tiny: LLM, tmp_path: Path) -> None:
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.full
 def test_a_restart_continues_where_it_was(tiny: LLM, tmp_path: Path) -> None:
     """Catches a batch that is lost with its server, or answered from the beginning again."""
     with serving(tiny, batch_dir=tmp_path) as server:
@@ -152,6 +153,7 @@ def test_files_and_batches_belong_to_a_key(tiny: LLM, tmp_path: Path) -> None:
             client(server, "three").files.list()
 
 
+@pytest.mark.full
 def test_a_batch_ends_with_its_key(tiny: LLM, tmp_path: Path) -> None:
     """Catches work that continues for a key that has been taken back, now or before the next start."""
     with serving(tiny, batch_dir=tmp_path, api_keys=("one", "two")) as server:
@@ -196,6 +198,7 @@ def test_lines_have_their_own_priority(tiny: LLM, tmp_path: Path, monkeypatch: p
             seen.clear()
 
 
+@pytest.mark.full
 def test_a_line_that_takes_too_long_is_not_tried_again(
     tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +365,7 @@ def test_what_a_crash_left_of_uploads_is_removed(tiny: LLM, tmp_path: Path) -> N
     assert {path.name for path in tmp_path.iterdir()} == {f"{kept}.json", f"{kept}.data", "salt"}
 
 
+@pytest.mark.full
 def test_files_expire(tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches `expires_after` that is ignored, out of its range, or forgotten at a restart, results that
     outlive theirs, and a file that expires while its batch reads it."""

@@ -57,6 +57,7 @@ def test_they_get_the_same_answers(site: Served, monkeypatch: pytest.MonkeyPatch
     assert {status for status, _ in expected} == {200, 400}
 
 
+@pytest.mark.full
 def test_a_process_that_is_gone_is_started_again(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a server that takes no more large bodies once the process has been killed."""
     monkeypatch.setattr(body_check, "MANY_VALUES", 8)

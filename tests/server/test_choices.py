@@ -61,6 +61,7 @@ def log_softmax(row):
     return row - row.max() - math.log(np.exp(row - row.max()).sum())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_scores_every_token_of_the_prompt(served, offline, max_tokens):
     """Catches log-probabilities one place off, cut by the prefix cache, or of another prompt of the batch."""

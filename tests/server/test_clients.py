@@ -66,6 +66,7 @@ def run(shop, tmp_path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.full(only=["*.py"])
 @pytest.mark.parametrize("name", RUN)
 def test_a_client_gets_its_answers(name, run):
     """Catches a field that a client sends and the server refuses, and examples that no longer run."""
@@ -84,6 +85,7 @@ def llm_command() -> str:
     return str(Path(sys.executable).with_name("llm"))
 
 
+@pytest.mark.full
 def test_llm_asks_a_server(run):
     """Catches a configuration that llm does not understand, and a conversation that forgets."""
     ask = (llm_command(), "-m", "kukri-server", "-o", "temperature", "0", "-o", "max_tokens", "30")

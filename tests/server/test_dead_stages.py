@@ -75,6 +75,7 @@ def kill_stage(llm: LLM) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_streams_continue_when_a_stage_is_killed(path: Path, cut: tuple[LLM, Served]) -> None:
     """Catches streams that break, begin again, or continue with other tokens."""
     llm, server = cut
@@ -96,6 +97,7 @@ def test_streams_continue_when_a_stage_is_killed(path: Path, cut: tuple[LLM, Ser
         assert http.get("/health").json() == {"status": "ok"}
 
 
+@pytest.mark.full
 def test_streams_end_with_an_error_if_a_stage_cannot_be_had_again(
     cut: tuple[LLM, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,6 +310,7 @@ def test_an_end_that_a_model_forgets_is_added():
     assert split(QWEN_XML, [text], is_cut=True)[2] == [("save", '{"text": "x"')]
 
 
+@pytest.mark.full
 def test_a_cut_in_the_mark_of_another_call_shows_nothing():
     """Catches a stray < as the content of an answer that was cut in its second call."""
     first, second = (QWEN.write([call]) for call in TWO)
@@ -328,6 +329,7 @@ def test_thoughts_that_the_prompt_began_end_in_the_answer():
     assert everywhere(thoughtful, "</think>\n\nYes.", prompt="<think>\n\n</think>\n\n")[:2] == ("", "Yes.")
 
 
+@pytest.mark.full
 def test_a_call_in_thoughts_that_nothing_closed_is_a_call():
     """Catches an agent that stops as the model forgot to close its thoughts, and calls only thought of."""
     thoughts = "I will call it.\n" + QWEN.write(TWO)
@@ -338,6 +340,7 @@ def test_a_call_in_thoughts_that_nothing_closed_is_a_call():
         assert everywhere(HERMES, f"{text}</think>No.", prompt=prompt)[1:3] == ("No.", [])
 
 
+@pytest.mark.representative(4)
 @settings(max_examples=200)
 @given(
     form=st.sampled_from([*DIALECTS, GENERIC]),

@@ -41,6 +41,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path):
         assert found.usage.prompt_tokens == sum(len(tokenizer(text).input_ids) for text in TEXTS)
 
 
+@pytest.mark.representative(2)
 def test_every_form_of_input_gives_the_models_vectors(served, offline):
     """Catches token ids taken for texts, lists that lose their order, and a pooling that is not heard."""
     wanted = offline.embed(TEXTS)
@@ -61,6 +62,7 @@ def test_every_form_of_input_gives_the_models_vectors(served, offline):
             check_embeddings(http.post("/v1/embeddings", json=body).json())
 
 
+@pytest.mark.full
 def test_streams_continue_beside_many_texts(served, offline):
     """Catches an answer that embeddings change, and one that stands still until they are done."""
     options = {"temperature": 0, "max_tokens": 100}
@@ -166,6 +168,7 @@ def test_numbers_that_json_has_not_are_an_error(served, monkeypatch):
         assert "not finite" in check_error(response, 500)
 
 
+@pytest.mark.full
 def test_a_deadline_ends_it(smollm2_path):
     """Catches an embedding that takes as long as it likes where answers may not."""
     with LLM(smollm2_path, max_context=512) as llm, serving(llm, deadline_s=0.2) as server:

@@ -13,6 +13,7 @@ from tests.server.bodies import check_error, events
 from tests.server.live_server import ASK, TEXT, serving
 
 
+@pytest.mark.full
 def test_a_failing_request_fails_alone(smollm2_path, caplog):
     """Catches one request's NaN that ends the engine or its neighbours, or leaves no trace in the log."""
     caplog.set_level(logging.ERROR, "kukri.server")
@@ -60,6 +61,7 @@ def nan_after(n_tokens):
     return process
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_engine_is_told(smollm2_path, monkeypatch):
     """Catches clients that wait forever, and a server that calls itself well."""

@@ -104,12 +104,22 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 def test_every_route_is_fuzzed(little):
     """Catches a route that was added and that nobody sends nonsense to."""
     document = httpx.get(f"{little.url}/openapi.json").json()
     assert {path for path, _ in CASES} == document["paths"].keys()
 
 
+@pytest.mark.full(
+    only=[
+        "/v1/responses-positive",
+        "/v1/messages-positive",
+        "/api/generate-positive",
+        "/v1/rerank-negative",
+        "/apply-template-positive",
+    ]
+)
 @pytest.mark.parametrize(("path", "mode"), CASES)
 def test_made_up_requests_get_answers(little, path, mode):
     """Catches a 5xx, a hang, and an answer that the document does not announce."""

@@ -72,6 +72,7 @@ def test_history_is_plain_text(served):
     assert written(CALLS) in prompt_of(served, history)
 
 
+@pytest.mark.full
 def test_calls_are_read_and_enforced(served, monkeypatch):
     """Catches a form that is not read, calls that are not enforced, and text that tools forbid."""
     force(served.served, monkeypatch, "Let me see.\n" + written(CALLS))
@@ -110,6 +111,7 @@ def test_a_forced_function_as_instructor_sends_it(served, stream):
     assert isinstance(User.model_validate_json(call.function.arguments), User)
 
 
+@pytest.mark.full
 def test_output_tools_as_pydantic_ai_sends_them(served):
     """Catches output tools that cannot be required, and a history with a null content that is refused."""
     tool = {"name": "final_result", "description": "The final response", "strict": True}
@@ -129,6 +131,7 @@ def test_output_tools_as_pydantic_ai_sends_them(served):
     assert User.model_validate_json(again.tool_calls[0].function.arguments)
 
 
+@pytest.mark.full
 def test_several_calls_stream_and_all_endpoints_have_them(served):
     """Catches a form that only chats know, and bodies that do not fit the client's types."""
     functions = [{**tool["function"]} for tool in TOOLS]

@@ -67,6 +67,7 @@ def close(part: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_a_graph_is_the_offline_models(http: httpx.Client, files: Path) -> None:
     """Catches options that are lost on the way, tokens of another prompt, features without theirs."""
     given = {"max_n_logits": 3, "desired_logit_prob": 0.5, "max_feature_nodes": 60}
@@ -95,6 +96,7 @@ def test_a_graph_is_the_offline_models(http: httpx.Client, files: Path) -> None:
     assert found["metadata"]["pruning_settings"] == thresholds
 
 
+@pytest.mark.full
 def test_a_graph_of_a_chat(http: httpx.Client) -> None:
     """Catches a chat without its template."""
     messages = [{"role": "user", "content": "Hi"}]
@@ -219,6 +221,7 @@ def test_progress_of_a_graph(http: httpx.Client, monkeypatch: pytest.MonkeyPatch
     assert http.get("/check-busy").json() == {"busy": False}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_one_graph_at_a_time_which_ends_with_its_client(site: Served, http: httpx.Client) -> None:
     """Catches a second graph alongside the first, one that nobody waits for, streams that wait for one."""
@@ -286,6 +289,7 @@ def test_nodes_of_another_graph(http: httpx.Client) -> None:
         assert words in answer.json()["error"]["message"]
 
 
+@pytest.mark.full
 def test_transcoders_that_cannot_make_a_graph(files: Path) -> None:
     """Catches a choice that nobody made, layers that are missing, memory beyond the bound."""
     with (

@@ -69,6 +69,7 @@ def running_streams(server, n: int):
             thread.join(30)
 
 
+@pytest.mark.full
 def test_bombs_of_schemas_are_refused_while_streams_continue(small):
     """Catches a schema that is compiled for a minute, and one that stands in the way of all others."""
     with serving(small) as server, server.http() as http:
@@ -92,6 +93,7 @@ def test_bombs_of_schemas_are_refused_while_streams_continue(small):
                 assert json.loads(answer.json()["choices"][0]["message"]["content"]) in ("one", "two")
 
 
+@pytest.mark.full
 def test_a_known_grammar_is_not_compiled_again(small):
     """Catches a process that every request has to wait for."""
     with serving(small) as server, server.http() as http:
@@ -104,6 +106,7 @@ def test_a_known_grammar_is_not_compiled_again(small):
         assert http.post(TEXT, json=body).status_code == 200, "in a new one"
 
 
+@pytest.mark.representative(3)
 def test_bombs_at_once_are_all_answered_in_time(small):
     """Catches bombs that wait for each other, and a grammar that waits for all of them."""
     with serving(small) as server, server.http() as http:
@@ -126,6 +129,7 @@ def test_bombs_at_once_are_all_answered_in_time(small):
         assert good.result()[0] == 200
 
 
+@pytest.mark.full
 def test_a_cancelled_check_leaves_the_others_alone(small):
     """Catches a client that goes away with the process that others wait for."""
     with serving(small) as server, server.http() as http:
@@ -151,6 +155,7 @@ def test_a_prompt_far_too_long_is_refused_before_it_is_encoded(small, path):
     assert 1024 < n_tokens < 100_000, "the first slice alone was encoded"
 
 
+@pytest.mark.full
 def test_encoding_lets_other_threads_run(small):
     """Catches a long text that stops every stream while it is encoded."""
     gaps, done = [], threading.Event()
@@ -173,6 +178,7 @@ def test_encoding_lets_other_threads_run(small):
     assert max(gaps) < seconds / 2
 
 
+@pytest.mark.full
 def test_headers_that_dribble_are_cut_off(small):
     """Catches connections that are held open by a byte now and then, before a request or after one."""
     with serving(small, headers_s=0.5) as server:

@@ -168,6 +168,7 @@ def plant(llm: LLM, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Request], 
     monkeypatch.setattr(llm.engine, "make_requests", make_bad)
 
 
+@pytest.mark.full(only=["grammar.take-False"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", IN_ENGINE)
 def test_a_fault_in_the_engine_ends_its_request_alone(site, expected, place, stream, monkeypatch, caplog):
@@ -231,6 +232,7 @@ def test_a_fault_in_drafts_changes_no_answer(site, expected, monkeypatch, caplog
     assert LookupDrafts.follow is not failing
 
 
+@pytest.mark.full
 def test_a_fault_in_a_template_is_a_500_of_its_request(site, expected, monkeypatch, caplog):
     """Catches a template's fault that nobody can find in the log."""
     _, server = site

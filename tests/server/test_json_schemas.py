@@ -109,6 +109,7 @@ def check_schemas(llm: LLM, n_schemas: int) -> None:
     assert n_ended > 0.7 * n_answers, (n_ended, n_answers)
 
 
+@pytest.mark.full
 def test_a_few_schemas(llm):
     """Catches a mask of another row or step, and keywords that are not enforced."""
     check_schemas(llm, 3)

@@ -31,6 +31,7 @@ def tiny(tmp_path_factory):
         yield llm
 
 
+@pytest.mark.full
 def test_finished_calls_are_forgotten_before_their_deadline(tiny, monkeypatch):
     """Catches a deadline's timer that keeps each finished or abandoned call and its tokens in memory."""
     calls, n_calls = weakref.WeakSet(), []
@@ -74,6 +75,7 @@ def test_an_idle_connection_stays_open_for_the_next_request(tiny):
             assert time.monotonic() - idle_s < 5
 
 
+@pytest.mark.full
 def test_a_grammar_does_not_wait_for_ever(tiny, monkeypatch):
     """Catches a request that hangs with the process that checks its grammar, and a server that stays so."""
     pytest.importorskip("llguidance")

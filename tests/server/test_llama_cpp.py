@@ -297,6 +297,7 @@ def test_the_first_token_costs_no_step(served):
     assert many["predicted_per_second"] == pytest.approx(4000 / many["predicted_ms"])
 
 
+@pytest.mark.full
 def test_progress_and_times_of_a_response(served):
     """Catches events of the newer form without what llama.cpp adds to them."""
     body = {"input": "Tell me of a day. " * 60, "max_output_tokens": 3, "stream": True, "ignore_eos": True}
@@ -312,6 +313,7 @@ def test_progress_and_times_of_a_response(served):
     assert deltas[-1]["timings"]["predicted_n"] == found[-1]["timings"]["predicted_n"] == 3
 
 
+@pytest.mark.full
 def test_a_context_error_tells_both_counts(served, offline):
     """Catches an error that a client cannot shorten its prompt by."""
     with served.http() as http:

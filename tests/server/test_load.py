@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.server.live_server import MODEL, Served
 
 
@@ -26,6 +28,7 @@ def metrics(served: Served) -> dict[str, float]:
     }
 
 
+@pytest.mark.full
 def test_client_and_server_measure_the_same(served, tmp_path):
     """Catches times and counts that are not those of the server: its own histograms say what they were."""
     prompts = tmp_path / "prompts.jsonl"
@@ -46,6 +49,7 @@ def test_client_and_server_measure_the_same(served, tmp_path):
     assert point["tpot_ms"]["median"] * 11 < point["e2e_ms"]["p99"]
 
 
+@pytest.mark.full
 def test_random_prompts_at_a_rate(served):
     """Catches a length that is not that of the model's own template and tokens."""
     options = ("--rate", "20", "-n", "4", "-p", "80", "-g", "4", "--seed", "5", "--slo", "e2e:60000")

@@ -43,6 +43,7 @@ def client(server: Served, key: str = "none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=60)
 
 
+@pytest.mark.representative(2)
 def test_a_message_answers_as_the_model_does(served, offline):
     """Catches a system text, a parameter or a token lost on the way, and a wrong reason of the end."""
     messages = [{"role": "system", "content": SYSTEM}, *QUESTION]
@@ -111,6 +112,7 @@ def test_a_model_that_does_not_reason_keeps_any_budget(served):
     assert plain["content"] == asked["content"]
 
 
+@pytest.mark.full
 def test_a_stream_tells_the_story_in_order(served, offline):
     """Catches an event that is missing, twice or in another place, and text that differs from the whole."""
     expected = offline.chat(QUESTION, temperature=0, max_tokens=8)
@@ -153,6 +155,7 @@ def test_the_async_client_gets_the_same(served, offline):
     assert asyncio.run(ask()) == [expected, expected]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
 def test_tools_are_called_and_their_results_read(tooled, choice):
     """Catches a call outside of its schema, a streamed call that differs, a result that is not shown."""
@@ -216,6 +219,7 @@ def test_tools_are_called_and_their_results_read(tooled, choice):
     assert follow_up.usage.input_tokens + follow_up.usage.cache_read_input_tokens == counted.input_tokens
 
 
+@pytest.mark.full
 def test_an_answer_follows_its_schema(tooled):
     """Catches a format that is not enforced, thoughts that are not wanted, and another API's field named."""
     schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [7, 9]}}, "required": ["n"]}
@@ -309,6 +313,7 @@ def test_what_asks_for_nothing_is_taken(served, offline):
     assert answer.content[0].text == expected
 
 
+@pytest.mark.full
 def test_errors_have_the_form_of_their_api(smollm2_path):
     """Catches OpenAI's form at Anthropic's paths or the other way round, and a key that is not read."""
     with (

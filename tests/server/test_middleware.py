@@ -61,6 +61,7 @@ def ask_once(url):
 # --- keys
 
 
+@pytest.mark.representative(2)
 def test_every_route_but_health_needs_a_key(small):
     """Catches a route that was added below the guard, and metrics that tell strangers about the traffic."""
     with serving(small, api_keys=("right", "other")) as server, server.http() as http:
@@ -107,6 +108,7 @@ def test_a_priority_that_is_no_number_is_refused(keys):
         ServerSettings(api_keys=keys)
 
 
+@pytest.mark.full
 def test_keys_share_no_prefixes_unless_told(small):
     """Catches a client that asks for a prompt and sees by cached_tokens that another had it before."""
     prompt = (
@@ -230,6 +232,7 @@ def test_more_answers_than_the_queue_holds_are_a_mistake(served):
     assert "64" in message
 
 
+@pytest.mark.full
 def test_a_deadline_ends_an_answer(small):
     """Catches an answer that continues forever, or ends without a word."""
     with serving(small, deadline_s=1.5) as server, server.http() as http:
@@ -465,6 +468,7 @@ def test_settings_that_make_no_sense_are_refused():
 # --- a prefix
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "cut off"])
 def test_a_proxy_may_serve_it_under_a_prefix(small, keeps):
     """Catches links of the page and URLs of the document that lead out of the prefix, a key that is not asked

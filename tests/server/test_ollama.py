@@ -72,6 +72,7 @@ def test_streams_are_lines(client, served, expected):
     assert all(json.loads(line)["model"] == MODEL for line in response.text.splitlines())
 
 
+@pytest.mark.full
 def test_generate_is_a_message_or_raw(client, expected, offline):
     """Catches a raw prompt that gets the template, a prompt without it, and a system text lost."""
     prompt = QUESTION[0]["content"]
@@ -146,6 +147,7 @@ def test_tools_are_called_and_answered(tmp_path, monkeypatch, stream):
         assert client.chat(model, [*history, *results], tools=[get_time]).done
 
 
+@pytest.mark.full
 def test_vectors_are_those_of_the_other_api(client, served, offline):
     """Catches vectors of other lengths, and the older form."""
     texts = ["a cat", "a train"]
@@ -210,6 +212,7 @@ def test_bodies_need_no_content_type_unless_a_page_sends_them(served):
             assert http.post("/api/chat", content=body, headers=plain).status_code == 403
 
 
+@pytest.mark.full
 def test_a_model_is_loaded_and_unloaded_by_keep_alive(tmp_path):
     """Catches keep_alive that is ignored: seconds, forever, or not at all."""
     path = write_tiny(tmp_path / "tiny.gguf")
@@ -243,6 +246,7 @@ def cached(tmp_path, monkeypatch) -> str:
     return hub.DEFAULT_MODEL
 
 
+@pytest.mark.full
 def test_models_are_pulled_and_deleted_if_allowed(tiny_hub):
     """Catches a client that changes a server which does not allow it, and a model served that is gone."""
     with serving(None, manages_models=True) as served:
@@ -262,6 +266,7 @@ def test_models_are_pulled_and_deleted_if_allowed(tiny_hub):
             client.pull("/etc/passwd")
 
 
+@pytest.mark.full
 def test_a_client_that_leaves_ends_its_download(tiny_hub):
     """Catches gigabytes that come for nobody, and progress that says nothing."""
     tiny_hub.stall_at = 21_000_000
@@ -277,6 +282,7 @@ def test_a_client_that_leaves_ends_its_download(tiny_hub):
         assert http.post("/api/pull", json={"model": TINY, "stream": False}).json() == {"status": "success"}
 
 
+@pytest.mark.full
 def test_downloads_at_a_time_have_a_bound(tiny_hub):
     """Catches a client that has a server start processes without an end."""
     tiny_hub.stall_at = 1000
@@ -303,6 +309,7 @@ def test_a_name_that_any_model_answers_for_deletes_nothing(cached):
         assert hub.MODELS[cached].path.exists()
 
 
+@pytest.mark.full
 def test_a_model_that_is_being_deleted_is_not_loaded_again(cached, monkeypatch):
     """Catches a request between unloading and deletion, whose model stays in memory and in no list."""
     write_tiny_cached(cached)

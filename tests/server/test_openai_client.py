@@ -60,6 +60,7 @@ def test_a_stream_adds_up_to_the_answer(served, offline):
     assert len(deltas) > least, "tokens come one by one"
 
 
+@pytest.mark.full
 def test_streams_side_by_side_do_not_mix(served, offline):
     """Catches text that reaches another client, and state that two requests share."""
     prompts = [f"{n}, {n + 1}, {n + 2}," for n in range(1, 25, 2)]
@@ -132,6 +133,7 @@ def test_stop_strings_end_the_text_before_them(served, offline):
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.full
 def test_completions_take_every_form_of_prompt(served, offline):
     """Catches token ids read as texts, a list of prompts that loses its order, and a wrong default length."""
     ids = offline.tokenizer.encode(COUNT)
@@ -200,6 +202,7 @@ def test_response_events_tell_the_story_in_order(served, offline):
     assert seen[-1].response.output_text == expected.text
 
 
+@pytest.mark.representative(2)
 def test_every_response_body_fits_the_schema(served):
     """Catches nulls that are missing, in the response and in each event."""
     options = {"input": QUESTION, "max_output_tokens": 6, **GREEDY}

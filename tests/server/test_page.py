@@ -6,6 +6,8 @@ import re
 import time
 from dataclasses import replace
 
+import pytest
+
 from kukri import LLM
 from kukri.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
@@ -17,6 +19,7 @@ from tests.tiny_gguf import write_tiny
 # --- a conversation
 
 
+@pytest.mark.representative(3)
 def test_an_answer_comes_and_a_reload_keeps_it(visit, offline):
     """Catches a page that does not ask what was typed, or forgets it."""
     visit.be_greedy()
@@ -38,6 +41,7 @@ def test_an_answer_comes_and_a_reload_keeps_it(visit, offline):
     assert visit.page.inner_text("#title") == "What is the capital of France?"
 
 
+@pytest.mark.full
 def test_a_long_prompt_shows_how_far_it_is_read(visit):
     """Catches seconds in which a page says nothing."""
     visit.be_greedy()
@@ -210,6 +214,7 @@ def test_a_failure_in_the_middle_is_said(visit, site, forced, monkeypatch):
     assert "broken off" in visit.page.inner_text(".stats")
 
 
+@pytest.mark.full
 def test_a_key_is_asked_for_and_used(browser, smollm2_path):
     """Catches a page that shows the model to strangers, or cannot be used where keys are needed."""
     with (
@@ -241,6 +246,7 @@ def test_a_key_is_asked_for_and_used(browser, smollm2_path):
         assert "right" not in page.evaluate("JSON.stringify(localStorage)")
 
 
+@pytest.mark.full
 def test_what_needs_a_key_and_what_does_not(smollm2_path, served):
     """Catches a way around the key through the page, and a page that cannot be left out."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -379,6 +385,7 @@ def test_an_edited_turn_keeps_what_was_there(visit, forced):
     assert not visit.said, visit.said
 
 
+@pytest.mark.full
 def test_an_answer_that_does_not_come_brings_the_one_before_back(visit, forced):
     """Catches a version of nothing, and an answer that is lost because the next one failed."""
     forced("First.")

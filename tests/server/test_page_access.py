@@ -19,6 +19,7 @@ def unreached(page) -> set[str]:
     return missing
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"viewport": PHONE, "has_touch": True}], ids=["desktop", "phone"])
 def test_every_control_is_reached_by_tab(browser, site, forced, options):
     """Catches controls for the mouse alone, and a focus that nobody sees."""
@@ -110,6 +111,7 @@ def test_the_document_says_what_it_is(visit, forced):
     assert visit.page.evaluate("probes.problems()") == []
 
 
+@pytest.mark.full
 def test_the_first_content_comes_at_once(visit):
     """Catches a page that waits for the model, or for files from elsewhere, before it shows anything."""
     paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"

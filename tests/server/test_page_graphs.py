@@ -86,6 +86,7 @@ def drop(visit: Visit, graph: Any, name: str = "graph.json") -> None:
     visit.page.evaluate(DROP, [name, text])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("look", LOOKS, ids=["phone", "desktop"])
 def test_a_graph_is_made_and_kept(browser: Any, site: Served, look: dict[str, Any], tmp_path: Path) -> None:
     """Catches a graph that nobody can ask for, look at or save, at the width of a phone and of a desk."""
@@ -168,6 +169,7 @@ def test_nodes_are_reached_by_mouse_and_keys(browser: Any, site: Served) -> None
         assert visit.said == []
 
 
+@pytest.mark.full
 def test_wrong_files_are_one_line_each(browser: Any, site: Served) -> None:
     """Catches a page that stands still, or that shows half of a file."""
     graph = small_graph()

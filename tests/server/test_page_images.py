@@ -96,6 +96,7 @@ def test_a_phone_shows_images(seeing, browser):
         assert page.locator("#send").bounding_box()["x"] < PHONE["width"]
 
 
+@pytest.mark.full
 def test_a_model_of_text_takes_no_images(served, browser):
     """Catches images that are lost in silence."""
     with visiting(browser, served.url) as visit:

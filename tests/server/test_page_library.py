@@ -33,6 +33,7 @@ def row(visit, name: str):
     return visit.page.locator(f"#library li[data-name='{name}']").first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "look", [LOOKS[0], pytest.param(LOOKS[1], marks=pytest.mark.slow)], ids=["phone", "desktop"]
 )
@@ -75,6 +76,7 @@ def test_a_model_is_downloaded_and_used(browser, tiny_hub, look):
         assert visit.said == []
 
 
+@pytest.mark.full
 def test_what_cannot_be_downloaded_is_said_in_a_line(browser, tiny_hub):
     """Catches an error that nobody sees, or a traceback in its place."""
     with library(browser, manages_models=True) as visit:
@@ -91,6 +93,7 @@ def test_what_cannot_be_downloaded_is_said_in_a_line(browser, tiny_hub):
         shoot(visit, "library-errors")
 
 
+@pytest.mark.full
 def test_the_library_names_what_stands_in_the_way(tiny_hub, tmp_path, monkeypatch):
     """Catches downloads by keys without the scope, and a hub that is asked although it must not be."""
     keys = ("user plain", "chief boss scope=manage")

@@ -6,6 +6,8 @@ import json
 import re
 from html import unescape
 
+import pytest
+
 HOSTILE = """\
 <script>window.hit = 1</script><img src=x onerror="window.hit = 1"> <svg/onload=window.hit=1>
 <div hx-swap-oob="true" id="notice" hx-on:load="window.hit = 1" hx-get="/metrics" hx-trigger="load">x</div>
@@ -34,6 +36,7 @@ TAGS = {
 ATTRIBUTES = {"href", "title", "target", "rel", "class", "type", "tabindex", "data-do"}
 
 
+@pytest.mark.full
 def test_hostile_output_is_inert(visit, forced):
     """Catches a model, or who feeds it, that gets code into the page, at once or on a reload."""
     asked = []
@@ -173,6 +176,7 @@ PIECES = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_no_text_takes_long(visit):
     """Catches a pattern whose time grows with the square of the text, or a list that nests forever."""
     for piece in PIECES:

@@ -82,6 +82,7 @@ def test_an_edited_turn_is_turned_back_to(browser, site, forced, look):
         assert right["x"] + right["width"] <= look["viewport"]["width"]
 
 
+@pytest.mark.full
 def test_pieces_of_a_character_and_control_tokens_are_shown(site, forced):
     """Catches a character of several tokens that is shown as question marks, and text taken for HTML."""
     text = "A 🦙 <b>"

@@ -134,6 +134,7 @@ def test_tool_call_parse_errors_ollama_17638(
     assert text == said or calls, "what the model said comes, as text or as a call"
 
 
+@pytest.mark.full
 def test_nondeterminism_by_slot_llama_cpp_7052(served: Served, offline: LLM) -> None:
     """An answer that depends on its place in a batch, and on what its neighbours are."""
     wanted = [offline.generate("One, two,", max_tokens=24, temperature=t, seed=7).text for t in (0.0, 1.0)]

@@ -72,6 +72,7 @@ def states(served: Served) -> dict[str, str]:
         return {model["id"]: model["state"] for model in http.get("/v1/models").json()["data"]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n_requests", [24, pytest.param(198, marks=pytest.mark.slow)])
 def test_alternating_requests_for_more_models_than_fit_lose_none(n_requests, files, answers):
     """Catches a request dropped while its model is unloaded, another model's answer, a starved one."""
@@ -106,6 +107,7 @@ def test_a_lone_model_shows_its_memory(files):
         assert model["memory_bytes"] == llm.memory_bytes > cache.n_bytes > 0
 
 
+@pytest.mark.full
 def test_pinned_models_stay(files):
     """Catches the eviction of a pinned model, and a pinned model that is not loaded at the start."""
     models = [ModelSpec(("red",), options(files["red"]), is_pinned=True), *served_models(files)[1:]]
@@ -116,6 +118,7 @@ def test_pinned_models_stay(files):
         assert states(served) == {"red": "loaded", "green": "loaded", "blue": "unloaded"}
 
 
+@pytest.mark.representative(3)
 def test_an_idle_model_is_unloaded(files, answers):
     """Catches a timer that ends a model in use, and one that comes back with other weights."""
     with serving(None, served_models(files, keep_alive_s=0.3)) as served, served.http() as http:
@@ -181,6 +184,7 @@ def test_a_model_that_never_fits_is_refused_in_one_line(files):
         assert states(served)["red"] == "loaded"
 
 
+@pytest.mark.full
 def test_a_changed_file_is_loaded_again(files, answers, tmp_path):
     """Catches a server that must be restarted for a new version of a model."""
     path = tmp_path / "model.gguf"
@@ -247,6 +251,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_unloading_gives_the_memory_back(smollm2_path):
     """Catches weights, tiles or a KV cache that something still holds."""
@@ -295,6 +300,7 @@ def _wait(_: Any, logits: Any) -> Any:
     return logits
 
 
+@pytest.mark.full
 def test_a_stream_without_an_end_delays_no_other_model(files, answers, slow, monkeypatch):
     """Catches an eviction that waits for a busy model under the lock, and one for a client that has left."""
     monkeypatch.setattr(registry_module, "_LEAVE_S", 0.5)
@@ -322,6 +328,7 @@ def test_a_stream_without_an_end_delays_no_other_model(files, answers, slow, mon
         assert waiting.result(20).json()["choices"][0]["text"] == answers["green"]
 
 
+@pytest.mark.full
 def test_another_busy_model_is_unloaded_where_the_first_does_not_end(files, answers, slow, monkeypatch):
     """Catches a server whose every load waits for one stream while another model becomes free."""
     monkeypatch.setattr(registry_module, "_LEAVE_S", 0.3)
@@ -343,6 +350,7 @@ def test_another_busy_model_is_unloaded_where_the_first_does_not_end(files, answ
         assert next(streams[0]) is not None
 
 
+@pytest.mark.full
 def test_a_model_is_unloaded_by_a_client_while_it_streams(files, slow, monkeypatch):
     """Catches a client's unloading that waits for a stream forever, and takes the model from others."""
     monkeypatch.setattr(registry_module, "_LEAVE_S", 0.3)
@@ -408,6 +416,7 @@ with serving(None, models) as served, served.http() as http:
 """
 
 
+@pytest.mark.full
 def test_a_model_file_that_is_cut_short_fails_its_model_alone(files, tmp_path):
     """Catches a served file that shrinks and ends the process by SIGBUS, the other models with it."""
     paths = [str(shutil.copy(files[name], tmp_path)) for name in ("red", "green")]

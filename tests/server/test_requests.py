@@ -337,6 +337,7 @@ def test_broken_bodies_are_the_callers_fault(served, body):
         assert http.post(TEXT, json=ASK[TEXT]).status_code == 200
 
 
+@pytest.mark.full(only=["260"])
 @pytest.mark.parametrize("depth", [260, 420, 480, 600, 900])
 def test_deep_bodies_are_the_callers_fault(tooled, depth):
     """Catches a RecursionError, wherever it is raised, that becomes a 500."""

@@ -45,6 +45,7 @@ def check_weather(item: Any) -> None:
     assert arguments["unit"] in "CF"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
 def test_a_call_is_an_item(tooled, choice):
     """Catches a call that is text or outside of its schema, and one that differs in a stream."""
@@ -71,6 +72,7 @@ def test_a_call_is_an_item(tooled, choice):
     assert asyncio.run(ask()).output[0].arguments == call.arguments
 
 
+@pytest.mark.full
 def test_the_events_of_a_call_come_in_order(tooled):
     """Catches an event that is missing, twice or in another place, and arguments that come all at once."""
     asked = REQUIRED | {"temperature": 0, "speculation": "off"}  # tokens of drafts come together
@@ -100,6 +102,7 @@ class Weather(BaseModel):
     is_cold: bool
 
 
+@pytest.mark.full
 def test_a_type_of_the_client_is_a_tool(tooled):
     """Catches a schema that the client made and the server does not take, or does not follow."""
     answer = tooled.client.responses.parse(
@@ -110,6 +113,7 @@ def test_a_type_of_the_client_is_a_tool(tooled):
     assert isinstance(Weather.model_validate_json(call.arguments), Weather)
 
 
+@pytest.mark.full
 def test_results_of_calls_reach_the_template(tooled):
     """Catches a call or a result that is lost, or not next to the turn it belongs to."""
     answer = tooled.client.responses.create(**REQUIRED, temperature=0)
@@ -206,6 +210,7 @@ def ask(server: Served, **more: Any) -> dict[str, Any]:
     return {**body, "thinking_token_budget": 5, "ignore_eos": True, **more}
 
 
+@pytest.mark.full
 def test_thoughts_are_an_item_of_their_own(thinker):  # noqa: F811
     """Catches thoughts in the message, events out of order, and log-probabilities of thoughts."""
     with thinker.http() as http:

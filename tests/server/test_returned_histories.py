@@ -214,6 +214,7 @@ def test_a_prompt_body_knows_hosted_tools():
     assert parse_message(PromptBody.model_validate(body)).functions == []
 
 
+@pytest.mark.full
 def test_an_image_in_a_result_is_refused_or_noted(served):
     """Catches a template without a role for tools whose results lose their images, or fail by them."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

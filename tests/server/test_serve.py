@@ -80,6 +80,7 @@ def wait_until_refused(url: str) -> None:
         raise AssertionError("new requests are let in")
 
 
+@pytest.mark.full
 def test_sigterm_finishes_what_runs_and_exits_0(smollm2_path):
     """Catches answers that a restart cuts off, and an exit status that looks like a crash."""
     options = ("--port", "0", "--max-context", "1024", "--max-requests", "2", "--log-json")
@@ -114,6 +115,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(smollm2_path):
     assert '"n_generated": 600' in said
 
 
+@pytest.mark.representative(3)
 def test_a_second_signal_ends_it_at_once(smollm2_path):
     """Catches a server that Ctrl-C does not stop while an answer continues."""
     options = ("--port", "0", "--max-context", "8192", "--max-requests", "1")
@@ -132,6 +134,7 @@ def test_a_second_signal_ends_it_at_once(smollm2_path):
             assert server.wait(10) == 0, server.said
 
 
+@pytest.mark.full
 def test_everybody_may_ask_is_said(smollm2_path):
     """Catches a server open to the network without a word, and a KV cache of another size than asked."""
     options = [
@@ -176,6 +179,7 @@ def failure(*arguments: str) -> str:
     return done.stderr
 
 
+@pytest.mark.full
 def test_what_is_wrong_is_said_in_one_line(smollm2_path, tmp_path):
     """Catches tracebacks, and a model that is loaded before an option is found to be wrong."""
     model = str(smollm2_path)

@@ -210,6 +210,7 @@ def test_without_the_directory_clients_change_nothing(folder: Path, answers: dic
         assert completion(http, "sql") == answers["sql"]
 
 
+@pytest.mark.full
 def test_adapters_outlive_an_unloaded_model(folder: Path, answers: dict[str | None, str]) -> None:
     """A name that is forgotten when its model is unloaded; a model that a lost file keeps from loading."""
     write_peft(folder / "adapters" / "brief", updates(2))

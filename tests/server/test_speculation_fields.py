@@ -91,6 +91,7 @@ def test_streams_hold_every_token_of_a_step(served: Served, plain: Any) -> None:
         assert details(usage)[0] > 0
 
 
+@pytest.mark.full
 def test_every_endpoint_lets_a_request_choose(served: Served) -> None:
     """A field that one endpoint forgets, or a wrong value that passes."""
     prompts: dict[str, dict[str, Any]] = {
@@ -121,6 +122,7 @@ def test_a_prediction_without_speculation_is_refused(served: Served) -> None:
         )
 
 
+@pytest.mark.full
 def test_the_best_of_several_is_known_by_the_tokens_that_are_shown(served: Served) -> None:
     """A rank that counts tokens of a step beyond a stop string."""
     body = {

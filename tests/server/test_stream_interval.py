@@ -20,6 +20,7 @@ def chunks_of(server, **fields):
     return [text for event in events if (text := json.loads(event)["choices"][0]["text"])]
 
 
+@pytest.mark.full
 def test_chunks_have_several_tokens_and_the_same_text(smollm2_path):
     """Would catch tokens lost between chunks, an end that waits, an interval without effect."""
     wanted = {"max_tokens": 12, "ignore_eos": True}

@@ -216,6 +216,7 @@ def test_messages(server: Served, more: dict[str, Any]) -> None:
         assert client.messages.count_tokens(**count).input_tokens > 0
 
 
+@pytest.mark.representative(2)
 def test_ollamas(server: Served) -> None:
     """A field that ollama's types, which are always strict, miss."""
     client = ollama.Client(host=server.url, timeout=60)

@@ -27,6 +27,7 @@ class City(BaseModel):
     is_capital: bool
 
 
+@pytest.mark.full
 def test_a_schema_of_the_client_comes_back_as_its_type(served):
     """Catches a response_format that is read and not followed."""
     parsed = served.client.chat.completions.parse(
@@ -40,6 +41,7 @@ def test_a_schema_of_the_client_comes_back_as_its_type(served):
     assert answer.output_parsed == parsed.choices[0].message.parsed
 
 
+@pytest.mark.full(only=["json_object-"])
 @pytest.mark.parametrize(
     ("wanted", "pattern"),
     [
@@ -106,6 +108,7 @@ def test_several_answers_each_follow_it(served):
     assert len(set(texts)) > 1
 
 
+@pytest.mark.full
 def test_a_crowd_that_runs_out_of_pages_gets_what_each_gets_alone(smollm2_path, offline):
     """Catches a grammar that forgets or repeats tokens when a request is computed again."""
     grammar = Grammar.json(City.model_json_schema() | {"additionalProperties": False})

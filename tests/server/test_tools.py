@@ -135,6 +135,7 @@ FRAGMENTS = [
 ]
 
 
+@pytest.mark.representative(2)
 @settings(max_examples=300)
 @given(
     dialect=st.sampled_from([HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES, CODE]),
@@ -194,6 +195,8 @@ def check_weather(call: Any) -> None:
     assert arguments["unit"] in "CF"
 
 
+@pytest.mark.full(but=["required"])
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_required_call_comes_and_fits_its_schema(tooled, choice):
     """Catches a call that is text, arguments outside of the schema, and a $ref that points elsewhere."""
@@ -237,6 +240,7 @@ def test_bodies_with_calls_fit_the_schema(tooled):
             check_chunk(chunk)
 
 
+@pytest.mark.full
 def test_an_answer_without_calls_is_plain(tooled):
     """Catches white space that tools take from an answer, and a reason that speaks of calls."""
     options = {"messages": QUESTION, "model": MODEL, "temperature": 0, "max_tokens": 30}
@@ -279,6 +283,7 @@ def test_history_with_results_reaches_the_template(tooled):
     assert "get_time: noon" in prompt
 
 
+@pytest.mark.full
 def test_thoughts_end_within_their_budget(tooled):
     """Catches a grammar that begins inside the thoughts, and a template variable that is lost."""
     answer = tooled.client.chat.completions.create(

@@ -109,6 +109,7 @@ def test_a_stream_that_is_cut_is_traced_to_its_end(collector: Collector, tiny_pa
     assert reasons == ["abort", "stop"]
 
 
+@pytest.mark.full
 def test_the_time_of_stages_is_traced(collector: Collector, tiny_path: Path) -> None:
     """Catches times that are not those of the request's own steps, or of the wrong half of its time."""
     body = {**SHORT, "prompt": "hello " * 9, "max_tokens": 30, "ignore_eos": True}
@@ -157,6 +158,7 @@ def test_the_environment_may_name_the_collector(
             assert open_traces(None) is None
 
 
+@pytest.mark.full
 def test_nothing_is_imported_without_traces() -> None:
     """Catches a server that pays for traces which nobody asked for."""
     script = (

@@ -33,6 +33,7 @@ def answers(llm: LLM) -> list[Any]:
     return [(result.token_ids, result.logprobs) for result in results]
 
 
+@pytest.mark.full(but=["lfm2"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "granitemoehybrid", "qwen3_moe", "gpt_oss"])
 def test_hybrids_and_mixtures_are_cut(name: str, tmp_path: Path) -> None:
     """Catches states that are kept in the wrong process, snapshots of some layers, experts of others."""
@@ -45,6 +46,7 @@ def test_hybrids_and_mixtures_are_cut(name: str, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_a_draft_model_drafts_for_stages(tmp_path: Path) -> None:
     """Catches drafts of a model whose pages are those of another, or that go unused."""
     target = write_tiny(tmp_path / "target.gguf", tiny_config())

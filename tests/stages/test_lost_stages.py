@@ -174,6 +174,7 @@ def expected(tiny_path: Path) -> str:
         return llm.generate("tell me", **REQUEST).text
 
 
+@pytest.mark.full
 def test_any_of_three_stages_may_die(tiny_path: Path, expected: str) -> None:
     """Catches a loss between two stages before the engine's that leaves the other one waiting."""
     with LLM(tiny_path, stages=3, **OPTIONS) as llm:
@@ -187,6 +188,7 @@ def test_any_of_three_stages_may_die(tiny_path: Path, expected: str) -> None:
             assert not set(pids) & set(backend.pipeline.source.pids)
 
 
+@pytest.mark.full
 def test_a_stage_elsewhere_comes_back(
     tiny_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_several_steps_are_under_way(
             assert answers(llm) == expected
 
 
+@pytest.mark.full
 def test_devices_of_pytorch(tiny_path: Path) -> None:
     """Catches devices that are not those of their stages, activations that share memory with another step."""
     pytest.importorskip("torch")
@@ -124,6 +125,7 @@ def test_devices_of_pytorch(tiny_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.representative(2)
 def test_a_stage_that_dies_is_started_again(tiny_path: Path, expected: list[str]) -> None:
     """Catches requests that lose or repeat tokens, prefixes that only the living stages still have."""
     with LLM(tiny_path, stages=2, **OPTIONS) as llm:
@@ -139,6 +141,7 @@ def test_a_stage_that_dies_is_started_again(tiny_path: Path, expected: list[str]
         assert "".join(texts) == again.text
 
 
+@pytest.mark.full
 def test_a_stage_that_dies_for_good_ends_its_requests(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +186,7 @@ def test_what_needs_one_process_is_refused(staged: LLM, tiny_path: Path, tmp_pat
             LLM(tiny_path, **{"stages": 2, **options}, **OPTIONS)
 
 
+@pytest.mark.full
 def test_a_stranger_is_turned_away(
     addresses: list[str], tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def results_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_results_come_in_order_and_bad_lines_are_error_lines(smollm2_path, tmp_path):
     """Catches an order of arrival, a line that ends the run, an answer that is not the model's."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -108,6 +109,7 @@ def test_results_come_in_order_and_bad_lines_are_error_lines(smollm2_path, tmp_p
     assert target.read_bytes() == before
 
 
+@pytest.mark.full
 def test_ctrl_c_loses_nothing_and_the_next_run_continues(smollm2_path, tmp_path):
     """Catches results that were held back for their order, and requests that are answered again."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -149,6 +151,7 @@ def test_ctrl_c_loses_nothing_and_the_next_run_continues(smollm2_path, tmp_path)
     assert [line["response"]["body"]["usage"]["completion_tokens"] for line in found] == lengths
 
 
+@pytest.mark.full
 def test_deep_lines_are_error_lines(smollm2_path, tmp_path):
     """Catches a line that is read with the last of the stack, cannot be sent on, and ends the run."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -114,6 +114,7 @@ OWN_TREE += (
 )
 
 
+@pytest.mark.full(only=["smallthinker"])
 @pytest.mark.parametrize("name", OWN_TREE)
 def test_a_tree_of_ones_own_counts_every_parameter(name: str, tmp_path: Path) -> None:
     """A bias of a router, a gate or a shared expert that no line and no count has."""
@@ -265,6 +266,7 @@ def write_sparse(directory: Path, model: Any, n_shards: int = 1) -> None:
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
+@pytest.mark.full
 def test_gigabytes_are_not_read(tmp_path: Path) -> None:
     """Weights read for the sake of their names: SmolLM3-3B's true size in three shards, 6 GB."""
     with torch.device("meta"):

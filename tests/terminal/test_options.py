@@ -141,6 +141,7 @@ def test_fields_have_the_names_of_what_they_are_passed_to():
     }
 
 
+@pytest.mark.full
 def test_every_command_takes_the_model_both_ways():
     """Catches a command that wants its model in another way than the rest."""
     runner = CliRunner()

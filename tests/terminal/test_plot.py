@@ -34,6 +34,7 @@ def transcoders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_each_kind_is_written(tiny: Path, transcoders: Path, tmp_path: Path) -> None:
     """Catches a kind without a file, or a picture under the name of another format."""
     for kind, name, *options in (

@@ -117,6 +117,7 @@ def test_closed_streams_are_no_traceback(tmp_path, closing, code):
     assert done.stderr.startswith("error: standard output is closed") == (code == 2)
 
 
+@pytest.mark.full
 def test_bytes_that_are_not_utf8_end_no_chat(tmp_path):
     """Catches a terminal of another encoding whose bytes end the conversation with a traceback."""
     path = write_tiny(tmp_path / "tiny.gguf")

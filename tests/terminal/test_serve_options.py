@@ -147,6 +147,7 @@ class Models(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.full
 def test_ps_shows_the_models_of_a_server():
     """Catches a name that steers the terminal, and a traceback where there is no server."""
     server = HTTPServer(("127.0.0.1", 0), Models)

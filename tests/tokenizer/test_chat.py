@@ -300,6 +300,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.full(only=["groups", "unique", "equality", "text of a nest", "json of a nest"])
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_are_stopped(bomb):
     """Catches one operation that takes minutes or gigabytes, between the places where a sandbox can look."""
@@ -344,6 +345,7 @@ def test_a_process_that_was_started_early_is_the_first_template_s():
     assert third._process._process is not process
 
 
+@pytest.mark.full
 def test_a_template_that_was_stopped_starts_again():
     """Catches a hostile message that takes the model's template away from all who come after."""
     nest = BOMBS["equality"]
@@ -370,6 +372,7 @@ def test_variables_that_json_cannot_hold_are_refused():
         ChatTemplate(CHATML).render(USER, documents=[object()])
 
 
+@pytest.mark.full
 def test_a_processs_end_is_its_templates():
     """Catches processes that outlive their work."""
     template = ChatTemplate("x")

@@ -47,6 +47,8 @@ def replaced(contents: Any, path: tuple[Any, ...], junk: Any) -> Any:
     return changed
 
 
+@pytest.mark.full(but=["metaspace"])
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_value_in_any_place_is_read_or_refused(kind: str, tmp_path: Path) -> None:
     """A TypeError, or a panic of the library, for a file from anywhere."""

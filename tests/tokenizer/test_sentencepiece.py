@@ -33,6 +33,7 @@ def test_ids_equal_sentencepiece():
         assert TOKENIZER.encode(text) == PROCESSOR.encode(replaced(text)), text
 
 
+@pytest.mark.full
 @given(any_text)
 def test_ids_equal_sentencepiece_on_any_text(text):
     """Catches the odd character that goes another way; ▁ is a space to both."""
@@ -131,6 +132,7 @@ def test_defaults_of_old_files():
     assert tokenizer.decode(tokenizer.encode("Hi 漢字 \x01")) == "Hi 漢字 \x01"
 
 
+@pytest.mark.representative(2)
 def test_32k_scores_become_merges_quickly():
     """Catches a quadratic search: the whole tokenizer of a Llama-sized vocabulary is made in 1.5 s."""
     rng = np.random.default_rng(0)

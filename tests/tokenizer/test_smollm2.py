@@ -82,6 +82,7 @@ def test_chat_prompt_equals_transformers(tokenizer, reference):
             assert tokenizer.encode(ours, parse_special=True) == ids
 
 
+@pytest.mark.full
 def test_loads_in_some_tenth_of_a_second(smollm2_path):
     """Catches a slow way to build the vocabulary, which every start of the program would pay."""
     program = """

@@ -133,6 +133,7 @@ def test_decoding_gives_back_what_was_encoded(tokenizers):
     assert not wrong, wrong[:20]
 
 
+@pytest.mark.full
 def test_chats_give_back_what_was_written(tokenizers):
     """Catches the same in a chat, where control tokens count and a user's stay text."""
     for name, tokenizer in tokenizers.items():

@@ -100,6 +100,7 @@ def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float
     assert relative(rows, want.numpy()) < bound
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["idefics3", "qwen3_vl"])
 def test_weights_of_16_bits(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches whole numbers too coarse for an encoder, or products whose bits depend on slices.

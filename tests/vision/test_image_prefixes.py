@@ -149,6 +149,7 @@ def test_bits_do_not_depend_on_chunks_or_company(directory: Path, llm: LLM, step
         finish(other.engine, *company)
 
 
+@pytest.mark.full
 def test_embeddings_by_layer_do_not_depend_on_chunks_or_company(tmp_path: Path) -> None:
     """Catches placeholders whose ids are read where an image is cut, and those of others' tokens lost."""
     save(tmp_path, "gemma4")

@@ -151,6 +151,7 @@ def test_ids_are_those_of_gemma3(name, theirs, tokenizer):
     assert list(ids) == list(np.asarray(expected["input_ids"]).reshape(-1))
 
 
+@pytest.mark.full
 def test_texts_are_those_of_qwen_and_others():
     """Catches a text around images that differs from transformers' own."""
     from transformers.models.gemma4.processing_gemma4 import Gemma4Processor

@@ -216,6 +216,7 @@ def test_another_models_encoder_next_to_a_text_model_is_left_alone(
     assert "'new'" in caplog.text
 
 
+@pytest.mark.full
 def test_pages_of_another_encoder_are_not_found(idefics3: Path, tmp_path: Path) -> None:
     """Catches saved prefixes with an image in them that outlive a change of the encoder alone."""
     source, text = idefics3 / "mmproj-tiny.gguf", idefics3 / "tiny.gguf"

@@ -53,6 +53,7 @@ def reference(stated):
     return classes[name](**options)
 
 
+@pytest.mark.full(only=["*-square", "*-large", "smolvlm-tiny"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stated", [SMOLVLM, IDEFICS3], ids=["smolvlm", "idefics3"])
 def test_tiles_are_those_of_idefics3(stated, size):
@@ -186,6 +187,7 @@ def test_sizes_are_those_of_lfm2_vl(size, grid, n_tokens):
     assert own.pixels.shape == (n_small + n_tiles, 16 * 16 * 3)
 
 
+@pytest.mark.full(only=["smolvlm", "gemma4", "paddleocr-vl"])
 @pytest.mark.parametrize(
     ("stated", "processor", "token"),
     [
@@ -204,6 +206,7 @@ def test_a_text_has_a_token_for_each_row(stated, processor, token):
         assert made.text(image).count(token) == image.n_tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stated", "processor", "least"),
     [

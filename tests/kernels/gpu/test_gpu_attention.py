@@ -101,6 +101,7 @@ class Step:
         return out
 
 
+@pytest.mark.full
 def test_native_conversion_of_fp8_changes_no_bit(monkeypatch):
     """A subnormal, sign or exponent of another number: all codes of e4m3 but those beyond 2 and NaN."""
     step = Step([300, 17], [1, 1], group=3, n_kv_heads=2, d_head=64, kind="fp8")
@@ -110,6 +111,7 @@ def test_native_conversion_of_fp8_changes_no_bit(monkeypatch):
     same(step.decode()[0], plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", quick(["f16", "q8_0"], kept=["q8_0"]))
 def test_pages_that_a_window_has_passed_may_hold_anything(kind):
     """A value before the first token that is seen, times a weight of 0: its page is another's, or NaN."""
@@ -165,6 +167,7 @@ def same(a, b):
     assert (a.numpy().view(np.int32) == b.numpy().view(np.int32)).all()
 
 
+@pytest.mark.full(but=["1-2-32-q8_0"])
 @pytest.mark.parametrize(
     ("group", "n_kv_heads", "d_head", "kind"),
     [(3, 2, 64, "f16"), (4, 1, 128, "q8_0"), (1, 2, 32, "q8_0"), (5, 1, 96, "f16"), (2, 1, 80, "fp8")],
@@ -201,6 +204,7 @@ def test_sinks():
     assert np.abs(step.expected() - without).max() > 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("window", "softcap", "kind", "has_sinks"),
     quick(
@@ -234,6 +238,7 @@ def test_decode_of_other_heads(group, n_kv_heads, d_head):
     same_caches(cache, step.cache)
 
 
+@pytest.mark.full
 def test_batch_does_not_matter():
     """Catches a result that depends on the sequences next to it, or on where its pages lie."""
     together = Step([300, 513, 40, 16, 1, 77, 256, 90], [1] * 8)
@@ -245,6 +250,7 @@ def test_batch_does_not_matter():
     same(together.decode(3)[0][:1], alone.decode(2)[0])
 
 
+@pytest.mark.full
 def test_chunks_of_a_prompt_do_not_matter():
     """Catches tiles of keys that begin at the step's first token: 60 tokens at once, or 24 and 36.
 
@@ -257,6 +263,7 @@ def test_chunks_of_a_prompt_do_not_matter():
     same(torch.cat([first.one_pass(True), rest.one_pass(True)]), whole.one_pass(True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("d_head", [16, 512])
 def test_a_layer_reads_the_keys_of_another(d_head):
     """Keys stored over those of the other layer, or its own cache read, in prefill and decoding; heads that

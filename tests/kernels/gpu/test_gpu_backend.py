@@ -127,6 +127,7 @@ class Recorder:
             self._is_recording = False
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(TINY, kept=["qwen2_moe"]))
 def test_logits_are_those_of_the_reference(name, monkeypatch):
     """An op under another name, a bias or residual that no launch adds, a rotation or softcap left out; a
@@ -146,6 +147,7 @@ def test_logits_are_those_of_the_reference(name, monkeypatch):
     assert not (shapes and backend.is_batch_invariant)
 
 
+@pytest.mark.full
 def test_types_that_no_kernel_reads_are_dequantized():
     """Bytes of blocks taken for planes or floats; a promise of bits that plain ops may break."""
     model, backend = model_of("qwen3", 1, "Q2_0"), GpuBackend(DEVICE)
@@ -175,6 +177,7 @@ def test_a_cache_of_float32_is_refused():
         GpuBackend(DEVICE).new_cache([], 1, kv_type="f32")
 
 
+@pytest.mark.full
 def test_a_layer_norm_is_not_batch_invariant():
     """A promise of bits that a mean of PyTorch's may break."""
     for name, promised in (("phi", False), ("qwen3", True)):
@@ -184,6 +187,7 @@ def test_a_layer_norm_is_not_batch_invariant():
         assert backend.is_batch_invariant == promised
 
 
+@pytest.mark.full
 def test_a_crowd_changes_no_bit():
     """A launch whose tiles, or order of sums, follow the batch."""
     model, backend = model_of("qwen3", 1), GpuBackend(DEVICE)
@@ -202,6 +206,7 @@ def test_a_crowd_changes_no_bit():
         np.testing.assert_array_equal(got, logits((alone, i, 1, 1)))
 
 
+@pytest.mark.representative(2)
 def test_hooks_see_floats_and_edits_are_computed():
     """A norm that is put off and never shown, or quantized before its hook has edited it."""
     model = model_of("llama", 1)
@@ -270,6 +275,7 @@ class Counter(TorchDispatchMode):
         self._is_counting = True
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("n_sequences", "context", "launches"),
     [(1, 2, ["decode"]), pytest.param(3, 33, ["decode", "merge"], marks=SLOW)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from benchmarks.prototypes.delta_chunks import ChunkedState, delta_rule
@@ -23,6 +24,7 @@ def exact(q, k, v, decay, beta, a, dt_bias):
     return y.reshape(N, -1)
 
 
+@pytest.mark.full
 def test_chunks():
     """A decay of another row, a row that sees one after it, a state a chunk early, rows of another slot; a
     result that depends on steps: whole, token by token, and two sequences in uneven pieces.

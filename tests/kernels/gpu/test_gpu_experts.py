@@ -83,6 +83,7 @@ def run(backend, program, n_tokens, on_tap=None):
     return compiled(plain_batch(n_tokens), on_tap).numpy().copy(), compiled
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("type_name", quick(["Q8_0", "MXFP4", "F32", "F16", "BF16"], kept=["MXFP4", "F16"]))
 def test_a_mixture(type_name):
     """An expert's rows given to another, a bias of another, a tile that mixes experts or is left out, rows
@@ -104,6 +105,7 @@ def test_a_mixture(type_name):
     assert compiled._ops.is_capturable
 
 
+@pytest.mark.full(only=["70-*"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n_tokens", [3, 70])
 def test_halves_by_expert(n_tokens, dtype):
@@ -128,6 +130,7 @@ def test_halves_by_expert(n_tokens, dtype):
                 torch.testing.assert_close(got[row], want, rtol=1e-5, atol=5e-5)
 
 
+@pytest.mark.full(only=["Q8_0", "F32"])
 @pytest.mark.parametrize("type_name", ["Q8_0", "F32", "F16"])
 def test_hooks_on_weights(type_name):
     """An expert without a weight that is still used, another weight, a lost residual."""
@@ -142,6 +145,7 @@ def test_hooks_on_weights(type_name):
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.01
 
 
+@pytest.mark.full
 def test_float32_products():
     """Columns beyond the last step, rows beyond the last tile, a bias or residual of another row."""
     rng = np.random.default_rng(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks.prototypes import persistent
@@ -20,6 +21,7 @@ def matrix(seed, n_rows, n_columns, type_name="Q4_0"):
     return to_device([Weight(data, type, (n_rows, n_columns))], DEVICE)
 
 
+@pytest.mark.full
 def test_a_layer_is_its_five_launches():
     """A phase that reads another's rows, starts early or skips a tile; a residual or stride of another."""
     step = Step([40, 17], [1, 1], group=3, n_kv_heads=1, d_head=32)

@@ -73,6 +73,7 @@ def test_product(type_name, n_tokens):
     assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max()
 
 
+@pytest.mark.full(only=["MXFP4", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("type_name", quick(PACKED_TYPES, kept=COMMON))
 def test_batch_does_not_matter(type_name, monkeypatch):
     """Catches an order of sums that depends on the batch: one token, eight, and a matrix product agree,
@@ -112,6 +113,7 @@ def recipe_of(kind, n_tokens, n_columns):
 KINDS = ("plain", "rms_norm", "silu_mul")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("type_name", "n_columns", "kind"),
     [

@@ -90,6 +90,8 @@ class Runs:
         return [np.array(array)[list(numbers)] for array in self.cache.states[0].values()]
 
 
+@pytest.mark.full(only=["scan", "delta, tiled"])
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("case", CASES)
 def test_recurrent_layers(case):
     """A tap, head or group next to its own, a state that is not zero at first, saved a token early or late;
