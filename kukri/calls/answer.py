@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from kukri.dialects.answer_parser import AnswerBeginning
 from kukri.engine import Request
 from kukri.sampling import SampledToken
 from kukri.tokenizer import StopStrings, TextStream, Tokenizer
@@ -16,7 +17,8 @@ class Answer:
     """The growing text of one request. Not thread-safe: one thread at a time pushes and takes.
 
     `index` is the place of the answer in its call. `continues` says that the text follows other text, so that
-    a SentencePiece leading space is kept; `shown` are control tokens that are part of the text.
+    a SentencePiece leading space is kept; `shown` are control tokens that are part of the text. With a
+    `beginning` stop strings count from the end of the reasoning on, else from the first token.
 
     Attributes: n_tokens pushed; cumulative_logprob (nats) of these; finish_reason, None until the answer has
     ended, then "stop", "length", "abort" or "error"; stop_string, the one that ended it, or None;
@@ -24,9 +26,9 @@ class Answer:
     """
 
     __slots__ = (
-        "_ends", "_ends_at", "_has_stops", "_min_tokens", "_n_decoded", "_n_shown", "_pending", "_pieces",
-        "_stops", "_stream", "_undecoded", "cumulative_logprob", "finish_reason", "has_logprobs", "index",
-        "n_tokens", "request", "stop_string",
+        "_beginning", "_ends", "_ends_at", "_has_stops", "_min_tokens", "_n_decoded", "_n_shown", "_pending",
+        "_pieces", "_stops", "_stream", "_undecoded", "cumulative_logprob", "finish_reason", "has_logprobs",
+        "index", "n_tokens", "request", "stop_string",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +39,7 @@ class Answer:
         *,
         continues: bool = False,
         shown: frozenset[int] = frozenset(),
+        beginning: AnswerBeginning | None = None,
     ) -> None:
         self.request, self.index = request, index
         self.n_tokens = 0
@@ -48,6 +51,7 @@ class Answer:
         self._has_stops = bool(request.params.stop_strings)
         self._min_tokens = request.params.min_tokens
         self._stops = StopStrings(request.params.stop_strings)
+        self._beginning = beginning if self._has_stops else None
         self._undecoded: list[SampledToken] = []  # without stop strings, text is made when it is taken
         self._pieces: list[str] = []  # text not taken yet
         self._n_decoded = 0  # characters of all tokens
@@ -112,9 +116,12 @@ class Answer:
             self._pending.append((self._n_decoded, token))
         self._n_decoded += len(text)
         self._ends.append(self._n_decoded)
+        before = ""
+        if self._beginning is not None:
+            before, text = self._beginning.push(text)
         if self._has_stops and self.n_tokens >= self._min_tokens:
             text, stop = self._stops.push(text)
-        self._show(text)
+        self._show(before + text)
         if stop is not None:
             self._ends_at, self.stop_string = self._n_shown, stop
         return stop
@@ -122,7 +129,13 @@ class Answer:
     def _end(self) -> None:
         """Shows the text held back, up to a stop string that the last bytes may complete."""
         self._decode()
-        text, stop = self._stops.push(self._stream.flush())
+        text = self._stream.flush()
+        if self._beginning is not None:
+            before, text = self._beginning.push(text)
+            more, after = self._beginning.flush()
+            self._show(before + more)
+            text += after
+        text, stop = self._stops.push(text)
         self._show(text if stop is not None else text + self._stops.flush())
         if stop is not None:
             self._ends_at, self.finish_reason, self.stop_string = self._n_shown, "stop", stop

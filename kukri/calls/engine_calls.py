@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kukri.calls.answer import Answer
 from kukri.calls.image_prompts import ImagePrompts
 from kukri.calls.results import Chunk, FinishReason, Output, Result
+from kukri.dialects.answer_parser import AnswerBeginning
 from kukri.engine import Engine, Request, RequestState
 from kukri.engine.turns import EngineTurns
 from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
@@ -102,9 +103,14 @@ class EngineCalls:
         adapter: str | None,
         intervene: Intervene | None,
         shown: frozenset[int],
+        beginning: Callable[[], AnswerBeginning],
     ) -> Call:
-        """A call for a prompt, images or not; the control tokens `shown` are part of the answer's text."""
-        return self._call(prompt_ids, resolve_texts(params, self.tokenizer), adapter, intervene, shown=shown)
+        """A call for a prompt, images or not; the control tokens `shown` are part of the answer's text.
+
+        `beginning` makes what tells the answer from its reasoning, after which stop strings count.
+        """
+        checked = resolve_texts(params, self.tokenizer)
+        return self._call(prompt_ids, checked, adapter, intervene, shown=shown, beginning=beginning)
 
     def for_stream(
         self,
@@ -249,6 +255,7 @@ class EngineCalls:
         *,
         streams: bool = False,
         shown: frozenset[int] = frozenset(),
+        beginning: Callable[[], AnswerBeginning] | None = None,
     ) -> Call:
         """A call for one prompt, checked, texts in its parameters tokenized already; not started."""
         self.check_generates()
@@ -256,7 +263,8 @@ class EngineCalls:
         requests = engine.make_requests(prompt_ids, params, adapter=adapter)
         engine.check_fits(requests[0])
         taps = [] if intervene is None else intervene(requests)
-        return Call(requests, params, self.tokenizer, taps, streams=streams, shown=shown)
+        options: dict[str, Any] = {"streams": streams, "shown": shown, "beginning": beginning}
+        return Call(requests, params, self.tokenizer, taps, **options)
 
     # The methods below belong to the thread that holds the turn.
 
@@ -362,8 +370,12 @@ class Call:
         *,
         streams: bool,
         shown: frozenset[int] = frozenset(),
+        beginning: Callable[[], AnswerBeginning] | None = None,
     ) -> None:
-        self.answers = [Answer(request, i, tokenizer, shown=shown) for i, request in enumerate(requests)]
+        self.answers = [
+            Answer(request, i, tokenizer, shown=shown, beginning=beginning and beginning())
+            for i, request in enumerate(requests)
+        ]
         self.chunks: deque[Chunk] = deque()  # chunks of a stream that are not read yet
         self.result: Result | None = None
         self.error: Exception | None = None

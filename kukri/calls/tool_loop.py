@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kukri.calls.functions import FunctionTool, result_text
 from kukri.calls.image_prompts import ids_of
 from kukri.calls.results import Result
-from kukri.dialects.answer_parser import shown_marks
+from kukri.dialects.answer_parser import AnswerBeginning, shown_marks
 from kukri.dialects.calls import CallDelta
 from kukri.dialects.model_dialect import ModelDialect
 from kukri.dialects.thoughts import Thought
@@ -127,7 +127,12 @@ class ToolLoop:
                 grammar = dialect.with_reasoning(grammar, self._prompt)
             params = replace(params, grammar=grammar)
         return self._calls.for_ids(
-            prompt, params, adapter=self._adapter, intervene=self._intervene, shown=self._shown
+            prompt,
+            params,
+            adapter=self._adapter,
+            intervene=self._intervene,
+            shown=self._shown,
+            beginning=lambda: AnswerBeginning(dialect.parser(self._prompt, None)),
         )
 
     def read(self, result: Result) -> list[AskedCall]:

@@ -61,6 +61,44 @@ class PlainParser:
         return []
 
 
+class AnswerBeginning:
+    """Tells where an answer begins after its reasoning: stop strings count from there on.
+
+    A reasoning model mentions what it may not write, such as the next "Question:" of a benchmark.
+    """
+
+    def __init__(self, parser: AnswerParser) -> None:
+        """`parser` splits the same text, which it is given here."""
+        self._parser = parser
+        self._held, self._n_before = "", 0  # text of which it is not known what it is, and its place
+        self._has_begun = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """The text that comes before the answer and the text of the answer, as far as that is known."""
+        if self._has_begun:
+            return "", text
+        self._parser.push(text)
+        return self._divided(text)
+
+    def flush(self) -> tuple[str, str]:
+        """The text that was held back, divided likewise, when no more text comes."""
+        if self._has_begun:
+            return "", ""
+        self._parser.flush()
+        before, answer = self._divided("")
+        rest, self._held = self._held, ""
+        return before + rest, answer
+
+    def _divided(self, text: str) -> tuple[str, str]:
+        held = self._held + text
+        self._has_begun = bool(self._parser.answers)
+        place = self._parser.answers[0][0] if self._has_begun else self._parser.n_settled
+        n = min(max(place - self._n_before, 0), len(held))
+        self._n_before += n
+        self._held = "" if self._has_begun else held[n:]
+        return held[:n], held[n:] if self._has_begun else ""
+
+
 class MarkParser:
     """Splits by marks: first the reasoning, then calls out of what is left.
 

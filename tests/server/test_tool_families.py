@@ -101,6 +101,14 @@ def ask(server: Served, **options: Any) -> tuple[str | None, list[tuple[str, Any
 # ---- what the model writes
 
 
+@pytest.mark.full(but=["smollm3"])
+def test_stop_strings_count_from_the_answer_on(server, family, say):
+    """Catches an answer without content as the model thinks of a stop string, and one that is not stopped."""
+    say("The Question: who asks?".join(family.thinks) + "Rome. Question: next".join(family.says))
+    assert ask(server, tools=None, stop=["Question:"]) == ("Rome. ", [], "stop")
+    assert ask(server, stop=["ome"]) == ("R", [], "stop")
+
+
 @pytest.mark.full(but=["qwen", "hermes", "llama3", "gpt_oss", "gemma4", "glm4"])
 def test_calls_are_read(server, family, say):
     """Catches a form that is not recognized, marks that are shown, and calls in another order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from kukri import __version__
 from kukri.calls.answer import Answer
 from kukri.calls.image_prompts import ImagePrompts, ids_of
 from kukri.config import EngineConfig
-from kukri.dialects.answer_parser import shown_marks
+from kukri.dialects.answer_parser import AnswerBeginning, shown_marks
 from kukri.dialects.toolbox import Toolbox
 from kukri.embedding import TextEncoder
 from kukri.engine import EngineLoop, RequestMaker
@@ -195,6 +195,7 @@ class ServedModel:
                 marks=None
                 if request.shows_control
                 else shown_marks(self.prompts.dialect, with_calls=toolbox is not None),
+                beginning=lambda: AnswerBeginning(self.prompts.parser(ids, None)),
             )
         except RequestError as error:
             raise request.error(error) from None
@@ -307,10 +308,12 @@ class ServedModel:
         adapter: str | None = None,
         interventions: Sequence[Mapping[str, Any]] = (),
         marks: Sequence[str] | None = (),
+        beginning: Callable[[], AnswerBeginning] | None = None,
     ) -> LiveCall:
         """Queues the requests of all prompts and returns the call that waits for them.
 
-        Special tokens among `marks` stay in the text; None keeps all. Raises CapacityError, and RequestError
+        Special tokens among `marks` stay in the text; None keeps all. `beginning` makes what tells an answer
+        from its reasoning, after which stop strings count. Raises CapacityError, and RequestError
         whose `param` is `prompt`, `max_tokens`, `adapter` or a field of SamplingParams.
         """
         self.check_answers(len(prompts), params.n_generated_answers)
@@ -358,7 +361,10 @@ class ServedModel:
         shown = self.tokenizer.special_ids
         if marks is not None:
             shown = frozenset(ids[mark] for mark in marks if mark in ids)
-        answers = [Answer(r, i, self.tokenizer, continues=True, shown=shown) for i, r in enumerate(requests)]
+        answers = [
+            Answer(r, i, self.tokenizer, continues=True, shown=shown, beginning=beginning and beginning())
+            for i, r in enumerate(requests)
+        ]
         call = LiveCall(self.bridge, answers, len(prompts), scope["kukri.id"], taps, client.meter)
         self.bridge.submit(call, self.settings.deadline_s)
         return call
