@@ -15,6 +15,8 @@ from kukri.kernels import sampling_record
 from kukri.kernels.reference_sampling import Candidates, Record, ReferenceSampling, edit_row, run_stages
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
+from kukri.sampling.defaults import _OFF, with_overrides
+from kukri.sampling.params import SAMPLERS
 
 N = 300
 
@@ -38,6 +40,40 @@ def candidates_of(row: np.ndarray, prompt: Any = (), generated: Any = (), **para
 def some_rows(n: int = 20) -> list[np.ndarray]:
     rng = np.random.default_rng(4)
     return [rng.normal(0, rng.uniform(0.3, 5), N).astype(np.float32) for _ in range(n)]
+
+
+# Values that switch each stage on: each of its fields at least once.
+ON: dict[str, list[dict[str, Any]]] = {
+    "penalties": [{"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}],
+    "dry": [{"dry_multiplier": 5.0, "dry_sequence_breakers": ()}],
+    "top_n_sigma": [{"top_n_sigma": 0.5}],
+    "top_k": [{"top_k": 3}],
+    "typical_p": [{"typical_p": 0.3}],
+    "top_p": [{"top_p": 0.3}],
+    "min_p": [{"min_p": 0.5}],
+    "xtc": [{"xtc_probability": 1.0, "xtc_threshold": 0.05}],
+    "temperature": [{"temperature": 3.0}, {"dynatemp_range": 0.9}],
+}
+
+
+def test_every_stage_does_what_its_fields_say() -> None:
+    """Catches a stage whose field every face accepts and nothing obeys, and one that nothing switches off."""
+    assert list(ON) == list(SAMPLERS)
+    assert set(_OFF) == set(SAMPLERS)
+    off = SamplingParams(**{name: value for fields in _OFF.values() for name, value in fields.items()})
+    assert not off.active_stages
+    row = np.log(np.linspace(1, 30, 30)).astype(np.float32)
+    text = [29, 28], [27, 29, 28]
+    plain = candidates_of(row, *text)
+    for stage, settings in ON.items():
+        assert {name for one in settings for name in one} >= set(_OFF[stage]), stage
+        for given in settings:
+            assert SamplingParams(**given).active_stages == (stage,)
+            left = candidates_of(row, *text, seed=1, **given)
+            is_same = len(left.ids) == len(plain.ids) and np.array_equal(left.depths(), plain.depths())
+            assert not is_same, f"{given} changes nothing"
+            switched_off = with_overrides(SamplingParams(**given), {"samplers": []})
+            assert not switched_off.active_stages, f"{given} is left on by samplers=[]"
 
 
 # ---- transformers

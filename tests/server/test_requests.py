@@ -408,3 +408,15 @@ def test_the_client_sees_errors_as_its_own(served):
     assert caught.value.param == "temperature"
     assert caught.value.code == "invalid_value"
     assert json.dumps(caught.value.body)
+
+
+def test_every_route_is_in_the_docs(served, request):
+    """Catches an endpoint that no page names."""
+    docs = request.config.rootpath / "docs"
+    pages = [page for page in docs.rglob("*.md") if "log" not in page.relative_to(docs).parts]
+    named = set(re.findall(r"/[\w{}/.-]+", "\n".join(page.read_text() for page in pages)))
+    named |= {re.sub(r"\{\w+\}|\b[A-Z]{2,}\b", "{}", path) for path in named}
+    with served.http() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+    missing = [path for path in paths if re.sub(r"\{\w+\}", "{}", path) not in named]
+    assert not missing, f"docs/serving.md names no {', '.join(missing)}"
