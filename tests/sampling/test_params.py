@@ -64,16 +64,20 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_wrong_values_are_refused(name: str, value: object) -> None:
+def test_wrong_values_are_refused() -> None:
     """Would catch a value that passes unchecked and fails, or silently changes meaning, inside the engine."""
-    with pytest.raises(RequestError) as caught:
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
-    assert caught.value.param == name
-    text = str(caught.value)
-    assert text.startswith(f"{name} must be ")
-    assert "\n" not in text
-    assert len(text) < 250
+    faults = []
+    for name, value in WRONG:
+        try:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+        except RequestError as error:
+            text = str(error)
+            is_right = error.param == name and text.startswith(f"{name} must be ")
+            if not is_right or "\n" in text or len(text) >= 250:
+                faults.append(f"{name}={value!r:.60}: {error.param}: {text}")
+        else:
+            faults.append(f"{name}={value!r:.60} passes")
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize(
