@@ -141,7 +141,9 @@ class ToolLoop:
         Raises RequestError for calls after the last round.
         """
         parser = self._dialect.parser(self._prompt, self._toolbox)
-        pieces = [*parser.push(result.text), *parser.flush(is_cut=result.finish_reason != "stop")]
+        is_stopped = isinstance(result.stop_reason, str)
+        pieces = parser.push(result.text)
+        pieces += parser.flush(is_cut=result.finish_reason != "stop", is_stopped=is_stopped)
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thoughts := "".join(piece.text for piece in pieces if isinstance(piece, Thought)):

@@ -37,8 +37,11 @@ class AnswerParser(Protocol):
     def push(self, text: str) -> list[Piece]:
         """The new pieces, in order."""
 
-    def flush(self, *, is_cut: bool = False) -> list[Piece]:
-        """What was held back, when no more text comes; `is_cut`: the answer was not complete."""
+    def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[Piece]:
+        """What was held back, when no more text comes.
+
+        `is_cut`: the answer was not complete; `is_stopped`: a stop string ended it.
+        """
 
 
 class PlainParser:
@@ -56,7 +59,7 @@ class PlainParser:
         """The text."""
         return [self._shown(text)] if self._shown else []
 
-    def flush(self, *, is_cut: bool = False) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[Piece]:
         """Nothing: no text was held back."""
         return []
 
@@ -123,14 +126,14 @@ class MarkParser:
         """The new pieces, in order."""
         return self._split(self._reasoning.push(text))
 
-    def flush(self, *, is_cut: bool = False) -> list[Piece]:
-        """What was held back, when no more text comes; `is_cut`: the answer was not complete."""
+    def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[Piece]:
+        """See AnswerParser.flush."""
         pieces = self._split(self._reasoning.flush())
         if self._calls is None:
             return pieces
         is_open = bool(self.thoughts) and self.thoughts[-1][1] is None
         calls = self._calls_in_thoughts() if is_open and not is_cut else []
-        return [*pieces, *self._calls.flush(is_cut=is_cut), *calls]
+        return [*pieces, *self._calls.flush(is_cut=is_cut, is_stopped=is_stopped), *calls]
 
     def _calls_in_thoughts(self) -> list[Piece]:
         """The calls that the reasoning ends with, after the last text in it."""

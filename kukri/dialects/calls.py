@@ -20,6 +20,7 @@ from kukri.dialects.values import (
     as_json,
     begin_object,
     end_object,
+    ending,
     ignore,
     plain_text,
     read_key,
@@ -38,6 +39,7 @@ _DESCRIBING_KEYS = (
     "strict",
 )  # those that a tool has and a call has not
 _SCHEMA_BEGINS = ("type", "properties", "$schema")
+_EMPTY_SCHEMA = {"type", "properties", "required", "additionalProperties", "$schema"}  # keys without contents
 _MAX_NESTED = 3  # objects around a call
 _MAX_NAME = 128
 _NAME, _WORD, _DIGITS = (re.compile(pattern) for pattern in (r"[\w.\-]*", r"\w*", r"\d*"))
@@ -93,6 +95,7 @@ class Call:
         self.is_told = False
         self._tell = tell
         self._waiting: list[str] = []
+        self._told: list[str] = []  # the arguments so far
         self._has_arguments = False
 
     def begin(self, name: str, *, must_be_known: bool = False) -> None:
@@ -115,6 +118,7 @@ class Call:
             return
         if not self.is_told:
             self._tell_name()
+        self._told.append(text)
         self._tell(CallDelta(self.place, None, text))
 
     def end(self) -> None:
@@ -124,15 +128,13 @@ class Call:
         if not self._has_arguments:
             self.grow("{}")
 
-    def complete(self, tail: str) -> None:
-        """The answer ended well before the call did: adds the end of its arguments."""
-        if tail:
-            self.grow(tail)
-        else:
-            self.end()
+    def complete(self, rest: str = "") -> None:
+        """Makes JSON of the arguments where the answer ends in them, or cannot be read on from `rest`."""
+        self.grow(ending("".join(self._told), rest))
 
     def _tell_name(self) -> None:
         self.is_told = True
+        self._told += self._waiting
         self._tell(CallDelta(self.place, self.name, "".join(self._waiting)))
         self._waiting.clear()
 
@@ -163,7 +165,7 @@ def read_object_call(feed: Feed, call: Call, depth: int = 0) -> Reading[None]:
             raise EndOfText
         if key in ARGUMENT_KEYS and not has_arguments:
             has_arguments = True
-            yield from _read_arguments(feed, call)
+            yield from _read_arguments(feed, call, may_be_schema=describes)
         elif key in NAME_KEYS and call.name is None:
             yield from _read_name(feed, call, depth)
         elif call.is_own or key in (*OTHER_KEYS, *NAME_KEYS, *_DESCRIBING_KEYS):
@@ -188,18 +190,41 @@ def _read_name(feed: Feed, call: Call, depth: int) -> Reading[None]:
         yield from read_value(feed, ignore)
 
 
-def _read_arguments(feed: Feed, call: Call) -> Reading[None]:
-    """An object, or a text that holds one, as OpenAI's API has it."""
+def _read_arguments(feed: Feed, call: Call, *, may_be_schema: bool) -> Reading[None]:
+    """An object, or a text that holds one, as OpenAI's API has it.
+
+    A tool without parameters that is called with its own empty schema is called with nothing, unless the
+    schema `may_be` one that belongs to a description.
+    """
     begin = yield from feed.peek()
-    if begin == "{":
+    name = call.name or ""
+    if begin == "{" and name in call.tools and not call.tools.parameters(name) and not may_be_schema:
+        given: list[str] = []
+        yield from read_value(feed, given.append)
+        is_empty = not json.loads("".join(given)).keys() - _EMPTY_SCHEMA
+        call.grow("{}" if is_empty else "".join(given))
+    elif begin == "{":
         yield from read_value(feed, call.grow if call.is_own else _but_no_schema(call))
     elif begin in "\"'":
-        call.grow((yield from read_text(feed)).strip() or "{}")
+        call.grow(_as_object((yield from read_text(feed)), call))
     else:
         pieces: list[str] = []
         yield from read_value(feed, pieces.append)
-        value = "".join(pieces)
-        call.grow("{}" if value.strip() in ("null", "[]") else value)
+        value = "".join(pieces).strip()
+        if value in ("null", "[]"):
+            value = ""
+        call.grow(_as_object(json.loads(value) if value.startswith('"') else value, call))
+
+
+def _as_object(text: str, call: Call) -> str:
+    """Arguments that came as a text: the object in it, or else the text as the first of the parameters."""
+    if not text.strip():
+        return "{}"
+    read = as_json(text)
+    if read.startswith("{"):
+        return read
+    name = next(iter(call.tools.parameters(call.name or "")), "text")
+    return json.dumps({name: text}, ensure_ascii=False)
 
 
 def _but_no_schema(call: Call) -> Write:
@@ -264,7 +289,7 @@ def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
         yield from feed.space()
         char = yield from feed.peek()
         if not char:
-            raise EndOfText("{}" if begin == "{" else "}")
+            raise EndOfText
         if char == ")":
             feed.take(1)
             break
@@ -275,7 +300,7 @@ def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
         space = yield from feed.space()
         after = yield from feed.ahead(2)
         if not after:
-            raise EndOfText("{}" if begin == "{" else "}")
+            raise EndOfText
         if word.isidentifier() and after[:1] == "=" and after != "==":
             feed.take(1)
             yield from feed.space()
@@ -293,7 +318,7 @@ def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
 def _read_rest(feed: Feed, call: Call, begun: str) -> Reading[None]:
     """A value of which some characters have been taken."""
     if not begun:
-        return (yield from read_value(feed, call.grow))
+        return (yield from read_value(feed, call.grow, ends=",)"))
     pieces = [begun]
     if not (yield from feed.until(_ARGUMENT_ENDS, pieces.append)):
         raise EndOfText
@@ -315,7 +340,7 @@ def read_tagged_call(feed: Feed, call: Call) -> Reading[None]:
         begin = ", "
         yield from feed.takes(("\n",))
         yield from _read_tagged_value(feed, call, key, _VALUE_ENDS[tag])
-    yield from _check_more(feed, "<parameter=", "{}" if begin == "{" else "}")
+    yield from _check_more(feed, "<parameter=")
     yield from feed.takes(_FUNCTION_ENDS)
     call.grow("{}" if begin == "{" else "}")
     call.end()
@@ -358,11 +383,11 @@ def _read_keys(feed: Feed, call: Call) -> Reading[None]:
         begin = ", "
         yield from _read_tagged_value(feed, call, key, _ARG_VALUE_END)
         yield from feed.space()
-    yield from _check_more(feed, "<arg_key>", "}")
+    yield from _check_more(feed, "<arg_key>")
     call.grow("}")
 
 
-def _check_more(feed: Feed, tag: str, tail: str) -> Reading[None]:
+def _check_more(feed: Feed, tag: str) -> Reading[None]:
     """Raises EndOfText if the text ends before it is known whether a tag comes."""
     if len((yield from feed.ahead(len(tag)))) < len(tag):
-        raise EndOfText(tail)
+        raise EndOfText

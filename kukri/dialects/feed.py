@@ -18,7 +18,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class EndOfText(Exception):
-    """The text has ended in the middle of what is read. Its argument is all that is missing, if known."""
+    """The text has ended in the middle of what is read."""
 
 
 class Marks:

@@ -54,8 +54,8 @@ class HarmonyParser:
         self._feed.add(text)
         return self._advance()
 
-    def flush(self, *, is_cut: bool = False) -> list[Thought | CallDelta | str]:
-        """What was held back, when no more text comes; `is_cut`: the answer was not complete."""
+    def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[Thought | CallDelta | str]:
+        """See AnswerParser.flush."""
         self._feed.is_last, self._is_cut = True, is_cut
         return self._advance()
 
@@ -133,10 +133,15 @@ class HarmonyParser:
             if not (yield from feed.starts(MARKS)):
                 yield from read_value(feed, call.grow)
             call.end()
-        except EndOfText as end:
+        except EndOfText:
             if not self._is_cut:
-                call.complete(str(end))
+                call.complete()
         except Malformed:
-            self.missed.append("<|call|>")
+            rest: list[str] = []
+            mark = yield from feed.until(_ENDS, rest.append)
+            if call.is_told and (mark or not self._is_cut):
+                call.complete("".join(rest))
+            elif not call.is_told:
+                self.missed.append("<|call|>")
         self._n_calls += call.is_told
         yield from feed.until(_ENDS, ignore)

@@ -23,7 +23,7 @@ from kukri.dialects.calls import (
 )
 from kukri.dialects.feed import EndOfText, Feed, Marks, Reading
 from kukri.dialects.signatures import Signatures
-from kukri.dialects.values import Malformed, ignore
+from kukri.dialects.values import Malformed
 
 CODE, CODE_END = "<code>", "</code>"
 FENCE = "```"
@@ -65,9 +65,9 @@ class ToolParser:
         self._inner = (*marks.openers, *marks.closers)
         self._after = Marks([*self._inner, "\n"])
         self._feed = Feed()
-        self._is_cut = False
+        self._is_cut = self._is_stopped = False
         self._n_calls = 0
-        self._is_after_call = False
+        self._is_after_call = self._has_said = False
         self._may_repeat = False  # another call may follow the last one without a mark
         self._held: list[str] = []  # white space that is content if more content follows
         self._events: list[str | CallDelta] = []
@@ -78,12 +78,13 @@ class ToolParser:
         self._feed.add(text)
         return self._advance()
 
-    def flush(self, *, is_cut: bool = False) -> list[str | CallDelta]:
+    def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[str | CallDelta]:
         """The content and calls held back, when no more text comes.
 
-        `is_cut`: the answer was not complete, so a call is left as it is; otherwise its end is added.
+        `is_cut`: the answer was not complete, so a call is left as it is; otherwise its end is added. With
+        `is_stopped` a stop string has cut the answer: what begins a further call is dropped likewise.
         """
-        self._feed.is_last, self._is_cut = True, is_cut
+        self._feed.is_last, self._is_cut, self._is_stopped = True, is_cut, is_stopped
         return self._advance()
 
     def _advance(self) -> list[str | CallDelta]:
@@ -101,17 +102,24 @@ class ToolParser:
 
         What a cut leaves within a call or right after one is no content, but a part of its form.
         """
-        if self._is_after_call and self._is_cut:
+        if self._is_after_call and (self._is_cut or (self._is_stopped and self._begins_call(text))):
             return
         if self._is_after_call:
             text = text.lstrip()
         solid = text.rstrip()
         if solid:
-            self._is_after_call = False
+            if self._is_after_call and self._has_said:
+                self._held.append("\n")  # the call stood between two texts
+            self._is_after_call, self._has_said = False, True
             self._events.append("".join((*self._held, solid)))
             self._held.clear()
         if len(text) > len(solid):
             self._held.append(text[len(solid) :])
+
+    def _begins_call(self, text: str) -> bool:
+        """True if a text is a mark of a call with what follows it, or the beginning of a mark."""
+        text = text.lstrip()
+        return text.startswith(self._inner) or any(mark.startswith(text) for mark in self._inner)
 
     # Readers: each takes something off the feed, and says or tells it.
 
@@ -236,12 +244,14 @@ class ToolParser:
                 yield from read_tagged_call(feed, call)
             else:
                 self._may_repeat = yield from read_headed_call(feed, call, self._marks.closers)
-        except EndOfText as end:
+        except EndOfText:
             if call.is_told and not self._is_cut:
-                call.complete(str(end))
+                call.complete()
         except Malformed:
             if call.is_told:  # it is too late to take it back
-                yield from feed.until(self._after, ignore)
+                rest: list[str] = []
+                if (yield from feed.until(self._after, rest.append)) or not self._is_cut:
+                    call.complete("".join(rest))
         self._n_calls += call.is_told
         return call.is_told
 

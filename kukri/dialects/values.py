@@ -26,6 +26,15 @@ _PLAIN = {
 _BARE_KEY = re.compile(r"[^\s:=,{}\[\]()\"']*")
 _WORD = re.compile(r"[^,\[\]{}()\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_BETWEEN = ("//", "/*", r"\n", r"\t", r"\r")  # what models write between values besides white space
+_COMMENT_ENDS = {"//": Marks(["\n"]), "/*": Marks(["*/"])}
+_SPACES = re.compile(r"^(?:\s|\\[ntr])*")
+_MAX_KEY = 100  # characters
+_OBJECT_ENDS = ",}"  # what may follow a text in an object
+# the next key of an object after a text, and what may become one
+_NEXT_KEY = re.compile(r""",?(?:\s|\\[ntr])*(?:(["'])[^"'\n]*\1|\w+)\s*[:=]|,\s*[}\]]""")
+_NEXT_KEY_BEGINS = re.compile(r""",?(?:\s|\\[ntr])*\\?(?:(["'])[^"'\n]*(?:\1\s*)?|\w*\s*)""")
+_TOKEN = re.compile(r"""[{}\[\],:]|"(?:[^"\\]|\\.)*"?|[^\s{}\[\],:"]+""", re.DOTALL)
 _HEX = re.compile(r"[0-9a-fA-F]+")
 _WORDS = {
     "true": "true", "True": "true", "false": "false", "False": "false",
@@ -46,8 +55,11 @@ def ignore(_: str) -> None:
     """Writes nothing."""
 
 
-def read_value(feed: Feed, write: Write, depth: int = 0) -> Reading[None]:
-    """Reads one value, whose first character has come. Raises EndOfText and Malformed."""
+def read_value(feed: Feed, write: Write, depth: int = 0, ends: str = "") -> Reading[None]:
+    """Reads one value, whose first character has come; `ends` are the characters that may follow a text.
+
+    Raises EndOfText and Malformed.
+    """
     if depth > _MAX_DEPTH:
         raise Malformed
     begin = yield from feed.peek()
@@ -57,12 +69,15 @@ def read_value(feed: Feed, write: Write, depth: int = 0) -> Reading[None]:
         yield from _read_list(feed, write, depth)
     elif quote := (yield from feed.takes(_QUOTES)):
         write('"')
-        yield from _read_string(feed, write, quote)
+        yield from _read_string(feed, write, quote, ends)
         write('"')
     else:
         word = yield from feed.run(_WORD)
         if not word.strip():
             raise EndOfText if not (yield from feed.peek()) else Malformed
+        if (yield from feed.peek()) == "(":  # code: f("a", "b")
+            write(json.dumps(word.lstrip() + (yield from _read_parentheses(feed)), ensure_ascii=False))
+            return
         bare = word.rstrip()
         if not (yield from feed.peek()):
             raise EndOfText
@@ -140,11 +155,14 @@ def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
     comma = ""  # not yet written: one before the end is dropped
     is_after_value = False
     while True:
-        space = yield from feed.space()
+        space = yield from _gap(feed)
         begin = yield from feed.peek()
         if begin == "}":
             write(space + "}")
             yield from end_object(feed, is_doubled)
+            return
+        if begin == "]" and depth:  # this ends the list around: the object's own end is missing
+            write(space + "}")
             return
         if begin == "," and not comma:
             comma = space + feed.take(1)
@@ -156,12 +174,13 @@ def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
         write(comma + space)
         comma, is_after_value = "", True
         write(json.dumps((yield from read_key(feed)), ensure_ascii=False))
-        write((yield from feed.space()))
-        if (yield from feed.peek()) not in (":", "="):
+        write((yield from _gap(feed)))
+        if (yield from feed.peek()) in (":", "="):
+            feed.take(1)
+        elif not (yield from feed.starts(_QUOTES)):
             raise Malformed
-        feed.take(1)
-        write(":" + (yield from feed.space()))
-        yield from read_value(feed, write, depth + 1)
+        write(":" + (yield from _gap(feed)))
+        yield from read_value(feed, write, depth + 1, _OBJECT_ENDS)
 
 
 def begin_object(feed: Feed) -> Reading[bool]:
@@ -196,10 +215,10 @@ def _read_list(feed: Feed, write: Write, depth: int) -> Reading[None]:
     comma = ""
     is_after_value = False
     while True:
-        space = yield from feed.space()
+        space = yield from _gap(feed)
         begin = yield from feed.peek()
-        if begin == end:
-            feed.take(1)
+        if begin == end or (begin == "}" and depth):  # the latter ends the object around it
+            feed.take(begin == end)
             write(space + "]")
             return
         if begin == "," and is_after_value:
@@ -211,11 +230,42 @@ def _read_list(feed: Feed, write: Write, depth: int) -> Reading[None]:
             raise Malformed
         write(comma + space)
         comma, is_after_value = "", True
-        yield from read_value(feed, write, depth + 1)
+        yield from read_value(feed, write, depth + 1, f",{end}}}")
 
 
-def _read_string(feed: Feed, write: Write, quote: str) -> Reading[None]:
-    """The rest of a string, up to and with its closing quote, as JSON between quotes."""
+def _gap(feed: Feed) -> Reading[str]:
+    """Takes what stands between values, and returns its white space: comments and escapes are left out."""
+    space = yield from feed.space()
+    while begin := (yield from feed.takes(_BETWEEN)):
+        if begin in _COMMENT_ENDS:
+            yield from feed.through(_COMMENT_ENDS[begin], ignore)
+        space += yield from feed.space()
+    return space
+
+
+def _read_parentheses(feed: Feed) -> Reading[str]:
+    """Takes an expression of code from its ( to the ) that belongs to it."""
+    pieces: list[str] = []
+    depth, quote = 0, ""
+    while True:
+        char = yield from feed.peek()
+        if not char:
+            raise EndOfText
+        pieces.append(feed.take(1))
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        depth += 0 if quote else (char == "(") - (char == ")")
+        if depth == 0:
+            return "".join(pieces)
+
+
+def _read_string(feed: Feed, write: Write, quote: str, ends: str = "") -> Reading[None]:
+    """The rest of a string, up to and with its closing quote, as JSON between quotes.
+
+    A quote after which none of `ends` comes is a part of the text: models forget to escape those in code.
+    """
     if quote in _RAW_QUOTES:
         yield from feed.through(_RAW_QUOTES[quote], plain_text(write))
         return
@@ -225,12 +275,75 @@ def _read_string(feed: Feed, write: Write, quote: str) -> Reading[None]:
         char = yield from feed.peek()
         if not char:
             raise EndOfText
-        if (yield from feed.takes((quote,))):
+        if (yield from feed.starts((quote,))) and (not ends or (yield from _is_end(feed, quote, ends))):
+            feed.take(len(quote))
             return
         if char == "\\":
             write((yield from _read_escape(feed)))
         else:  # another quote, or a character that JSON has only escaped
             write(json_text(feed.take(1)))
+
+
+def _is_end(feed: Feed, quote: str, ends: str) -> Reading[bool]:
+    """True if the quote that comes next ends a text: what follows is one of `ends`, or the next key."""
+    n = len(quote) + 1
+    while True:
+        text = yield from feed.ahead(n)
+        after = _SPACES.sub("", text[len(quote) :])
+        is_whole = len(text) < n  # nothing more comes
+        if not after:
+            if is_whole:
+                return True
+        elif after[0] in ends and (after[0] != "," or ends != _OBJECT_ENDS):
+            return True
+        elif after[0] in "\"'," and ends == _OBJECT_ENDS:  # a comma may be missing
+            key = _NEXT_KEY.match(after)
+            if key is not None or is_whole or n > _MAX_KEY:
+                return key is not None or is_whole
+            if not _NEXT_KEY_BEGINS.fullmatch(after):
+                return False
+        elif after.startswith(("//", "/*", "</", "\n<")):
+            return True
+        elif is_whole or after not in ("/", "<", "\\"):
+            return False
+        n += 1
+
+
+def ending(written: str, rest: str = "") -> str:
+    """What makes an object of its beginning, which is JSON so far; `rest` is text that could not be read.
+
+    The rest becomes the value that is missing, or else one under the key "text", so that nothing is lost.
+    """
+    expected, ends, is_open = "value", [], False
+    for match in _TOKEN.finditer(written):
+        token = match[0]
+        if token in "{[":
+            ends.append({"{": "}", "[": "]"}[token])
+            expected = "key" if token == "{" else "value"
+        elif token in "}]":
+            ends.pop()
+            expected = "nothing"
+        elif token == ",":
+            expected = "key" if ends[-1:] == ["}"] else "value"
+        elif token == ":":
+            expected = "value"
+        else:
+            is_open = token[0] == '"' and (len(token) < 2 or token[-1] != '"')
+            expected = "colon" if expected == "key" else "nothing"
+    rest = rest.strip()
+    added = json_text(rest) + '"' if is_open else ""
+    value = "" if is_open else json.dumps(rest, ensure_ascii=False) if rest else ""
+    if expected == "colon":
+        added += f": {value or 'null'}"
+    elif expected == "value" and (value or written):
+        added += value or "null"
+    elif expected == "key" and (value or written.rstrip().endswith(",")):
+        added += f'"text": {value or "null"}'
+    elif expected == "nothing" and value and ends:
+        added += f', "text": {value}' if ends[-1] == "}" else f", {value}"
+    if not ends and not written:
+        return f'{{"text": {value}}}' if value else "{}"
+    return added + "".join(reversed(ends))
 
 
 def _read_escape(feed: Feed) -> Reading[str]:

@@ -48,7 +48,7 @@ CASES: list[tuple[Dialect, str, str, list[tuple[str, Any]]]] = [
         HERMES,
         f"Let me see.\n\n<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>"
         '{"name": "f", "arguments": {"x": "</tool_call> {\\"", "y": [{}, "}"]}}</tool_call>\nDone. ',
-        "Let me see.Done. ",
+        "Let me see.\nDone. ",
         [("weather", {"city": "Paris"}), ("f", {"x": '</tool_call> {"', "y": [{}, "}"]})],
     ),
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", {"a": 1})]),

@@ -114,7 +114,9 @@ class Choice:
         has_ended = answer.finish_reason is not None and not self.is_over
         if has_ended:
             self.is_over = True
-            pieces += self._parser.flush(is_cut=answer.finish_reason != "stop")
+            pieces += self._parser.flush(
+                is_cut=answer.finish_reason != "stop", is_stopped=answer.stop_string is not None
+            )
             if self._parser.missed and self._on_missed is not None:
                 self._on_missed(self._parser.missed)
         tokens = self._new_tokens() if answer.has_logprobs else []
