@@ -165,7 +165,7 @@ def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
             write(space + "}")
             return
         if begin == "," and not comma:
-            comma = space + feed.take(1)
+            comma = (space + feed.take(1)) * is_after_value  # one before the first key is dropped
             continue
         if not begin:
             raise EndOfText

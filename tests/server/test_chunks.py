@@ -123,5 +123,5 @@ def test_chunks_are_the_json_of_all_there_is(name, same_ids):
                 arguments += call["function"]["arguments"]
     text = "".join(TEXTS[name])
     expected = {"thoughts": ("Yes, it is", "hm so", ""), "call": ("Well.", "", '{"a": 1}')}
-    expected["at once"] = "Well.Done.", "", '{"a": 1}'
+    expected["at once"] = "Well.\nDone.", "", '{"a": 1}'
     assert (content, reasoning, arguments) == expected.get(name, (text, "", ""))

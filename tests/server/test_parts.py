@@ -26,7 +26,7 @@ CASES = {
     "text": (HERMES, "Once upon a time", [("text", "Once upon a time")]),
     "thoughts": (HERMES, "<think>hm so</think>Yes", [("reasoning", "hm so"), ("text", "Yes")]),
     "calls": (HERMES, f"A{CALL}{CALL}B",
-              [("text", "A"), ("call", '{"a": 1}'), ("call", '{"a": 1}'), ("text", "B")]),
+              [("text", "A"), ("call", '{"a": 1}'), ("call", '{"a": 1}'), ("text", "\nB")]),
     "thoughts between texts": (RECURRING, "A[T]one[/T]B[T]two[/T]C",
                                [("text", "A"), ("reasoning", "one"), ("text", "B"), ("reasoning", "\n\ntwo"),
                                 ("text", "C")]),
