@@ -17,6 +17,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Message, Receive, Scope, Send
 
 from kukri.errors import CapacityError, RequestError
 from kukri.server.worker_process import WorkerProcess
@@ -83,7 +85,24 @@ class BodyCheck:
 
 
 class CheckedRoute(APIRoute):
-    """A route whose bodies are checked elsewhere if they have very many values."""
+    """A route whose GET answers HEAD, and whose bodies of very many values are checked elsewhere."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """See Route.matches; HEAD asks for the headers of a GET."""
+        return super().matches({**scope, "method": "GET"} if self._is_head(scope) else scope)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See Route.handle; the answer to HEAD has no body."""
+        if not self._is_head(scope):
+            return await super().handle(scope, receive, send)
+
+        async def send_head(message: Message) -> None:
+            await send(message | {"body": b""} if message["type"] == "http.response.body" else message)
+
+        return await self.app(scope, receive, send_head)
+
+    def _is_head(self, scope: Scope) -> bool:
+        return scope.get("method") == "HEAD" and "GET" in (self.methods or ())
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The function that handles a request."""

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from kukri.errors import ActivationLimitError, CapacityError, ContextLengthError, KukriError, RequestError
@@ -155,10 +156,24 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         there = f"/v1{path}"
         known = any(getattr(route, "path", None) == there for route in request.app.routes)
         message = f"no such endpoint: {request.method} {path}" + (f"; it is at {there}" if known else "")
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        path = request.scope.get("kukri.path", request.url.path)[:200]
+        allowed = ", ".join(sorted(_methods_of(request)))
+        headers, message = {"allow": allowed}, f"{request.method} {path} is not supported: use {allowed}"
     response = error_response(message, error.status_code)
-    for name, value in (error.headers or {}).items():
+    for name, value in headers.items():
         response.headers[name] = value
     return response
+
+
+def _methods_of(request: Request) -> set[str]:
+    """The methods that a request's path takes, of all its routes; HEAD goes without saying."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= set(getattr(route, "methods", None) or ())
+    return found - {"HEAD"}
 
 
 async def on_deep_body(request: Request, error: Exception) -> Response:

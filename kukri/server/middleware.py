@@ -213,7 +213,7 @@ class Middleware:
                 )
                 return error_response(message, 401, code="invalid_api_key")
             scope["kukri.client"] = client = found
-        rates = self._rates if scope["method"] == "POST" else self._other_rates
+        rates = {"POST": self._rates, "HEAD": None}.get(scope["method"], self._other_rates)
         if rates is not None and (wait_s := rates.take(client.bucket)):
             return _too_often(f"more than {rates.per_minute} {scope['method']} requests a minute", wait_s)
         if scope["method"] == "POST" and (refusal := _over_budget(client)) is not None:

@@ -73,7 +73,7 @@ def add_document(app: FastAPI) -> None:
     """
     lock, made = Lock(), cache(partial(_document, app))
 
-    @app.api_route("/openapi.json", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.get("/openapi.json", include_in_schema=False)
     def document(request: Request) -> JSONResponse:
         with lock:
             described = made()

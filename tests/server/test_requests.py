@@ -383,6 +383,11 @@ def test_paths_and_methods_that_are_not_there(served):
         refused = http.get(TEXT)
         check_error(refused, 405)
         assert refused.headers["allow"] == "POST"
+        assert f"GET {TEXT} is not supported: use POST" in refused.text
+        refused = http.put("/v1/responses/resp_1")
+        check_error(refused, 405)
+        assert refused.headers["allow"] == "DELETE, GET"
+        assert http.head(TEXT).status_code == 405
         check_error(http.post(TEXT, content=b"a=b", headers={"content-type": "text/plain"}), 400)
 
 
@@ -420,3 +425,18 @@ def test_every_route_is_in_the_docs(served, request):
         paths = http.get("/openapi.json").json()["paths"]
     missing = [path for path in paths if re.sub(r"\{\w+\}", "{}", path) not in named]
     assert not missing, f"docs/serving.md names no {', '.join(missing)}"
+
+
+def test_every_get_answers_head(served):
+    """Catches a health check of a compose file that marks a working server as unhealthy."""
+    faults = []
+    with served.http() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+        gets = [re.sub(r"\{\w+\}", "nothing", path) for path, methods in paths.items() if "get" in methods]
+        assert len(gets) > 10
+        for path in [*gets, "/openapi.json", "/ping", "/"]:
+            whole, head = http.get(path), http.head(path)
+            if (head.status_code, head.content) != (whole.status_code, b""):
+                faults.append(f"{path}: {head.status_code} {head.content!r}, and GET has {whole.status_code}")
+        assert http.head("/health").headers["content-length"] == http.get("/health").headers["content-length"]
+    assert not faults, "\n".join(faults)

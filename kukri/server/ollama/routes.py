@@ -27,7 +27,7 @@ from kukri.server.ollama.schema import (
 )
 from kukri.server.openapi import LINES, errors_in
 
-_OLLAMA_VERSION = "0.12.0"  # whose API this is: clients ask for a least one
+_OLLAMA_VERSION = "0.13.4"  # whose API this is: clients ask for a least one, as codex --oss does
 _ERRORS = errors_in(OllamaErrorBody)
 _Generation = TypeVar("_Generation", bound=GenerationBody)
 
