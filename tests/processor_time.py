@@ -25,7 +25,7 @@ import pytest
 from tests import tiers
 from tests.stopwatch import keeps, slowness
 
-LIMIT_S = 2.0  # for a test of the first tier; a mark `representative(seconds)` states another
+LIMIT_S = 1.0  # for a test of the first tier; a mark `representative(seconds)` states another
 BUDGETS = Path(__file__).with_name("budgets.toml")
 KERNELS = Path(__file__).with_name("kernels") / "first_tier_kernels.txt"
 _YARDSTICK_EVERY = 100  # tests

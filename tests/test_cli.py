@@ -244,7 +244,7 @@ def test_debug_shows_the_traceback():
 
 
 @pytest.mark.full(only=["arguments1"])
-@pytest.mark.representative(2)
+@pytest.mark.representative(3)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize(
     "arguments", [["run", "Hi", "-n", "2"], ["run", "Hi", "-n", "2", "--json"], ["--help"]]

@@ -135,7 +135,7 @@ def work(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.full(only=["quantize-2"])
-@pytest.mark.representative(3)
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("n_tries", TRIES)
 def test_a_killed_process_leaves_whole_files(work: tuple[str, Path], tmp_path: Path, n_tries: int) -> None:
     """Catches a file that looks finished and is not, and a second run that trips over what the first left."""
@@ -155,7 +155,7 @@ def test_a_killed_process_leaves_whole_files(work: tuple[str, Path], tmp_path: P
     assert {path.name for path in target.parent.iterdir()} <= {"out", "old"}, "leftovers of killed processes"
 
 
-@pytest.mark.full(only=["quantize-2"])
+@pytest.mark.full(only=["quantize-2", "convert-2"])
 @pytest.mark.parametrize("n_tries", TRIES)
 def test_a_full_disk_is_an_error_and_leaves_nothing(
     work: tuple[str, Path], tmp_path: Path, n_tries: int

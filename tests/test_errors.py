@@ -70,6 +70,7 @@ def fail(n: int) -> None:
     raise ContextLengthError(n, 8)
 
 
+@pytest.mark.full
 def test_a_pool_of_processes_gives_the_error_of_its_task() -> None:
     """Catches a pool that is broken by an error, and one that never answers again."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:

@@ -51,6 +51,7 @@ def seeing(folder):
 SLOW = ("ioi.py", "pictures.py", "sae.py", "graph.py")
 
 
+@pytest.mark.representative(3)
 @pytest.mark.full(but=["quickstart.py"])
 @pytest.mark.parametrize(
     "path",

@@ -102,6 +102,7 @@ def test_logits_are_those_of_the_merged_model(kind: str, backend: Any, tmp_path:
         close(llm.logits(IDS), plain, tolerance)
 
 
+@pytest.mark.full
 def test_a_crowd_of_adapters_changes_no_bit(tmp_path: Path) -> None:
     """A row whose bits depend on the adapters, and the experts, of the rows next to it."""
     directory, model = make(tmp_path / "model", "qwen3_moe")

@@ -59,6 +59,7 @@ def max_sims(query: np.ndarray, documents: list[np.ndarray]) -> list[float]:
     return [sum(max(float(q @ d) for d in document) for q in query) for document in documents]
 
 
+@pytest.mark.full
 def test_documents_are_ranked_by_their_tokens(tmp_path: Path) -> None:
     """A mean of tokens, a maximum over the query's, a server or command that compares vectors of texts."""
     hf = save_late(tmp_path, "bert")

@@ -564,7 +564,7 @@ def test_a_closed_llm_says_so(tiny_path: Path) -> None:
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.mark.representative(4)
+@pytest.mark.representative(10)
 def test_the_real_model_answers(smollm2_path: Path) -> None:
     """Anything wrong from file to text: the exact greedy answer of the real model."""
     with LLM(smollm2_path, backend="reference", max_context=512) as llm:

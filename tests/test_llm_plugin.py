@@ -85,6 +85,7 @@ def test_a_conversation_is_remembered(model, smollm2_path):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.full
 def test_a_schema_is_kept(ask):
     """Catches JSON that is only likely, and objects that continue with properties of their own."""
     schema = llm.schema_dsl("age int, sex", multi=False)

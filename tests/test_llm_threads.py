@@ -53,7 +53,7 @@ def assert_idle(llm: LLM) -> None:
     assert not llm.calls._running
 
 
-@pytest.mark.full(only=["reference-3", "reference-8"])
+@pytest.mark.full(only=["reference-3", "reference-8", "reference-2"])
 @pytest.mark.parametrize("n_threads", [2, 3, 8])
 def test_threads_get_the_answers_of_one(llm: LLM, n_threads: int) -> None:
     """Two threads that hang forever, three that mix up a step's arrays, tokens told to the wrong call."""

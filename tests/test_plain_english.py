@@ -124,7 +124,7 @@ def test_faults_are_found(source: str) -> None:
     assert not faults('"""None if there is none: files are left behind."""')
 
 
-@pytest.mark.representative(6)
+@pytest.mark.representative(7)
 def test_docstrings_and_comments_are_plain() -> None:
     """Catches "# of a page", of which a reader must guess what, and docstrings without their noun."""
     found = [

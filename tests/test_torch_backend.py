@@ -121,6 +121,7 @@ CLOSE = {"reference": 3e-4, "torch": 3e-4, "cpu": 1e-2}
 _SIZES = (1, 10, 100, pytest.param(1000, marks=pytest.mark.slow))
 
 
+@pytest.mark.full(only=["phi-cpu-1"])
 @pytest.mark.parametrize("n_tokens", _SIZES)
 @pytest.mark.parametrize("backend_name", CLOSE)
 @pytest.mark.parametrize("name", MATRIX)

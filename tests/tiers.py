@@ -25,6 +25,9 @@ EARLY = (
 )
 
 
+DEAR_FIXTURES = {"browser"}  # tests that use one belong to the second tier unless they are representative
+
+
 def is_whole(config: pytest.Config) -> bool:
     """True if a run has all tests of a tier: the limits and budgets of `processor_time` are meant for it."""
     return config.option.markexpr in (FIRST, SECOND)
@@ -52,6 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unused: set[tuple[str, str]] = set()
     used: set[tuple[str, str]] = set()
     for item in items:
+        is_dear = DEAR_FIXTURES & set(getattr(item, "fixturenames", ()))
+        if is_dear and item.get_closest_marker("representative") is None:
+            item.add_marker("full")
         mark = item.get_closest_marker("full")
         if mark is None or not (patterns := _patterns(mark)):
             continue

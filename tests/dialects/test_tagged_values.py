@@ -46,6 +46,7 @@ def read(form: str, written: str, schema: dict[str, Any], defs: dict[str, Any]) 
     return json.loads(calls[0][1])["a"]
 
 
+@pytest.mark.full
 def test_values_are_of_the_types_that_the_schema_has() -> None:
     """Catches Optional[str] that is never None, "02134" that becomes 2134, and texts that become objects."""
     faults = []

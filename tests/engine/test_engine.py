@@ -74,7 +74,7 @@ def test_requests_share_steps() -> None:
     assert max(s for _, s, _ in backend.batches) == 4
 
 
-@pytest.mark.representative(5)
+@pytest.mark.representative(6)
 @settings(max_examples=150)
 @given(
     **SIZES,

@@ -520,6 +520,7 @@ def pair(smollm2_path: Path) -> Any:
         yield plain, drafting
 
 
+@pytest.mark.representative(2)
 @pytest.mark.full(but=["temperature-stop"])
 @pytest.mark.parametrize(
     "params",

@@ -67,7 +67,7 @@ def answers(model: Model, backend: str, kv_type: KVType, fill: int) -> list[tupl
     ]
 
 
-@pytest.mark.full(only=["*-reference-q4", "*-torch-*"])
+@pytest.mark.full(only=["*-reference-q*", "windows-reference-*", "*-torch-*"])
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4"])
 @pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
 def test_stale_contents_change_nothing(model: Model, backend: str, kv_type: KVType) -> None:

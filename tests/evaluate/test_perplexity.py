@@ -110,6 +110,7 @@ def test_perplexity_is_that_of_transformers_logits(tmp_path: Path) -> None:
     assert found.error == pytest.approx(error, rel=1e-3)
 
 
+@pytest.mark.full
 def test_comparison_is_that_of_full_logits(tmp_path: Path) -> None:
     """KL the wrong way round, quantiles of parts, signs of Δp, blocks off by one."""
     path_a, model_a = make(tmp_path / "a", "qwen2")

@@ -195,6 +195,7 @@ def damage(data: bytes, changes: list[tuple[str, float, bytes]], limit: int) -> 
     return bytes(damaged)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.full(but=["our_file-anywhere"])
 @pytest.mark.parametrize("where", ["header", "anywhere"])
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -121,7 +121,7 @@ def files_below(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(3)
 def test_a_model_is_fetched_once(index, spec, cache_dir):
     """Catches a second start that goes to the network, or leaves more than the one file."""
     path = hub.pull("tiny")

@@ -59,7 +59,7 @@ def cell_by_cell(own, name, axes, values, layer, metric):
     return found
 
 
-@pytest.mark.full(only=["reference-* pos", "reference-v-*"])
+@pytest.mark.full(only=["reference-* pos", "reference-v-*", "reference-q-layer pos head"])
 @pytest.mark.parametrize(("name", "axes"), SWEEPS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_sweep_is_its_cells_one_by_one(name, axes, backend):

@@ -58,7 +58,7 @@ def test_what_a_processor_has(listed, name, has_both, monkeypatch):
     assert (target.has_int8_dot, target.has_int8_matrix) == has_both
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(4)
 def test_products_use_the_dot_product():
     """Would catch a lowering that LLVM cannot compile for ARM, and sums by shuffles."""
     code = assembly_of(TARGETS["dotprod"][0], "linear_Q8_0")

@@ -173,6 +173,7 @@ def test_an_edit_compiles_what_is_made_of_the_edited_file_and_nothing_else(
             one.cache_clear()
 
 
+@pytest.mark.full
 def test_a_kernel_is_made_of_all_that_its_module_imports() -> None:
     """Catches a form of import that the search for sources does not see, by Python's own parser."""
     files = {str(path.relative_to(PACKAGE.parent)): path for path in PACKAGE.rglob("*.py")}
@@ -191,6 +192,7 @@ def test_a_kernel_is_made_of_all_that_its_module_imports() -> None:
         assert imported <= set(found), module
 
 
+@pytest.mark.full
 def test_nothing_outside_of_the_kernels_sources_becomes_machine_code() -> None:
     """Catches a constant that sizes a stack buffer and may change without the kernel being compiled again."""
     no_code = ("kukri.errors.", "kukri.host.", "kukri.config.KVType")

@@ -112,6 +112,7 @@ def test_large_vocabularies(stages):
     assert outcomes(found) == outcomes(want)
 
 
+@pytest.mark.full
 def test_rows_alone_and_together():
     """Would catch a bit that depends on batch mates: their number, their k, their tables."""
     rng = np.random.default_rng(8)

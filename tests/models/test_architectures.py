@@ -49,6 +49,7 @@ def loaded(name: str, form: str, tmp_path: Path, weight_type: str = "F32") -> tu
     return hf, load_model(GGUFWeights(file, read), read)
 
 
+@pytest.mark.full(only=["smallthinker-state", "smallthinker_softmax-state", "mamba2-state"])
 @pytest.mark.parametrize(
     ("name", "form"), [*[(name, "state") for name in TINY], *[(name, "gguf") for name in IN_GGUF]]
 )
@@ -76,6 +77,9 @@ _GREEDY = [
 ]
 
 
+@pytest.mark.full(
+    only=["mamba2-F32", "falcon_h1-*", "granite*-F32", "gemma3_text-F32", "qwen3_5_moe_text-F32"]
+)
 @pytest.mark.parametrize(("name", "weight_type"), _GREEDY)
 def test_greedy_ids_on_the_cpu_are_transformers_own(name: str, weight_type: str, tmp_path: Path) -> None:
     """A CPU kernel or plan that fits Llama alone; a cache that loses the window or the rotation."""

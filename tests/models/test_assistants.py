@@ -89,6 +89,7 @@ def theirs(model: Any, assistant: Any, ids: list[int], n: int) -> list[int]:
     return drafts
 
 
+@pytest.mark.full(only=["reference", "cpu"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_drafts_are_transformers_and_change_no_answer(
     pair: tuple[Path, Any, Path, Any], backend: Any, monkeypatch: pytest.MonkeyPatch

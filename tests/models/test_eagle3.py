@@ -164,6 +164,7 @@ def test_logits_are_the_definitions(
     np.testing.assert_array_equal(drafting.to_target, tensors["d2t"].numpy() + np.arange(len(tensors["d2t"])))
 
 
+@pytest.mark.full(only=["reference-512"])
 @pytest.mark.parametrize(("backend", "n_step"), [("reference", 512), ("cpu", 20)])
 def test_chains_are_the_definitions_and_change_no_answer(
     target: tuple[Path, Any], backend: Any, n_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,7 +72,7 @@ def batch(n_rows: int, n_tokens: int, seed: int = 5) -> np.ndarray:
 # --- the matrix -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(only=["reference-*-1-cache", "reference-*-10-cache"])
+@pytest.mark.full(only=["reference-*-1-cache", "reference-*-10-cache", "cpu-*-1-cache"])
 @pytest.mark.parametrize("with_cache", [True, False], ids=["cache", "whole"])
 @pytest.mark.parametrize("chunk", [1, 10, 100, 1000])
 @pytest.mark.parametrize("name", ARCHITECTURES)

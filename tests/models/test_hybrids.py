@@ -68,7 +68,7 @@ def test_a_shared_prefix_changes_no_bit(llm: LLM) -> None:
     assert residence.n_prefix_hit == n_hit
 
 
-@pytest.mark.full(only=["qwen3_5_text-torch", "granitemoehybrid-torch"])
+@pytest.mark.full(only=["qwen3_5_text-torch", "granitemoehybrid-torch", "lfm2-torch"])
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_a_restart_changes_no_bit(llm: LLM, tmp_path: Path, backend: str | None) -> None:
     """A state that is read from disk after other tokens than it was saved after, or in another order."""

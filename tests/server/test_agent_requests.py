@@ -75,6 +75,7 @@ def say(server: Any, monkeypatch: Any, name: str, arguments: dict[str, Any]) -> 
     force(server.served, monkeypatch, f"<tool_call>\n{text}\n</tool_call>", with_marks=True)
 
 
+@pytest.mark.representative(3)
 @pytest.mark.full(but=["apply_patch-*"])
 @pytest.mark.parametrize(
     ("name", "arguments", "item"),

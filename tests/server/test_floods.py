@@ -64,7 +64,7 @@ def check(server: Served, what: str, *, with_repeats: bool) -> int:
 
 
 @pytest.mark.full(but=["number-500"])
-@pytest.mark.representative(5)
+@pytest.mark.representative(8)
 @pytest.mark.parametrize(("what", "at_least"), [("number", 500), ("list", 150), ("text", 100)])
 def test_no_field_can_be_flooded(site: Served, what: str, at_least: int) -> None:
     """Catches a number that overflows, a list that is read to its end, a text that is searched forever."""

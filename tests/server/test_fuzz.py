@@ -113,6 +113,9 @@ def test_every_route_is_fuzzed(little):
 
 @pytest.mark.full(
     only=[
+        "/v1/chat/completions-positive",
+        "/completion-positive",
+        "/v1/steer/completion-positive",
         "/v1/responses-positive",
         "/v1/messages-positive",
         "/api/generate-positive",

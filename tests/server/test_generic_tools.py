@@ -27,6 +27,7 @@ def written(calls: list[tuple[str, dict[str, Any]]]) -> str:
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
 
 
+@pytest.mark.full(only=["False"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_conversations_that_wait_for_a_tool_are_kept(served, monkeypatch, stream):
     """Catches pages that others use while a tool runs, and answers without a call that are kept too."""
@@ -90,6 +91,7 @@ def test_calls_are_read_and_enforced(served, monkeypatch):
         assert http.post("/v1/chat/completions", json=body).status_code == 500, "5 is no city"
 
 
+@pytest.mark.full(only=["False"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_function_as_instructor_sends_it(served, stream):
     """Catches a request of instructor's mode TOOLS that is refused, and arguments outside of the type."""

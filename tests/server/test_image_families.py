@@ -71,6 +71,7 @@ def their_answer(name: str, model: Any, before: str, after: str) -> list[int]:
     return found
 
 
+@pytest.mark.full(only=["qwen3_5"])
 def test_openai_s_client_gets_transformers_answer(seeing: tuple[str, Any, Path]) -> None:
     """Catches a picture of another size or order, or tokens around it that the model does not know."""
     name, model, directory = seeing

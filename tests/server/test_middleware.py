@@ -294,6 +294,7 @@ def test_a_client_that_leaves_before_its_body_has_come_is_no_failure(served, cap
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
 
 
+@pytest.mark.full
 def test_a_client_that_leaves_the_queue_is_forgotten(small):
     """Catches requests of the queue that outlive their clients."""
     with serving(small) as server, streaming(server, LONG) as one, streaming(server, LONG) as two:

@@ -389,6 +389,7 @@ def test_presets_are_created_copied_and_deleted(own_cache, monkeypatch):
             client.copy("tiny", "more")
 
 
+@pytest.mark.full(only=["body3-400-template"])
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [

@@ -61,6 +61,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         np.testing.assert_allclose([one["data"] for one in vectors], wanted, atol=1e-6)
 
 
+@pytest.mark.full
 def test_labels_of_tokens(tmp_path: Path) -> None:
     """Catches a softmax over tokens, and tokens that were left out."""
     hf = save(tmp_path, "bert", "ForTokenClassification", num_labels=3)

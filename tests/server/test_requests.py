@@ -391,6 +391,7 @@ def test_paths_and_methods_that_are_not_there(served):
         check_error(http.post(TEXT, content=b"a=b", headers={"content-type": "text/plain"}), 400)
 
 
+@pytest.mark.full
 def test_the_document_describes_what_is_served(served):
     """Catches an OpenAPI document with 422s that never come, or without the fields of a request."""
     with served.http() as http:

@@ -103,6 +103,7 @@ def test_completions(client: OpenAI, more: dict[str, Any]) -> None:
     assert client.completions.create(**TEXT | more).choices
 
 
+@pytest.mark.full(only=["False-more5"])
 @pytest.mark.parametrize(
     "more",
     [

@@ -196,7 +196,7 @@ def check_weather(call: Any) -> None:
 
 
 @pytest.mark.full(but=["required"])
-@pytest.mark.representative(2)
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_required_call_comes_and_fits_its_schema(tooled, choice):
     """Catches a call that is text, arguments outside of the schema, and a $ref that points elsewhere."""

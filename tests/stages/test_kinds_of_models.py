@@ -33,6 +33,7 @@ def answers(llm: LLM) -> list[Any]:
     return [(result.token_ids, result.logprobs) for result in results]
 
 
+@pytest.mark.representative(1)
 @pytest.mark.full(but=["lfm2"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "granitemoehybrid", "qwen3_moe", "gpt_oss"])
 def test_hybrids_and_mixtures_are_cut(name: str, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_logits_and_embeddings_are_those_of_one(staged: LLM, tiny_path: Path) ->
         assert (llm.embed("some text") == staged.embed("some text")).all()
 
 
+@pytest.mark.full
 def test_several_steps_are_under_way(
     addresses: list[str], tiny_path: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

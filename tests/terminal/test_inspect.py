@@ -114,7 +114,7 @@ OWN_TREE += (
 )
 
 
-@pytest.mark.full(only=["smallthinker"])
+@pytest.mark.full(only=["smallthinker", "qwen2_moe"])
 @pytest.mark.parametrize("name", OWN_TREE)
 def test_a_tree_of_ones_own_counts_every_parameter(name: str, tmp_path: Path) -> None:
     """A bias of a router, a gate or a shared expert that no line and no count has."""

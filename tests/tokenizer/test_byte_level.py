@@ -152,6 +152,7 @@ def test_words_equal_those_of_the_models_tokenizer_json(pre):
         assert pieces(ours, replaced(text)) == pieces(theirs, replaced(text)), text
 
 
+@pytest.mark.representative(2)
 @pytest.mark.full(but=["smollm"])
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2"])
 def test_words_of_every_character(pre):

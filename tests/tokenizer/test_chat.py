@@ -414,6 +414,7 @@ def test_a_refused_system_message_goes_to_the_first_user():
         ChatTemplate(never).render(messages)
 
 
+@pytest.mark.full
 def test_a_template_may_not_count_its_steps_itself():
     """Catches a guard that a template turns off by using its name."""
     for name in ("loop_turn", "environment", "l_0_environment"):

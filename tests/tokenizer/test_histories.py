@@ -198,6 +198,7 @@ def test_turns_of_one_role_are_joined_where_a_template_wants_turns():
     assert prompt == "<user>u0.\n\nu1.<assistant>a2.\n\na3.<user>u4.\n\nu5."
 
 
+@pytest.mark.full
 def test_many_messages_are_placed_in_linear_time():
     """Catches texts that are copied for each message, and a search of all of them for each."""
     filler = "x" * 190

@@ -239,6 +239,7 @@ def test_budgets_and_details_are_those_of_each_image(tokenizer):
             prompt_of(tokenizer, QWEN, TEXT_TEMPLATE, [{"role": "user", "content": [{**part, **wrong}]}])
 
 
+@pytest.mark.full
 def test_every_source_makes_the_same_prompt(tokenizer, tmp_path):
     """Catches a path, bytes or a data URL that is read in another way."""
     path = tmp_path / "a.png"

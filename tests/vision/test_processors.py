@@ -53,7 +53,7 @@ def reference(stated):
     return classes[name](**options)
 
 
-@pytest.mark.full(only=["*-square", "*-large", "smolvlm-tiny"])
+@pytest.mark.full(only=["*-square", "*-large", "smolvlm-tiny", "smolvlm-photo"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stated", [SMOLVLM, IDEFICS3], ids=["smolvlm", "idefics3"])
 def test_tiles_are_those_of_idefics3(stated, size):
@@ -187,7 +187,7 @@ def test_sizes_are_those_of_lfm2_vl(size, grid, n_tokens):
     assert own.pixels.shape == (n_small + n_tiles, 16 * 16 * 3)
 
 
-@pytest.mark.full(only=["smolvlm", "gemma4", "paddleocr-vl"])
+@pytest.mark.full(only=["smolvlm", "gemma4", "paddleocr-vl", "lfm2-vl"])
 @pytest.mark.parametrize(
     ("stated", "processor", "token"),
     [

@@ -62,6 +62,7 @@ def bits(x):
     return x.numpy().view(np.int32)
 
 
+@pytest.mark.full(only=["Q3_K-11", "IQ4_XS-11"])
 @pytest.mark.parametrize("n_tokens", quick([1, 3, 11], kept=[11]))  # which others are equal to the bit
 @pytest.mark.parametrize("type_name", PACKED_TYPES)
 def test_product(type_name, n_tokens):

@@ -91,7 +91,7 @@ class Runs:
 
 
 @pytest.mark.full(only=["scan", "delta, tiled"])
-@pytest.mark.representative(3)
+@pytest.mark.representative(5)
 @pytest.mark.parametrize("case", CASES)
 def test_recurrent_layers(case):
     """A tap, head or group next to its own, a state that is not zero at first, saved a token early or late;
