@@ -265,7 +265,7 @@ def test_usage_errors_exit_with_2():
     assert "--no-such-option" in done.stderr
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(4)
 def test_ctrl_c_ends_a_run_with_130(smollm2_path):
     """Catches a traceback, or an exit code that tells a shell script to continue."""
     process = start("run", "Count to a million.", "-m", str(smollm2_path), "-n", "5000", "--ignore-eos")
@@ -492,7 +492,7 @@ def test_typed_ahead_keys_stay_out_of_the_answer(terminal):
     assert "/save FILE" in terminal.wait_for(r"\n> ")
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(4)
 def test_chat_works_through_a_pipe(smollm2_path):
     """Catches prompts, banners or a readline error in scripted use."""
     done = run("chat", "-m", str(smollm2_path), "-t", "0", stdin=f"{QUESTION}\n/exit\nnever\n".encode())

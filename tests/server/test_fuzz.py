@@ -111,6 +111,7 @@ def test_every_route_is_fuzzed(little):
     assert {path for path, _ in CASES} == document["paths"].keys()
 
 
+@pytest.mark.representative(3)  # the first of a process prepares schemathesis
 @pytest.mark.full(
     only=[
         "/v1/chat/completions-positive",

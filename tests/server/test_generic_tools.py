@@ -27,6 +27,7 @@ def written(calls: list[tuple[str, dict[str, Any]]]) -> str:
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
 
 
+@pytest.mark.representative(3)
 @pytest.mark.full(only=["False"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_conversations_that_wait_for_a_tool_are_kept(served, monkeypatch, stream):

@@ -19,7 +19,7 @@ from tests.tiny_gguf import write_tiny
 # --- a conversation
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(6)
 def test_an_answer_comes_and_a_reload_keeps_it(visit, offline):
     """Catches a page that does not ask what was typed, or forgets it."""
     visit.be_greedy()
