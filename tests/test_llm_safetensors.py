@@ -29,6 +29,7 @@ from tests.models import token_by_token  # noqa: F401
 from tests.models.bailing_class import BailingMoeV2Config
 from tests.models.minicpm_class import MiniCPMConfig
 from tests.models.smallthinker_class import SmallThinkerConfig
+from tests.quick import some
 
 N_VOCAB = 272  # 12 rows more than there are tokens, as Qwen pads
 TINY = {
@@ -548,6 +549,7 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full(but=some("torch.float32-{}"))
 @pytest.mark.parametrize("kind", RUN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_greedy_ids_on_the_cpu(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from kukri.quant.recipes import Recipe
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.tokenizer import Tokenizer, load_tokenizer
+from tests.quick import some
 from tests.test_llm_safetensors import ALONE, CHECKPOINTS, N_VOCAB, TINY, exact_logits, make
 from tests.tiny_gguf import tiny_config, write_tiny
 
@@ -46,6 +47,7 @@ def convert(source: Path, target: Path, mix: str | None = None) -> Path:
     return target
 
 
+@pytest.mark.full(but=some())
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_architecture_gives_the_logits_it_gave(kind: str, tmp_path: Path) -> None:
     """Rows of q and k in the wrong order, a key or tensor under another name, a scaling or window lost."""
@@ -106,6 +108,7 @@ def test_files_that_llama_cpp_saves_are_read(kind: str, tmp_path: Path) -> None:
         assert ours.encode(text, **options) == theirs.encode(text, **options)
 
 
+@pytest.mark.full(but=some())
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gguf_package_reads_every_field(kind: str, tmp_path: Path) -> None:
     """Keys that only our own reader finds, or of a type that others do not expect."""
@@ -227,6 +230,7 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, capsys:
     assert "blk.1.ffn_down.weight" in capsys.readouterr().out
 
 
+@pytest.mark.full(but=some())
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(kind: str, tmp_path: Path) -> None:
     """A directory that transformers reads as another model than the one it saved."""

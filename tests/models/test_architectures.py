@@ -24,6 +24,7 @@ from tests.models.test_llama import TOLERANCE, residual_recorder
 from tests.models.tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
 from tests.models.tiny_models import D_HEAD, IN_GGUF, N_TOKENS, ORIGINAL, TINY, V
 from tests.models.written_models import as_read, write
+from tests.quick import some
 
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts
@@ -77,9 +78,7 @@ _GREEDY = [
 ]
 
 
-@pytest.mark.full(
-    only=["mamba2-F32", "falcon_h1-*", "granite*-F32", "gemma3_text-F32", "qwen3_5_moe_text-F32"]
-)
+@pytest.mark.full(but=some("{}-F32"))
 @pytest.mark.parametrize(("name", "weight_type"), _GREEDY)
 def test_greedy_ids_on_the_cpu_are_transformers_own(name: str, weight_type: str, tmp_path: Path) -> None:
     """A CPU kernel or plan that fits Llama alone; a cache that loses the window or the rotation."""
@@ -158,6 +157,7 @@ def test_packed_weights_of_other_layers_run_on_the_cpu(name: str, tmp_path: Path
     test_packed_weights_run_on_the_cpu(name, tmp_path, reference)
 
 
+@pytest.mark.full(but=some("*-{}"))
 @pytest.mark.parametrize("name", TINY)
 def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
     """An op that works on a row differently when others are next to it."""
@@ -169,6 +169,7 @@ def test_chunking_a_prompt_changes_no_bit(name: str, backend: Backend) -> None:
         np.testing.assert_array_equal(Driver(model, backend, kv_type="f16").run(ids, chunks), whole)
 
 
+@pytest.mark.full(but=some("*-{}"))
 @pytest.mark.parametrize("name", TINY)
 def test_a_neighbour_changes_no_bit(name: str, backend: Backend) -> None:
     """A sequence that sees another's keys, or sums in another order next to it."""

@@ -22,6 +22,7 @@ from kukri.quant.types import QUANT_TYPES
 from tests.models.made_models import make
 from tests.models.tiny_models import IN_GGUF, TINY
 from tests.models.written_models import as_read, write
+from tests.quick import some
 
 SIZES = {
     "hidden_size": 64,
@@ -114,7 +115,7 @@ OWN_TREE += (
 )
 
 
-@pytest.mark.full(only=["smallthinker", "qwen2_moe"])
+@pytest.mark.full(but=["ernie4_5_moe", "lfm2_moe", "afmoe"])
 @pytest.mark.parametrize("name", OWN_TREE)
 def test_a_tree_of_ones_own_counts_every_parameter(name: str, tmp_path: Path) -> None:
     """A bias of a router, a gate or a shared expert that no line and no count has."""
@@ -130,6 +131,7 @@ def test_a_tree_of_ones_own_counts_every_parameter(name: str, tmp_path: Path) ->
         assert "Linear(in_features=64" in inspect(path, "--tree")
 
 
+@pytest.mark.full(but=some())
 @pytest.mark.parametrize("name", [name for name in TINY if name not in OWN_TREE])
 def test_the_tree_is_pytorchs(name: str, tmp_path: Path) -> None:
     """A module of another name, class, shape or bias; a layer folded that differs; a count off by a bias."""

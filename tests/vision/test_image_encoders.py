@@ -55,6 +55,7 @@ def run(request: Any, pair: tuple[str, Any, Any]) -> Iterator[tuple[str, Any, LL
         yield name, theirs, llm, BOUNDS[request.param]
 
 
+@pytest.mark.full(but=["*-(2, ' first')", "*two: *"])
 @pytest.mark.parametrize(
     "parts",
     [
