@@ -9,7 +9,7 @@ import pytest
 
 COMMON = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4", "F16")  # weight types of each kind that people run
 
-# plain, without rotation, norms of queries, fused, windows, shared keys, sinks, experts, convolution, states …
+# plain, without rotation, norms of queries, fused, windows, shared keys, sinks, experts, convolution, states
 SOME_ARCHITECTURES = (
     *("llama", "smollm3", "qwen3", "phi3", "gemma3_text", "gemma4_text", "gpt_oss", "olmoe", "lfm2"),
     *("granitemoehybrid", "qwen3_5_text", "olmo2"),

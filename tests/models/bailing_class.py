@@ -110,6 +110,7 @@ class BailingMoeV2Model(tr.Glm4MoeModel):
     """GLM-4.5 with these layers."""
 
     config_class = BailingMoeV2Config
+    _can_set_experts_implementation_cached_value = True  # as GLM's, whose experts these are
     embed_tokens = property(lambda self: self.word_embeddings)
 
     def __init__(self, config: Any) -> None:
@@ -123,6 +124,7 @@ class BailingMoeV2ForCausalLM(tr.Glm4MoeForCausalLM):
     """The same with its head."""
 
     config_class = BailingMoeV2Config
+    _can_set_experts_implementation_cached_value = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
