@@ -132,7 +132,7 @@ class Meter:
         """Compiles the kernels that the first tier needs, in all processes of the run, before its tests."""
         if tiers.is_whole(self._config) and not session.config.option.collectonly and session.items:
             started = processor_seconds()
-            self.prepared = _compile(KERNELS.read_text().split()), processor_seconds() - started
+            self.prepared = _compile(_first_tier_kernels()), processor_seconds() - started
             self.compiled.clear()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -200,6 +200,17 @@ def _cache_state() -> int:
         return cache_dir().stat().st_mtime_ns
     except OSError:
         return 0
+
+
+def _first_tier_kernels() -> list[str]:
+    """The kernels that the first tier needs on this processor.
+
+    In a line of the file a name may be followed by the lowerings (`CpuTarget.lowering`) that alone need it.
+    """
+    from kukri.kernels.cpu.compile.features import cpu_target
+
+    lines = (line.split() for line in KERNELS.read_text().splitlines())
+    return [name for name, *lowerings in lines if not lowerings or cpu_target().lowering in lowerings]
 
 
 def _compile(names: Iterable[str]) -> int:

@@ -97,7 +97,7 @@ class CheckedRoute(APIRoute):
             return await super().handle(scope, receive, send)
 
         async def send_head(message: Message) -> None:
-            await send(message | {"body": b""} if message["type"] == "http.response.body" else message)
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
         return await self.app(scope, receive, send_head)
 
