@@ -20,7 +20,7 @@ from kukri.interp.attention import keys_ahead, seen_keys
 from kukri.interp.recurrence import DeltaRule
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
-from kukri.kernels.expert_choice import choose
+from kukri.kernels.expert_choice import NO_EXPERT, Routes, choose, used_experts
 from kukri.kernels.host_step import check_routes
 from kukri.kernels.op_set import EmbedBy, GateBy, Program
 from kukri.kernels.rope_rows import RopeRows
@@ -71,14 +71,6 @@ class Variable:
     def add(self, grad: FloatArray) -> None:
         """Adds to its gradient."""
         self.grad = grad if self.grad is None else self.grad + grad
-
-
-@dataclass(frozen=True)
-class Routes:
-    """The experts of each token: `weights` [T, E], and the numbers of those used [T, n_used], -1 for none."""
-
-    weights: Variable
-    experts: npt.NDArray[np.int64]
 
 
 Pull = Callable[[FloatArray], None]  # takes the gradient of an op's result to those of its inputs
@@ -413,11 +405,7 @@ class Tape:
         if tap is not None:
             weights = self.tap(*tap, weights)
             check_routes(weights.x, routing.n_used)
-        experts = np.full((len(logits.x), routing.n_used), -1)
-        for row, used in zip(experts, weights.x):
-            numbers = np.flatnonzero(used)
-            row[: len(numbers)] = numbers
-        return Routes(weights, experts)
+        return Routes(weights, used_experts(weights.x, routing.n_used))
 
     def _scaled_columns(self, x: Variable, factors: FloatArray) -> Variable:
         return self._new(x.x * factors, lambda g: x.add(g * factors))
@@ -430,7 +418,7 @@ class Tape:
         n_copies = len(numbers) // len(x.x)
         rows = np.repeat(x.x, n_copies, axis=0)
         y = np.zeros((len(rows), sum(each.shape[1] for each in experts)), np.float32)
-        used = [(numbers == expert, expert) for expert in np.unique(numbers[numbers >= 0])]
+        used = [(numbers == expert, expert) for expert in np.unique(numbers[numbers != NO_EXPERT])]
 
         tape = self._weak
 
@@ -459,7 +447,7 @@ class Tape:
     ) -> Variable:
         """The derivative by a row is g times its weight, by a weight the product of g and its row."""
         experts, weights = routes.experts, routes.weights
-        is_used = experts >= 0
+        is_used = experts != NO_EXPERT
         each = np.where(is_used, np.take_along_axis(weights.x, experts, axis=1), np.float32(0))[..., None]
         rows = x.x.reshape(*experts.shape, -1)  # [T, n_used, D]
 

@@ -1,14 +1,28 @@
-"""The choice of experts by the logits of a router, in NumPy: what `Ops.route` is defined by."""
+"""The choice of experts by the logits of a router, in NumPy: what `Ops.route` is defined by.
+
+`Routes` is what every backend but the CPU's plans hands from `Ops.route` to the ops that read it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.specs import Routing
+
+NO_EXPERT = -1  # in the place of an expert that a token does not use
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The experts of T tokens, as arrays or tensors of a backend."""
+
+    weights: Any  # float32 [T, E], 0 for experts that are not used
+    experts: Any  # integers [T, n_used]: the numbers of those used, ascending, then NO_EXPERT
 
 
 @dataclass(frozen=True)
@@ -19,6 +33,13 @@ class Choice:
     shares: FloatArray  # [T, n_used], their weights: a score each, divided by a total of scores
     scores: FloatArray  # [T, E]: sigmoids, or exp(logit - the largest logit)
     parts: FloatArray  # [T, n_used or 1, E]: of each total the fractions that are these experts' scores
+
+
+def used_experts(weights: FloatArray, n_used: int) -> npt.NDArray[np.int64]:
+    """The `experts` of Routes by their weights [T, E], of which at most `n_used` in a row are not 0."""
+    n_experts = weights.shape[1]
+    numbers = np.sort(np.where(weights != 0, np.arange(n_experts), n_experts), axis=1)[:, :n_used]
+    return np.where(numbers < n_experts, numbers, NO_EXPERT)
 
 
 def choose(logits: FloatArray, routing: Routing) -> Choice:

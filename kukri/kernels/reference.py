@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
-from kukri.kernels.expert_choice import choose
+from kukri.kernels.expert_choice import NO_EXPERT, Routes, choose, used_experts
 from kukri.kernels.host_step import (
     HostLogits,
     StateStep,
@@ -123,14 +122,6 @@ class _BoundProgram:
             except StoppedError:
                 logits = np.empty((0, 0), np.float32)
         return HostLogits(logits)
-
-
-@dataclass(frozen=True)
-class Routes:
-    """The experts of each token: `weights` [T, E], and the numbers of those used [T, n_used], -1 for none."""
-
-    weights: FloatArray
-    experts: npt.NDArray[np.int64]
 
 
 class ReferenceOps:
@@ -501,11 +492,7 @@ class ReferenceOps:
         if tap is not None:
             weights = self.tap(*tap, weights)
             check_routes(weights, routing.n_used)
-        experts = np.full((len(logits), routing.n_used), -1)
-        for row, used in zip(experts, weights):
-            numbers = np.flatnonzero(used)
-            row[: len(numbers)] = numbers
-        return Routes(weights, experts)
+        return Routes(weights, used_experts(weights, routing.n_used))
 
     def expert_linear(
         self, x: FloatArray, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
@@ -515,7 +502,7 @@ class ReferenceOps:
         rows = x if len(x) == len(numbers) else np.repeat(x, n_used, axis=0)
         width = sum(each.shape[1] for each in experts)
         y = np.zeros((len(rows), width), np.float32)
-        for expert in np.unique(numbers[numbers >= 0]):
+        for expert in np.unique(numbers[numbers != NO_EXPERT]):
             mine = numbers == expert
             weights = [each.weights[expert] for each in experts]
             made = self._product(rows[mine], weights)
@@ -537,7 +524,7 @@ class ReferenceOps:
         n_used = routes.experts.shape[1]
         y = np.zeros((len(routes.experts), x.shape[1]), np.float32)
         for j in range(n_used):
-            tokens = np.flatnonzero(routes.experts[:, j] >= 0)
+            tokens = np.flatnonzero(routes.experts[:, j] != NO_EXPERT)
             weights = routes.weights[tokens, routes.experts[tokens, j], None]
             y[tokens] += weights * x[j::n_used][tokens]
         if tap is not None:

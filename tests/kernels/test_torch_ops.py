@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
+from kukri.interp.tape import Tape, Variable
+from kukri.interp.torch_tape import TorchTape
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.constants import RopeFrequencies, Vector, Weight
+from kukri.kernels.expert_choice import NO_EXPERT
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.pytorch import TorchBackend
 from kukri.kernels.pytorch.cache import TensorCache
@@ -17,7 +20,7 @@ from kukri.kernels.pytorch.ops import TorchOps
 from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.pytorch.weights import to_device
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
-from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.specs import AttentionSpec, Routing
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES
@@ -30,6 +33,33 @@ LIMITS = StepLimits(300, 8, 300, 24)
 def test_the_torch_backend_has_every_op():
     """An op that was added to the op set and to other backends alone, or under another signature."""
     check_ops(TorchOps)
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [Routing(6, 3, True), Routing(6, 3, False, by_sigmoid=True)],
+    ids=["softmax", "sigmoid"],
+)
+def test_every_backend_gives_the_same_numbers_of_experts(routing):
+    """Another number for an expert that a token does not use, or before those that it uses."""
+    logits = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32).round(1)
+    logits[1, [0, 2, 3, 5]] = logits[2, 1:] = -np.inf  # two experts with a weight, and one
+    layout = [KVLayer(1, 16)]
+    constants = TorchBackend("cpu").constants
+    found = {
+        "reference": ReferenceOps(PagedKV(layout, 1)).route(logits, routing).experts,
+        "tape": Tape({}, {}).route(Variable(logits), routing).experts,
+        "torch": TorchOps(constants, TensorCache(layout, 0, 0, "f32", CPU))
+        .route(torch.tensor(logits), routing)
+        .experts.numpy(),
+        "torch tape": TorchTape(constants, layout).route(torch.tensor(logits), routing).experts.numpy(),
+    }
+    for row, experts in enumerate(found["reference"]):
+        n_unused = {1: 1, 2: 2}.get(row, 0)
+        assert (experts == NO_EXPERT).tolist() == [False] * (3 - n_unused) + [True] * n_unused
+        assert (np.diff(experts[: 3 - n_unused]) > 0).all()
+    for name, experts in found.items():
+        np.testing.assert_array_equal(experts, found["reference"], name)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

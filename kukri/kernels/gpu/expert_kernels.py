@@ -18,7 +18,7 @@ def route(logits, weights, experts, n_experts, stride, N_USED: tl.constexpr, E: 
 
     logits float32 [T, n_experts], rows `stride` apart; E is the power of two >= n_experts. weights float32
     [T, n_experts] are 0 but for the chosen, of equal logits the first; experts int32 [T, N_USED] have those
-    with a weight, by their numbers, then n_experts. A row that holds NaN gets NaN as weights.
+    with a weight, by their numbers, then -1 for none. A row that holds NaN gets NaN as weights.
     """
     await_inputs()
     row, number = tl.program_id(0).to(tl.int64), tl.arange(0, E)
@@ -43,7 +43,7 @@ def route(logits, weights, experts, n_experts, stride, N_USED: tl.constexpr, E: 
     place = tl.cumsum(is_used.to(tl.int32), axis=0) - 1
     n_used = tl.sum(is_used.to(tl.int32), axis=0)
     tl.store(experts + row * N_USED + place, number, mask=is_used)
-    tl.store(experts + row * N_USED + number, n_experts, mask=(number >= n_used) & (number < N_USED))
+    tl.store(experts + row * N_USED + number, -1, mask=(number >= n_used) & (number < N_USED))
 
 
 @triton.jit
@@ -58,10 +58,10 @@ def combine(x, weights, experts, residual, y, width, n_experts, N_USED: tl.const
     total = tl.zeros([W], tl.float32)
     for j in tl.static_range(N_USED):
         expert = tl.load(experts + token * N_USED + j)
-        weight = tl.load(weights + token * n_experts + tl.minimum(expert, n_experts - 1))
-        inside = at < tl.where(expert < n_experts, width, 0)
+        weight = tl.load(weights + token * n_experts + tl.maximum(expert, 0))
+        inside = at < tl.where(expert >= 0, width, 0)
         row = tl.load(x + (token * N_USED + j) * width + at, mask=inside, other=0)
-        total += tl.where(expert < n_experts, weight, 0.0) * row
+        total += tl.where(expert >= 0, weight, 0.0) * row
     if HAS_RESIDUAL:
         total += tl.load(residual + token * width + at, mask=at < width, other=0)
     tl.store(y + token * width + at, total, mask=at < width)

@@ -10,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
+from kukri.kernels.expert_choice import Routes
 from kukri.kernels.gpu import expert_kernels, linear_kernels, products, tiles
 from kukri.kernels.gpu.assembler import launch_options
 from kukri.kernels.gpu.products import Matrix, Output, RowsByExpert
 from kukri.kernels.gpu.rows import Q8Rows
-from kukri.kernels.pytorch.ops import Routes
 from kukri.kernels.specs import Routing
 
 
@@ -46,7 +46,7 @@ def linear(x: Q8Rows, routes: Routes, matrix: Matrix, bias: Tensor | None) -> Te
     """
     out, n_experts = _output(routes, matrix.n_rows, bias)
     if len(routes.experts) <= tiles.MAX_EXPERT_GEMV_TOKENS:
-        _gemv(x, routes.experts, matrix, out, n_experts)
+        _gemv(x, routes.experts, matrix, out)
     else:
         tile = tiles.expert_tile(len(out.y) // n_experts)
         products.gemm(x, matrix, out, tile, _groups(routes.experts, n_experts, tile.tokens))
@@ -63,8 +63,8 @@ def linear_float(x: Tensor, routes: Routes, w: Tensor, bias: Tensor | None) -> T
 
 def linear_f32(x: Tensor, routes: Routes, w: Tensor, bias: Tensor | None) -> Tensor:
     """The same in float32: a GEMV for each row, for any T."""
-    out, n_experts = _output(routes, len(w), bias)
-    products.linear_f32(x, w, out, routes.experts, n_experts)
+    out, _ = _output(routes, len(w), bias)
+    products.linear_f32(x, w, out, routes.experts)
     return out.y
 
 
@@ -75,7 +75,7 @@ def _output(routes: Routes, n_rows: int, bias: Tensor | None) -> tuple[Output, i
     return Output(torch.empty(shape, dtype=torch.float32, device=device), bias), n_experts
 
 
-def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: int) -> None:
+def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output) -> None:
     """The product for few tokens: a GEMV for each row."""
     n_all, n_rows = out.y.shape
     tile = tiles.gemv_tile(matrix.type_name, 1)
@@ -88,7 +88,6 @@ def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output, n_experts: in
         matrix.n_pairs,
         out.y.stride(0),
         n_all // len(x.quants),
-        n_experts,
         BN=tile.rows,
         UNROLL=tile.unroll,
         num_warps=tile.n_warps,

@@ -177,17 +177,16 @@ def gemv(
 @triton.jit
 def gemv_of_experts(
     quants, high, scales, xq, xd, xm, xs, y, bias, experts, n_tokens, n_rows, n_pairs, y_stride, rows_each,
-    n_experts,
     TYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows of y that have an expert each, int32 `experts`: its matrix is one of those that lie
-    one above the other, n_rows each. `rows_each` rows of y read one of the n_tokens rows of x.
+    """The same for rows of y that have an expert each, int32 `experts`, -1 for none: its matrix is one of
+    those that lie one above the other, n_rows each. `rows_each` rows of y read one of the n_tokens rows of x.
     """
     await_inputs()
     row = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts + row)
-    if expert < n_experts:
+    if expert >= 0:
         gemv_rows(
             tl.program_id(0), row, row // rows_each, expert, quants, high, scales, xq, xd, xm, xs, y, bias, y,
             n_tokens, n_rows, n_pairs, y_stride, TYPE, 1, BN, ASM, HAS_BIAS, HAS_RESIDUAL, UNROLL,
@@ -429,7 +428,7 @@ def add_lanes(
 
 @triton.jit
 def gemv_f32(
-    w, x, y, bias, residual, experts, n_rows, n_columns, x_stride, y_stride, rows_each, n_experts,
+    w, x, y, bias, residual, experts, n_rows, n_columns, x_stride, y_stride, rows_each,
     BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -444,7 +443,7 @@ def gemv_f32(
     if EXPERTS:
         expert = tl.load(experts + y_row)
         token, column = y_row // rows_each, row + expert * n_rows
-        ok = row < tl.where(expert < n_experts, n_rows, 0)
+        ok = row < tl.where(expert >= 0, n_rows, 0)
     else:
         token, column, ok = y_row, row, row < n_rows
     acc = tl.zeros([BN, BK], tl.float32)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
+from kukri.kernels.expert_choice import Routes
 from kukri.kernels.gpu import attention, products, recurrent, rows, tiles
 from kukri.kernels.gpu import experts as route_experts
 from kukri.kernels.gpu.attention import NewTokens, PagedTensors
@@ -24,7 +25,7 @@ from kukri.kernels.gpu.rows import Q8Rows, Recipe
 from kukri.kernels.op_set import GateBy
 from kukri.kernels.pytorch.cache import LayerKV, TensorCache
 from kukri.kernels.pytorch.constants import DeviceConstants
-from kukri.kernels.pytorch.ops import Routes, TorchOps
+from kukri.kernels.pytorch.ops import TorchOps
 from kukri.kernels.pytorch.step import DeviceBatch
 from kukri.kernels.pytorch.weights import to_device
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec

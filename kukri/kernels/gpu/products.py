@@ -222,10 +222,10 @@ def product_constants(matrix: Matrix, out: Output) -> dict[str, Any]:
     return {"TYPE": matrix.type_name, "ASM": has_ptx(out.y), **out.constants}
 
 
-def linear_f32(x: Tensor, w: Tensor, out: Output, experts: Tensor | None = None, n_experts: int = 1) -> None:
+def linear_f32(x: Tensor, w: Tensor, out: Output, experts: Tensor | None = None) -> None:
     """The same for w [rows, columns] and x [T, columns] in float32, for any T.
 
-    With `experts` int32 [rows of y], each row of y has one, n_experts if none, as in `gemm`.
+    With `experts` int32 [rows of y], each row of y has one, -1 if none, as in `gemm`.
     """
     y = out.y
     linear_kernels.gemv_f32[triton.cdiv(y.shape[1], tiles.F32_ROWS), len(y)](
@@ -238,7 +238,6 @@ def linear_f32(x: Tensor, w: Tensor, out: Output, experts: Tensor | None = None,
         x.stride(0),
         y.stride(0),
         len(y) // len(x),
-        n_experts,
         BN=tiles.F32_ROWS,
         BK=tiles.F32_COLUMNS,
         EXPERTS=experts is not None,

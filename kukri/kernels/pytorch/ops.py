@@ -7,7 +7,6 @@ dequantized in pieces. On the CPU all of it is float32: the reference's definiti
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
+from kukri.kernels.expert_choice import NO_EXPERT, Routes
 from kukri.kernels.host_step import StateStep, StoppedError, batch_activations, check_routes, state_steps
 from kukri.kernels.kv_types import KV_TYPES, within_range
 from kukri.kernels.op_set import EmbedBy, GateBy
@@ -30,14 +30,6 @@ from kukri.kernels.pytorch.weights import tensor_of
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, KeyRange, Routing, ScanSpec
 from kukri.kernels.taps import Hook, tap_name
 from kukri.quant import blocks
-
-
-@dataclass(frozen=True)
-class Routes:
-    """The experts of each token: `weights` [T, E], and the numbers of those used [T, n_used], E for none."""
-
-    weights: Tensor
-    experts: Tensor
 
 
 class TorchOps:
@@ -379,7 +371,7 @@ class TorchOps:
             check_routes(weights.detach().cpu().numpy(), routing.n_used)
         numbers = torch.arange(logits.shape[1], device=logits.device)
         experts = torch.sort(torch.where(weights != 0, numbers, len(numbers))).values[:, : routing.n_used]
-        return Routes(weights, experts)
+        return Routes(weights, experts.masked_fill(experts == len(numbers), NO_EXPERT))
 
     def _shows(self, full_name: str) -> bool:
         """True if this tap is wanted."""
@@ -394,7 +386,7 @@ class TorchOps:
         of_tokens = self._row_adapters
         width, n_experts = sum(each.shape[1] for each in experts), experts[0].shape[0]
         y = torch.zeros((len(rows), width), device=x.device)
-        for expert in sorted({*numbers.tolist()} - {n_experts}):
+        for expert in sorted({*numbers.tolist()} - {NO_EXPERT}):
             mine = numbers == expert
             if of_tokens is not None:
                 self.set_row_adapters(np.repeat(of_tokens, n_used)[mine.cpu().numpy()])
@@ -413,8 +405,8 @@ class TorchOps:
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
         """The weighted sum of each token's rows, in the order of experts."""
-        padded = F.pad(routes.weights, (0, 1))  # a weight of 0 for no expert
-        weights = padded.gather(1, routes.experts)
+        padded = F.pad(routes.weights, (1, 0))  # a weight of 0 in front, for NO_EXPERT
+        weights = padded.gather(1, routes.experts + 1)
         y = torch.zeros((len(weights), x.shape[1]), device=x.device)
         for j in range(weights.shape[1]):
             y = y + weights[:, j, None] * x[j :: weights.shape[1]]
