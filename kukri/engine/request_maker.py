@@ -185,8 +185,8 @@ class RequestMaker(ABC):
         """Raises RequestError if the model has no language model head."""
         kind = self._model_config.head.kind
         if kind != "language_model":
-            head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
-            raise RequestError(f"the model has {head} and generates no text", param="model")
+            use = "makes embeddings" if kind == "none" else f"has a head for {kind.replace('_', ' ')}"
+            raise RequestError(f"the model {use} and generates no text: use a language model", param="model")
 
     @property
     def why_no_images(self) -> str:

@@ -65,6 +65,11 @@ def _tokenizer_files(directory: Path, stated: dict[str, Any], n_vocab: int) -> T
     )
 
 
+def chat_template_of(directory: Path) -> str | None:
+    """Return the source of a directory's chat template. Raises FormatError for broken files."""
+    return _chat_template(directory, _optional(directory / "tokenizer_config.json"))
+
+
 def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 

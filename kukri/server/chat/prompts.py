@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kukri.calls.image_prompts import ImagePrompts, Prompt, Read
@@ -33,10 +33,15 @@ class ChatPrompts(ModelDialect):
         max_context: int,
         images: ImagePrompts,
         read_image: Read,
+        check_generates: Callable[[], None],
     ) -> None:
-        """`read_image` finds the picture of a part that a client sent."""
+        """`read_image` finds the picture of a part that a client sent.
+
+        `check_generates` raises RequestError for a model that has no answers.
+        """
         super().__init__(template, tokenizer)
         self.max_context, self._images, self._read_image = max_context, images, read_image
+        self._check_generates = check_generates
 
     @property
     def sees(self) -> bool:
@@ -65,6 +70,7 @@ class ChatPrompts(ModelDialect):
         **options: Any,
     ) -> Prompt:
         """The prompt of a conversation; `options` are those of `ChatTemplate.encode`."""
+        self._check_generates()
         given = {**self._effort(effort), **self._checked(variables)}
         return await asyncio.to_thread(
             self._images.prompt,
@@ -79,6 +85,7 @@ class ChatPrompts(ModelDialect):
 
     async def before_answer(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """The prompt after which the answer itself comes; `options` are those of `ChatTemplate.encode`."""
+        self._check_generates()
         return await asyncio.to_thread(
             self._images.prompt,
             messages,
@@ -94,6 +101,7 @@ class ChatPrompts(ModelDialect):
         **options: Any,
     ) -> str:
         """The text of a conversation; `options` are those of `ChatTemplate.render`."""
+        self._check_generates()
         given = self._checked(variables)
         told = self.readable(messages, given, tools)
         return await asyncio.to_thread(self.template.render, **told, **options, **given)

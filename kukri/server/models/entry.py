@@ -10,7 +10,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Literal
 
+from kukri.errors import KukriError
 from kukri.formats.model_cache import cached_path
+from kukri.server.models.capabilities import file_capabilities
 from kukri.server.models.preset import Preset
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec
@@ -43,6 +45,7 @@ class ModelEntry:
         self.timer: asyncio.TimerHandle | None = None  # that unloads it
         self._stamp: tuple[float, int] | None = None  # mtime and size of the loaded file
         self._checked_s = 0.0
+        self._capabilities: tuple[tuple[float, int] | None, tuple[str, ...] | None] | None = None
 
     @property
     def name(self) -> str:
@@ -58,6 +61,17 @@ class ModelEntry:
     def names(self) -> tuple[str, ...]:
         """Every name that requests may give as their model: its own, and its adapters'."""
         return (*self.spec.names, *self.adapters)
+
+    def capabilities(self) -> tuple[str, ...] | None:
+        """Return what the model is for; None if its files cannot be read. Reads headers once they change."""
+        try:
+            path = self.path
+        except KukriError:
+            return None
+        stamp = _stamp(path)
+        if self._capabilities is None or self._capabilities[0] != stamp:
+            self._capabilities = stamp, file_capabilities(path, self.spec.options)
+        return self._capabilities[1]
 
     def preset(self, name: str) -> Preset | None:
         """The preset of a name, which may end with ":latest"; None if it is not one of this model."""

@@ -103,6 +103,7 @@ class ServedModel:
             llm.engine.max_context,
             ImagePrompts(llm.tokenizer, getattr(llm, "image_processor", None)),
             ImageReader(fetches=settings.fetches_images).read,
+            llm.engine.check_generates,
         )
         self.grammars = GrammarCheck(llm.tokenizer)
         self.metrics = ModelMetrics(metrics, names[0])

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kukri.dialects.families import dialect_of
 from kukri.errors import KukriError, RequestError
 from kukri.formats import hub
 from kukri.formats.headers import read_headers
@@ -24,6 +23,7 @@ from kukri.formats.model_cache import remove
 from kukri.formats.repos import parse_name
 from kukri.server.access import check_manages_models
 from kukri.server.errors import ModelNotFoundError
+from kukri.server.models.capabilities import stated_template
 from kukri.server.models.entry import ModelEntry
 from kukri.server.models.preset import Preset
 from kukri.server.models.registry import ModelRegistry
@@ -87,10 +87,11 @@ def model_facts(entry: ModelEntry) -> ModelFacts | None:
             "vocab_size": config.n_vocab,
         }
         info |= {f"{family}.{name}": value for name, value in sizes.items()}
-    template = headers.stated.get("tokenizer.chat_template", "")
-    if entry.served is not None:
-        template = entry.served.tokenizer.chat_template or ""
-    return ModelFacts(path, headers.file_bytes, modified_s, details, info, str(template))
+    try:
+        template = entry.spec.options.chat_template or stated_template(headers) or ""
+    except KukriError:
+        template = ""
+    return ModelFacts(path, headers.file_bytes, modified_s, details, info, template)
 
 
 async def _registry(request: Request) -> ModelRegistry:
@@ -134,11 +135,6 @@ async def ollama_show(body: OllamaBody, registry: Registry, request: Request) ->
     facts = await asyncio.to_thread(model_facts, entry)
     if facts is None:
         raise ModelNotFoundError(body.model, [])
-    capabilities = ["completion", "embedding"]
-    if facts.template:
-        capabilities.append("tools")
-    if dialect_of(facts.template, ()).can_reason(facts.template):
-        capabilities.append("thinking")
     preset = entry.preset(body.model)
     told = {"system": preset.system or "", "messages": [*preset.messages]} if preset is not None else {}
     return JSONResponse(
@@ -150,7 +146,7 @@ async def ollama_show(body: OllamaBody, registry: Registry, request: Request) ->
             "license": "",
             "details": facts.details,
             "model_info": facts.info,
-            "capabilities": capabilities,
+            "capabilities": await asyncio.to_thread(entry.capabilities) or (),
             "modified_at": _time(datetime.fromtimestamp(facts.modified_s, UTC)),
         }
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -151,17 +152,17 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def models(request: Request) -> JSONResponse:
         """Lists the names of all models."""
         listed = await registry.catalog.listed(request.scope)
-        found = [_model(registry, entry, name) for entry in listed for name in entry.names]
+        found = [await _model(registry, entry, name) for entry in listed for name in entry.names]
         return JSONResponse({"object": "list", "data": found})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> JSONResponse:
         """Describes one of them."""
         entry = await registry.catalog.find(name, request.scope)
-        return JSONResponse(_model(registry, entry, name if name in entry.names else entry.name))
+        return JSONResponse(await _model(registry, entry, name if name in entry.names else entry.name))
 
 
-def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, Any]:
+async def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, Any]:
     """A model in OpenAI's form, and how it is: seconds until it is unloaded are None for never."""
     facts = {
         "id": name,
@@ -169,6 +170,7 @@ def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[str, A
         "created": entry.created,
         "owned_by": "kukri",
         "root": entry.name,  # as vLLM has it: what an alias or an adapter stands for
+        "capabilities": await asyncio.to_thread(entry.capabilities),  # as Ollama's /api/show has them
         "max_model_len": None,
         "state": entry.state,
     }
