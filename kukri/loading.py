@@ -18,7 +18,7 @@ from kukri.engine.kv_size import KVCost, choose_kv_size
 from kukri.errors import ConfigError, FormatError, KernelSizeError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
-from kukri.formats.checkpoint import Checkpoint, open_checkpoint
+from kukri.formats.checkpoint import Checkpoint, check_packing, open_checkpoint
 from kukri.formats.headers import Headers, read_headers
 from kukri.formats.huggingface.weights import packed_type
 from kukri.host.hardware import available_bytes
@@ -124,9 +124,8 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         # each stage has a processor of its own; on one machine they take turns at its cores
         engine_config = replace(engine_config, max_in_flight=_n_stages(options))
     read = read_model(options)
+    _check_drafts(read.path, read.config, options)
     if not read.config.is_causal:
-        if options.draft_model is not None:
-            raise ConfigError(f"{read.path} is an encoder and generates no text: it takes no draft_model")
         engine_config = replace(engine_config, max_requests=options.max_requests or _MAX_TEXTS)
     try:
         return _on_backend(options, read, engine_config, progress)
@@ -238,6 +237,12 @@ def _check_stages(options: ModelOptions) -> None:
         raise ConfigError("device and devices are both given: devices (--devices) has one for each stage")
 
 
+def _check_drafts(path: Path, config: ModelConfig, options: ModelOptions) -> None:
+    """Raises ConfigError on a draft model for an encoder."""
+    if options.draft_model is not None and not config.is_causal:
+        raise ConfigError(f"{path} is an encoder and generates no text: it takes no draft_model")
+
+
 def _n_stages(options: ModelOptions) -> int:
     """The stages of a model on devices or elsewhere."""
     if isinstance(options.stages, int):
@@ -347,6 +352,7 @@ class MemoryNeed:
     weight_bytes: int  # tiles, and the rows of the embedding
     step_bytes: int  # activations and logits of the largest step
     kv_bytes: int  # size of the KV pool
+    max_context: int | None  # as the options say, but for no more tokens than the model's context
 
     @property
     def n_bytes(self) -> int:
@@ -360,12 +366,16 @@ _LOGIT_ROWS = 64  # most rows that a step computes besides those of its requests
 def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> MemoryNeed:
     """The memory that a model will take, of which `most_kv_bytes` for keys and values unless its options say.
 
-    Reads only headers; a model that is not cached is fetched. Raises KukriError if it cannot run.
+    Reads only headers; a model that is not cached is fetched. Raises KukriError if it cannot run, or not with
+    these options.
     """
-    headers = read_headers(hub.resolve(options.model))
-    config = headers.config
-    if config is None or headers.problem is not None:
+    path = hub.resolve(options.model)
+    check_packing(path, options.quantize, options.mmproj)
+    headers = read_headers(path)
+    if headers.config is None or headers.problem is not None:
         raise headers.problem or UnsupportedError(f"{headers.path} is not a model that kukri runs")
+    config = _stretched(headers.config, options.rope_scaling, options.rope_factor)
+    _check_drafts(path, config, options)
     context = min(options.max_context or config.max_context, config.max_context)
     n_requests = options.max_requests or _MAX_REQUESTS
     layout = headers.cache_layout
@@ -385,7 +395,7 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
     n_values = (n_requests + _LOGIT_ROWS) * config.n_vocab
     n_values += n_requests * state_bytes(layout) // 4
     n_values += options.max_step_tokens * (6 * config.d_model + 3 * config.d_ffn)
-    return MemoryNeed(weight_bytes, 4 * n_values, kv_bytes)
+    return MemoryNeed(weight_bytes, 4 * n_values, kv_bytes, context if options.max_context else None)
 
 
 def _file_bytes(path: Path) -> int:
@@ -445,9 +455,11 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
     if max_context is None:
         return config
     if max_context > config.max_context:
+        remedy = "--rope-scaling with --rope-factor (rope_scaling, rope_factor) stretches it"
+        if not config.rope.rotary_dim:
+            remedy = "use at most so many"
         raise ConfigError(
-            f"max_context {max_context} is more than the model's {config.max_context} tokens:"
-            " --rope-scaling with --rope-factor (rope_scaling, rope_factor) stretches it"
+            f"max_context {max_context} is more than the model's {config.max_context} tokens: {remedy}"
         )
     return replace(config, max_context=max_context)
 

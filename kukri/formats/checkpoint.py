@@ -51,6 +51,16 @@ class Checkpoint:
     mmproj: Path | None = None  # the file of the encoder, if it has one of its own
 
 
+def check_packing(path: Path, quantize: str | None, mmproj: str | Path | None) -> None:
+    """Raise ConfigError on an option that a GGUF file or a directory does not take."""
+    if quantize is not None:
+        packed_type(quantize)
+    if path.is_dir() and mmproj is not None:
+        raise ConfigError(f"mmproj (--mmproj) is for GGUF models: {path} has its encoder in its own files")
+    if not path.is_dir() and quantize is not None:
+        raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
+
+
 @contextmanager
 def open_checkpoint(
     path: Path, quantize: str | None = None, mmproj: Path | None = None
@@ -61,19 +71,12 @@ def open_checkpoint(
     model's encoder of images, which is else found by its name. Raises ConfigError for one that cannot be had,
     and what the files' readers raise.
     """
-    if quantize is not None:
-        packed_type(quantize)
+    check_packing(path, quantize, mmproj)
     if path.is_dir():
-        if mmproj is not None:
-            raise ConfigError(
-                f"mmproj (--mmproj) is for GGUF models: {path} has its encoder in its own files"
-            )
         with reading(path):
             directory = _open_directory(path, quantize)
         yield directory
         return
-    if quantize is not None:
-        raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
     with ExitStack() as files:
         gguf = files.enter_context(GGUFFile(path))
         with reading(path):

@@ -59,8 +59,13 @@ def with_scaling(config: ModelConfig, kind: str, factor: float) -> ModelConfig:
     """The configuration of a model whose context a user stretches `factor` times: linear, dynamic or yarn.
 
     Replaces a scaling of the checkpoint's own, and counts from the context before that one if it is known.
-    Raises ConfigError on other kinds, whose parameters only a checkpoint has, and on a factor below 1.
+    Raises ConfigError on other kinds, whose parameters only a checkpoint has, on a factor below 1, and for a
+    model without RoPE.
     """
+    if not config.rope.rotary_dim:
+        raise ConfigError(
+            "RoPE scaling (--rope-scaling) is not supported by a model without RoPE: leave it out"
+        )
     if kind not in USER_SCALINGS:
         raise ConfigError(f"RoPE scaling {kind!r} cannot be set: choose {', '.join(USER_SCALINGS)}")
     if not 1 <= factor <= MAX_ROPE_FACTOR:

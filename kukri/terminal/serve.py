@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kukri.errors import ConfigError, UnsupportedError
+from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.terminal.files import read_text
 from kukri.terminal.progress import loading_bar
 from kukri.terminal.serve_options import ServeOptions
@@ -84,6 +84,8 @@ def _serve_box(models: Sequence[ModelSpec], settings: ServerSettings, bound: soc
     """Serves models that are loaded when they are needed, those that are pinned at once."""
     from kukri.server.app import create_app
 
+    for model in models:
+        _check_options(model)
     app = create_app(None, settings, models)
     registry = app.state.registry
     if not registry.entries and not settings.manages_models:
@@ -95,6 +97,29 @@ def _serve_box(models: Sequence[ModelSpec], settings: ServerSettings, bound: soc
         flush=True,
     )
     run_app(app, settings, bound)
+
+
+def _check_options(model: ModelSpec) -> None:
+    """Raise ConfigError if a model cannot run with its options, by the headers of its files.
+
+    A model that would be fetched is looked at when a request needs it.
+    """
+    from kukri.formats import hub
+    from kukri.formats.model_cache import cached_path
+    from kukri.loading import memory_need
+    from kukri.model_options import OWN_LAYER
+
+    drafts = [model.options.draft_model] if model.options.draft_model not in (None, OWN_LAYER) else []
+    for name in (model.options.model, *drafts):
+        try:
+            cached_path(name)
+        except UnsupportedError:
+            if name is None or hub.is_known(name) or hub.is_repository(name):
+                return
+    try:
+        memory_need(model.options)
+    except KukriError as error:
+        raise ConfigError(f"the model {model.names[0]!r} cannot be loaded: {error}") from None
 
 
 def server_settings(

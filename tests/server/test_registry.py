@@ -17,8 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from kukri import LLM
+from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.loading import memory_need
 from kukri.model_options import ModelOptions
@@ -226,6 +228,46 @@ def test_an_encoder_is_served_beside_language_models(files, tmp_path):
         refused = http.post("/v1/completions", json=body("embed"))
         assert refused.status_code == 400
         assert "generates no text" in refused.json()["error"]["message"]
+
+
+def test_a_context_for_several_models_is_cut_for_the_smaller_ones(files, tmp_path, caplog):
+    """Catches --max-context for a large model, which made each request for a smaller one a 500."""
+    save(tmp_path, "bert", "Model")
+    models = [
+        ModelSpec(("large",), options(files["red"], max_context=100)),
+        ModelSpec(("small",), options(tmp_path, max_context=100)),
+    ]
+    with serving(None, models) as served, served.http() as http:
+        assert http.post("/v1/embeddings", json={"model": "small", "input": "a"}).status_code == 200
+        assert http.post("/v1/completions", json=body("large")).status_code == 200
+        sizes = {one["id"]: one["max_model_len"] for one in http.get("/v1/models").json()["data"]}
+    assert sizes == {"large": 100, "small": 96}
+    (line,) = [one for one in caplog.records if "max_context" in one.getMessage()]
+    assert (line.model, line.getMessage()) == ("small", "max_context 100 is more than the model's: it has 96")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rope-scaling", "yarn", "--rope-factor", "4"], "RoPE scaling (--rope-scaling) is not supported"),
+        (["--quantize", "Q8_0"], "is packed already: quantize is for safetensors"),
+        (["--mmproj", "x.gguf"], "mmproj (--mmproj) is for GGUF models"),
+        (["--draft-model", "DRAFT"], "is an encoder and generates no text"),
+    ],
+)
+def test_an_option_that_one_of_several_models_cannot_have_ends_the_start(
+    flags, message, files, tmp_path, monkeypatch
+):
+    """Catches options for all models that make the first request for one of them a 500."""
+    save(tmp_path, "bert", "Model")
+    models = ["--model", f"a={files['red']}", "--model", f"b={tmp_path}"]
+    command = ["serve", *models, "--port", "0", *flags]
+    command = [str(files["red"]) if word == "DRAFT" else word for word in command]
+    monkeypatch.setattr("kukri.terminal.serve.run_app", lambda *_: None)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2, done.output
+    assert message in " ".join(done.stderr.split())
+    assert f"the model {'a' if 'quantize' in message else 'b'!r} cannot be loaded" in done.stderr
 
 
 _RSS = """

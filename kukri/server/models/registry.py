@@ -348,7 +348,13 @@ class ModelRegistry:
             if name not in given:
                 log.warning("adapter gone", extra={"model": entry.name, "adapter": name})
                 del entry.adapters[name]
-        options = replace(entry.spec.options, kv_bytes=need.kv_bytes, adapters={**entry.adapters})
+        wanted, context = entry.spec.options.max_context, need.max_context
+        if context != wanted:
+            log.warning("max_context %s is more than the model's: it has %s", wanted, context,
+                        extra={"model": entry.name})  # fmt: skip
+        options = replace(
+            entry.spec.options, kv_bytes=need.kv_bytes, max_context=context, adapters={**entry.adapters}
+        )
         served = await asyncio.to_thread(self._opened, entry, options)
         if self.is_draining:
             await asyncio.to_thread(served.llm.close)
