@@ -66,8 +66,10 @@ def graded_runs(
 
     def run(group: slice) -> tuple[Any, Any]:
         tape = make(None if given is None else given(group))
+        held[:] = [tape.matrices]  # for the next group's tape
         return tape, tape.run(session.model, TextRows.of(texts[group]))
 
+    held: list[Any] = []
     logits: list[FloatArray] = []
     for group in groups:
         tape = result = None  # the last group is not needed any more

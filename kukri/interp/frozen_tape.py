@@ -128,7 +128,7 @@ class FrozenTape(Tape):
 
     def _matrix(self, weight: Weight) -> FloatArray:
         """A matrix in float32, kept if gradients need it: most of a model is MLPs, which they go around."""
-        if self._is_running and not self.keeps_matrices and weight not in self._matrices:
+        if self._is_running and not self.keeps_matrices and weight not in self.matrices:
             return dequantize(weight.data, weight.type)
         return super()._matrix(weight)
 
@@ -163,7 +163,7 @@ class ReplayedTape(FrozenTape):
         output: Callable[[str, FloatArray], FloatArray],
         holds_patterns_alone: bool = False,
     ) -> None:
-        super().__init__(first._matrices, first._ropes, first.reads, first.writes, first._skips)
+        super().__init__(first.matrices, first._ropes, first.reads, first.writes, first._skips)
         self._given_output, self._replayed = output, iter(first._constants)
         self._holds_patterns_alone = holds_patterns_alone
         self.keeps_matrices = first.keeps_matrices

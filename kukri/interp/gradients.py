@@ -1,7 +1,6 @@
 """Gradients of a metric by every activation, attribution patching and integrated gradients.
 
-They are of the model in float32 on its dequantized weights (`tape.py`), whatever the backend; these weights
-are kept while the LLM is open.
+They are of the model in float32 on its dequantized weights, whatever the backend: see `tape.py`.
 """
 
 from __future__ import annotations

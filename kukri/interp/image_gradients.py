@@ -82,8 +82,10 @@ def encoder_gradients(
 
     def run(part: ImagePart) -> tuple[EncoderTape, Variable]:
         tape = encoder.tape()
+        held[:] = [tape.matrices]  # for the next part's tape
         return tape, tape.see(part, None if end is None else end.tap)
 
+    held: list[Any] = []
     found: list[FloatArray] = []
     for part in parts:
         last: Any = None  # its tape is not needed any more

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from kukri.engine.request_images import RequestImages
 from kukri.interp.attention import seen_keys
-from kukri.interp.tape import Tape, TextRows, Variable
+from kukri.interp.tape import Matrices, Tape, TextRows, Variable
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import RopeFrequencies, Weight
+from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.taps import tap_name
@@ -29,7 +29,7 @@ class EncoderTape(Tape):
 
     def __init__(
         self,
-        matrices: dict[Weight, FloatArray],
+        matrices: Matrices,
         ropes: dict[RopeFrequencies, RopeRows],
         model: VisionModel,
         given: Mapping[str, FloatArray] | None = None,
@@ -84,7 +84,7 @@ class SeeingTape(Tape):
 
     def __init__(
         self,
-        matrices: dict[Weight, FloatArray],
+        matrices: Matrices,
         ropes: dict[RopeFrequencies, RopeRows],
         images: RequestImages,
         spans: Sequence[ImageSpan],

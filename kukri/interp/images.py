@@ -16,10 +16,11 @@ from kukri.interp.image_tapes import EncoderTape
 from kukri.interp.listening import FwdHooks, Names, NamesFilter, StepListener
 from kukri.interp.names import Point
 from kukri.interp.session import Interventions, ReturnType, Session, require_return_type, text_loss
+from kukri.interp.tape import Matrices, Shared
 from kukri.interp.values import Model as Values
 from kukri.interp.values import Rows
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import RopeFrequencies, Weight
+from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.taps import SequenceTaps
 from kukri.models.trace import Trace
@@ -71,7 +72,7 @@ class EncoderSession(Names):
         self.values = Values(self.config, self.trace, kv_type, _no_text, lambda x: x)
         self.values.points = {n: p for n, p in self.values.points.items() if self._exists(p)}
         self.points, self.weights = self.values.points, self.values.weights
-        self._matrices: dict[Weight, FloatArray] = {}  # in float32, of tapes
+        self._matrices = Shared(Matrices, sum(each.n_parameters for each in self.model.parameters))
         self._ropes: dict[RopeFrequencies, RopeRows] = {}
 
     def run_with_cache(
@@ -131,7 +132,7 @@ class EncoderSession(Names):
 
     def tape(self, given: Mapping[str, FloatArray] | None = None) -> EncoderTape:
         """A run of a part of an image with gradients, in NumPy, whatever the LLM runs on."""
-        return EncoderTape(self._matrices, self._ropes, self.model, given)
+        return EncoderTape(self._matrices(), self._ropes, self.model, given)
 
     def attention(
         self, cache: ActivationCache, prompt: ImagePrompt, layer: int, *, query: int = -1, image: int = 0

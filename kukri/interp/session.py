@@ -23,14 +23,14 @@ from kukri.interp.listening import FwdHooks, Listening, Names, NamesFilter, Step
 from kukri.interp.names import LOGITS, Point
 from kukri.interp.pace import Pace
 from kukri.interp.places import Prompt, TokenBytes
-from kukri.interp.tape import Tape, Variable
+from kukri.interp.tape import Matrices, Shared, Tape, Variable
 from kukri.interp.texts import Texts
 from kukri.interp.values import Encode, Rows
 from kukri.interp.values import Model as Values
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVType
-from kukri.kernels.constants import RopeFrequencies, Weight
+from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
 from kukri.models import Adapter, Model
 from kukri.models.trace import Trace
@@ -67,7 +67,7 @@ class Session(Names):
         kv_type = kv_type or backend.exact_kv_type
         self.alone, self.model, self._token_bytes = alone, model, token_bytes
         self.trace = Trace(model, None if adapter is None else adapter.updates)
-        self._matrices: dict[Weight, FloatArray] = {}  # in float32, of tapes
+        self._matrices = Shared(Matrices, model.n_parameters)
         self._ropes: dict[RopeFrequencies, RopeRows] = {}
         self.values = Values(model.config, self.trace, kv_type, encode, self._adjusted)
         self.config, self.points, self.weights = model.config, self.values.points, self.values.weights
@@ -110,7 +110,7 @@ class Session(Names):
     def _adjusted(self, logits: FloatArray) -> FloatArray:
         """Logits of the head as the model's code caps or divides them."""
         adjust = getattr(self.model, "adjust_logits", None)
-        return logits if adjust is None else adjust(Tape({}, {}), Variable(logits)).x
+        return logits if adjust is None else adjust(Tape(Matrices(), {}), Variable(logits)).x
 
     @cached_property
     def _order(self) -> dict[str, int]:
@@ -183,30 +183,31 @@ class Session(Names):
             return self.array_tape(given)
         from kukri.interp.torch_tape import TorchTape
 
-        return TorchTape(self._constants, self.model.cache_layout, given)
+        return TorchTape(self._constants(), self.model.cache_layout, given)
 
     def array_tape(self, given: Mapping[str, FloatArray] | None = None) -> Tape:
-        """A run with gradients in NumPy, whatever the LLM runs on; tapes share their matrices in float32."""
-        return Tape(self._matrices, self._ropes, given)
+        """A run with gradients in NumPy, whatever the LLM runs on."""
+        return Tape(self._matrices(), self._ropes, given)
 
     def seeing_tape(self, images: RequestImages, spans: Sequence[ImageSpan]) -> SeeingTape:
         """A run of a prompt with images whose rows are known."""
-        return SeeingTape(self._matrices, self._ropes, images, spans)
+        return SeeingTape(self._matrices(), self._ropes, images, spans)
 
     def frozen_tape(
         self, reads: Sequence[str], writes: Sequence[str], skips: Mapping[int, Any]
     ) -> FrozenTape:
         """A run whose attention patterns, norms and MLPs are constants: see FrozenTape."""
-        return FrozenTape(self._matrices, self._ropes, reads, writes, skips)
+        return FrozenTape(self._matrices(), self._ropes, reads, writes, skips)
 
     @cached_property
-    def _constants(self) -> Any:
+    def _constants(self) -> Shared[Any]:
         """The model in float32 on the device."""
         import torch
 
         from kukri.kernels.pytorch.constants import DeviceConstants
 
-        return DeviceConstants(self.texts.backend.device, torch.float32, sys.maxsize)  # type: ignore[attr-defined]
+        device = self.texts.backend.device  # type: ignore[attr-defined]
+        return Shared(lambda: DeviceConstants(device, torch.float32, sys.maxsize), self.model.n_parameters)
 
     def listen_to(self, requests: Sequence[Request], names: NamesFilter, fwd_hooks: FwdHooks) -> RequestTaps:
         """Makes a new request listen: see LLM.generate_with_hooks. Raises HookError, RequestError."""

@@ -1,7 +1,7 @@
 """A tape over the op set in NumPy: runs a model's code on float32 weights and gives gradients of every tap.
 
 Reverse-mode differentiation: each op keeps what its derivative needs, and `backward` goes through them from
-the last to the first. Matrices are dequantized once and kept in float32.
+the last to the first. Tapes share matrices in float32, which are freed with the last tape: see `Shared`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-from weakref import proxy
+from typing import Any, Generic, TypeVar
+from weakref import proxy, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,33 @@ from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing
 from kukri.kernels.taps import tap_name
 from kukri.quant.blocks import dequantize
 
+KEPT_BYTES = 1 << 30  # matrices of a model that take no more stay for the next tape
 _C = np.float32(np.sqrt(2 / np.pi))
+_T = TypeVar("_T")
+
+
+class Matrices(dict[Weight, FloatArray]):
+    """A model's matrices in float32, added as tapes read them."""
+
+
+class Shared(Generic[_T]):
+    """A model's constants in float32 for tapes: the same for all that live at one time, and freed with the
+    last of them if all `n_parameters` take more than KEPT_BYTES.
+    """
+
+    def __init__(self, make: Callable[[], _T], n_parameters: int) -> None:
+        self._make, self._n_bytes = make, 4 * n_parameters
+        self._made: Callable[[], _T | None] = lambda: None
+        self._kept: _T | None = None
+
+    def __call__(self) -> _T:
+        """The constants, new ones if no tape has any."""
+        made = self._made()
+        if made is None:
+            made = self._make()
+            self._made = ref(made)
+            self._kept = made if self._n_bytes <= KEPT_BYTES else None
+        return made
 
 
 @dataclass(frozen=True)
@@ -87,14 +113,15 @@ class Tape:
 
     def __init__(
         self,
-        matrices: dict[Weight, FloatArray],
+        matrices: Matrices,
         ropes: dict[RopeFrequencies, RopeRows],
         given: Mapping[str, FloatArray] | None = None,
     ) -> None:
+        """`matrices` and `ropes` are filled, for other tapes too."""
         self._tapped: dict[str, Variable] = {}
         self._kv: dict[int, tuple[Variable, Variable]] = {}  # by layer: others may read them
         self._nodes: list[tuple[Variable, Pull]] = []
-        self._matrices, self._ropes, self._given = matrices, ropes, given or {}
+        self.matrices, self._ropes, self._given = matrices, ropes, given or {}
         # for ops' derivatives: a tape that they held would wait, with all its values, for Python's collector
         self._weak: Any = proxy(self)
 
@@ -508,9 +535,9 @@ class Tape:
         return variable
 
     def _matrix(self, weight: Weight) -> FloatArray:
-        if weight not in self._matrices:
-            self._matrices[weight] = dequantize(weight.data, weight.type)
-        return self._matrices[weight]
+        if weight not in self.matrices:
+            self.matrices[weight] = dequantize(weight.data, weight.type)
+        return self.matrices[weight]
 
     def _normed(
         self, x: Variable, parts: FloatArray, weight: Vector, bias: Vector | None, eps: float, shape: Any

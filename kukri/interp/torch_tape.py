@@ -30,7 +30,7 @@ class TorchTape(TorchOps):
     ) -> None:
         """`constants` are in float32; `given` as in Tape."""
         super().__init__(constants, TensorCache(layout, 0, 0, "f32", constants.device))
-        self._given = given or {}
+        self.matrices, self._given = constants, given or {}
         self._tapped: dict[str, Tensor] = {}
         self._kv: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: others may read them
 

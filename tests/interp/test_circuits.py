@@ -199,7 +199,7 @@ def test_edges_and_constants_add_up(pair, tmp_path):
         save_file(arrays, folder / f"layer_{i}.safetensors")
     session = llama_session(pair)
     graph = attribute(session, IDS, folder, max_features=10_000, n_ignored=0)
-    kept = sum(matrix.size for matrix in session.interp._matrices.values())
+    kept = sum(matrix.size for matrix in session.interp._matrices().values())
     assert kept == L * sum(session.interp.weights.layer(name, 0).size for name in ("W_V", "W_O")), (
         "MLPs are not"
     )

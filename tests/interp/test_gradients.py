@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 
 from kukri import LLM
 from kukri.errors import RequestError, UnsupportedError
-from kukri.interp import gradients
-from kukri.interp.tape import Tape, TextRows
+from kukri.interp import gradients, tape
+from kukri.interp.tape import Matrices, Tape, TextRows
 from tests.interp import tl_models
 from tests.models import made_models, tiny_models
 from tests.tiny_gguf import write_tiny
@@ -238,7 +239,43 @@ def test_a_tape_is_freed_with_its_last_user(name):
     assert freed() is None
 
 
+@pytest.mark.full(only=["torch-*"])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_matrices_in_float32_are_freed_with_the_call(monkeypatch, backend, kept_bytes):
+    """Catches a session that keeps 4 bytes for each parameter of a large model until the LLM is closed, one
+    that dequantizes a small model again for each call, and groups of texts that share nothing.
+    """
+    llm = holder("smollm3", backend)
+    session = llm.interp
+    monkeypatch.setattr(tape, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(gradients, "text_groups", lambda *_: [slice(0, 1), slice(1, 2)])
+    constants = session._matrices if backend == "reference" else session._constants
+    make, made, used = constants._make, [], []
+    monkeypatch.setattr(constants, "_make", lambda: made.append(1) or make())
+
+    def metric(logits):
+        shared = session.tape().matrices
+        arrays = shared.values() if backend == "reference" else [m.data for m in shared._matrices.values()]
+        used.append((sum(4 * prod(x.shape) for x in arrays), [weakref.ref(x) for x in (shared, *arrays)]))
+        return gradients.log_probability([RIGHT, WRONG])(logits)
+
+    texts = [IDS, OTHER]
+    values = [
+        gradients.run_with_gradients(llm, texts, metric, "resid_pre1")[2]["resid_pre1"] for _ in range(2)
+    ]
+    np.testing.assert_array_equal(*values)
+    n_parameters = sum(prod(p.shape) for p in session.model.parameters if len(p.shape) == 2)
+    assert used[0][0] == used[1][0] == 4 * n_parameters
+    alive = [one() for one in used[0][1]]
+    assert len(made) == (1 if kept_bytes else 2)
+    if kept_bytes:
+        assert [one() for one in used[1][1]] == alive
+    else:
+        assert alive == [None] * len(alive)
+
+
 def test_an_op_without_a_derivative():
     """A gradient that passes an op by."""
     with pytest.raises(UnsupportedError, match="no gradients of models with the op scan"):
-        Tape({}, {}).scan()
+        Tape(Matrices(), {}).scan()

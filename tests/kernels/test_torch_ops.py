@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
-from kukri.interp.tape import Tape, Variable
+from kukri.interp.tape import Matrices, Tape, Variable
 from kukri.interp.torch_tape import TorchTape
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer, StateLayer
@@ -48,7 +48,7 @@ def test_every_backend_gives_the_same_numbers_of_experts(routing):
     constants = TorchBackend("cpu").constants
     found = {
         "reference": ReferenceOps(PagedKV(layout, 1)).route(logits, routing).experts,
-        "tape": Tape({}, {}).route(Variable(logits), routing).experts,
+        "tape": Tape(Matrices(), {}).route(Variable(logits), routing).experts,
         "torch": TorchOps(constants, TensorCache(layout, 0, 0, "f32", CPU))
         .route(torch.tensor(logits), routing)
         .experts.numpy(),
