@@ -97,7 +97,7 @@ def test_documents_are_ranked_by_their_tokens(tmp_path: Path) -> None:
                 {"pooling": "mean"},
                 {"dimensions": 8},
                 {"prompt_name": "title"},
-                {"input": [5, 6]},
+                {"input": [5, 6], "allow_token_ids": True},
             ):
                 answer = http.post("/v1/embeddings", json={"input": "a", **wrong})
                 assert answer.status_code == 400, wrong

@@ -180,6 +180,10 @@ class ServerSettings:
         "Maximum memory of an attribution graph. [default: half of the free memory]", "--max-graph"
     )
     any_model: bool = _switch("Accept any model name in requests.", "--any-model")
+    allows_token_ids: bool = _switch(
+        "Take token ids as the input of /v1/embeddings; they must be those of the model's own tokenizer.",
+        "--allow-token-ids",
+    )
     batch_dir: Path | None = _path("Serve /v1/files and /v1/batches, stored here.", "DIR")
     response_dir: Path | None = _path(
         "Keep the responses that previous_response_id continues in this directory, too.", "DIR"

@@ -133,7 +133,8 @@ def test_a_key_has_its_tokens_a_day(tiny):
         assert http.get("/v1/models", headers=key("ka")).status_code == 200
         for sender in ("kb", "kc"):
             assert http.post(TEXT, json=body, headers=key(sender)).status_code == 200
-        embedded = http.post("/v1/embeddings", json={"input": [[5] * 7], "model": MODEL}, headers=key("kb"))
+        body = {"input": [[5] * 7], "model": MODEL, "allow_token_ids": True}
+        embedded = http.post("/v1/embeddings", json=body, headers=key("kb"))
         assert embedded.status_code == 200
         text = http.get("/metrics", headers=key("kd")).text
         counts = dict(re.findall(r'kukri_key_(\w+_tokens_total\{key="\w+"\}) (\S+)', text))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import torch
 import transformers as tr
@@ -48,7 +49,8 @@ def test_every_form_of_input_gives_the_models_vectors(served, offline):
     ids = [offline.tokenizer.encode(text, add_special=True) for text in TEXTS]
     create = served.client.embeddings.create
     for given, rows in ((TEXTS, wanted), (ids, wanted), (TEXT, wanted[:1]), (ids[0], wanted[:1])):
-        found = create(model=MODEL, input=given)  # in base64, which the client asks for by itself
+        own = {"allow_token_ids": given in (ids, ids[0])}
+        found = create(model=MODEL, input=given, extra_body=own)  # in base64, which the client asks for
         np.testing.assert_array_equal(np.array([one.embedding for one in found.data], np.float32), rows)
     more = {"pooling": "last", "normalize": False}
     raw = create(model=OTHER_NAME, input=TEXT, dimensions=wanted.shape[1], user="u", extra_body=more)
@@ -138,8 +140,8 @@ def test_llama_cpps_forms_of_input_give_the_same_vectors(served, offline):
         ({"content": "b"}, "content", "give one"),
         ({"input": {"content": [{"type": "image_url"}]}}, "input.content[0].type", ""),
         ({"input": ["a"] * 2049}, "input", ""),
-        ({"input": [49152]}, "input", "outside the vocabulary"),
-        ({"input": [[1], [-1]]}, "input", "outside the vocabulary"),
+        ({"input": [49152], "allow_token_ids": True}, "input", "outside the vocabulary"),
+        ({"input": [[1], [-1]], "allow_token_ids": True}, "input", "outside the vocabulary"),
         ({"input": [2**70]}, "input[0]", "less than or equal to"),
         ({"input": ["a", "a " * 1100]}, "input", "the context holds 1024"),
         ({"encoding_format": "int8"}, "encoding_format", ""),
@@ -153,6 +155,37 @@ def test_what_is_wrong_is_named(served, changes, param, message):
         response = http.post("/v1/embeddings", json={"model": MODEL, "input": "a"} | changes)
         assert message in check_error(response, 400, param)
         assert http.post("/v1/embeddings", json={"model": "gpt-9", "input": "a"}).status_code == 404
+
+
+@pytest.mark.full
+def test_langchains_ids_of_another_tokenizer_are_refused(served, offline, monkeypatch):
+    """Catches LangChain's OpenAIEmbeddings, whose ids are OpenAI's, and vectors of nonsense."""
+    tiktoken = pytest.importorskip("tiktoken")
+    from langchain_openai import OpenAIEmbeddings
+
+    letters = {bytes([i]): i for i in range(256)}  # OpenAI's own vocabulary would be downloaded
+    encoding = tiktoken.Encoding("bytes", pat_str=r"\S+|\s+", mergeable_ranks=letters, special_tokens={})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
+    options = {"model": MODEL, "base_url": f"{served.url}/v1", "api_key": "none", "max_retries": 0}
+    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False") as caught:
+        OpenAIEmbeddings(**options).embed_query(TEXT)
+    assert caught.value.param == "input"
+    vector = OpenAIEmbeddings(**options, check_embedding_ctx_length=False).embed_query(TEXT)
+    np.testing.assert_allclose(vector, offline.embed([TEXT])[0], atol=1e-6)
+
+
+def test_token_ids_are_taken_where_they_are_allowed(served, offline):
+    """Catches ids of a tokenizer that nobody vouches for, and an option that is not heard."""
+    ids = offline.tokenizer.encode("a cat", add_special=True)
+    with served.http() as http:
+        for given in (ids, [ids], ["a", ids]):
+            refused = http.post("/v1/embeddings", json={"model": MODEL, "input": given})
+            assert "check_embedding_ctx_length" in check_error(refused, 400, "input")
+        own = http.post("/v1/embeddings", json={"model": MODEL, "input": ids, "allow_token_ids": True}).json()
+    with serving(offline, allows_token_ids=True) as other, other.http() as http:
+        answer = http.post("/v1/embeddings", json={"model": MODEL, "input": ids}).json()
+    assert answer["data"] == own["data"]
+    np.testing.assert_array_equal(np.float32(own["data"][0]["embedding"]), offline.embed(["a cat"])[0])
 
 
 def test_numbers_that_json_has_not_are_an_error(served, monkeypatch):

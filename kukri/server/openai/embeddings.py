@@ -79,6 +79,7 @@ class EmbeddingBody(Body):
     prompt_name: str | None = None
     truncate: bool | None = None
     adapter: str | None = None
+    allow_token_ids: bool | None = None  # the input's ids are those of this model's tokenizer
 
     @model_validator(mode="after")
     def _has_one_input(self) -> EmbeddingBody:
@@ -97,6 +98,9 @@ async def embed(
     served: ServedModel, body: EmbeddingBody, http: Request, *, as_llama_cpp: bool = False
 ) -> Response:
     """The response to an embedding request. A client that leaves ends the work."""
+    may_be_ids = body.allow_token_ids or served.settings.allows_token_ids
+    if not (as_llama_cpp or may_be_ids):
+        _check_texts(body.input)
     try:
         given: Any = body.content if body.input is None else body.input
         of_tokens = _checked_late(served.llm.text_encoder, body)
@@ -131,6 +135,21 @@ async def embed(
     else:
         content = await asyncio.to_thread(_body, head, vectors, body.encoding_format == "base64")
     return Response(content, media_type="application/json")
+
+
+def _check_texts(given: Any) -> None:
+    """Raise RequestError for token ids alone, which clients of OpenAI make with OpenAI's tokenizer."""
+    if any(isinstance(one, list) and set(map(type, one)) == {int} for one in _many(given)):
+        raise RequestError(
+            "input must be texts, as ids of another tokenizer give wrong vectors: in LangChain set "
+            "check_embedding_ctx_length=False, for this model's own token ids allow_token_ids=true",
+            param="input",
+        )
+
+
+def _many(given: Any) -> list[Any]:
+    """Return the texts of an `Input`."""
+    return given if isinstance(given, list) and _kind_of(given) == "list[str]" else [given]
 
 
 async def vectors_of(
@@ -210,8 +229,7 @@ async def encoded(
     of_tokens: bool = False,
 ) -> Encoded:
     """The token ids of each text of an `Input`, as `TextEncoder.encode` or `encode_tokens` makes them."""
-    many = given if isinstance(given, list) and _kind_of(given) == "list[str]" else [given]
-    plain = [_plain(one) for one in many]
+    plain = [_plain(one) for one in _many(given)]
     return await asyncio.to_thread(_ids, served, plain, prompt_name, truncate, of_tokens)
 
 
