@@ -1,9 +1,11 @@
-"""Reads the sampling parameters that a checkpoint advises, as fields of SamplingParams; unchecked."""
+"""The sampling parameters that a checkpoint advises, as fields of SamplingParams; unchecked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 # generation_config.json has most of them under the same names
 _HUGGINGFACE = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -20,6 +22,7 @@ _GGUF = {
     "mirostat": "mirostat",
     "mirostat_tau": "mirostat_tau",
     "mirostat_eta": "mirostat_eta",
+    "kukri.typical_p": "typical_p",  # kukri's own: llama.cpp has no key for it
 }
 
 
@@ -40,3 +43,24 @@ def gguf_advice(metadata: Mapping[str, Any]) -> dict[str, Any]:
             value = value.item() if hasattr(value, "item") else value
             advice[name] = float(f"{value:.6g}") if isinstance(value, float) else value
     return advice
+
+
+def advice_keys(advice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a GGUF file with the advice of a directory."""
+    made: dict[str, Any] = {}
+    for key, name in _GGUF.items():
+        value = advice.get(name)
+        if name == "top_k":
+            if type(value) is int:
+                made[f"general.sampling.{key}"] = np.int32(max(0, min(value, 2**31 - 1)))
+        elif name in _HUGGINGFACE and type(value) in (int, float):
+            made[f"general.sampling.{key}"] = np.float32(value)
+    return made
+
+
+def generation_keys(advice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a generation_config.json with the advice of a GGUF file."""
+    stated = {name: advice[name] for name in _HUGGINGFACE if name in advice}
+    if stated.get("temperature") == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, **stated} if stated else {}

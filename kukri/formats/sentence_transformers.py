@@ -39,6 +39,7 @@ _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
 
 # Where GGUF files have the prompt for a query and a document, as llama.cpp's converter writes it, and the
 # prompt that Qwen3-Reranker was trained on.
+EMBEDDING_KEY = "kukri.embedding"  # kukri's own: what no key of GGUF says, as JSON
 LATE_KEY = "kukri.late_interaction"  # kukri's own: settings under PyLate's keys, as JSON
 PAIR_KEY = "tokenizer.chat_template.rerank"
 PAIR_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -84,8 +85,8 @@ def directory_embedding(
 def _directory_embedding(
     directory: Path, stated: Mapping[str, Any]
 ) -> tuple[EmbeddingConfig, tuple[DenseLayer, ...]]:
-    prompts, default = _prompts(directory)
-    max_tokens = _max_tokens(directory)
+    prompts, default = _prompts(*_stated(directory / _SETTINGS))
+    max_tokens = _max_tokens(*_stated(directory / "sentence_bert_config.json"))
     pooling: Pooling = "mean"
     normalizes, layers = True, list[DenseLayer]()
     if (directory / "modules.json").is_file():
@@ -112,10 +113,23 @@ def _directory_embedding(
 
 
 def gguf_embedding(gguf: GGUFFile, architecture: str) -> EmbeddingConfig:
-    """Reads a GGUF file's embedding settings: `{architecture}.pooling_type`, the prompt of pairs, and those
-    of late interaction, which are kukri's own; files without them that have its tokens and its dense layer
-    get PyLate's.
+    """Reads a GGUF file's embedding settings: `{architecture}.pooling_type`, the prompt of pairs, and kukri's
+    own keys; files without those of late interaction that have its tokens and its dense layer get PyLate's.
     """
+    keys = Keys(gguf.metadata, gguf.path)
+    own = parse_json(keys.text(EMBEDDING_KEY, "{}").encode(), gguf.path)
+    prompts, default = _prompts(own, gguf.path)
+    return replace(
+        _by_gguf_keys(gguf, architecture),
+        normalizes=Keys(own, gguf.path).flag("normalize", True),
+        score="identity" if own.get("score") == "identity" else "sigmoid",
+        max_tokens=_max_tokens(own, gguf.path),
+        prompts=prompts,
+        default_prompt=default,
+    )
+
+
+def _by_gguf_keys(gguf: GGUFFile, architecture: str) -> EmbeddingConfig:
     metadata = gguf.metadata
     template, name = metadata.get(PAIR_KEY), str(metadata.get("general.name")).replace(" ", "-")
     if isinstance(template, str) and all(part in template for part in ("{query}", "{document}")):
@@ -166,7 +180,23 @@ def dense_tensors(model: ModelConfig, layers: Sequence[DenseLayer]) -> dict[str,
 def gguf_keys(
     model: ModelConfig, embedding: EmbeddingConfig, layers: Sequence[DenseLayer] = ()
 ) -> dict[str, Any]:
-    """GGUF's keys of an encoder's pooling, token types and dense layers; of others those of ranking."""
+    """GGUF's keys of an encoder's pooling, token types and dense layers, of others those of ranking, and
+    kukri's own key for the rest.
+    """
+    own = {
+        "normalize": None if embedding.normalizes else False,
+        "score": None if embedding.score == "sigmoid" else embedding.score,
+        "max_seq_length": embedding.max_tokens,
+        "prompts": embedding.prompts or None,
+        "default_prompt_name": embedding.default_prompt,
+    }
+    stated = {name: value for name, value in own.items() if value is not None}
+    return _gguf_keys(model, embedding, layers) | ({EMBEDDING_KEY: json.dumps(stated)} if stated else {})
+
+
+def _gguf_keys(
+    model: ModelConfig, embedding: EmbeddingConfig, layers: Sequence[DenseLayer]
+) -> dict[str, Any]:
     if (late := embedding.late) is not None:
         if ARCHITECTURES[model.architecture].n_dense != 1:
             raise UnsupportedError(
@@ -272,8 +302,7 @@ def _stanfords_dense(directory: Path) -> DenseLayer:
 
 def _stanfords_settings(directory: Path) -> LateInteraction:
     """The settings of a model in Stanford's format, under the names of its artifact.metadata."""
-    path = directory / _METADATA
-    keys = Keys(read_json(path) if path.is_file() else {}, path)
+    keys = Keys(*_stated(directory / _METADATA))
     usual = LateInteraction("[unused0]", "[unused1]")
     return replace(
         usual,
@@ -288,8 +317,7 @@ def _stanfords_settings(directory: Path) -> LateInteraction:
 
 def _late_interaction(directory: Path) -> LateInteraction | None:
     """PyLate's settings of a model with a vector for each token; None for others."""
-    path = directory / _SETTINGS
-    keys = Keys(read_json(path) if path.is_file() else {}, path)
+    keys = Keys(*_stated(directory / _SETTINGS))
     return _pylate(keys) if str(keys.value("similarity_fn_name")).lower() == "maxsim" else None
 
 
@@ -321,12 +349,13 @@ def _pylate(keys: Keys) -> LateInteraction:
     )
 
 
-def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
+def _stated(path: Path) -> tuple[dict[str, Any], Path]:
+    """The contents of a file, empty if it is missing, and its path."""
+    return read_json(path) if path.is_file() else {}, path
+
+
+def _prompts(stated: Mapping[str, Any], path: Path) -> tuple[dict[str, str], str | None]:
     """The prompts by name, and the name of the one that is used if none is chosen."""
-    path = directory / _SETTINGS
-    if not path.is_file():
-        return {}, None
-    stated = read_json(path)
     prompts, default = stated.get("prompts") or {}, stated.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
         raise FormatError("key 'prompts' must map names to strings", path=path)
@@ -337,11 +366,8 @@ def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
     return prompts, default
 
 
-def _max_tokens(directory: Path) -> int | None:
-    path = directory / "sentence_bert_config.json"
-    if not path.is_file():
-        return None
-    keys = Keys(read_json(path), path)
+def _max_tokens(stated: Mapping[str, Any], path: Path) -> int | None:
+    keys = Keys(stated, path)
     return (
         keys.whole("max_seq_length", most=MAX_CONTEXT) if keys.value("max_seq_length") is not None else None
     )

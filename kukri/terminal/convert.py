@@ -26,6 +26,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.formats.huggingface.writer import write_directory
 from kukri.formats.imatrix import read_imatrix
+from kukri.formats.sampling_advice import advice_keys, generation_keys
 from kukri.models import load_model
 from kukri.models.weights import TakenWeights
 from kukri.quant.blocks import dequantize
@@ -128,6 +129,7 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
         made = dtype.upper() if dtype else kept if kept in FLOATS else "F16"
         assert isinstance(checkpoint.tokenizer, GGUFFile)
         text = tokenizer_files(checkpoint.tokenizer)
+        text["generation_config.json"] |= generation_keys(checkpoint.sampling)
         n_tensors = len(weights.matrices) + sum(len(experts.weights) for experts in weights.stacks.values())
         with progress_bar(n_tensors) as advance:
             write_directory(target, checkpoint.config, weights, made, text, lambda name: advance(1, name))
@@ -170,6 +172,7 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         assert isinstance(checkpoint.tokenizer, TokenizerFiles)
         config, dense = checkpoint.config, checkpoint.dense
         text = tokenizer_metadata(checkpoint.tokenizer) | gguf_keys(config, checkpoint.embedding, dense)
+        text |= advice_keys(checkpoint.sampling)
         if checkpoint.vision is not None and checkpoint.vision.deep_layers:  # whose rows llama.cpp adds
             text |= deep_keys(config, len(checkpoint.vision.deep_layers))
         yield of_directory(source, config, text, dense_tensors(config, dense))
@@ -229,6 +232,8 @@ def _report(plan: Conversion, target: Path, *, dry_run: bool, as_json: bool) -> 
         ("bits", f"{8 * after / n_weights:.2f} per weight"),
     ]
     print_facts(facts_)
+    if own := [key for key in plan.metadata if "kukri." in key]:
+        print(f"note: other programs ignore kukri's own keys: {', '.join(own)}", file=sys.stderr)
     if twice := requantized(plan.steps):
         print(
             f"note: {len(twice)} tensors were quantized already: their errors add up; convert from the"

@@ -82,6 +82,14 @@ class TokenizerKeys:
             raise self.error(f"{key} is {stored} in a vocabulary of {n_tokens} tokens")
         return int(stored)
 
+    def token_ids(self, name: str, n_tokens: int) -> frozenset[int]:
+        """A list of token ids, empty if the key is missing."""
+        stored = self.get(name)
+        ids = np.zeros(0, np.int32) if stored is None else np.asarray(stored)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ((ids >= 0) & (ids < n_tokens)).all():
+            raise self.error(f"{self.last} must be a list of token ids below {n_tokens}")
+        return frozenset(ids.tolist())
+
     def scores(self, n_tokens: int) -> npt.NDArray[np.floating[Any]]:
         """A finite score for each token, [n_tokens]."""
         stored = self.get("scores")

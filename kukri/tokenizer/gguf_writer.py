@@ -12,12 +12,14 @@ import tokenizers
 from kukri.errors import UnsupportedError, reading
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.gguf_keys import TokenizerKeys
-from kukri.tokenizer.huggingface_reader import Parts, steps_of
+from kukri.tokenizer.huggingface_reader import Parts, load_tokenizer, steps_of
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
-from kukri.tokenizer.tokenizer import merges_from_scores
+from kukri.tokenizer.tokenizer import Tokenizer, merges_from_scores
 from kukri.tokenizer.unigram import unigram
 from kukri.tokenizer.vocabulary import (
+    FLAG_KEYS,
     GEMMA4,
+    PREPENDS_ONCE,
     SPACE_MARK,
     UNKNOWN,
     USER_DEFINED,
@@ -66,10 +68,36 @@ def _metadata(files: TokenizerFiles) -> dict[str, Any]:
         "add_bos_token": adds_bos,
         "add_eos_token": adds_eos,
     }
+    keys |= _flags(vocabulary, among_marks=vocabulary.kind == "llama" and not keys["add_space_prefix"])
+    if parts.build_later(text) is not None:
+        keys[PREPENDS_ONCE] = True
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
     if files.chat_template is not None:
         metadata["tokenizer.chat_template"] = files.chat_template
+    _check_added_tokens(files, metadata)
     return metadata
+
+
+def _flags(vocabulary: Vocabulary, *, among_marks: bool) -> dict[str, Any]:
+    """The lists of added tokens by their flags; readers look among marks for user-defined ones anyhow."""
+    found = {name: sorted(ids) for name, ids in vocabulary.flags.items()}
+    if among_marks:
+        found.pop("normalized", None)
+    return {FLAG_KEYS[name]: np.array(ids, np.int32) for name, ids in found.items() if ids}
+
+
+def _check_added_tokens(files: TokenizerFiles, metadata: dict[str, Any]) -> None:
+    """Raise UnsupportedError if readers of these keys would find an added token otherwise in a text."""
+    theirs, ours = load_tokenizer(files), Tokenizer.from_metadata(metadata, path=files.path)
+    for token in [*theirs.special_texts, *theirs.vocabulary.user_defined]:
+        written = token.replace(SPACE_MARK, " ") if theirs.vocabulary.kind in ("llama", "t5") else token
+        text = f"x {written}\n ab{written}y"
+        ids = theirs.encode_marked(text)
+        if ids != ours.encode_marked(text) or theirs.decode(ids) != ours.decode(ids):
+            raise UnsupportedError(
+                f"{files.path}: the added token {token!r} is not supported in GGUF, whose readers would find "
+                "it otherwise in a text: keep the safetensors"
+            )
 
 
 def _sentencepiece_keys(

@@ -8,18 +8,37 @@ from base64 import b64decode
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.tokenizer import Tokenizer
 from kukri.tokenizer.unigram import check_charsmap
-from kukri.tokenizer.vocabulary import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocabulary
+from kukri.tokenizer.vocabulary import (
+    BYTE,
+    CONTINUATION,
+    CONTROL,
+    FLAG_KEYS,
+    NORMAL,
+    SPACE_MARK,
+    UNUSED,
+    USER_DEFINED,
+    Vocabulary,
+)
 
+# The steps of decoders that `Vocabulary.bytes_of` and `drops_leading_space` stand for, with their settings
+_DECODERS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "ByteLevel": (),
+    "ByteFallback": (),
+    "Fuse": (),
+    "Replace": (("pattern", {"String": SPACE_MARK}), ("content", " ")),
+    "Strip": (("content", " "), ("start", 1), ("stop", 0)),
+    "Metaspace": (("replacement", SPACE_MARK),),
+    "WordPiece": (("prefix", CONTINUATION),),
+}
+_JOINING = ("Fuse", "ByteLevel")  # what follows them sees the text whole
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_FLAGS = ("single_word", "lstrip", "rstrip")
 
 
 def load_tokenizer(source: GGUFFile | TokenizerFiles) -> Tokenizer:
@@ -34,12 +53,7 @@ def load_tokenizer(source: GGUFFile | TokenizerFiles) -> Tokenizer:
 def _from_files(files: TokenizerFiles) -> Tokenizer:
     parts = Parts(files)
     text = parts.build()
-    tokenizer = Tokenizer(
-        parts.vocabulary,
-        text,
-        specials=[parts.added_token(token) for token in parts.special_texts],
-        later_text=parts.build_later(text),
-    )
+    tokenizer = Tokenizer(parts.vocabulary, text, parts.build_later(text))
     tokenizer.drops_leading_space = parts.drops_leading_space
     tokenizer.add_bos, tokenizer.add_eos = parts.adds(text)
     tokenizer.add_separator = tokenizer.add_eos and parts.adds_separator(text)
@@ -73,6 +87,7 @@ class Parts:
         for name, encoders_name in (("bos_token", "cls_token"), ("eos_token", "sep_token")):
             self.named[name] = self.named[name] or self._named_token(encoders_name)
         decoders = steps_of(files.tokenizer.get("decoder"), "decoders")
+        self._check_decoder(decoders)
         self.named["unk_token"] = self.named["unk_token"] or (self._unknown if self._pieces else None)
         self.kind = "gpt2" if any(part.get("type") == "ByteLevel" for part in decoders) else "llama"
         if model_type == "WordPiece":
@@ -133,7 +148,8 @@ class Parts:
         later.pre_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(steps)).pre_tokenizer
         if text.normalizer is not None:
             later.normalizer = text.normalizer
-        later.add_tokens([self.added_token(token) for token in self.added if token not in self.special_texts])
+        plain = (entry["id"] for token, entry in self.added.items() if token not in self.special_texts)
+        later.add_tokens([*map(self.vocabulary.added_token, plain)])
         return later
 
     @property
@@ -173,13 +189,6 @@ class Parts:
                 raise
             raise self._error(f"has a post-processor that cannot run: {brief(str(error))}") from None
 
-    def added_token(self, token: str) -> AddedToken:
-        """An added token with its flags; special ones are looked for in the text as it stands."""
-        entry, special = self.added.get(token, {}), token in self.special_texts
-        flags = {name: entry.get(name) is True for name in _FLAGS}
-        normalized = entry.get("normalized") is True and not special
-        return AddedToken(token, normalized=normalized, special=special, **flags)
-
     def _error(self, message: str) -> FormatError:
         return FormatError(message, path=self.files.path)
 
@@ -204,6 +213,19 @@ class Parts:
         if not pieces:
             raise self._error("the model has no vocabulary")
         return [(text, float(score)) for text, score in pieces]
+
+    def _check_decoder(self, steps: list[dict[str, Any]]) -> None:
+        """Raise UnsupportedError for a step that makes other text of tokens than their bytes."""
+        n_separate = next((i for i, step in enumerate(steps) if step.get("type") in _JOINING), len(steps))
+        for i, step in enumerate(steps):
+            known = _DECODERS.get(str(step.get("type")))
+            is_of_each = step.get("type") == "Strip" and i < n_separate  # not of the text's beginning
+            if known is None or is_of_each or any(step.get(key) not in (None, want) for key, want in known):
+                raise UnsupportedError(
+                    f"{self.files.path}: the decoder's step {brief(step)} is not supported: use a "
+                    "tokenizer.json whose decoder replaces '▁' by a space, strips one space of the text's "
+                    "beginning, or is ByteLevel, Metaspace or WordPiece"
+                )
 
     def _check_normalization(self, stated: Any) -> None:
         try:
@@ -303,6 +325,10 @@ class Parts:
             mask_id=self._mask_id(),
             eos_ids=frozenset(ends),
             special_ids=frozenset(self.id_of[token] for token in self.special_texts),
+            flags={
+                name: frozenset(entry["id"] for entry in self.added.values() if entry.get(name) is True)
+                for name in FLAG_KEYS
+            },
         )
 
     def _merge(self, stated: Any) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from tokenizers import decoders
 from kukri.errors import reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.tokenizer import Tokenizer, ends
-from kukri.tokenizer.vocabulary import SPACE_MARK, UNUSED, USER_DEFINED
+from kukri.tokenizer.vocabulary import FLAG_KEYS, SPACE_MARK, UNUSED, USER_DEFINED
 
 
 def tokenizer_files(gguf: GGUFFile) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def _files(tokenizer: Tokenizer) -> dict[str, Any]:
     made["added_tokens"] = [
         {
             **{"id": i, "content": vocabulary.tokens[i], "special": i in vocabulary.special_ids},
-            **dict.fromkeys(("single_word", "lstrip", "rstrip"), False),
-            "normalized": among_marks and i in defined,
+            **{name: i in vocabulary.flags.get(name, ()) for name in FLAG_KEYS},
+            **({"normalized": True} if among_marks and i in defined else {}),
         }
         for i in sorted(vocabulary.special_ids | defined)
         if vocabulary.tokens[i]

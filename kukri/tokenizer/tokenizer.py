@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, SupportsIndex
 
 import tokenizers
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from kukri.errors import ContextLengthError, RequestError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
@@ -17,7 +17,14 @@ from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.inner_text import inner_text
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 from kukri.tokenizer.unigram import check_charsmap, unigram
-from kukri.tokenizer.vocabulary import GEMMA4, NORMAL, SPACE_MARK, Vocabulary, read_vocabulary
+from kukri.tokenizer.vocabulary import (
+    GEMMA4,
+    NORMAL,
+    PREPENDS_ONCE,
+    SPACE_MARK,
+    Vocabulary,
+    read_vocabulary,
+)
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _LONG = 8  # characters a token: a text with more for each token it may have is looked at in slices first
@@ -45,17 +52,14 @@ class Tokenizer:
         self,
         vocabulary: Vocabulary,
         text: tokenizers.Tokenizer,
-        *,
-        specials: Sequence[AddedToken] | None = None,
         later_text: tokenizers.Tokenizer | None = None,
     ) -> None:
         """Use `load_tokenizer`, `from_gguf` or `from_metadata`. `text` must never return a special id.
 
-        `specials` are the special tokens where they take adjacent spaces along; `later_text` stands in for
-        `text` after a special token.
+        `later_text` stands in for `text` after a special token.
         """
         self.vocabulary, self.text, self._later_text = vocabulary, text, later_text or text
-        self._marks = _special_finder(vocabulary, specials)
+        self._marks = _special_finder(vocabulary)
         self._bytes: dict[SupportsIndex, bytes] = {}
         self.n_vocab = len(vocabulary.tokens)
         self.bos_id, self.eos_ids = vocabulary.bos_id, vocabulary.eos_ids
@@ -104,8 +108,15 @@ class Tokenizer:
         else:
             rules = pre_tokenizer(keys.text("pre") or "default")
             text, adds_space, adds_bos = _byte_level(vocabulary, keys, rules), False, rules.add_bos
+        # Gemma's runs of spaces are found among marks, as SentencePiece does; a prefix would go before each
+        among_marks = vocabulary.kind == "llama" and not adds_space
+        # unigram tokenizers find them by their scores
+        defined = [] if vocabulary.kind == "t5" else vocabulary.user_defined
+        text.add_tokens([vocabulary.added_token(vocabulary.id_of[t], among_marks) for t in defined])
         self = cls(vocabulary, text)
         self.drops_leading_space = adds_space
+        if keys.flag(PREPENDS_ONCE, False):
+            self._later_text = self._inner
         self.add_bos = keys.flag("add_bos_token", adds_bos and self.bos_id is not None)
         self.add_eos = keys.flag("add_eos_token", vocabulary.kind in ("bert", "t5"))
         for wanted, name, i in ((self.add_bos, "bos", self.bos_id), (self.add_eos, "eos", vocabulary.eos_id)):
@@ -279,15 +290,14 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
         return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
-def _special_finder(vocabulary: Vocabulary, specials: Sequence[AddedToken] | None) -> tokenizers.Tokenizer:
+def _special_finder(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     """A tokenizer that knows only special tokens: it returns those in a text, leftmost and longest first.
 
     They are kept out of the one that sees plain text, so that nothing a user writes can become one.
     """
     texts = {vocabulary.tokens[i]: i for i in vocabulary.special_ids if vocabulary.tokens[i]}
     finder = tokenizers.Tokenizer(models.BPE(vocab=texts, merges=[]))
-    plain = [AddedToken(text, normalized=False, special=True) for text in texts]
-    finder.add_special_tokens(plain if specials is None else list(specials))
+    finder.add_special_tokens([vocabulary.added_token(i) for i in texts.values()])
     return finder
 
 
@@ -308,7 +318,6 @@ def _byte_level(vocabulary: Vocabulary, keys: TokenizerKeys, rules: PreTokenizer
     if rules.nfc:
         text.normalizer = normalizers.NFC()
     text.pre_tokenizer = rules.build()
-    _add_user_defined(text, vocabulary)
     return text
 
 
@@ -318,11 +327,12 @@ def _sentencepiece(vocabulary: Vocabulary, keys: TokenizerKeys, adds_space: bool
     unknown = None if vocabulary.unk_id is None else vocabulary.tokens[vocabulary.unk_id]
     bpe = _bpe(vocabulary, merges, keys, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     text = tokenizers.Tokenizer(bpe)
+    if adds_space and keys.flag(PREPENDS_ONCE, False):
+        text.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, "first", split=False)
+        return text
     spaces = normalizers.Replace(" ", SPACE_MARK)
     prefix = [normalizers.Prepend(SPACE_MARK)] if adds_space else []
     text.normalizer = normalizers.Sequence([*prefix, spaces])
-    # Gemma's runs of spaces are found among marks, as SentencePiece does; a prefix would go before each
-    _add_user_defined(text, vocabulary, normalized=not adds_space)
     return text
 
 
@@ -350,13 +360,6 @@ def _word_pieces(vocabulary: Vocabulary, keys: TokenizerKeys) -> tokenizers.Toke
     first, last = (vocabulary.tokens[bos], bos), (vocabulary.tokens[eos], eos)
     text.post_processor = processors.BertProcessing((last[0], last[1]), (first[0], first[1]))
     return text
-
-
-def _add_user_defined(text: tokenizers.Tokenizer, vocabulary: Vocabulary, normalized: bool = False) -> None:
-    """Has user-defined tokens found in the text before all else, or in what its normalizer makes of it."""
-    added = [AddedToken(token, normalized=normalized, special=False) for token in vocabulary.user_defined]
-    if added:
-        text.add_tokens(added)
 
 
 def _bpe(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import SupportsIndex
+
+from tokenizers import AddedToken
 
 from kukri.errors import RequestError, UnsupportedError, brief
 from kukri.tokenizer.gguf_keys import TokenizerKeys
@@ -27,6 +29,10 @@ _END_TEXTS = (
     "<|file_sep|>",
 )
 GEMMA4 = "gemma4"  # SentencePiece with merges, as tokenizer.json has them, and no scores that count
+# How added tokens are found in a text, as tokenizer.json has it. GGUF has no such keys: each of these is
+# kukri's own, and lists the tokens that have the flag.
+FLAG_KEYS = {name: f"kukri.{name}" for name in ("single_word", "lstrip", "rstrip", "normalized")}
+PREPENDS_ONCE = "kukri.prepends_once"  # a space is put before a text, and not again after a special token
 _END_KEYS = ("eos", "eot", "eom")
 _DEFAULT_IDS = {
     "llama": {"unknown": 0, "bos": 1, "eos": 2},
@@ -67,6 +73,17 @@ class Vocabulary:
     mask_id: int | None
     eos_ids: frozenset[int]
     special_ids: frozenset[int]
+    flags: Mapping[str, frozenset[int]] = field(default_factory=dict)  # name in FLAG_KEYS -> tokens
+
+    def added_token(self, i: int, normalized: bool = False) -> AddedToken:
+        """Return a special or user-defined token as `tokenizers` looks for it.
+
+        With `normalized`, user-defined tokens are all looked for in normalized text.
+        """
+        special = i in self.special_ids
+        flags = {name: i in ids for name, ids in self.flags.items()}
+        flags["normalized"] = (normalized or flags.get("normalized", False)) and not special
+        return AddedToken(self.tokens[i], special=special, **flags)
 
     @property
     def user_defined(self) -> list[str]:
@@ -160,6 +177,7 @@ def read_vocabulary(keys: TokenizerKeys) -> Vocabulary:
         mask_id=keys.token_id("mask", None, len(tokens)),
         eos_ids=ends,
         special_ids=frozenset(specials),
+        flags={name: keys.token_ids(key, len(tokens)) for name, key in FLAG_KEYS.items()},
     )
 
 

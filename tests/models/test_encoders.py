@@ -310,6 +310,53 @@ def test_a_converted_encoder_is_the_same(name: str, head: str, tmp_path: Path) -
             assert first.rerank("cat", texts) == second.rerank("cat", texts)
 
 
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+def test_a_converted_encoder_keeps_its_settings(head: str, tmp_path: Path) -> None:
+    """Prompts, the longest text, vectors as they are, a score without a sigmoid: each was lost."""
+    source, file = tmp_path / "source", tmp_path / "m.gguf"
+    save(source, "bert", head, **({} if head == "Model" else {"num_labels": 1}))
+    files = {
+        "modules.json": [{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}],
+        "1_Pooling/config.json": {"pooling_mode_mean_tokens": True},
+        "config_sentence_transformers.json": {"prompts": {"q": "the cat "}, "default_prompt_name": "q"},
+        "sentence_bert_config.json": {"max_seq_length": 9},
+        "config.json": json.loads((source / "config.json").read_text())
+        | {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+    }
+    (source / "1_Pooling").mkdir()
+    for name, contents in files.items():
+        (source / name).write_text(json.dumps(contents))
+    convert_model(source, file, None, dry_run=False, as_json=True)
+    with open_checkpoint(source) as first, open_checkpoint(file) as second:
+        assert first.embedding == second.embedding
+        assert not first.embedding.normalizes
+        assert (first.embedding.score, first.embedding.max_tokens) == ("identity", 9)
+    if head == "Model":
+        with (
+            LLM(source, n_threads=1, backend="reference") as one,
+            LLM(file, n_threads=1, backend="reference") as two,
+        ):
+            vectors = one.embed(["the mat", "cat " * 5])
+            np.testing.assert_array_equal(vectors, two.embed(["the mat", "cat " * 5]))
+            assert np.abs(np.linalg.norm(vectors, axis=1) - 1).min() > 0.01, "the premise: not normalized"
+            with pytest.raises(ContextLengthError):
+                two.embed("cat " * 9, truncate=False)
+
+
+@pytest.mark.parametrize("stated", ["[]", '{"prompts": 5}', '{"max_seq_length": -1}', "not JSON", 7])
+def test_wrong_settings_of_an_embedding_in_gguf_are_named(stated: Any, tmp_path: Path) -> None:
+    """A traceback, or settings taken as they come."""
+    save(tmp_path / "source", "bert")
+    convert_model(tmp_path / "source", tmp_path / "m.gguf", None, dry_run=False, as_json=True)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        tensors = {
+            name: (t.type, lambda n=name: file.data(n).copy(), t.shape) for name, t in file.tensors.items()
+        }
+        write_gguf(tmp_path / "b.gguf", {**file.metadata, "kukri.embedding": stated}, tensors)
+    with pytest.raises(FormatError, match=r"b\.gguf"), open_checkpoint(tmp_path / "b.gguf"):
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_GGUF)
 def test_llama_cpp_gives_the_same_vectors(name: str, tmp_path: Path) -> None:

@@ -7,13 +7,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 from kukri import LLM, SamplingParams
 from kukri.errors import RequestError
 from kukri.formats import hub
-from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
+from kukri.formats.gguf.reader import GGUFFile
+from kukri.formats.gguf.writer import write_gguf
+from kukri.formats.sampling_advice import (
+    advice_keys,
+    generation_keys,
+    gguf_advice,
+    huggingface_advice,
+)
 from kukri.sampling import default_params, with_overrides
 from kukri.sampling.defaults import OWN_DEFAULTS
 from tests.tiny_gguf import write_tiny
@@ -54,6 +62,31 @@ def test_gguf_metadata_advises() -> None:
     assert params == SamplingParams(
         temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05, repeat_last_n=64
     )
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"do_sample": True, "temperature": 1, "top_k": 20, "top_p": 0.95, "typical_p": 0.9},
+        {"do_sample": False},
+        {"min_p": 0.05, "repetition_penalty": 1.05, "top_k": 2**31 - 1},
+        {"temperature": "hot", "top_k": 1.5},
+        {},
+    ],
+)
+def test_converted_files_advise_the_same(stated: dict[str, Any], tmp_path: Path) -> None:
+    """Advice that `convert` drops, or writes in another type than llama.cpp reads, either way."""
+    write_gguf(tmp_path / "m.gguf", advice_keys(huggingface_advice(stated)), {})
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        advice = gguf_advice(file.metadata)
+    usable = {key: value for key, value in stated.items() if not isinstance(value, str) and value != 1.5}
+    assert default_params(advice) == default_params(huggingface_advice(usable))
+    assert huggingface_advice(generation_keys(advice)) == advice
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields.values()
+    assert advice_keys({"top_k": 2**40, "top_p": "high"}) == {"general.sampling.top_k": 2**31 - 1}
+    for field in fields:
+        if field.name.startswith("general.sampling"):
+            assert field.types[0].name == ("INT32" if field.name.endswith("top_k") else "FLOAT32")
 
 
 def test_advice_that_cannot_be_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

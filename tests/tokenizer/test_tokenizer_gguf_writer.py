@@ -16,12 +16,14 @@ from tokenizers import Tokenizer as HFTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from kukri.errors import UnsupportedError
+from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
 from kukri.tokenizer import Tokenizer, load_tokenizer
 from kukri.tokenizer.gguf_writer import tokenizer_metadata
 from kukri.tokenizer.huggingface_writer import tokenizer_files
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
+from tests.models.tiny_encoders import save as save_encoder
 from tests.stopwatch import within
 from tests.tokenizer.hard_texts import HARD_TEXTS
 from tests.tokenizer.test_huggingface_reader import byte_level, files, plain_ids, prepending, save, whole
@@ -260,3 +262,77 @@ def test_every_pre_tokenizer_is_found_by_what_it_does(name: str, tmp_path: Path)
         rules.nfc,
         rules.ignore_merges,
     )
+
+
+SPACED = [
+    "x <|a|>\n ab",
+    "x<|a|>y",
+    " <|a|> <|a|>",
+    "a <tool>\n b",
+    "a<tool>b <TOOL> c",
+    "<|a|> the cat <tool> ",
+]
+
+
+def once_prefixed() -> HFTokenizer:
+    """A SentencePiece tokenizer as Mistral 0.3 has it: a space at the start of the text alone."""
+    contents = json.loads(sentencepiece_json().to_str())
+    first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    return HFTokenizer.from_str(json.dumps({**contents, "normalizer": None, "pre_tokenizer": first}))
+
+
+@pytest.mark.parametrize("make", [without_nfc, sentencepiece_json, once_prefixed])
+@pytest.mark.parametrize("flags", [[], ["lstrip"], ["rstrip"], ["single_word"], ["lstrip", "normalized"]])
+def test_added_tokens_take_the_same_spaces(make: Any, flags: list[str], tmp_path: Path) -> None:
+    """lstrip, rstrip, single_word or normalized lost in the GGUF, or on the way back to a directory."""
+    made, given = make(), dict.fromkeys(flags, True)
+    made.add_special_tokens([AddedToken("<|a|>", **{**given, "normalized": False})])
+    made.add_tokens([AddedToken("<tool>", **{"normalized": False, **given})])
+    source = files(save(tmp_path / "hf", made), n_vocab=1200)
+    ours = read_back(tokenizer_metadata(source), tmp_path / "m.gguf")
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        again = HFTokenizer.from_str(tokenizer_files(file)["tokenizer.json"])
+    for text in SPACED:
+        ids = made.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, parse_special=True) == ids, text
+        assert again.encode(text, add_special_tokens=False).ids == ids, text
+
+
+def test_added_words_of_word_piece_are_found(tmp_path: Path) -> None:
+    """A word that was added to BERT cut into pieces by the GGUF."""
+    save_encoder(tmp_path, "bert")
+    theirs = tr.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.add_tokens(["<E1>"])
+    theirs.save_pretrained(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        source = replace(checkpoint.tokenizer, n_vocab=len(theirs))
+    ours = read_back(tokenizer_metadata(source), tmp_path / "m.gguf")
+    for text in ("the <E1> cat", "the<e1>cat"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [decoders.Replace("a", "b"), decoders.ByteFallback(), decoders.Fuse()],
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)],
+        [decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0), decoders.Fuse()],
+        [decoders.BPEDecoder("</w>")],
+    ],
+)
+def test_steps_of_a_decoder_that_change_the_text_are_refused(steps: list[Any], tmp_path: Path) -> None:
+    """A step that is passed over, so that answers have other text than transformers gives."""
+    made = sentencepiece_json()
+    made.decoder = decoders.Sequence(steps)
+    with pytest.raises(UnsupportedError, match=r"the decoder's step .* is not supported"):
+        load_tokenizer(files(save(tmp_path / "hf", made)))
+
+
+def test_an_added_token_that_a_file_cannot_say_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """A flag that no key carries: the file would cut texts otherwise."""
+    made = without_nfc()
+    made.add_tokens([AddedToken("<tool>", lstrip=True, normalized=False)])
+    source = files(save(tmp_path / "hf", made), n_vocab=1200)
+    monkeypatch.setattr("kukri.tokenizer.gguf_writer._flags", lambda *_, **__: {})
+    with pytest.raises(UnsupportedError, match="added token '<tool>' is not supported in GGUF"):
+        tokenizer_metadata(source)
