@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from typer.testing import CliRunner
 
 import kukri
 from kukri.cli import app
+from tests.terminal.pty_process import Terminal
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
@@ -375,62 +374,12 @@ def test_every_command_has_help(command):
 # --- a chat in a real terminal
 
 
-class Terminal:
-    """A `kukri` process on a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.shown = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:  # the child: nothing here may return
-            os.environ["TERM"] = "dumb"
-            os.execv(sys.executable, [sys.executable, "-m", "kukri", *arguments])
-
-    def type(self, keys: str) -> None:
-        os.write(self.fd, keys.encode())
-
-    def wait_for(self, pattern: str) -> str:
-        """The output since the last wait, up to the pattern's end."""
-        deadline = time.monotonic() + 60
-        while (match := re.search(pattern, self.shown)) is None:
-            assert time.monotonic() < deadline, f"no {pattern!r} in {self.shown!r}"
-            if not select.select([self.fd], [], [], 0.2)[0]:
-                continue
-            try:
-                self.shown += os.read(self.fd, 1 << 16).decode(errors="replace").replace("\r", "")
-            except OSError:  # the other end is closed
-                raise AssertionError(f"ended before {pattern!r}: {self.shown!r}") from None
-        seen, self.shown = self.shown[: match.end()], self.shown[match.end() :]
-        return seen
-
-    def exit_code(self) -> int:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if select.select([self.fd], [], [], 0.05)[0]:
-                try:
-                    os.read(self.fd, 1 << 16)
-                except OSError:
-                    break
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        while pid == 0 and time.monotonic() < deadline:
-            time.sleep(0.02)
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-        assert pid == self.pid, "still running"
-        self.pid = 0
-        return os.waitstatus_to_exitcode(status)
-
-    def close(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self.fd)
-
-
 @pytest.fixture
 def terminal(smollm2_path, tmp_path, monkeypatch):
     """A chat at its first prompt, with a home of its own for what it writes."""
     monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
     monkeypatch.setenv("HOME", str(tmp_path))
-    terminal = Terminal("chat", "-m", str(smollm2_path), "-t", "0")
+    terminal = Terminal("-m", "kukri", "chat", "-m", str(smollm2_path), "-t", "0")
     try:
         terminal.wait_for(r"\n> ")
         yield terminal

@@ -8,6 +8,7 @@ or limits of this kind; tests take them away, but nothing was run there.
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,16 +132,31 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def no_echo(descriptor: int) -> Iterator[None]:
-    """Within the block a terminal does not show what is typed."""
+    """Within the block a terminal does not show what is typed, and hands it on before a line is whole."""
     try:
         import termios
     except ImportError:
         yield
         return
     before = termios.tcgetattr(descriptor)
-    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    quiet = [*before[:3], before[3] & ~(termios.ECHO | termios.ICANON), *before[4:]]
     termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
     try:
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def has_typed(descriptor: int, wait_s: float) -> bool:
+    """Return whether a terminal has input that nobody has read, at the latest after `wait_s` seconds."""
+    if sys.platform == "win32":
+        return False
+    with no_echo(descriptor):
+        return bool(select.select([descriptor], [], [], wait_s)[0])
+
+
+def drop_typed(descriptor: int, wait_s: float) -> None:
+    """Drop what waits on a terminal, until nothing more comes for `wait_s` seconds."""
+    with no_echo(descriptor):
+        while has_typed(descriptor, wait_s) and os.read(descriptor, 1 << 16):
+            pass

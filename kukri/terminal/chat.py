@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from kukri.calls.results import Result
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError, printable
-from kukri.host.os_calls import no_echo
+from kukri.host.os_calls import drop_typed, has_typed, no_echo
 from kukri.llm import LLM
 from kukri.sampling import SamplingParams, with_overrides
 from kukri.system_message import DEFAULT_SYSTEM, opening
@@ -34,7 +34,10 @@ from kukri.vision.decode import file_bytes
 
 PROMPT, CONTINUED = "> ", ". "
 BLOCK = '"""'
+LEAVING = ("/exit", "/quit")
 HISTORY_LINES = 1000
+LONGEST_LINE = 10_000  # characters of a line of the history file
+PASTE_S = 0.05  # the longest pause within a paste
 MAX_TOKENS = 1024
 
 
@@ -160,9 +163,9 @@ class Chat:
         """Runs a command or answers a message. Returns False to leave."""
         if not text.strip():
             return True
-        if text.startswith("//"):
+        if "\n" not in text and text.startswith("//"):
             text = text[1:]
-        elif text.startswith("/"):
+        elif _is_command(text):
             return self._command(text)
         try:
             self.answer(text)
@@ -259,8 +262,8 @@ class Chat:
 
     def _command(self, text: str) -> bool:
         """Runs a / command. False to leave."""
-        name, _, argument = text.strip().partition(" ")
-        if name in ("/exit", "/quit"):
+        name, argument = [*text.split(maxsplit=1), ""][:2]
+        if name in LEAVING:
             return False
         if name not in COMMANDS:
             print(f"error: no command {name!r}: /help lists them (// starts a message with a /)")
@@ -278,7 +281,7 @@ class Chat:
         for name, (_run, arguments, what) in COMMANDS.items():
             print(f"{name + ' ' + arguments:<16}{what}")
         print(f"{'/exit':<16}leave, as Ctrl-D does")
-        print(f"{BLOCK:<16}starts and ends a message of several lines; a \\ at a line's end does too")
+        print(f"{BLOCK:<16}starts and ends a message of several lines, or paste them, or end lines with a \\")
 
     def show_or_set_system(self, text: str) -> None:
         """Shows the system message, or replaces it."""
@@ -392,6 +395,13 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
 }
 
 
+def _is_command(text: str) -> bool:
+    """Return whether a text is a command. Several lines are one only if its argument is a text."""
+    if not text.startswith("/") or "\n" not in text:
+        return text.startswith("/")
+    return COMMANDS.get(text.split(maxsplit=1)[0], ("", "", ""))[1] == "[TEXT]"
+
+
 def _cached_names() -> list[str]:
     from kukri.formats.model_cache import cached_models
 
@@ -433,9 +443,9 @@ def _last_chat() -> SavedChat:
 
 
 def read_message() -> str | None:
-    """Reads the next message; several lines between triple quotes or after a backslash. None at the end.
+    """Reads the next message; several lines if pasted, between triple quotes or after a backslash.
 
-    Ctrl-C drops the text typed so far.
+    None at the end. Ctrl-C drops the text typed so far.
     """
     while True:
         try:
@@ -449,6 +459,7 @@ def read_message() -> str | None:
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
+            drop_typed(sys.stdin.fileno(), PASTE_S)  # the rest of a paste with a Ctrl-C in it
             print("\n(Ctrl-D or /exit leaves)")
         except UnicodeError:
             print("error: that was not UTF-8")
@@ -463,14 +474,32 @@ def _read_lines() -> str:
         lines[-1] = lines[-1].removesuffix(BLOCK)
         return "\n".join(lines).strip("\n")
     lines = [line]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
+    while (is_pasted := _has_pasted_more(line)) or lines[-1].endswith("\\"):
+        lines[-1] = lines[-1] if is_pasted else lines[-1][:-1]
         lines.append(_read_line(CONTINUED))
-    return "\n".join(lines)
+    return "\n".join(lines).strip("\n")
 
 
 def _read_line(prompt: str) -> str:
     return input(prompt if sys.stdin.isatty() else "")
+
+
+def _marks_pastes() -> bool:
+    """Return whether readline is told where a paste begins and ends: GNU's is, on most terminals."""
+    readline = sys.modules.get("readline")
+    is_dumb = os.environ.get("TERM", "dumb") == "dumb"
+    return readline is not None and not _is_libedit(readline) and not is_dumb and sys.stdout.isatty()
+
+
+def _has_pasted_more(line: str) -> bool:
+    """Return whether what waits on the terminal belongs to a message that begins with this line."""
+    if not sys.stdin.isatty() or _marks_pastes() or line.split(" ")[0] in (*COMMANDS, *LEAVING):
+        return False
+    return has_typed(sys.stdin.fileno(), PASTE_S)
+
+
+def _is_libedit(readline: ModuleType) -> bool:
+    return "libedit" in (readline.__doc__ or "")
 
 
 @contextmanager
@@ -496,12 +525,20 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """Within the block a terminal does not echo typed-ahead input, which the next prompt reads."""
+    """Within the block a terminal does not echo typed-ahead input, which the next prompt reads.
+
+    Pastes are marked here too, because readline has that end with its prompt.
+    """
     if not sys.stdin.isatty():
         yield
         return
+    marks = ("\x1b[?2004h", "\x1b[?2004l") if _marks_pastes() else ("", "")
     with no_echo(sys.stdin.fileno()):
-        yield
+        print(marks[0], end="", flush=True)
+        try:
+            yield
+        finally:
+            print(marks[1], end="", flush=True)
 
 
 def complete(text: str, state: int) -> str | None:
@@ -529,11 +566,15 @@ def _line_editing() -> Iterator[None]:
     readline.set_history_length(HISTORY_LINES)
     readline.set_completer(complete)
     readline.set_completer_delims(" \t\n")
-    is_libedit = "libedit" in (readline.__doc__ or "")
-    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+    readline.parse_and_bind("bind ^I rl_complete" if _is_libedit(readline) else "tab: complete")
+    if _marks_pastes():
+        readline.parse_and_bind("set enable-bracketed-paste on")
     try:
         yield
     finally:
+        for i in reversed(range(readline.get_current_history_length())):
+            if "\n" in (item := readline.get_history_item(i + 1) or "") or len(item) > LONGEST_LINE:
+                readline.remove_history_item(i)  # the file would have each line of a paste as an entry
         with suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(history)
