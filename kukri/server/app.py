@@ -106,7 +106,13 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients have many of their own
-            expose_headers=["request-id", "retry-after", "x-request-id", "x-tools-left-out"],
+            expose_headers=[
+                "request-id",
+                "retry-after",
+                "x-request-id",
+                "x-tools-left-out",
+                "x-fields-left-out",
+            ],
         )
     if settings.batch_dir is not None:
         batches = Batches(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
@@ -37,12 +37,14 @@ class Body(BaseModel):
                     f"{name} is not supported: {reason}", param=name, code="unsupported_parameter"
                 )
         known = cls._names()
-        left_out = cls.refused.keys() | cls.ignored
-        unknown = (
-            name for name, value in data.items() if not (name in known or name in left_out or value is None)
-        )
-        first = next(unknown, None)  # one error is enough
+        first = next(cls._unknown(data), None)  # one error is enough
         return {name: value for name, value in data.items() if name in known or name == first}
+
+    @classmethod
+    def _unknown(cls, data: Mapping[str, Any]) -> Iterator[str]:
+        """Return the names of fields that are errors."""
+        left_out = cls._names() | cls.refused.keys() | cls.ignored
+        return (name for name, value in data.items() if name not in left_out and value is not None)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

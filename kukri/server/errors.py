@@ -19,6 +19,7 @@ from kukri.errors import ActivationLimitError, CapacityError, ContextLengthError
 
 RETRY_AFTER_S = 1
 LATE = "deadline_exceeded"  # the code of a DeadlineError
+NO_THREADS = "thread_unsupported_request"  # Anthropic's code, at which its clients send whole conversations
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES = "/v1/messages"  # paths below it have Anthropic's form of errors
 _OLLAMA = "/api/"
@@ -47,10 +48,15 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def message_error_body(message: str, status: int, request_id: str | None = None) -> dict[str, Any]:
-    """The JSON of an error of /v1/messages."""
+def message_error_body(
+    message: str, status: int, request_id: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return the JSON of an error of /v1/messages, with details if its code is NO_THREADS."""
     kind = _MESSAGE_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if code == NO_THREADS:
+        error["details"] = {"error_code": code, "unsupported": ["thread"]}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 class _ErrorResponse(Response):
@@ -58,7 +64,7 @@ class _ErrorResponse(Response):
 
     def __init__(self, message: str, status: int, content: dict[str, Any], headers: dict[str, str]) -> None:
         super().__init__(json.dumps(content).encode(), status, headers, "application/json")
-        self._message = message
+        self._message, self._code = message, content["error"]["code"]
 
     def add(self, **facts: int) -> None:
         """Adds fields to OpenAI's form of it."""
@@ -72,7 +78,7 @@ class _ErrorResponse(Response):
         content: dict[str, Any] | None = None
         path = scope.get("kukri.path", scope["path"])
         if path.startswith(_MESSAGES):
-            content = message_error_body(self._message, self.status_code, scope.get("kukri.id"))
+            content = message_error_body(self._message, self.status_code, scope.get("kukri.id"), self._code)
         elif path.startswith(_OLLAMA):
             content = {"error": self._message}
         if content is not None:
@@ -188,15 +194,20 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     kind, param = first["type"], _param(first["loc"])
     if kind == "json_invalid":
         return error_response("the body is not JSON", 400, code="invalid_json")
-    if kind == "extra_forbidden":
-        here = f": here it is {_NAMES_HERE[param]}" if param in _NAMES_HERE else ""
-        return error_response(f"unknown field {param!r}{here}", 400, param=param, code="unknown_parameter")
+    if kind == "extra_forbidden" and param is not None:
+        return response_of(unknown_field(param))
     if kind == "missing" and param is not None:
         return error_response(f"{param} is missing", 400, param=param, code="missing_required_parameter")
     subject = "the body" if param is None else param
     hint = "" if param else "; send a JSON object with content-type application/json"
     message = f"{subject}: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
     return error_response(message, 400, param=param, code="invalid_value")
+
+
+def unknown_field(param: str) -> RequestError:
+    """Return the error of a field that is not known."""
+    here = f": here it is {_NAMES_HERE[param]}" if param in _NAMES_HERE else ""
+    return RequestError(f"unknown field {param!r}{here}", param=param, code="unknown_parameter")
 
 
 def _nearest(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:

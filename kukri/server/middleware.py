@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from ipaddress import ip_address, ip_network
 from time import perf_counter
@@ -58,6 +58,16 @@ def _mark_path(scope: Scope, root_path: str) -> None:
     if root and not f"{path}/".startswith(f"{root}/"):
         scope["path"] = root + path
     scope["kukri.path"] = scope["path"][len(root) :]
+
+
+def _left_out(scope: Scope) -> dict[str, str]:
+    """Return the names of what a request has and its answer leaves out, by the header that tells them."""
+    found: dict[str, Sequence[str]] = scope["kukri.left_out"]
+    return {
+        header: ", ".join(_NO_NAME.sub("_", name)[:64] for name in names[:32])
+        for header, names in found.items()
+        if names
+    }
 
 
 def _mark_json(scope: Scope, headers: Headers) -> None:
@@ -118,6 +128,7 @@ class Middleware:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
         scope["kukri.id"], scope["kukri.log"] = request_id, {}
+        scope["kukri.left_out"] = {}  # names by the header that tells them
         scope["kukri.trace"] = self._span(scope, headers)
         on_end: list[Callable[[], None]] = []  # called when the response is over
         scope["kukri.on_end"] = on_end
@@ -128,9 +139,7 @@ class Middleware:
                 status = message["status"]
                 for name in ("x-request-id", "request-id"):  # OpenAI's and Anthropic's
                     MutableHeaders(scope=message)[name] = request_id
-                if left_out := scope.get("kukri.left_out"):
-                    names = (_NO_NAME.sub("_", name)[:64] for name in left_out[:32])
-                    MutableHeaders(scope=message)["x-tools-left-out"] = ", ".join(names)
+                MutableHeaders(scope=message).update(_left_out(scope))
             await send(message)
 
         try:
@@ -308,6 +317,7 @@ class Middleware:
                 "status": status,  # 0: the client left first
                 "duration_s": round(duration_s, 4),
                 **scope["kukri.log"],
+                **{header[2:].replace("-", "_"): names for header, names in _left_out(scope).items()},
             },
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import anthropic
@@ -347,3 +348,58 @@ def test_errors_have_the_form_of_their_api(smollm2_path):
         ):
             refused = http.get("/v1/models", headers=headers)
             assert (refused.status_code, set(refused.json())) == (401, {"error"})
+
+
+def test_tool_runners_go_on_without_a_thread(tooled):
+    """Catches a refusal of `thread` that the client does not know, after which it gives up."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def get_time(city: str) -> str:
+        """The time in a city.
+
+        Args:
+            city: Its name.
+        """
+        asked.append(city)
+        return "noon"
+
+    runner = client(tooled).beta.messages.tool_runner(
+        tools=[get_time],
+        tool_choice={"type": "tool", "name": "get_time"},
+        messages=[{"role": "user", "content": "What time is it in Paris?"}],
+        max_tokens=100,
+        max_iterations=2,
+        **GREEDY,
+    )
+    answers = list(runner)
+    assert [one.stop_reason for one in answers] == ["tool_use", "tool_use"]
+    assert len(asked) >= 1
+    body = {"model": MODEL, "max_tokens": 1, "messages": QUESTION, "thread": {"type": "create"}}
+    with tooled.http() as http:
+        for path in ("/v1/messages?beta=true", "/v1/messages", "/v1/messages/count_tokens"):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 400
+            wanted = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            assert answer.json()["error"]["details"] == wanted
+
+
+def test_unknown_fields_of_a_beta_are_named(served, caplog):
+    """Catches a beta's field that ends an agent, or vanishes; without a beta a typo is still an error."""
+    caplog.set_level(logging.INFO, "kukri.server")
+    prompt = {"model": MODEL, "messages": QUESTION, "fallbacks": [], "new\nfield": 1}
+    body = {**prompt, "max_tokens": 1}
+    with served.http() as http:
+        for path, sent in (("/v1/messages", body), ("/v1/messages/count_tokens", prompt)):
+            answer = http.post(f"{path}?beta=true", json=sent)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-fields-left-out"] == "fallbacks, new_field"
+            refused = http.post(path, json=sent)
+            assert refused.status_code == 400
+            assert "unknown field 'fallbacks'" in check_message_error(refused, 400)
+        known = http.post("/v1/messages?beta=true", json={**body, "container": "c"})
+        assert "container is not supported" in check_message_error(known, 400)
+        inside = [{"role": "user", "content": "Hi", "new": 1}]
+        assert http.post("/v1/messages", json={**body, "messages": inside}).status_code == 400
+    lines = [one.fields_left_out for one in caplog.records if hasattr(one, "fields_left_out")]
+    assert lines[:2] == ["fallbacks, new_field"] * 2

@@ -53,7 +53,8 @@ _DELTAS = {
 async def answer_message(served: ServedModel, body: MessagesBody, http: Request) -> Response:
     """The response to a message."""
     model = served.check_model(body.model)
-    http.scope["kukri.left_out"] = [t.name or t.type for t in body.tools or () if isinstance(t, HostedTool)]
+    hosted = [tool.name or tool.type for tool in body.tools or () if isinstance(tool, HostedTool)]
+    http.scope["kukri.left_out"]["x-tools-left-out"] = hosted
     try:
         chat = await served.open(parse_message(body), http.scope)
     except ContextLengthError as error:  # in the words that make clients compact their conversation

@@ -20,10 +20,12 @@ def add_anthropic_routes(app: FastAPI, registry: ModelRegistry) -> None:
     @app.post("/v1/messages", responses=EVENTS | _ERRORS)
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answers a conversation, in Anthropic's form."""
+        body.check_known(request)
         return await answered(registry, body, request, answer_message)
 
     @app.post("/v1/messages/count_tokens", responses=_ERRORS, response_class=JSONResponse)
     async def message_tokens(body: PromptBody, request: Request) -> Response:
         """Counts the tokens of its prompt."""
+        body.check_known(request)
         served = await registry.served(body.model, request.scope)
         return await count_tokens(served, body)

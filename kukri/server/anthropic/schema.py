@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    model_validator,
+)
+from starlette.requests import Request
 
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_STOPS, MAX_TEXT
 from kukri.server.body import Body, Piece, Refused
+from kukri.server.errors import NO_THREADS, unknown_field
 from kukri.server.intervention_bodies import Interventions
 from kukri.server.schema import HINTS, NO_CALLS, MaxTokens, Sampling, TextOr, ToolName, tool_type
 
@@ -207,6 +217,28 @@ class PromptBody(Body):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    _left_out: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _leave_out(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Keep the names of unknown fields for `check_known`, and refuse a thread."""
+        if not isinstance(data, dict):
+            return read(data)
+        if data.get("thread") is not None:
+            raise RequestError(
+                "'thread' is not supported: send the whole conversation", param="thread", code=NO_THREADS
+            )
+        unknown = tuple(cls._unknown(data))
+        body = read({name: value for name, value in data.items() if name not in unknown})
+        body._left_out = unknown
+        return body
+
+    def check_known(self, http: Request) -> None:
+        """Raise RequestError for an unknown field; of a beta, have it named in the log and a header."""
+        if self._left_out and http.query_params.get("beta") != "true":
+            raise unknown_field(self._left_out[0])
+        http.scope["kukri.left_out"]["x-fields-left-out"] = self._left_out
 
 
 class MessagesBody(PromptBody, Sampling):

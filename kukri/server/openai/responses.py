@@ -68,7 +68,7 @@ async def respond(served: ServedModel, body: ResponseBody, http: Request) -> Res
     """The response to a response request."""
     model = served.check_model(body.model)
     tools = ResponseTools.of(body)
-    http.scope["kukri.left_out"] = tools.left_out
+    http.scope["kukri.left_out"]["x-tools-left-out"] = tools.left_out
     store: ResponseStore = http.app.state.responses
     owner = await store.owner(http.scope["kukri.client"])
     items = items_of(body, store, owner)
