@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,10 @@ from typer.testing import CliRunner
 from kukri import LLM, SamplingParams
 from kukri.cli import app
 from kukri.engine import Request
-from kukri.errors import CapacityError, ConfigError, KukriError, RequestError
+from kukri.errors import CapacityError, ConfigError, KukriError, RequestError, UnsupportedError
+from kukri.formats.adapters import read_adapter
+from kukri.formats.checkpoint import open_checkpoint
+from kukri.models import load_model
 from kukri.terminal.convert import convert_model
 from tests.models.lora_files import (
     ATTENTION,
@@ -165,6 +169,93 @@ def test_copies_of_the_models_own_matrices_are_left_out(llama: tuple[Path, Any],
     save_file(tensors, path / "adapter_model.safetensors")
     with LLM(directory, backend="reference", adapters={"a": path}) as llm:
         close(llm.logits(IDS, adapter="a"), theirs(merged(model, updates, 2.0), IDS))
+
+
+def with_head_update(model: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> np.ndarray:
+    """Logits of a transformers model whose head alone is W x + scale * B A x, as PEFT computes it."""
+    hook = model.lm_head.register_forward_hook(lambda _, x, y: y + scale * ((x[0] @ a.T) @ b.T))
+    try:
+        return theirs(model, IDS)
+    finally:
+        hook.remove()
+
+
+def tied_head(tmp_path: Path, kind: str) -> tuple[Path, Path, np.ndarray, tuple[Any, Any]]:
+    """A model with a tied head, an adapter of it with copies of its matrix, its logits and the update."""
+    directory, model = make(tmp_path / "model", kind)
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "the premise"
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(4, 64, generator=generator) * 0.1
+    b = torch.randn(N_VOCAB, 4, generator=generator) * 0.1
+    path = write_peft(tmp_path / "a", {"lm_head": (a, b)}, 6.0)
+    tensors = load_file(path / "adapter_model.safetensors")
+    for name in ("lm_head.base_layer", "model.embed_tokens"):
+        tensors[f"base_model.model.{name}.weight"] = model.lm_head.weight.detach().clone()
+    save_file(tensors, path / "adapter_model.safetensors")
+    want = with_head_update(model, a, b, 6.0 / 4)
+    assert np.abs(want - theirs(model, IDS)).max() > 0.1, "the premise: it changes the logits"
+    return directory, path, want, (a, b)
+
+
+def test_a_tied_head(tmp_path: Path) -> None:
+    """An update refused because the head is the embedding's matrix, or applied to the embedding too."""
+    directory, path, want, update = tied_head(tmp_path, "llama-tied-llama3")
+    of_gguf = write_gguf_adapter(tmp_path / "a.gguf", {"lm_head": update}, 16, 6.0)
+    with LLM(directory, backend="reference", adapters={"a": path, "gguf": of_gguf}) as llm:
+        plain = llm.logits(IDS)
+        close(llm.logits(IDS, adapter="a"), want)
+        close(llm.logits(IDS, adapter="gguf"), want)
+        np.testing.assert_array_equal(llm.logits(IDS), plain)
+    write_peft(tmp_path / "a", {"lm_head": update}, ensure_weight_tying=True)
+    with pytest.raises(UnsupportedError, match="ensure_weight_tying"):
+        LLM(directory, backend="reference", adapters={"a": path})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["llama-tied-llama3", "qwen3", "gemma2"])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_tied_head_on_each_backend(kind: str, backend: str, tmp_path: Path) -> None:
+    """A backend that packs the embedding without the head's update."""
+    directory, path, want, _ = tied_head(tmp_path, kind)
+    with LLM(directory, backend=backend, adapters={"a": path}, n_threads=2) as llm:
+        close(llm.logits(IDS, adapter="a"), want, 2e-2)
+
+
+def test_a_tied_head_is_merged_into_a_matrix_of_its_own(tmp_path: Path) -> None:
+    """An update of the head that changes the embedding too."""
+    directory, path, want, _ = tied_head(tmp_path, "llama-tied-llama3")
+    done = CliRunner().invoke(app, ["merge", str(directory), str(path), "-o", str(tmp_path / "m.gguf")])
+    assert done.exit_code == 0, done.output
+    with LLM(tmp_path / "m.gguf", backend="reference") as llm:
+        close(llm.logits(IDS), want)
+    done = CliRunner().invoke(app, ["merge", str(directory), str(path), "-o", str(tmp_path / "m")])
+    assert "tied head is not supported in a directory" in done.output
+
+
+def test_patterns_are_regular_expressions(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """A pattern refused or taken for a plain name; another order than the file's."""
+    directory, model = llama
+    updates = random_updates(model, ("q_proj", "v_proj", "down_proj"), rank=4)
+    patterns = {
+        "^model.layers.0.self_attn.q_proj": 1,
+        r"layers\.[01]\..*(q|v)_proj": 2,
+        "v_pro.": 3,
+        r".*\.3\.mlp\.\w+": 5.0,
+        "[a-z]+_proj": 99,
+    }
+
+    plain = {name: patterns[name] for name in ("^model.layers.0.self_attn.q_proj", "v_pro.")}
+    with open_checkpoint(directory) as checkpoint:
+        ours = load_model(checkpoint.weights(checkpoint.config), checkpoint.config)
+    for stated, want in ((patterns, {1, 2, 3, 5, 99}), (plain, {1, 3, 8}), ({"(q|k)_proj": 3}, {3, 8})):
+        path = write_peft(tmp_path / str(len(stated)), updates, 8, r=4, alpha_pattern=stated)
+        alphas = {}
+        for name in updates:  # as PEFT looks for a module's alpha
+            known = (alpha for key, alpha in stated.items() if re.match(rf"(.*\.)?({key})$", name))
+            alphas[name] = next(known, 8)
+        found = {name: update.scale for name, update in read_adapter(path, ours).updates.items()}
+        assert found == {f"{name}.weight": alpha / 4 for name, alpha in alphas.items()}
+        assert {*alphas.values()} == want, "the premise: what each pattern is for"
 
 
 @pytest.mark.parametrize("weight_type", ["F32", "F16"])

@@ -43,7 +43,8 @@ def broken(path: Path, case: str, updates: Updates) -> Path:
         "kind": {"peft_type": "IA3"},
         "fan": {"fan_in_fan_out": True},
         "pissa": {"init_lora_weights": "pissa_niter_16"},
-        "pattern": {"alpha_pattern": {"(q|k)_proj": 3}},
+        "pattern": {"alpha_pattern": {"(q|k_proj": 3}},
+        "pattern-slow": {"rank_pattern": {"(m|.)(m|.)*((m|.)+)+((.|o)+)+x": 3}},
         "rank": {"r": 5},
         "rank-text": {"r": "4"},
         "rank-huge": {"r": 10**9},
@@ -107,7 +108,8 @@ def broken(path: Path, case: str, updates: Updates) -> Path:
         "kind": "peft_type is 'IA3'",
         "fan": "fan_in_fan_out",
         "pissa": "changed the model's own weights",
-        "pattern": "plain names",
+        "pattern": "alpha_pattern must hold regular expressions: .*unterminated subpattern",
+        "pattern-slow": "rank_pattern takes too long to match",
         "rank": "has rank 4 where adapter_config.json says 5",
         "rank-text": "a rank of '4'",
         "rank-huge": "a rank of 1000000000",
@@ -133,9 +135,15 @@ def broken(path: Path, case: str, updates: Updates) -> Path:
     }.items(),
 )
 def test_broken_directories(
-    llm: LLM, llama: tuple[Path, Any], case: str, message: str, tmp_path: Path
+    llm: LLM,
+    llama: tuple[Path, Any],
+    case: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A file that is believed, or an error of several lines or without the file's name."""
+    monkeypatch.setattr("kukri.formats.adapters._MATCH_SECONDS", 0.5)
     path = broken(tmp_path / "adapter", case, random_updates(llama[1], ("q_proj", "down_proj")))
     with pytest.raises((FormatError, UnsupportedError), match=message) as caught:
         llm.load_adapter("broken", path)

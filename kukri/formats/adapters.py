@@ -9,8 +9,11 @@ result in another way is refused by its name.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +43,18 @@ _PEFT = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 # The model's own matrix, unchanged, which PEFT saves besides an update of the head or the embedding
 _COPY = re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.weight")
 _GGUF = re.compile(r"(?P<tensor>.+)\.lora_(?P<part>[ab])")
+_HEAD = "lm_head.weight"
+# PEFT takes names in a pattern for regular expressions. A plain name is matched here; what may backtrack for
+# years runs in a process that is stopped.
+_PLAIN = re.compile(r"(?:\\\.|[\w.^-])+")
+_MAX_PLAIN, _MATCH_SECONDS = 512, 10
+_MATCH = r"""
+import json, re, sys
+patterns, modules = json.load(sys.stdin)
+known = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
+found = [next((i for i, one in enumerate(known) if one.match(module)), None) for module in modules]
+json.dump(found, sys.stdout)
+"""
 _PREFIXES = ("model.", "transformer.", "bert.", "roberta.", "backbone.")
 
 # Keys of adapter_config.json that change the result unless they hold one of these, with what they ask for.
@@ -116,16 +131,26 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
         part = _Part(data, QUANT_TYPES[tensor.dtype], tensor.shape, name)
         parts.setdefault(matrix, {})[match["part"].lower()] = part
         modules[matrix] = module
+    if stated.get("ensure_weight_tying") and model.config.tie_embeddings and _HEAD in parts:
+        raise UnsupportedError(
+            f"{directory / CONFIG_NAME}: ensure_weight_tying is not supported with an update of the tied "
+            "head: train the head alone"
+        )
     order_of = _row_orders(model, is_gguf=False)
+    ranks, alphas = (
+        _of_modules(stated, key, [*modules.values()], directory / CONFIG_NAME)
+        for key in ("rank_pattern", "alpha_pattern")
+    )
     updates = {}
     for matrix, both in parts.items():
         down, up = _checked(matrix, matrices[matrix], both, weights, order_of)
-        rank, scale = _rank_and_scale(stated, modules[matrix], directory / CONFIG_NAME)
+        of_module = ranks.get(modules[matrix]), alphas.get(modules[matrix])
+        rank, scale = _rank_and_scale(stated, *of_module, directory / CONFIG_NAME)
         if down.shape[0] != rank:
             message = f"has rank {down.shape[0]} where {CONFIG_NAME} says {rank}"
             raise FormatError(message, path=weights, tensor=both["a"].name)
         updates[matrix] = LowRank(down, up, scale)
-    return _adapter(directory, updates)
+    return _adapter(directory, updates, model)
 
 
 def _check_config(stated: Mapping[str, Any], path: Path) -> None:
@@ -145,11 +170,12 @@ def _check_config(stated: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _rank_and_scale(stated: Mapping[str, Any], module: str, path: Path) -> tuple[int, float]:
-    """The rank of a module's update and its factor: alpha / rank, or alpha / sqrt(rank) of rsLoRA."""
-    rank = _of_module(stated, "rank_pattern", module, path)
+def _rank_and_scale(stated: Mapping[str, Any], rank: Any, alpha: Any, path: Path) -> tuple[int, float]:
+    """The rank of a module's update and its factor: alpha / rank, or alpha / sqrt(rank) of rsLoRA.
+
+    `rank` and `alpha` are what the patterns say of the module, None where they say nothing.
+    """
     rank = stated.get("r", 8) if rank is None else rank
-    alpha = _of_module(stated, "alpha_pattern", module, path)
     alpha = stated.get("lora_alpha", 8) if alpha is None else alpha
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise FormatError(f"a rank of {brief(rank)}: kukri applies 1 to {MAX_RANK}", path=path)
@@ -161,21 +187,34 @@ def _rank_and_scale(stated: Mapping[str, Any], module: str, path: Path) -> tuple
     return rank, float(alpha / math.sqrt(rank) if is_rs else alpha / rank)
 
 
-def _of_module(stated: Mapping[str, Any], key: str, module: str, path: Path) -> Any:
-    """The value of the first name in a pattern that a module's name is, or ends with; None if none is.
+def _of_modules(stated: Mapping[str, Any], key: str, modules: list[str], path: Path) -> dict[str, Any]:
+    """The value of the first regular expression in a pattern that a module's name matches, or its end.
 
-    PEFT takes the names for regular expressions; those that need to be are refused.
+    Modules that match none are left out. Raises FormatError for what is no regular expression.
     """
     patterns = stated.get(key) or {}
     if not isinstance(patterns, dict):
         raise FormatError(f"{key} must be an object, not {brief(patterns)}", path=path)
-    for name, value in patterns.items():
-        plain = name.removeprefix("^").replace("\\.", ".")
-        if re.fullmatch(r"[\w.]+", plain) is None:
-            raise UnsupportedError(f"{path}: {key} names {brief(name)}; kukri reads plain names there")
-        if module == plain or (not name.startswith("^") and module.endswith(f".{plain}")):
-            return value
-    return None
+    values = [*patterns.values()]
+    if len(patterns) <= _MAX_PLAIN and all(map(_PLAIN.fullmatch, patterns)):
+        known = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
+        found = [next((i for i, one in enumerate(known) if one.match(name)), None) for name in modules]
+    else:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", _MATCH],
+                input=json.dumps([[*patterns], modules]),
+                capture_output=True,
+                text=True,
+                timeout=_MATCH_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise FormatError(f"{key} takes too long to match: name the modules", path=path) from None
+        if done.returncode:
+            reason = done.stderr.strip().rpartition("\n")[2]
+            raise FormatError(f"{key} must hold regular expressions: {brief(reason)}", path=path)
+        found = json.loads(done.stdout)
+    return {name: values[i] for name, i in zip(modules, found) if i is not None}
 
 
 def _canonical(module: str, matrices: Mapping[str, Any], model: Model) -> str | None:
@@ -198,16 +237,19 @@ def _is_copy(name: str, shape: tuple[int, ...], model: Model) -> bool:
         return False
     stored = {parameter.name: parameter.shape for parameter in model.parameters}
     embedding = f"{ARCHITECTURES[model.config.architecture].embedding}.weight"
-    copied = {name: stored[name] for name in (embedding, "lm_head.weight") if name in stored}
+    copied = {name: stored.get(name, stored[embedding]) for name in (embedding, _HEAD) if embedding in stored}
     matrix = _canonical(match["module"], copied, model)
     return matrix is not None and copied[matrix] == shape
 
 
 def _matrices(model: Model) -> Mapping[str, tuple[int, int]]:
-    """The matrices that an adapter may change, and their shapes."""
+    """The matrices that an adapter may change, and their shapes; a tied head by a name of its own."""
     from kukri.models.trace import Trace
 
-    return Trace(model).multiplied
+    trace = Trace(model)
+    head, embedding = trace.unembedding, trace.embedding
+    is_tied = head is not None and embedding is not None and head.weights == (embedding,)
+    return trace.multiplied | ({_HEAD: embedding.shape} if is_tied and embedding is not None else {})
 
 
 # --- GGUF
@@ -242,7 +284,7 @@ def _read_gguf(path: Path, model: Model) -> Adapter:
             down, up = _checked(matrix, matrices[matrix], both, path, order_of)
             scale = alpha / down.shape[0] if alpha else 1.0  # as llama.cpp has it
             updates[matrix] = LowRank(down, up, scale)
-        return _adapter(path, updates)
+        return _adapter(path, updates, model)
 
 
 def _check_keys(file: GGUFFile, model: Model) -> float:
@@ -347,7 +389,11 @@ def _no_matrix(module: str, matrices: Iterable[str], path: Path, tensor: str) ->
     return FormatError(message, path=path, tensor=tensor)
 
 
-def _adapter(path: Path, updates: Mapping[str, LowRank]) -> Adapter:
+def _adapter(path: Path, updates: Mapping[str, LowRank], model: Model) -> Adapter:
     if not updates:
         raise FormatError("updates no matrix", path=path)
-    return Adapter(path, updates)
+    if not model.config.tie_embeddings:
+        return Adapter(path, updates)
+    # the head multiplies by the embedding's matrix, whose rows are read without an update
+    embedding = f"{ARCHITECTURES[model.config.architecture].embedding}.weight"
+    return Adapter(path, {embedding if name == _HEAD else name: one for name, one in updates.items()})

@@ -43,6 +43,16 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
         updates.setdefault(gguf_name(whole, config.architecture), []).append((name, expert, update))
     in_pairs = ARCHITECTURES[config.architecture].in_pairs(config)
 
+    # a tied head that changes is a matrix of its own: the embedding stays
+    embedding = gguf_name(f"{ARCHITECTURES[config.architecture].embedding}.weight", config.architecture)
+    head = gguf_name("lm_head.weight", config.architecture)
+    of_head = updates.pop(embedding, None)
+    heads: list[Step] = []
+    if of_head is not None:
+        updates[head] = of_head
+        if all(step.name != head for step in conversion.steps):
+            heads = [replace(step, name=head) for step in conversion.steps if step.name == embedding]
+
     def merged(step: Step) -> Step:
         if step.name not in updates:
             return step
@@ -57,7 +67,7 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
 
         return replace(step, source=_F32, read=read)
 
-    steps = tuple(merged(step) for step in conversion.steps)
+    steps = (*map(merged, conversion.steps), *map(merged, heads))
     assert updates.keys() <= {step.name for step in steps}, "the adapter was checked against the model"
     return replace(conversion, steps=steps)
 
@@ -91,6 +101,11 @@ def write_merged_directory(
 
         return make
 
+    if f"{architecture.embedding}.weight" in adapter.updates:
+        raise UnsupportedError(
+            f"{source}: an update of the tied head is not supported in a directory, whose embedding it would "
+            "change: merge into a .gguf file"
+        )
     stored_names = {canonical_name(name, prefix) for name in files}
     lost = next((name for name in adapter.updates if name not in stored_names), None)
     if lost is not None:

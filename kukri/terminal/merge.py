@@ -39,8 +39,8 @@ def merge_model(model: str | None, adapter: Path, target: Path | None, *, as_jso
     if is_file:
         with opened(source) as conversion:
             plan = with_adapter(conversion, changes)
-            changed = [new for old, new in zip(conversion.steps, plan.steps) if new is not old]
-            n_packed = sum(step.target.block_size > 1 for step in changed)
+            kept = {*map(id, conversion.steps)}
+            n_packed = sum(step.target.block_size > 1 for step in plan.steps if id(step) not in kept)
             with progress(plan) as on_tensor:
                 write(plan, target, on_tensor)
     else:
