@@ -158,6 +158,11 @@ class PagePool:
         """True if a page that is cached has no owner."""
         return page in self._idle or page in self._kept
 
+    def is_held(self, key: PageKey) -> bool:
+        """True if the page of a key is cached and has an owner."""
+        page = self._page_of.get(key)
+        return page is not None and self._n_owners[page] > 0
+
     def key(self, page: int) -> PageKey:
         """The key of a cached page."""
         return self._key_of[page]

@@ -196,6 +196,10 @@ class Request:
         pages: list[int] = self.page_rows[pool][self.first_pages[pool] : self.n_pages].tolist()
         return pages
 
+    def n_held(self, pool: int) -> int:
+        """How many those are."""
+        return self.n_pages - self.first_pages[pool]
+
     @property
     def max_cached(self) -> int:
         """The most tokens it may have in the cache: the last one generated is never an input."""

@@ -78,13 +78,28 @@ class Residence:
         known = self._cached_prefix(request)
         for i, (pool, pages) in enumerate(zip(self.pools, known.pages)):
             freed = pool.only_held_by([other.pages(i) for other in leaving]) if leaving else ()
-            n_left = pool.n_free - sum(pool.is_idle(page) for page in pages)
+            n_left = pool.n_free - self._n_promised(i, promised) - sum(pool.is_idle(page) for page in pages)
             n_left += len(freed) - sum(page in freed for page in pages)
-            for other in promised:
-                n_left -= max(pool.most_held(other.n_tokens) - len(other.pages(i)), 0)
             if pool.most_held(request.n_tokens) - len(pages) > n_left:
                 return None
         return known
+
+    def has_room(
+        self, request: Request, leaving: Sequence[Request] = (), promised: Sequence[Request] = ()
+    ) -> bool:
+        """True if `find_room` finds room. Where that does not depend on what is cached, looks no prefix up:
+        a long prompt that waits costs a step no more than a short one.
+        """
+        if self.states is not None and not self.states.n_free and not leaving:
+            return False
+        n_shared, is_sure = self._n_held(request), True
+        request.n_found = max(request.n_found, n_shared * self.page_tokens)
+        for i, pool in enumerate(self.pools):
+            n_left, n_needed = pool.n_free - self._n_promised(i, promised), pool.most_held(request.n_tokens)
+            if pool.window is None and n_needed - n_shared > n_left + sum(one.n_held(i) for one in leaving):
+                return False
+            is_sure = is_sure and n_needed <= n_left
+        return is_sure or self.find_room(request, leaving, promised) is not None
 
     def note_cached(self, request: Request) -> None:
         """Notes how much of a new request's prompt is cached, in its `n_found`."""
@@ -409,6 +424,19 @@ class Residence:
         request.n_found = (n_found if whole else n_known) * self.page_tokens
         firsts = [pool.first_needed(n_known * self.page_tokens) for pool in self.pools]
         return Prefix(n_known, [p.find(known[first:n_known]) for p, first in zip(self.pools, firsts)])
+
+    def _n_held(self, request: Request) -> int:
+        """How many pages at the beginning of a waiting request others hold, of layers that see all."""
+        n_pages, pool = request.next_row // self.page_tokens, self.pools[0]
+        if not self._uses_cache(request) or request.taps is not None or pool.window is not None:
+            return 0
+        keys = request.hash_pages(n_pages, self.page_tokens)
+        # whoever holds a page holds those before it
+        return bisect_left(range(n_pages), True, key=lambda i: not pool.is_held(keys[i]))
+
+    def _n_promised(self, i: int, promised: Iterable[Request]) -> int:
+        """Pages of a pool that prompts have yet to get."""
+        return sum(max(self.pools[i].most_held(one.n_tokens) - one.n_held(i), 0) for one in promised)
 
     def _pages_of_leader(self, request: Request) -> list[list[int]] | None:
         """The pages of the request whose prompt is its own, which has computed it; None if there is none, or

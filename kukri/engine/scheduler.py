@@ -21,11 +21,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
+from operator import le
 
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.lookup_drafts import EarlierAnswers
 from kukri.engine.request import ProgramKind, Request, RequestState
-from kukri.engine.residence import Prefix, Residence
+from kukri.engine.residence import Residence
 from kukri.engine.row_costs import RowCosts
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.step_cost import StepCost
@@ -129,7 +130,7 @@ class Scheduler:
     def _is_full(self) -> bool:
         """True if nobody can be admitted, as nobody could and nothing has been freed since."""
         now, full = self._occupancy(), self._full
-        return full is not None and now[:2] == full[:2] and now[2] <= full[2]
+        return full is not None and now[:2] == full[:2] and all(map(le, now[2:], full[2:]))
 
     def start_over(self) -> None:
         """Makes the next step no continuation of the last."""
@@ -230,7 +231,7 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.max_requests:
             return []
         first = self.waiting.first(_may_run, program)
-        if first is None or self._find_room(first) is None:
+        if first is None or not self._has_room(first):
             return []
         heads = self.waiting.heads(_may_run, program, _LOOK_AHEAD)
         return [request for request in heads if not self._awaits_prefix(request)]
@@ -413,7 +414,7 @@ class Scheduler:
         leaving = list(
             takewhile(lambda r: not r.is_in_flight and urgent.priority < r.priority, reversed(self.running))
         )
-        return urgent if leaving and self._find_room(urgent, leaving) is not None else None
+        return urgent if leaving and self._has_room(urgent, leaving) else None
 
     def _preempt_for_urgent(self) -> None:
         """Preempts running requests for one of a better priority that waits and finds no room.
@@ -423,7 +424,7 @@ class Scheduler:
         urgent = self._urgent()
         if urgent is None:
             return
-        while self._find_room(urgent) is None:
+        while not self._has_room(urgent):
             self.preempt(self.running[-1])
 
     def _schedule(self, request: Request, budget: _Budget, step: ScheduledStep) -> None:
@@ -492,19 +493,24 @@ class Scheduler:
                 return False
         return True
 
-    def _find_room(self, request: Request, leaving: Sequence[Request] = ()) -> Prefix | None:
-        """The cached prefix a waiting request can begin with; None if it may not run, or finds no room.
+    def _has_room(self, request: Request, leaving: Sequence[Request] = ()) -> bool:
+        """False if a waiting request may not run, or finds no room.
 
         `leaving` are running requests that count as preempted.
         """
         if len(self.running) - len(leaving) >= self.max_requests:
-            return None
-        prompts = [r for r in self.running if not _generates(r) and r not in leaving]
-        return self.residence.find_room(request, leaving, prompts)
+            return False
+        return self.residence.has_room(request, leaving, self._prompts(leaving))
+
+    def _prompts(self, leaving: Sequence[Request] = ()) -> list[Request]:
+        """The running requests whose prompts are computed."""
+        return [r for r in self.running if not _generates(r) and r not in leaving]
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Moves a waiting request to the running, with the pages it can share, if it has room."""
-        prefix = self._find_room(request)
+        if len(self.running) >= self.max_requests:
+            return False
+        prefix = self.residence.find_room(request, promised=self._prompts())
         if prefix is None:
             return False
         self.residence.admit(request, prefix, step.state_copies)

@@ -158,6 +158,7 @@ class DryRepetitions:
         self._lengths = np.zeros(tokens.n + 256, np.int32)
         most = min(tokens.n - self._start, self._longest)
         self._lengths[1 : tokens.n] = _match_lengths(tokens.ids, most)[:-1]
+        self._places = np.flatnonzero(self._lengths)  # j + 1, where those are not 0
 
     def update(self) -> None:
         """Extends the matches by the last token."""
@@ -182,21 +183,23 @@ class DryRepetitions:
         """The tokens that followed earlier copies of the last tokens, and the lengths of these copies."""
         n, reach = self._tokens.n, self._params.dry_penalty_last_n
         first = max(n - reach, 0) if reach >= 0 else 0
-        lengths = self._lengths[first + 1 : n]
-        allowed = self._params.dry_allowed_length
-        places = np.flatnonzero(lengths >= allowed)
-        if len(places) == 0:
-            return places.astype(np.int32), places.astype(np.int32)
-        found = np.minimum(lengths[places], np.minimum(places + 1, n - self._start)).astype(np.int32)
-        places, found = places[found >= allowed], found[found >= allowed]
-        return self._tokens.ids[first + places + 1], found
+        places = self._places[np.searchsorted(self._places, first + 1) :]
+        lengths = np.minimum(
+            self._lengths[places], np.minimum(places - first, n - self._start).astype(np.int32)
+        )
+        is_long = lengths >= self._params.dry_allowed_length
+        return self._tokens.ids[places[is_long]], lengths[is_long]
 
     def _extend(self, n: int) -> None:
         """Brings the lengths up to the n-th token."""
         ids = self._tokens.ids
         if n >= len(self._lengths):
             self._lengths = np.concatenate([self._lengths, np.zeros(len(self._lengths), np.int32)])
-        self._lengths[1:n] = (self._lengths[: n - 1] + 1) * (ids[: n - 1] == ids[n - 1])
+        places = np.flatnonzero(ids[: n - 1] == ids[n - 1])
+        lengths = self._lengths[places] + 1
+        self._lengths[self._places] = 0
+        self._places = places + 1
+        self._lengths[self._places] = lengths
 
     def _are_breakers(self, ids: IntArray) -> npt.NDArray[np.bool_]:
         """For each token, true if it is a breaker by itself."""

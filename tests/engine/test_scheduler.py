@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from kukri.engine.pages import PagePool
+from kukri.engine.pages import PageKey, PagePool
 from kukri.engine.request import Request, RequestState
 from kukri.engine.residence import Residence
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep
 from kukri.engine.scheduler import Scheduler
+from kukri.engine.states import StatePool
 from kukri.errors import CapacityError, KukriError
 from kukri.sampling import SampledToken, SamplingParams
 
@@ -121,6 +124,17 @@ class Play:
         return int(request.page_rows[0][i // PAGE]), i % PAGE
 
 
+class TwiceAsked(Residence):
+    """Compares the short answer to whether a request has room with the long one."""
+
+    def has_room(self, request: Request, *others: Sequence[Request]) -> bool:
+        """See Residence.has_room."""
+        has_room, n_found = super().has_room(request, *others), request.n_found
+        assert has_room == (self.find_room(request, *others) is not None)
+        request.n_found = n_found
+        return has_room
+
+
 @pytest.mark.representative(3)
 @seed(29)
 @settings(max_examples=200, deadline=None, database=None)
@@ -129,9 +143,9 @@ def test_every_request_gets_all_its_tokens(
     arrivals: list[Arrival], n_pages: int, caches: bool, places: int
 ) -> None:
     """Catches pages lost or given twice, a step that does nothing while somebody waits, a prompt or an answer
-    that stands still, and preemptions that take turns forever."""
+    that stands still, preemptions that take turns forever, and room that is there but is not seen."""
     pool = PagePool(n_pages, PAGE)
-    play = Play(Scheduler(Residence([pool], caches_prefixes=caches), places, STEP, 16))
+    play = Play(Scheduler(TwiceAsked([pool], caches_prefixes=caches), places, STEP, 16))
     left = sorted(arrivals, key=lambda one: one.step)
     going: list[tuple[int, Request]] = []
     n_work = 0
@@ -151,6 +165,54 @@ def test_every_request_gets_all_its_tokens(
         assert request.finish_reason in ("length", "abort")
         assert request.finish_reason == "abort" or request.n_tokens == request.max_length
     assert pool.n_free == n_pages
+
+
+class CountedKeys(dict[PageKey, int]):
+    """Pages by key, which counts how often one is looked up."""
+
+    n_lookups = 0
+
+    def get(self, *key: Any) -> Any:
+        """See dict.get."""
+        self.n_lookups += 1
+        return super().get(*key)
+
+
+def lookups_while_waiting(n_tokens: int, *, has_states: bool) -> int:
+    """Pages looked up in ten steps while a prompt waits, half of which is cached and idle."""
+    pool = PagePool(2 * n_tokens // PAGE, PAGE)
+    scheduler = Scheduler(
+        Residence([pool], states=StatePool(9) if has_states else None), PLACES, 3 * n_tokens
+    )
+
+    def add(n: int, n_new: int, start: int) -> Request:
+        prompt, params = np.arange(start, start + n, dtype=np.int32), SamplingParams(max_tokens=n_new)
+        request = Request(start, prompt, params, None, frozenset(), 4 * n_tokens, pool.n_pages)
+        scheduler.add(request)
+        return request
+
+    def step() -> None:
+        chunks = scheduler.schedule().chunks
+        scheduler.postprocess(chunks, [[SampledToken(5)] for _ in chunks], 0.0)
+        scheduler.start_over()
+
+    add(n_tokens // 2, 1, 0)
+    step()
+    add(n_tokens + 20, 20, n_tokens)
+    step()
+    waiting = add(n_tokens, 1, 0)
+    pool._page_of = counted = CountedKeys(pool._page_of)
+    for _ in range(10):
+        step()
+    assert waiting in scheduler.waiting
+    return counted.n_lookups
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_long_prompt_that_waits_costs_a_step_no_more_than_a_short_one(has_states: bool) -> None:
+    """Catches a walk over all pages of a prompt in each step in which it finds no room."""
+    short, long = (lookups_while_waiting(n, has_states=has_states) for n in (100, 3_200))
+    assert 0 < long <= 2 * short
 
 
 @seed(29)
