@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validato
 from pydantic_core import CoreSchema
 
 from kukri.errors import RequestError
+from kukri.server.aliases import Aliases, renamed
 from kukri.server.bounds import bounded
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
@@ -19,11 +20,13 @@ _bounded: dict[type[BaseModel], CoreSchema] = {}
 class Body(BaseModel):
     """A JSON object of exactly these fields; others are errors unless they are null or in `ignored`.
 
-    `refused` has fields that cannot be honoured, the values that ask for nothing, and the reason.
+    `refused` has fields that cannot be honoured, the values that ask for nothing, and the reason; `aliases`
+    has other servers' names of fields.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     refused: ClassVar[Refused] = {}
+    aliases: ClassVar[Aliases] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -31,6 +34,7 @@ class Body(BaseModel):
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        data = renamed(data, cls.aliases)
         for name, (neutral, reason) in cls.refused.items():
             if name in data and data[name] is not None and data[name] not in neutral:
                 raise RequestError(
@@ -43,7 +47,7 @@ class Body(BaseModel):
     @classmethod
     def _unknown(cls, data: Mapping[str, Any]) -> Iterator[str]:
         """Return the names of fields that are errors."""
-        left_out = cls._names() | cls.refused.keys() | cls.ignored
+        left_out = cls._names() | cls.refused.keys() | cls.ignored | cls.aliases.keys()
         return (name for name, value in data.items() if name not in left_out and value is not None)
 
     @classmethod

@@ -16,6 +16,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from kukri.errors import ActivationLimitError, CapacityError, ContextLengthError, KukriError, RequestError
+from kukri.server.aliases import NAME_PAIRS
 
 RETRY_AFTER_S = 1
 LATE = "deadline_exceeded"  # the code of a DeadlineError
@@ -33,7 +34,7 @@ _NAMES_HERE = {
     "guided_grammar": "structured_outputs.grammar", "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex", "json_schema": "structured_outputs.json",
     "n_predict": "max_tokens", "num_predict": "max_tokens", "max_new_tokens": "max_tokens",
-    "n_probs": "logprobs", "repeat_penalty": "repetition_penalty", "typ_p": "typical_p",
+    "n_probs": "logprobs",
 }  # fmt: skip
 _BRANCH = re.compile(r"@|(list|nullable|tagged-union|union)(\[|$)|function(-\w+)?\[")  # branches of a union
 _NOT_READ = "There was an error parsing the body"  # FastAPI on one not UTF-8 or too deep
@@ -192,6 +193,9 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = _nearest(error.errors())
     kind, param = first["type"], _param(first["loc"])
+    body = error.body
+    if isinstance(body, dict) and param and body.get(param) is None:  # it may be there under another name
+        param = next((name for name, field in NAME_PAIRS if field == param and name in body), param)
     if kind == "json_invalid":
         return error_response("the body is not JSON", 400, code="invalid_json")
     if kind == "extra_forbidden" and param is not None:

@@ -16,6 +16,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from kukri.errors import RequestError, brief
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
+from kukri.server.aliases import (
+    CHAT_ALIASES,
+    SAMPLING_ALIASES,
+    TEXT_ALIASES,
+    Aliases,
+    sampler_names,
+)
 from kukri.server.body import Body, Piece, Refused
 from kukri.server.chat.request import only_grammar
 from kukri.server.intervention_bodies import Interventions
@@ -34,21 +41,27 @@ ELSEWHERE: Refused = {
     "include_stop_str_in_output": ((False,), "stop strings are not shown"),
     "length_penalty": ((1.0,), "there is no beam search"),
     "min_keep": ((0,), "samplers keep at least one token"),
-    "n_probs": ((0,), "use logprobs"),
+    "lora": (([],), "use the adapter's name as the model"),
+    "parse_tool_calls": ((True,), "tool calls are always read"),
     "post_sampling_probs": ((False,), "log-probabilities are the model's own"),
     "spaces_between_special_tokens": ((True, False), "tokens are joined as they are"),
+    **dict.fromkeys(
+        ("t_max_predict_ms", "t_max_prompt_ms"), ((0, -1), "the time limit is the server's: --deadline")
+    ),
     "use_beam_search": ((False,), "there is no beam search"),
 }
 # hints that cannot change an answer: taken and ignored
 HINTS = frozenset(
     {
-        "cache_prompt", "cache_salt", "context_management", "id_slot", "metadata", "n_cache_reuse", "n_keep",
-        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id",
+        "cache_prompt", "cache_salt", "context_management", "draft_model", "id_slot", "keep_alive",
+        "metadata", "n_cache_reuse", "n_keep", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "provider", "request_id", "ttl",
         "safety_identifier", "service_tier", "sse_ping_interval", "store", "user", "verbose", "verbosity",
     }
 )  # fmt: skip
 _OTHER_FORM = {"max_tokens", "logprobs", "prompt_logprobs"}  # and name, at each endpoint
 SAME_FORM = {name for name, facts in FACTS.items() if facts.kind != "object"} - _OTHER_FORM
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # those of MCP too
 MAX_IDS = 2**20  # longest prompt given as token ids
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -71,6 +84,12 @@ class StreamOptions(Body):
     ignored = frozenset({"include_obfuscation"})
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # with include_usage: the counts so far, in each chunk
+
+
+class UsageOption(Body):
+    """Whether an answer tells its usage, as one that is no stream always does."""
+
+    include: bool | None = None
 
 
 class StructuredOutputs(Body):
@@ -108,6 +127,7 @@ class StructuredOutputs(Body):
 class Sampling(Body):
     """Sampling parameters, as `kukri.sampling.params` declares them, and what all chats and texts share."""
 
+    aliases: ClassVar[Aliases] = SAMPLING_ALIASES
     model: str | None = None
     stream: bool | None = None
     user: str | None = None  # the user of the request: the queue is fair among those of a key
@@ -115,6 +135,14 @@ class Sampling(Body):
     structured_outputs: StructuredOutputs | None = None
     if TYPE_CHECKING:
         logit_bias: dict[str, float] | None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_samplers(cls, data: Any) -> Any:
+        """Give samplers kukri's names."""
+        if not isinstance(data, dict) or "samplers" not in data:
+            return data
+        return {**data, "samplers": sampler_names(data["samplers"])}
 
     def sampling(self, **others: Any) -> dict[str, Any]:
         """The fields of SamplingParams that are set; `others` are those that endpoints name differently.
@@ -146,6 +174,7 @@ class GenerationBody(Sampling):
     grammar: str | None = None  # as llama.cpp spells structured_outputs.grammar; "" is like None
     json_schema: dict[str, Any] | None = None  # as it spells structured_outputs.json
     stream_options: StreamOptions | None = None
+    usage: UsageOption | None = None  # as OpenRouter has it: stream_options.include_usage, of streams
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # for each token of the prompt
     return_token_ids: bool | None = None  # those of prompt and answer
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens `token_id:17`
@@ -163,6 +192,9 @@ class GenerationBody(Sampling):
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> GenerationBody:
+        if self.usage is not None and self.usage.include and self.stream:
+            self.stream_options = self.stream_options or StreamOptions()
+            self.stream_options.include_usage = True
         if self.stream_options is not None and self.stream_options.include_usage and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -392,9 +424,20 @@ class ThinkingSwitch(Piece):
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
+class ReasoningOption(Body):
+    """Whether and how much to reason, as OpenRouter spells it."""
+
+    refused: ClassVar[Refused] = {"exclude": ((False,), "reasoning is always shown")}
+    ignored = frozenset({"summary"})
+    effort: Effort | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    enabled: bool | None = None
+
+
 class ChatBody(GenerationBody):
     """A request to /v1/chat/completions."""
 
+    aliases: ClassVar[Aliases] = CHAT_ALIASES
     refused: ClassVar[Refused] = {
         **ELSEWHERE,
         "audio": ((), TEXT_ONLY),
@@ -405,6 +448,7 @@ class ChatBody(GenerationBody):
         "functions": (([],), "it is deprecated: use tools"),
         "modalities": ((["text"],), TEXT_ONLY),
         "moderation": ((), "there is no moderation here"),
+        "reasoning_format": (("auto", "deepseek"), "reasoning comes as reasoning_content"),
         "web_search_options": ((), "this server searches nothing"),
     }
     ignored = HINTS
@@ -415,7 +459,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: dict[str, str] | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     prediction: Prediction | None = None
 
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
@@ -430,7 +474,15 @@ class ChatBody(GenerationBody):
     enable_thinking: bool | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     thinking: bool | ThinkingSwitch | None = None
+    reasoning: ReasoningOption | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None  # tokens; then the answer begins
+    num_ctx: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None  # Ollama's: tokens of prompt and answer
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_logprobs(cls, data: Any) -> Any:
+        """Take llama.cpp's `n_probs`, which asks for log-probabilities by itself."""
+        return {"logprobs": True, **data} if isinstance(data, dict) and data.get("n_probs") else data
 
     @property
     def thinks(self) -> bool | str | None:
@@ -438,20 +490,23 @@ class ChatBody(GenerationBody):
         thinking = (
             self.thinking.type != "disabled" if isinstance(self.thinking, ThinkingSwitch) else self.thinking
         )
-        return next((one for one in (self.enable_thinking, self.think, thinking) if one is not None), None)
+        enabled = self.reasoning.enabled if self.reasoning is not None else None
+        said = (self.enable_thinking, self.think, thinking, enabled)
+        return next((one for one in said if one is not None), None)
 
     @property
     def effort(self) -> str | None:
         """The effort to reason."""
         thinks = self.thinks
         said = {None: None, True: "medium", False: "none"}.get(thinks, thinks)  # type: ignore[arg-type]
-        return self.reasoning_effort or said
+        return self.reasoning_effort or (self.reasoning and self.reasoning.effort) or said
 
     @property
     def thinking_budget(self) -> int | None:
         """Most tokens of the reasoning."""
-        budget = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingSwitch) else None
-        return budget if self.thinking_token_budget is None else self.thinking_token_budget
+        said = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingSwitch) else None
+        budgets = (self.thinking_token_budget, said, self.reasoning and self.reasoning.max_tokens)
+        return next((one for one in budgets if one is not None), None)
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -483,6 +538,7 @@ TokenIds = Annotated[list[int], Field(min_length=1, max_length=MAX_IDS)]
 class CompletionBody(GenerationBody):
     """A request to /v1/completions."""
 
+    aliases: ClassVar[Aliases] = TEXT_ALIASES
     refused: ClassVar[Refused] = {
         **ELSEWHERE,
         "add_special_tokens": ((True,), "the model's special tokens are always added to a text"),

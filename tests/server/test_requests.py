@@ -188,7 +188,8 @@ def test_names_of_other_servers_are_translated(served):
     """Catches an error that leaves a client of another server to guess."""
     with served.http() as http:
         for path in (CHAT, TEXT):
-            for name, here in {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}.items():
+            for name in ("json", "regex"):
+                name, here = f"guided_{name}", f"structured_outputs.{name}"
                 message = check_error(http.post(path, json=ASK[path] | {name: 1}), 400, name)
                 assert message == f"unknown field {name!r}: here it is {here}"
 
@@ -239,7 +240,7 @@ WRONG = [
     (TEXT, {"prompt": [[]]}, "prompt[0]"),
     (TEXT, {"prompt": None}, "prompt"),
     (TEXT, {"prompt": "word " * 2000}, "prompt"),
-    (TEXT, {"max_tokens": -1}, "max_tokens"),
+    (TEXT, {"max_tokens": -3}, "max_tokens"),
     (TEXT, {"max_tokens": 10**30}, "max_tokens"),
     (TEXT, {"seed": 10**30}, "seed"),
     (TEXT, {"best_of": 1, "n": 2}, "best_of"),

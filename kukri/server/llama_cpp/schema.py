@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from kukri.calls.image_prompts import MAX_IMAGES
 from kukri.errors import RequestError
 from kukri.sampling.fields import MAX_BIAS, MAX_COUNT, MAX_PHRASES
+from kukri.server.aliases import Aliases
 from kukri.server.body import Body, Refused
 from kukri.server.mixed_prompt import Mixed
 from kukri.server.sampling_fields import FACTS, with_sampling
@@ -19,8 +20,6 @@ from kukri.tokenizer import Tokenizer
 NAMES = {name: facts.llama_cpp for name, facts in FACTS.items() if facts.llama_cpp not in (None, name)}
 _RENAMED = {name: theirs for name, theirs in NAMES.items() if name in SAME_FORM}
 _ANY_SEED = 2**32 - 1  # -1 among its seeds of 32 bits: another answer each time
-_SAMPLERS = {"typ_p": "typical_p"}
-_NO_SAMPLERS = frozenset({"infill"})  # editors name it; it only makes middles end earlier
 
 
 class ImagesText(Body):
@@ -37,9 +36,9 @@ Prompt = str | Mixed | ImagesText
 class LlamaBody(GenerationBody):
     """The fields that /completion and /infill share."""
 
+    aliases: ClassVar[Aliases] = {}
     refused: ClassVar[Refused] = {
-        **{name: reason for name, reason in ELSEWHERE.items() if name != "n_probs"},
-        "lora": (([],), "use the adapter's name as the model"),
+        **{name: reason for name, reason in ELSEWHERE.items() if not name.startswith("t_max_")},
         "skip_special_tokens": ((True,), "control tokens are not shown"),
         "penalize_nl": ((True,), "penalties hold for all tokens"),
     }
@@ -58,7 +57,7 @@ class LlamaBody(GenerationBody):
     @model_validator(mode="before")
     @classmethod
     def _as_kukri(cls, data: Any) -> Any:
-        """Leaves out what asks for nothing in llama.cpp, and gives samplers kukri's names."""
+        """Leaves out what asks for nothing in llama.cpp."""
         if not isinstance(data, dict):
             return data
         data = dict(data)
@@ -71,12 +70,6 @@ class LlamaBody(GenerationBody):
             data["temperature"] = 0.0  # the likeliest token
         if isinstance(data.get("logit_bias"), list):
             data["logit_bias"] = _by_token(data["logit_bias"])
-        if isinstance(data.get("samplers"), list):
-            data["samplers"] = [
-                _SAMPLERS.get(one, one) if isinstance(one, str) else one
-                for one in data["samplers"]
-                if not (isinstance(one, str) and one in _NO_SAMPLERS)
-            ]
         return data
 
     @property

@@ -63,6 +63,7 @@ def parse_chat(body: ChatBody) -> ChatRequest:
         continue_final_message=bool(body.continue_final_message),
         effort=body.effort,
         thinking_budget=body.thinking_budget,
+        max_context=body.num_ctx,
         template_variables=body.template_variables,
         interventions=steering(body.interventions),
         user=body.user or "",
