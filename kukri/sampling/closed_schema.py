@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _SUBSCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "then", "else")
@@ -20,47 +20,52 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     open_ids: set[int] = set()
     n_left = _MOST_PARTS
-    for whole in _schemas(schema):
+    for whole in schemas_in(schema):
         parts = _parts(whole, schema, n_left)
         n_left -= len(parts)
         if n_left <= 0:
             return dict(schema)
         if any("properties" in part for part in parts[1:]):
             open_ids.update(map(id, parts))
-    made: dict[str, Any] = _closed(schema, open_ids)
+
+    def close(part: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+        if "properties" in part and not _OPEN & part.keys() and id(stated) not in open_ids:
+            part["additionalProperties"] = False
+        return part
+
+    made: dict[str, Any] = changed(schema, close)
     return made
 
 
-def _closed(schema: Any, open_ids: set[int]) -> Any:
+def changed(schema: Any, change: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]]) -> Any:
+    """A copy in which `change(copy, original)` stands for each schema, after those within it."""
     if isinstance(schema, list):
-        return [_closed(item, open_ids) for item in schema]
+        return [changed(item, change) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     made = dict(schema)
     for name in schema.keys() & set(_SUBSCHEMAS):
-        made[name] = _closed(schema[name], open_ids)
+        made[name] = changed(schema[name], change)
     for name, value in schema.items():
         if name in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
-            made[name] = {key: _closed(item, open_ids) for key, item in value.items()}
-    if "properties" in schema and not _OPEN & schema.keys() and id(schema) not in open_ids:
-        made["additionalProperties"] = False
-    return made
+            made[name] = {key: changed(item, change) for key, item in value.items()}
+    return change(made, schema)
 
 
-def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+def schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
     """The schema and all within it."""
     if isinstance(schema, list):
         for item in schema:
-            yield from _schemas(item)
+            yield from schemas_in(item)
     if not isinstance(schema, Mapping):
         return
     yield schema
     for name, value in schema.items():
         if name in _SUBSCHEMAS:
-            yield from _schemas(value)
+            yield from schemas_in(value)
         elif name in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
             for item in value.values():
-                yield from _schemas(item)
+                yield from schemas_in(item)
 
 
 def _parts(whole: Mapping[str, Any], root: Mapping[str, Any], n_most: int) -> list[Any]:

@@ -8,6 +8,7 @@ and has the mask of the tokens allowed next. The automata are those of llguidanc
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,13 @@ from weakref import WeakKeyDictionary, WeakMethod
 from kukri.errors import RequestError, UnsupportedError
 from kukri.sampling.closed_schema import closed
 from kukri.sampling.schema_faults import faulty_place
+from kukri.sampling.schema_limits import in_our_words, limited, rounded_number, unknown_formats
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+log = logging.getLogger("kukri.sampling")
 
 MAX_CHARS = 1 << 18  # longest source of a grammar
 # between the tokens of JSON: a space, or the end of a line and the next one's indent. A model that is unsure
@@ -60,7 +64,7 @@ class Grammar:
         if not isinstance(wanted, Mapping):
             raise RequestError("a JSON schema must be an object", param=param, code="invalid_value")
         try:
-            return cls("json", json.dumps(wanted), param=param)
+            return cls("json", json.dumps(wanted, allow_nan=False), param=param)
         except (TypeError, ValueError, RecursionError):
             message = "a JSON schema must itself be JSON"
             raise RequestError(message, param=param, code="invalid_value") from None
@@ -151,16 +155,27 @@ def compiled(grammar: Grammar, tokenizer: GrammarTokenizer) -> CompiledGrammar:
     llguidance = _llguidance()
     tokens = _tokens_of(tokenizer, grammar)
     try:
+        wrong, messages = _fault(grammar, tokens, llguidance)
         source = _source(grammar, llguidance)
-        is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, tokens)
     except (ValueError, RecursionError) as error:
         raise grammar.error(str(error)) from None
-    if is_wrong:
-        raise grammar.error(f"{_place(grammar, tokens, llguidance)}{messages[0]}")
+    if wrong:
+        raise grammar.error(f"{_place(grammar, tokens, llguidance)}{wrong}")
     start = llguidance.LLMatcher(tokens, source, log_level=0)
     if start.is_error():
         raise grammar.error(start.get_error())
+    if grammar.kind == "json":
+        messages += unknown_formats(json.loads(grammar.source))
     return CompiledGrammar(grammar, start, tokenizer.n_vocab, messages)
+
+
+def _fault(grammar: Grammar, tokens: Any, llguidance: Any) -> tuple[str, list[str]]:
+    """What is wrong with a grammar, "" if nothing is, and what of it is not enforced."""
+    if grammar.kind == "json" and (reason := rounded_number(json.loads(grammar.source))):
+        return reason, []
+    source = _source(grammar, llguidance)
+    is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, tokens)
+    return (in_our_words(messages[0]), []) if is_wrong else ("", messages)
 
 
 def _place(grammar: Grammar, tokens: Any, llguidance: Any) -> str:
@@ -169,8 +184,7 @@ def _place(grammar: Grammar, tokens: Any, llguidance: Any) -> str:
         return ""
 
     def is_good(part: Mapping[str, Any]) -> bool:
-        source = _source(replace(grammar, source=json.dumps(part), before=""), llguidance)
-        return not llguidance.LLMatcher.validate_grammar_with_warnings(source, tokens)[0]
+        return not _fault(replace(grammar, source=json.dumps(part), before=""), tokens, llguidance)[0]
 
     place = faulty_place(json.loads(grammar.source), is_good)
     return f"at {place}: " if place else ""
@@ -181,6 +195,8 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
 
     If `lenient`, keywords that cannot be enforced are left out, where they would be errors.
     """
+    if lenient and (reason := rounded_number(schema)):
+        log.warning("a tool's schema is enforced only in part: %s", reason)
     return f"%json {json.dumps(_with_options(schema, lenient=lenient))}"
 
 
@@ -193,7 +209,7 @@ def lark_error(rules: str) -> str:
     """What is wrong with a grammar in Lark's syntax; "" if nothing is."""
     source = json.dumps({"grammars": [{"lark_grammar": rules}]})
     is_wrong, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(source, None)
-    return messages[0] if is_wrong else ""
+    return in_our_words(messages[0]) if is_wrong else ""
 
 
 def _llguidance() -> Any:
@@ -234,7 +250,7 @@ def _with_options(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[s
     options: dict[str, Any] = {"whitespace_pattern": _WHITE_SPACE}
     if lenient:
         options |= {"lenient": True, "coerce_one_of": True}
-    return {**closed(schema), "x-guidance": options}
+    return {**limited(closed(schema), lenient=lenient), "x-guidance": options}
 
 
 _TOKENS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what llguidance makes of a vocabulary
