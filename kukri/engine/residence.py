@@ -213,13 +213,13 @@ class Residence:
         return True
 
     def pass_windows(self, request: Request) -> None:
-        """Frees the pages that no token to come sees.
+        """Frees the pages that no token to come sees, nor one that its state reads again.
 
         Those that are not cached yet are set aside until the request's next token shows that all is well. The
         pages of interest to others, up to the prompt's end and up to where they share it, go last.
         """
         for i, pool in enumerate(self.pools):
-            first, row = pool.first_needed(request.n_cached), request.page_rows[i]
+            first, row = pool.first_needed(request.n_cached - request.n_replayed), request.page_rows[i]
             for place in range(request.first_pages[i], first):
                 page, first_out = int(row[place]), not self._is_of_interest(request, pool, place)
                 if self._uses_cache(request) and pool.is_writable(page):
@@ -273,13 +273,11 @@ class Residence:
         """The most drafts of a decoding request in a step.
 
         Those of a recurrent model stay on the page of its newest token: accepted ones that its state has to
-        read again are then on a page that is its own, and a state after a whole page is one to keep. With
-        windows as well there are none: those would see pages that the window has passed.
+        read again are then on a page that is its own, and a state after a whole page is one to keep.
         """
         if self.states is None:
             return request.max_length
-        has_windows = any(pool.window is not None for pool in self.pools)
-        return 0 if has_windows else -(request.n_cached + 1) % self.page_tokens
+        return -(request.n_cached + 1) % self.page_tokens
 
     def save_before_drafts(
         self, request: Request, n_drafts: int, n_reserved: int

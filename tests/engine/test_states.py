@@ -122,11 +122,15 @@ def test_what_hooks_saw_leaves_no_snapshot() -> None:
 
 @pytest.mark.parametrize("skill", [0.0, 0.6, 0.95, 1.0])
 @pytest.mark.parametrize("n_snapshots", [0, 3, 20])
-def test_drafts_leave_the_state_of_what_was_accepted(skill: float, n_snapshots: int) -> None:
+@pytest.mark.parametrize("windows", [(), (40, 9), (1,)], ids=str)
+def test_drafts_leave_the_state_of_what_was_accepted(
+    skill: float, n_snapshots: int, windows: tuple[int, ...]
+) -> None:
     """A state that has read a rejected draft, or not an accepted one; an answer that leaves no snapshot of
-    its last page because its drafts went past it.
+    its last page because its drafts went past it; a model with windows that has no drafts, or whose window
+    has passed what the state reads again.
     """
-    engine = hybrid(n_snapshots, max_requests=2)
+    engine = hybrid(n_snapshots, max_requests=2, windows=windows)
     prompt = prompt_of(20)
     request = engine.make_request(prompt, greedy(100))
     request.drafts = SeerDrafts(skill, seed=1)  # type: ignore[assignment]

@@ -15,12 +15,17 @@ import torch
 import transformers
 
 from kukri import LLM, SamplingParams
+from kukri.config import EngineConfig
+from kukri.engine import Engine
 from kukri.errors import FormatError, KukriError, RequestError, UnsupportedError
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.config import hf_model_config
+from kukri.kernels import make_backend
+from kukri.models import load_model
 from kukri.terminal.convert import convert_model
 from kukri.terminal.inspect import show_model
+from tests.engine.fake_model import SeerDrafts
 from tests.models.made_models import make as make_tiny
 from tests.models.tiny_models import TINY
 from tests.models.written_models import write
@@ -113,6 +118,46 @@ def test_drafts_change_no_bit(llm: LLM) -> None:
         drafted = llm.generate(prompt, GREEDY, speculation="ngram", prediction=prediction, max_tokens=60)
         assert same(drafted, plain)
     assert scheduler.n_drafted - n_drafted > scheduler.n_accepted - n_accepted > 0
+
+
+class Remembered(SeerDrafts):
+    """Drafts what was said before, each draft wrong with a probability of a fifth."""
+
+    def __init__(self, said: list[int]) -> None:
+        super().__init__(0.8)
+        self._said = said
+
+    def propose(self, n: int) -> list[int]:
+        """See Drafts."""
+        right = self._said[len(self._text) :][:n]
+        return [token if self._random.random() < self._skill else token ^ 1 for token in right]
+
+
+def test_drafts_of_a_model_with_windows_change_no_bit() -> None:
+    """Catches a model with states and windows that has no drafts, and a window that has passed tokens which
+    a state reads again.
+    """
+    _, config, source = make_tiny("falcon_h1")
+    layers = [replace(layer, window=window) for layer, window in zip(config.layers, (7, None, 20, 7))]
+    model = load_model(source, replace(config, layers=tuple(layers)))
+    engine = Engine(model, make_backend("cpu", n_threads=1), EngineConfig(max_requests=2))
+    prompt = np.random.default_rng(3).integers(3, config.n_vocab, 20).tolist()
+    params = replace(GREEDY, max_tokens=120)
+    said: list[int] = []
+    found: list[Any] = []
+    for _ in range(2):
+        request = engine.make_request(prompt, params)
+        if said:
+            request.drafts = Remembered(prompt + said)  # type: ignore[assignment]
+        engine.add_request(request)
+        while engine.has_work:
+            engine.step()
+            engine.check_integrity()
+        said = request.output_ids
+        found.append((said, request.sampled))
+    assert found[0] == found[1]
+    assert 120 > request.n_accepted > 40
+    assert request.n_drafted > request.n_accepted
 
 
 def test_logits_and_vectors_of_texts(llm: LLM) -> None:
