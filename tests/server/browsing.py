@@ -65,6 +65,9 @@ class Visit:
     def answers(self) -> list[str]:
         return self.page.locator(".assistant .body").all_inner_texts()
 
+    def questions(self) -> list[str]:
+        return self.page.locator(".user .body").all_inner_texts()
+
     def chats(self) -> list[dict]:
         script = "Object.entries(localStorage).filter(([k]) => k.startsWith('kukri.chat.')).map(([, v]) => v)"
         return [json.loads(text) for text in self.page.evaluate(script)]

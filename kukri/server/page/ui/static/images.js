@@ -1,5 +1,6 @@
 // Images that messages show: the files are in this browser's IndexedDB, by names that the messages hold; those
 // that have been seen are in memory, as data URLs.
+import { all } from "./versions.js"
 
 const known = new Map()
 let opened = null
@@ -57,7 +58,4 @@ export async function remove(messages) {
 }
 
 // The names of all images of messages, those of other versions too.
-function names(messages) {
-  const versions = ({ versions: { tails } = { tails: [] } }) => tails.flatMap((tail) => (tail ? names(tail) : []))
-  return messages.flatMap((message) => [...(message.images ?? []), ...versions(message)])
-}
+const names = (messages) => all(messages).flatMap(({ images }) => images ?? [])

@@ -82,12 +82,16 @@ function drawAnswer(article, message) {
   article.querySelector(".stats").textContent = facts.filter(Boolean).join(" · ")
 }
 
-function drawChat() {
-  images.load(chat.messages).then((isNew) => isNew && drawChat())
+function drawMessages() {
   messages.replaceChildren(...chat.messages.map(draw))
   if (!chat.messages.length) messages.append(fill("welcome", -1))
+}
+
+function drawChat() {
+  images.load(chat.messages).then((isNew) => isNew && drawChat())
+  drawMessages()
   messages.scrollTop = messages.scrollHeight
-  $("system").value = chat.system
+  if (document.activeElement !== $("system")) $("system").value = chat.system
   say("")
   warn(chat.messages.at(-1)?.role === "user" ? "This message has no answer yet." : "")
   drawNumbers()
@@ -143,7 +147,7 @@ function send(text, others, shown = []) {
   if (!text.trim() && !shown.length) return
   if (live) stop()
   messages.querySelector(".welcome")?.remove()
-  chat.messages.push({ role: "user", content: text, versions: others, ...(shown.length && { images: shown }) })
+  chat.messages.push({ id: store.newId(), role: "user", content: text, versions: others, ...(shown.length && { images: shown }) })
   chat.title ||= (text.trim() || "An image").replace(/\s+/g, " ").slice(0, 60)
   messages.append(draw(chat.messages.at(-1), chat.messages.length - 1))
   ask()
@@ -151,11 +155,14 @@ function send(text, others, shown = []) {
 
 // Asks for the answer to what the conversation ends with.
 function ask(others) {
-  keep()
-  if (!$("sampling") || lacksKey()) return begin()
-  live = { role: "assistant", content: "", thoughts: "", versions: others }
+  if (!$("sampling") || lacksKey()) {
+    keep()
+    return begin()
+  }
+  live = { id: store.newId(), role: "assistant", content: "", thoughts: "", versions: others }
   chat.messages.push(live)
   messages.append(draw(live, chat.messages.length - 1))
+  keep()
   messages.scrollTop = messages.scrollHeight
   setBusy(true)
   warn("")
@@ -163,9 +170,13 @@ function ask(others) {
   htmx.trigger(stream, "ask")
 }
 
-function keep() {
+const isEditing = () => messages.querySelector(".edit") !== null
+
+// Stores the conversation, and shows what other tabs have added to it.
+function keep(changes) {
   try {
-    store.save(chat)
+    const hasMore = store.save(chat, changes, live)
+    if (hasMore && !isEditing()) drawMessages()
     drawList()
   } catch {
     say("This browser's storage is full: delete a conversation to keep this one.")
@@ -227,8 +238,7 @@ function finish(end, numbers = live.numbers) {
   setBusy(false)
   paint()
   if (isEmpty) {
-    const others = chat.messages.pop().versions
-    if (others) versions.giveUp(chat.messages, chat.messages.length, others)
+    chat.messages = versions.withoutLast(chat.messages)
     drawChat()
   }
   say(end === "failed" ? "" : end === "stopped" ? "Stopped" : "Answer complete")
@@ -317,9 +327,8 @@ const actions = {
     const found = store.all().find(({ id }) => id === button.parentElement.dataset.index)
     const title = window.prompt("Name of this conversation", found.title)?.trim().slice(0, 200)
     if (!title) return
-    const renamed = found.id === chat.id ? chat : found
-    renamed.title = title
-    store.save(renamed)
+    if (found.id === chat.id) return keep({ title })
+    store.save(found, { title })
     drawList()
   },
   delete(button) {
@@ -474,13 +483,17 @@ $("theme").addEventListener("change", ({ target }) => {
   document.documentElement.dataset.theme = target.value
 })
 window.addEventListener("pagehide", () => live && stop())
+window.addEventListener("storage", ({ key, newValue }) => {
+  // another tab has written; an answer that grows here is brought together with that when it is over
+  if (live || !store.isEntryOf(key, chat)) return drawList()
+  if (newValue === null) return open(store.all()[0])
+  if (store.follow(chat)) keep()
+  if (!isEditing()) drawChat()
+})
 
 // --- settings, and the key
 
-$("system").addEventListener("change", () => {
-  chat.system = $("system").value
-  keep()
-})
+$("system").addEventListener("change", () => keep({ system: $("system").value }))
 $("model").addEventListener("htmx:afterSwap", () => {
   const kept = store.read(SETTINGS) ?? {}
   for (const input of inputs()) input.value = kept[input.name] ?? input.value
