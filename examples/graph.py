@@ -1,8 +1,8 @@
 """An attribution graph over small transcoders that it fits: which features and tokens make the answer.
 
 `python examples/graph.py DIR` draws it there, and saves it for the viewers of circuit-tracer and Neuronpedia.
-Real transcoders are trained on many millions of tokens; these show the way. Needs matplotlib:
-`pip install 'kukri[plots]'`.
+Real transcoders are trained on many millions of tokens; these show the way. Needs matplotlib and
+safetensors: `pip install 'kukri[plots]' safetensors`.
 """
 
 import sys

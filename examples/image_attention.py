@@ -10,6 +10,8 @@ from kukri import LLM
 from kukri.interp import plots
 from kukri.vision.decode import decode
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 model, path, *rest = sys.argv[1:]
 output = rest[0] if rest else "attention.png"
 

@@ -1,6 +1,7 @@
 """Store activations, train a small sparse autoencoder on them with torch, and read features out of a stream.
 
-It is saved as SAELens saves one. Real ones are trained on billions of tokens; this one shows the way.
+It is saved as SAELens saves one. Real ones are trained on billions of tokens; this one shows the way. Needs
+torch and safetensors: `pip install torch safetensors`.
 """
 
 import json

@@ -399,7 +399,8 @@ def circuit(
 def plot(
     *,
     kind: Annotated[
-        Literal["lens", "attention", "patching", "features"], typer.Argument(help="What to draw.")
+        Literal["lens", "attention", "patching", "features"],
+        typer.Argument(metavar="KIND", help="What to draw: lens, attention, patching or features."),
     ],
     named: ModelName,
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text to draw it for.")] = None,

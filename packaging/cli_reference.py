@@ -22,7 +22,7 @@ _WIDTH = 80
 _HEAD = """# Commands
 
 What `kukri COMMAND --help` prints. `kukri --install-completion` has the shell complete commands and options.
-An error is one line and the exit status 2; [errors](errors.md#on-the-command-line) has the others.
+An error exits with the status 2; [errors](errors.md#on-the-command-line) has its form and the other statuses.
 This page is written by [`packaging/cli_reference.py`](../../packaging/cli_reference.py).
 """
 

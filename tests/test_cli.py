@@ -358,6 +358,13 @@ def test_pull_prints_the_path(smollm2_path, tmp_path, monkeypatch):
     assert facts == {"name": "smollm2-135m", "path": str(cached), "n_bytes": 98_362_432}
 
 
+def test_help_is_a_command():
+    """Catches `No such command 'help'`, and another text than --help prints."""
+    assert call("help").stdout == call("--help").stdout
+    assert call("help", "plot").stdout == call("plot", "--help").stdout
+    assert " KIND" in call("help", "plot").stdout
+
+
 def test_the_version_is_the_packages():
     """Catches two versions that drift apart."""
     assert call("--version").stdout == f"kukri {kukri.__version__}\n"

@@ -57,6 +57,9 @@ def test_every_environment_variable_is_in_the_reference() -> None:
     }
     named = set(re.findall(r"`(KUKRI_\w+)`", (ROOT / "docs/reference/environment.md").read_text("utf-8")))
     assert read == named
+    options = (ROOT / "kukri" / "terminal" / "options.py").read_text("utf-8")
+    page = (ROOT / "docs/reference/environment.md").read_text("utf-8")
+    assert not [name for name in re.findall(r'envvar="(\w+)"', options) if f"`{name}`" not in page]
 
 
 def test_the_bounds_of_security_name_options_and_tests_that_exist() -> None:
@@ -88,6 +91,13 @@ def test_the_docs_name_files_that_exist() -> None:
         for name in named:
             is_there = any(path.endswith(f"/{name}") for path in paths)
             assert is_there or name in others, f"{document.name}: there is no {name}"
+
+
+def test_every_class_of_errors_is_in_the_reference() -> None:
+    """Catches an exception that callers meet and no page explains."""
+    defined = re.findall(r"^class (\w+)\(", (ROOT / "kukri" / "errors.py").read_text("utf-8"), re.M)
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text("utf-8")
+    assert not [name for name in defined if f"`{name}`" not in page]
 
 
 def test_every_error_code_is_in_the_reference() -> None:

@@ -1,4 +1,7 @@
-"""LangChain with `kukri serve`: a chain, a stream, and an answer of a given form."""
+"""LangChain with `kukri serve`: a chain, a stream, and an answer of a given form.
+
+Needs LangChain's client for OpenAI's API: `pip install langchain-openai`.
+"""
 
 from typing import Literal
 

@@ -1,4 +1,7 @@
-"""OpenAI's own client with `kukri serve`: an answer, a stream, and an answer of a given form."""
+"""OpenAI's own client with `kukri serve`: an answer, a stream, and an answer of a given form.
+
+Needs OpenAI's client: `pip install openai`.
+"""
 
 from typing import Literal
 

@@ -102,7 +102,7 @@ class RemoteRequestMaker(RequestMaker):
 
 
 class RemoteModel:
-    """A model whose engines are elsewhere. Attributes: those of `server.served.OpenModel`, identity."""
+    """A model whose engines are elsewhere. Attributes: those of `models.served_model.OpenModel`, identity."""
 
     memory_bytes = 0  # here
 

@@ -1,4 +1,4 @@
-"""The model over HTTP, as OpenAI's API: `app.py` has the routes, `bridge.py` the way to the engine and back.
+"""Models over HTTP: `app.py` gathers the routes of each API, `models/bridge.py` is the way to the engine.
 
 Needs the extra `serve`; nothing else in kukri imports this package but the commands that run it.
 """

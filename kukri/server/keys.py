@@ -180,6 +180,12 @@ class KeyRing:
 _OPTIONS = ("priority=", "scope=", "models=", "daily-tokens=")
 
 
+def key_header(keys: str | None) -> dict[str, str]:
+    """Return the header that sends a key: of several, as $KUKRI_API_KEY has them for a server, the first."""
+    words, _ = _parts((keys or "").partition(",")[0])
+    return {"authorization": f"Bearer {words[-1]}"} if words else {}
+
+
 def _parts(line: str) -> tuple[list[str], dict[str, str]]:
     """The words of a key's line, its name and the key, and the options after them."""
     words, options = line.split(), {}

@@ -41,6 +41,10 @@ class ErrorReportingGroup(TyperGroup):
                 with formatter.section(heading):
                     formatter.write_dl(rows)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the arguments; `kukri help COMMAND` is `kukri COMMAND --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Runs the command line, and flushes stdout while an error of that can still be reported."""
         try:

@@ -9,6 +9,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from kukri.errors import KukriError, printable
+from kukri.server.keys import key_header
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_table
 
@@ -54,9 +55,8 @@ def fetched(url: str, path: str, api_key: str | None) -> bytes:
     """The body at a path of the server at `url`. Raises KukriError if there is none."""
     if not url.startswith(("http://", "https://")):
         raise KukriError(f"the URL of a server begins with http:// or https://, not {url!r}")
-    headers = {"authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
     try:
-        with urlopen(Request(f"{url}{path}", headers=headers), timeout=_TIMEOUT_S) as response:
+        with urlopen(Request(f"{url}{path}", headers=key_header(api_key)), timeout=_TIMEOUT_S) as response:
             body: bytes = response.read(_MOST_BYTES)
             return body
     except HTTPError as error:

@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 from kukri.calls.results import Chunk, FinishReason, Result
 from kukri.engine import Timings
 from kukri.errors import ConfigError, KukriError, RequestError, printable
+from kukri.server.keys import key_header
 
 _TIMEOUT_S = 600.0  # between two pieces of an answer
 _LIST_TIMEOUT_S = 10.0
@@ -100,9 +101,7 @@ class RemoteModel:
 
     def _opened(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         """The response of a request. Raises KukriError, with what the server says, if it has none."""
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
+        headers = {"Content-Type": "application/json", **key_header(self._api_key)}
         data = None if body is None else json.dumps(body).encode()
         try:
             return urlopen(Request(self._url + path, data, headers), timeout=timeout_s)

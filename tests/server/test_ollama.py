@@ -398,7 +398,7 @@ def test_presets_are_created_copied_and_deleted(own_cache, monkeypatch):
         ({"model": "a"}, 400, "from"),
         ({"model": "a", "from": "tiny", "template": "{{ .Prompt }}"}, 400, "template"),
         ({"model": "a", "from": "tiny", "files": {"a.gguf": "sha256:0"}}, 400, "--model-dir"),
-        ({"model": "a", "from": "tiny", "quantize": "q4_K_M"}, 400, "kukri convert"),
+        ({"model": "a", "from": "tiny", "quantize": "q4_K_M"}, 400, "kukri quantize MODEL"),
         ({"model": "a", "from": "tiny", "parameters": {"top_p": 7}}, 400, "top_p"),
         ({"model": "a", "from": "tiny", "messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]"),
     ],

@@ -7,6 +7,7 @@ import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import URLError
 
 import pytest
 
@@ -15,7 +16,7 @@ from kukri.engine import Timings
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError
 from kukri.sampling import SamplingParams
 from kukri.terminal import chat as chat_module
-from kukri.terminal import clipboard
+from kukri.terminal import clipboard, ps, remote_model
 from kukri.terminal.chat import Chat, read_message, talk
 
 
@@ -388,6 +389,27 @@ def test_the_model_can_be_changed(capsys):
     chat.take("And?")
     assert len(new.asked[0]) == 3
     assert "model: new" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent"),
+    [("one", "one"), ("one,two", "one"), ("ann one priority=5, bob two", "one"), ("", None), (None, None)],
+)
+def test_a_client_sends_one_of_a_servers_keys(keys, sent, monkeypatch):
+    """Catches a 401 where $KUKRI_API_KEY holds several keys, names or options, as a server's does."""
+    seen = []
+
+    def opened(request, timeout):
+        seen.append(request.get_header("Authorization"))
+        raise URLError("nobody")
+
+    for module in (ps, remote_model):
+        monkeypatch.setattr(module, "urlopen", opened)
+    with pytest.raises(KukriError):
+        ps.fetched("http://localhost", "/v1/models", keys)
+    with pytest.raises(KukriError):
+        remote_model.RemoteModel("http://localhost", keys, None, {})
+    assert seen == [sent and f"Bearer {sent}"] * 2
 
 
 def test_a_chat_with_a_server(tiny_path, monkeypatch, capsys):

@@ -30,18 +30,19 @@ SIZES = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 N_TILE = 4  # tokens
 
 
-def save_seeing(directory: Path) -> tuple[Any, Any]:
-    """Saves the model; returns transformers' own and its processor."""
+def save_seeing(directory: Path, n_layers: int | None = None) -> tuple[Any, Any]:
+    """Saves the model, of so many layers in text and encoder; returns transformers' own and its processor."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken(mark, normalized=False) for mark in MARKS]}
     )
     image_id = tokenizer.convert_tokens_to_ids("<image>")
     text = {**TEXT, "vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    seen = dict(SIGLIP)
+    if n_layers is not None:
+        text["num_hidden_layers"] = seen["num_hidden_layers"] = n_layers
     torch.manual_seed(7)
-    config = tr.Idefics3Config(
-        text_config=text, vision_config=SIGLIP, scale_factor=2, image_token_id=image_id
-    )
+    config = tr.Idefics3Config(text_config=text, vision_config=seen, scale_factor=2, image_token_id=image_id)
     model = tr.Idefics3ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

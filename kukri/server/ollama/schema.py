@@ -215,7 +215,7 @@ class OllamaCreateBody(OllamaBody):
         "template": (("",), "the model's own is used: kukri serve --preset takes a file with another"),
         "adapters": (({},), "kukri serve --adapter-dir and POST /v1/load_lora_adapter load adapters"),
         "files": (({},), "start the server with --model-dir and the file in it"),
-        "quantize": (("",), "kukri convert --quantize makes the file, which --model-dir serves"),
+        "quantize": (("",), "kukri quantize MODEL FILE.gguf TYPE makes the file, which --model-dir serves"),
     }
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     from_: Annotated[str, Field(min_length=1)] = Field(alias="from")
