@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import typer.main
 from PIL import Image
 from safetensors.numpy import save_file
 
 from benchmarks.harness import served
 from benchmarks.pictures import picture
+from kukri.cli import app
 
 ROOT = Path(__file__).parents[1]
 WIDTH, LAYERS, FEATURES = 576, 30, 128  # the default model's, and of autoencoders made here
@@ -220,3 +222,32 @@ def test_the_pages_code_runs(page: str, url: str, files: Path, monkeypatch: pyte
             exec(compile(code, f"{page}:{block.line}", "exec"), names)
         if block.shown is not None:
             assert output.getvalue() == block.shown, f"{page}:{block.line} prints something else"
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """The command lines of kukri on the pages, in blocks and in sentences, each with its page."""
+    documents = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log"]
+    for document in (ROOT / "README.md", *documents):
+        text = document.read_text("utf-8").replace("\\\n", " ")
+        codes = re.findall(r"^ *```[^`\n]*\n(.*?)^ *```$|`([^`\n]+)`|\n\n    ([^\n]+)$", text, re.S | re.M)
+        for line in "\n".join(map("".join, codes)).splitlines():
+            if match := re.search(r"(?:^ *|\| )(?:[A-Z_]+=\S+ )*kukri ([^|]+)", line.partition("  #")[0]):
+                yield document.relative_to(ROOT).as_posix(), match[1]
+
+
+def test_commands_and_options_on_the_pages_exist() -> None:
+    """Catches a command line of the documentation that ends in `No such option` or `No such command`."""
+    group: Any = typer.main.get_command(app)
+    wrong, n_seen = [], 0
+    for page, line in commands():
+        command, words = group, line.split()
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+        options = {name for word in words for name in re.findall(r"^--[a-z][\w-]*", word)}
+        n_seen += len(options)
+        if command is group and words and words[0].isalpha() and words[0] not in {"help", "COMMAND"}:
+            wrong.append(f"{page}: no command {words[0]!r}: kukri {line}")
+        wrong += [f"{page}: no option {name}: kukri {line}" for name in options - known - {"--help"}]
+    assert n_seen > 100
+    assert not wrong, "\n".join(wrong)
