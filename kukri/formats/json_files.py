@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.errors import FormatError, brief, reading
+from kukri.formats.file_kinds import file_kind
 
 
 def read_json(path: Path, *, max_bytes: int = 100_000_000) -> dict[str, Any]:
@@ -34,6 +35,8 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
+        if (kind := file_kind(data[:32])) is not None:
+            raise FormatError(f"is not JSON but {kind}", path=path) from None
         raise FormatError(f"is not JSON: {' '.join(str(error).split())[:100]}", path=path) from None
     if not isinstance(value, dict):
         raise FormatError(f"must hold a JSON object, not {type(value).__name__}", path=path)

@@ -408,7 +408,8 @@ def test_broken_files_are_named(save, name):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (build(version=1), "version 1; kukri reads versions 2 and 3"),
+        (build(version=1), "version 1 is not supported: take a file of version 2"),
+        (build(version=0), "version 0 is not supported"),
         (build(version=4), "version 4"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     ],

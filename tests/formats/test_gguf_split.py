@@ -105,6 +105,10 @@ def _renamed(parts: list[Path]) -> None:
     parts[0].rename(parts[0].with_name("model.gguf"))
 
 
+def _joined(parts: list[Path]) -> None:
+    parts[0].with_name("model.gguf").write_bytes(b"".join(part.read_bytes() for part in parts))
+
+
 def _swapped(parts: list[Path]) -> None:
     spare = parts[0].with_name("spare")
     parts[1].rename(spare)
@@ -149,6 +153,7 @@ def _doubled(parts: list[Path]) -> None:
         (_missing, 2, r"m-00002-of-00003\.gguf: is missing"),
         (_renamed, None, r"model\.gguf: is one of 3 parts .* must be named like name-00001-of-00003\.gguf"),
         (_renamed, 1, r"m-00001-of-00003\.gguf: is missing"),
+        (_joined, None, r"model\.gguf, byte \d+: holds another GGUF file .*`llama-gguf-split --merge`"),
         (_swapped, 0, r"m-00002-of-00003\.gguf: key 'split\.no' is 2 where part 2 of this model has 1"),
         (_cut, 0, r"m-00003-of-00003\.gguf, .*do not fit into a file"),
         (_of_another("split.count", 2, 4), 0, r"00002-of-00003\.gguf: key 'split\.count' is 4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kukri import LLM
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
 from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
@@ -19,6 +21,7 @@ from kukri.formats.huggingface.weights import SafetensorsWeights
 from kukri.kernels.quantize import quantize
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.test_llm_safetensors import make
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -87,6 +90,25 @@ def raw_file(path: Path, header: str | bytes | dict, data: bytes = b"", n_bytes:
 
 def entry(shape=(2,), start=0, stop=8, dtype="F32") -> dict:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "a Git LFS pointer: fetch"),
+        (b"<!DOCTYPE html><html><body>Sign in</body></html>", "a web page"),
+        (b"PK\x03\x04" + bytes(40), "a zip archive or PyTorch checkpoint"),
+        (b"GGUF" + bytes(40), "a GGUF file"),
+    ],
+)
+def test_files_that_are_something_else_are_named(tmp_path, name, data, kind):
+    """A pointer of Git LFS called a header of many bytes, a web page called JSON with a fault in column 1."""
+    make(tmp_path, "llama")
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(FormatError, match=f"{re.escape(name)}.*but {kind}") as caught:
+        LLM(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [save, shard])

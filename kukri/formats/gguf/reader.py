@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import FormatError, UnsupportedError, brief, reading
+from kukri.formats.file_kinds import file_kind
 from kukri.formats.gguf.split import part_name, part_paths
 from kukri.host.mapped_files import map_file
 from kukri.quant.blocks import ByteArray, dequantize
@@ -58,18 +59,6 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
     12: np.dtype("<f8"),
 }
 NUMBER_IDS = {dtype: number_id for number_id, dtype in _NUMBERS.items()}
-
-_OTHER_MAGIC = {
-    b"PK\x03\x04": "a zip archive or PyTorch checkpoint",
-    b"lmgg": "a GGML file from before GGUF",
-    b"fmgg": "a GGML file from before GGUF",
-    b"tjgg": "a GGML file from before GGUF",
-    b"FUGG": "a GGUF file with its bytes swapped",
-    b"vers": "a Git LFS pointer: fetch the real file with `git lfs pull`",
-    b"<!DO": "a web page",
-    b"<htm": "a web page",
-    b"\x89HDF": "an HDF5 file",
-}
 
 
 @dataclass(frozen=True)
@@ -152,6 +141,15 @@ class _Part:
         self.metadata = Metadata(cursor, n_keys)
         self.alignment = alignment_of(self.metadata, path)
         self.tensors = _read_tensors(cursor, n_tensors, self.alignment)
+        end = max((t.offset + t.n_bytes for t in self.tensors.values()), default=cursor.position)
+        for start in (end, aligned(end, self.alignment)):  # writers differ in what they add
+            if self.bytes[start : start + 4].tobytes() == b"GGUF":
+                raise FormatError(
+                    "holds another GGUF file after its own tensors, as `cat` joins files: keep the parts, or "
+                    "join them with `llama-gguf-split --merge`",
+                    path=path,
+                    offset=start,
+                )
 
     def whole(self, key: str) -> int:
         """A count of the file's own, from 0 up."""
@@ -383,21 +381,21 @@ def _read_header(cursor: _Cursor) -> tuple[int, int, int]:
     cursor.take(4, "the magic number")
     version = cursor.u32("the version")
     if version not in (2, 3):
-        if version & 0xFFFF == 0:
+        if version and version & 0xFFFF == 0:
             raise UnsupportedError(f"{cursor.path}: a big-endian GGUF file; kukri reads little-endian ones")
-        raise UnsupportedError(f"{cursor.path}: GGUF version {version}; kukri reads versions 2 and 3")
+        raise UnsupportedError(
+            f"{cursor.path}: GGUF version {version} is not supported: take a file of version 2 or 3"
+        )
     n_tensors = _count(cursor, "tensors", MAX_TENSORS, least_bytes=32)
     n_keys = _count(cursor, "keys", MAX_KEYS, least_bytes=13)
     return version, n_tensors, n_keys
 
 
 def _check_magic(cursor: _Cursor) -> None:
-    head = cursor.data[:16].tobytes()
+    head = cursor.data[:32].tobytes()
     if head[:4] == b"GGUF":
         return
-    kind = next((kind for magic, kind in _OTHER_MAGIC.items() if head.startswith(magic)), None)
-    if kind is None and head[8:9] == b"{":
-        kind = "a safetensors file"
+    kind = file_kind(head)
     raise cursor.error("not a GGUF file" + (f" but {kind}" if kind else ": it does not start with 'GGUF'"), 0)
 
 

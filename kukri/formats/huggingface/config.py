@@ -329,8 +329,12 @@ def _known(architecture: Architecture) -> frozenset[str]:
 def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     """Raises UnsupportedError for a key that changes the computation in a way that kukri does not run."""
     if (quantized := keys.value("quantization_config")) is not None and not _is_read(quantized, architecture):
-        message = "says that the weights are quantized: take the original checkpoint, or a GGUF file"
-        raise keys.unsupported("quantization_config", message)
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        message = "is without quant_method, which says how the weights are packed"
+        if method is not None:
+            message = f"says that the weights are packed by {brief(method)}, which is not supported"
+        remedy = "take the original checkpoint, or a GGUF file"
+        raise keys.unsupported("quantization_config", f"{message}: {remedy}")
     known = _known(architecture)
     for key, value in keys.values.items():
         if key in known:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import FormatError, brief, reading
+from kukri.formats.file_kinds import file_kind
 from kukri.formats.json_files import parse_json, read_json
 from kukri.host.mapped_files import map_file
 from kukri.quant.blocks import ByteArray
@@ -134,6 +135,9 @@ def _read_header(data: ByteArray, path: Path) -> tuple[dict[str, Any], int]:
     """The header's entries, and where the tensors begin in the file."""
     if len(data) < 8:
         raise FormatError(f"is cut short: {len(data)} bytes are not a safetensors file", path=path)
+    head = data[:32].tobytes()
+    if head[8:9] != b"{" and (kind := file_kind(head)) is not None:
+        raise FormatError(f"not a safetensors file but {kind}", path=path, offset=0)
     n_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if n_bytes > MAX_HEADER_BYTES:
         raise FormatError(f"claims a header of {n_bytes} bytes: not a safetensors file", path=path, offset=0)
