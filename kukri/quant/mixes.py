@@ -25,6 +25,12 @@ MIXES: dict[str, tuple[str, int]] = {
     "Q5_K_M": ("Q5_K", 17),
 }
 
+# the name of a file's mix by general.file_type, those that are only read included
+FILE_TYPES = {number: name for name, (_, number) in MIXES.items()} | {
+    19: "IQ2_XXS", 20: "IQ2_XS", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 26: "IQ3_S", 27: "IQ3_M",
+    28: "IQ2_S", 29: "IQ2_M", 31: "IQ1_M", 38: "MXFP4_MOE", 39: "NVFP4",
+}  # fmt: skip
+
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # llama.cpp's short names
 
 Shapes = Mapping[str, tuple[int, ...]]

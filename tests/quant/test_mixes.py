@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 
+import gguf
 import pytest
 
 from benchmarks.make_model import SHAPES, Shape, make_model, tensor_shapes
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.quant.mixes import MIXES, mix_types
+from kukri.quant.mixes import FILE_TYPES, MIXES, mix_types
 
 DEEP = Shape("llama", 256, 512, 24, 4, 1, 64, 512, 128, 10000.0)
 # llama.cpp's mixes (llama-cpp-python 0.3.36) of DEEP: the type of the embedding, then
@@ -84,4 +85,12 @@ def test_mixes_are_those_that_llama_cpp_makes(mix, d_model, n_kv_heads, tmp_path
     ours = mix_types(mix, shapes, 4 // n_kv_heads)
     assert {name: type.name for name, type in theirs.items() if len(shapes[name]) == 2} == {
         name: type.name for name, type in ours.items()
+    }
+
+
+def test_numbers_of_file_types_are_ggufs():
+    """Catches a number that names another mix, as /api/show would tell it."""
+    theirs = {int(one): one.name.removeprefix("MOSTLY_").removeprefix("ALL_") for one in gguf.LlamaFileType}
+    assert {number: name for number, name in FILE_TYPES.items() if number in theirs} == {
+        number: name for number, name in theirs.items() if name != "GUESSED"
     }

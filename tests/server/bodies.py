@@ -18,7 +18,8 @@ from pydantic import BaseModel, TypeAdapter
 # beyond OpenAI's: as vLLM and others write thoughts and contexts
 EXTENSIONS = {
     *("reasoning_content", "max_model_len"),
-    *("state", "memory_bytes", "running_requests", "expires_in_s", "root"),  # those of models
+    *("state", "memory_bytes", "running_requests", "expires_in_s", "root", "capabilities"),  # those of models
+    "id",  # that of embeddings, as vLLM has it
 }
 
 # properties that OpenAI's published schema lists as required though they may be null, by object

@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[ModelSpec]:
     save(folder / "vectors", "bert")
     save(folder / "ranks", "bert", "ForSequenceClassification", num_labels=1)
     write_tiny(folder / "chat.gguf", tokenizer__chat_template=None)
-    write_tiny(folder / "pooled.gguf", llama__pooling_type=np.uint32(3))
+    write_tiny(folder / "pooled.gguf", llama__pooling_type=np.uint32(3), general__file_type=np.uint32(15))
     options = {"n_threads": 1, "max_requests": 2}
     specs = [ModelSpec((path.stem,), ModelOptions(model=str(path), **options)) for path in folder.iterdir()]
     template = ModelOptions(model=str(folder / "chat.gguf"), chat_template=TEMPLATE, **options)
@@ -46,6 +46,19 @@ def test_models_say_what_they_are_for(models):
         for name, found in wanted.items():
             assert http.get(f"/v1/models/{name}").json()["capabilities"] == found
             assert http.post("/api/show", json={"model": name}).json()["capabilities"] == found
+
+
+def test_quantization_is_the_files_mix(models):
+    """Catches the type that most bytes have, which is Q6_K in small Q4_K_M files."""
+    with serving(None, models) as server, server.http() as http:
+        told = {
+            one["name"]: one["details"]["quantization_level"]
+            for one in http.get("/api/tags").json()["models"]
+        }
+    assert told == {
+        "pooled:latest": "Q4_K_M", "chat:latest": "F32", "thinks:latest": "F32", "vectors:latest": "F32",
+        "ranks:latest": "F32",
+    }  # fmt: skip
 
 
 def test_a_model_without_answers_refuses_chats_in_one_true_sentence(models):

@@ -171,6 +171,7 @@ def test_the_models_are_listed_and_described(client, served):
         "gguf",
         "134.52M",
     )
+    assert first.details.quantization_level == "Q4_1"
     (running,) = client.ps().models
     assert running.context_length == 1024
     shown = client.show(MODEL)

@@ -175,6 +175,18 @@ def test_tokenize_speaks_llama_cpps_form_too(served, offline):
     assert spelled.decode() == text
 
 
+def test_lm_evals_tokenizer_finds_what_it_asks_for(served, offline):
+    """Catches an evaluation by tokenizer_backend=remote that ends before its first question."""
+    tokenizer = offline.tokenizer
+    with served.http() as http:
+        info = http.get("/tokenizer_info").json()
+        ask = {"prompt": info["eos_token"], "add_special_tokens": False}
+        assert http.post("/tokenize", json=ask).json()["tokens"] == [tokenizer.vocabulary.eos_id]
+    assert (info["bos_token"], info["eos_token"]) == (tokenizer.bos_token, tokenizer.eos_token)
+    assert info["chat_template"] == tokenizer.chat_template
+    assert info["model_max_length"] == 1024
+
+
 @pytest.mark.parametrize("path", list(ASK))
 def test_unknown_fields_are_named(served, path):
     """Catches a misspelt parameter that silently does nothing."""

@@ -47,6 +47,18 @@ def test_rankings_over_http(head: str, tmp_path: Path) -> None:
         cohere = post("/rerank", documents=objects, top_n=1, return_documents=False)[1]
         assert [set(one) for one in cohere["results"]] == [{"index", "relevance_score"}]
         assert cohere["meta"]["billed_units"]
+        keyed = [{"text": text, "id": i, "url": {"of": text}} for i, text in enumerate(DOCUMENTS)]
+        given = post(documents=keyed)[1]["results"]
+        assert [(one["index"], one["document"]) for one in given] == [(i, keyed[i]) for i, _ in wanted]
+        status, second = post("/v2/rerank", documents=DOCUMENTS, top_n=2, max_tokens_per_doc=4096)
+        assert status == 200
+        assert second["results"] == [{"index": i, "relevance_score": score} for i, score in got[:2]]
+        assert second["meta"]["api_version"] == {"version": "2"}
+        assert "document" in post("/v2/rerank", return_documents=True)[1]["results"][0]
+        for wrong, path in (({"id": 1}, "documents[1].text"), (5, "documents[1]")):
+            error = post(documents=["a", wrong])[1]["error"]
+            assert error["param"] == path
+            assert error["message"].startswith(path)
         long = "cat " * 200
         for wrong in (
             {"documents": [long]},

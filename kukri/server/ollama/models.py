@@ -21,6 +21,7 @@ from kukri.formats import hub
 from kukri.formats.headers import read_headers
 from kukri.formats.model_cache import remove
 from kukri.formats.repos import parse_name
+from kukri.quant.mixes import FILE_TYPES
 from kukri.server.access import check_manages_models
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.capabilities import stated_template
@@ -66,6 +67,7 @@ def model_facts(entry: ModelEntry) -> ModelFacts | None:
     for tensor in headers.tensors:
         bytes_of[tensor.type] = bytes_of.get(tensor.type, 0) + tensor.n_bytes
     config, n_parameters = headers.config, headers.n_parameters
+    most = max(bytes_of, key=lambda kind: bytes_of[kind], default="unknown")
     family = config.architecture if config is not None else "unknown"
     details = {
         "parent_model": "",
@@ -73,7 +75,7 @@ def model_facts(entry: ModelEntry) -> ModelFacts | None:
         "family": family,
         "families": [family],
         "parameter_size": _size(n_parameters),
-        "quantization_level": max(bytes_of, key=lambda kind: bytes_of[kind], default="unknown"),
+        "quantization_level": FILE_TYPES.get(headers.stated.get("general.file_type"), most),
     }
     info: dict[str, Any] = {"general.architecture": family, "general.parameter_count": n_parameters}
     if config is not None:

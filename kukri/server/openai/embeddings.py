@@ -126,7 +126,7 @@ async def embed(
     model = served.check_model(body.model)
     n_tokens = sum(map(len, texts.ids))
     http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
-    head: dict[str, Any] = {"object": "list", "model": model}
+    head: dict[str, Any] = {"id": http.scope["kukri.id"], "object": "list", "model": model}
     head["usage"] = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     if texts.truncated:
         head["truncated"] = texts.truncated

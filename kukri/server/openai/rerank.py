@@ -29,12 +29,6 @@ _Text = Annotated[str, Field(min_length=1)]
 _Texts = _Text | Annotated[list[_Text], Field(min_length=1, max_length=_MAX_DOCUMENTS)]
 
 
-class Document(Body):
-    """A document as an object."""
-
-    text: str
-
-
 class RerankBody(Body):
     """A request to /v1/rerank. A document that is too long is an error, or cut with `truncate`."""
 
@@ -42,12 +36,20 @@ class RerankBody(Body):
 
     model: str | None = None
     query: Annotated[str, Field(min_length=1)]
-    documents: Annotated[list[str | Document], Field(min_length=1, max_length=_MAX_DOCUMENTS)]
+    # objects have a text, and other keys, which are given back
+    documents: Annotated[list[str | dict[str, Any]], Field(min_length=1, max_length=_MAX_DOCUMENTS)]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None  # None is true, as Jina has it
     instruction: Annotated[str, Field(min_length=1)] | None = None
     truncate: bool | None = None
     user: str | None = None
+
+    @model_validator(mode="after")
+    def _has_texts(self) -> RerankBody:
+        for i, one in enumerate(self.documents):
+            if isinstance(one, dict) and not isinstance(one.get("text"), str):
+                raise RequestError(f"documents[{i}].text is required: a text", param=f"documents[{i}].text")
+        return self
 
 
 class ScoreBody(Body):
@@ -86,9 +88,12 @@ class ScoreBody(Body):
         return [self.text_2] if isinstance(self.text_2, str) else self.text_2
 
 
-async def rerank(served: ServedModel, body: RerankBody, http: Request) -> Response:
+async def rerank(
+    served: ServedModel, body: RerankBody, http: Request, *, as_cohere_v2: bool = False
+) -> Response:
     """The response to a request for a ranking. A client that leaves ends the work."""
-    documents = [one if isinstance(one, str) else one.text for one in body.documents]
+    documents = [one if isinstance(one, str) else one["text"] for one in body.documents]
+    gives_back = not as_cohere_v2 if body.return_documents is None else body.return_documents
     found = await while_connected(http, _scored(served, body, body.query, documents, http))
     if found is None:
         return SILENCE
@@ -96,7 +101,8 @@ async def rerank(served: ServedModel, body: RerankBody, http: Request) -> Respon
     http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
     results = []
     for one in ranked(documents, scores, body.top_n):
-        document = {} if body.return_documents is False else {"document": {"text": one.document}}
+        given = body.documents[one.index]
+        document = {"document": {"text": given} if isinstance(given, str) else given} if gives_back else {}
         results.append({"index": one.index, "relevance_score": one.score, **document})
     answer: dict[str, Any] = {
         "id": http.scope["kukri.id"],
@@ -105,6 +111,8 @@ async def rerank(served: ServedModel, body: RerankBody, http: Request) -> Respon
         "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         "meta": {"billed_units": {"search_units": 1}, "tokens": {"input_tokens": n_tokens}},
     }
+    if as_cohere_v2:
+        answer["meta"]["api_version"] = {"version": "2"}
     return JSONResponse(answer | ({"truncated": truncated} if truncated else {}))
 
 

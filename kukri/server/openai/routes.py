@@ -115,6 +115,12 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         served = await registry.served(body.model, request.scope)
         return await rerank(served, body, request)
 
+    @app.post("/v2/rerank", response_class=JSONResponse)
+    async def reranked_v2(body: RerankBody, request: Request) -> Response:
+        """Ranks documents by how well they answer a query, in the form of Cohere's second version."""
+        served = await registry.served(body.model, request.scope)
+        return await rerank(served, body, request, as_cohere_v2=True)
+
     @app.post("/v1/score", response_class=JSONResponse)
     @app.post("/score", response_class=JSONResponse, include_in_schema=False)
     async def scored(body: ScoreBody, request: Request) -> Response:

@@ -38,6 +38,24 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
             )
         return await asyncio.to_thread(_tokenized, served, body, ids)
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(request: Request, model: str | None = None) -> JSONResponse:
+        """The tokenizer's control tokens and chat template, as vLLM has them for lm-evaluation-harness."""
+        served = await registry.served(model, request.scope)
+        tokenizer = served.tokenizer
+        return JSONResponse(
+            {
+                "tokenizer_class": "kukri",
+                "bos_token": tokenizer.bos_token,
+                "eos_token": tokenizer.eos_token,
+                "pad_token": None,
+                "add_bos_token": tokenizer.add_bos,
+                "add_eos_token": tokenizer.add_eos,
+                "chat_template": tokenizer.chat_template,
+                "model_max_length": served.llm.engine.max_context,
+            }
+        )
+
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> JSONResponse:
         """The text of token ids."""
