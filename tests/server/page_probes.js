@@ -100,6 +100,20 @@ window.probes = {
     return found
   },
 
+  // the words of elements, or what else a pattern finds, that stand on more than one line
+  brokenWords(selector, pattern = /[\p{L}\p{N}_.,]+/gu) {
+    const isCut = (node, { index, 0: word }) => {
+      const range = document.createRange()
+      range.setStart(node, index)
+      range.setEnd(node, index + word.length)
+      return new Set([...range.getClientRects()].map(({ top }) => Math.round(top))).size > 1
+    }
+    const texts = (e) => (e.nodeType === 3 ? [e] : [...e.childNodes].flatMap(texts))
+    return [...document.querySelectorAll(selector)].flatMap(texts).flatMap((node) =>
+      [...node.data.matchAll(pattern)].filter((match) => isCut(node, match)).map(([word]) => word),
+    )
+  },
+
   // how a text looks as the page's markdown, and the milliseconds that took
   async markdown(text) {
     const { show } = await import("/ui/static/markdown.js")

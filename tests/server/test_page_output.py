@@ -8,6 +8,9 @@ from html import unescape
 
 import pytest
 
+from tests.server.browsing import LOOKS, shoot, visiting
+from tests.server.forcing import force
+
 HOSTILE = """\
 <script>window.hit = 1</script><img src=x onerror="window.hit = 1"> <svg/onload=window.hit=1>
 <div hx-swap-oob="true" id="notice" hx-on:load="window.hit = 1" hx-get="/metrics" hx-trigger="load">x</div>
@@ -115,9 +118,18 @@ MARKDOWN = [
     ("> a\n> > b", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>"),
     (
         "a | b\n--|:-:\n1 | 2\n\nx",
-        '<div class="table" tabindex="0"><table><thead><tr><th>a</th><th>b</th></tr></thead>'
-        "<tbody><tr><td>1</td><td>2</td></tr></tbody></table></div><p>x</p>",
+        '<div class="table" tabindex="0"><table><thead><tr><th>a</th><th class="center">b</th></tr></thead>'
+        '<tbody><tr><td>1</td><td class="center">2</td></tr></tbody></table></div><p>x</p>',
     ),
+    (  # bars after a backslash, in code too; a backslash that is escaped itself; a row that is short
+        "\n".join([r"| a \| b | c |", "| :--- | ---: |", r"| `x \| y` \\| 1 |", r"| z\\ |"]),
+        '<div class="table" tabindex="0"><table>'
+        '<thead><tr><th>a | b</th><th class="right">c</th></tr></thead>'
+        '<tbody><tr><td><code>x | y</code> \\</td><td class="right">1</td></tr>'
+        '<tr><td>z\\</td><td class="right"></td></tr></tbody></table></div>',
+    ),
+    ("a | b\n---\n||\n|", "<p>a | b</p><hr><p>||<br>|</p>"),
+    ("a | b\n|", "<p>a | b<br>|</p>"),
     ("***\n---", "<hr><hr>"),
     ("", ""),
 ]
@@ -139,6 +151,51 @@ def test_markdown_becomes_what_it_means(visit):
     ) in code
     open_ended = markdown("~~~\n```\nx")
     assert "<code>```\nx</code>" in open_ended
+
+
+TABLE = """\
+| Model | Parameters | Context | Download | Memory | Throughput | Licence |
+| :--- | ---: | ---: | ---: | ---: | ---: | :---: |
+| SmolLM2-135M-Instruct | 134,515,008 | 8192 | 0.14 GB | 0.31 GB | 1,234.5 tokens/s | Apache-2.0 |
+| Multilingual_Representation | 7,615,616,512 | 131072 | 15.23 GB | 16.04 GB | 12.25 tokens/s | Community |
+"""
+PROSE = """\
+| Aspect | Description | Recommendation |
+| --- | --- | :-: |
+| Internationalization | What a long sentence says about translations, numbers and dates | `use_it` |
+| Responsibility \\| ownership | Another sentence about characteristics of such organizations | maybe |
+"""
+
+
+@pytest.mark.parametrize("look", LOOKS, ids=["phone", "desktop"])
+def test_tables_cut_no_word_and_scroll_in_their_own_box(browser, site, monkeypatch, look):
+    """Catches cut words and numbers, a page wider than the screen, and columns that are not aligned."""
+    force(site.served, monkeypatch, f"Two tables:\n\n{TABLE}\nand\n\n{PROSE}\nSo.")
+    with visiting(browser, site.url, **look) as visit:
+        visit.ready().ask("Compare them")
+        visit.wait_done()
+        assert visit.page.evaluate("probes.brokenWords('.body :is(td, th)')") == []
+        assert visit.page.evaluate("probes.brokenWords('.body .right', /.+/g)") == [], "a number and its unit"
+        assert visit.page.locator("td, th").count() == 7 * 3 + 3 * 3
+        wide, narrow = visit.page.locator(".table").all()
+        edges = visit.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert edges[0] <= edges[1]
+        for box in (wide, narrow):
+            place = box.bounding_box()
+            assert place["x"] >= 0
+            assert place["x"] + place["width"] <= edges[1]
+        assert wide.evaluate("e => e.scrollWidth > e.clientWidth"), "the widest scrolls"
+        row = "row => [...row.cells].map((cell) => getComputedStyle(cell).textAlign)"
+        sides = f"(table) => [...table.querySelectorAll('tr')].map({row})"
+        assert wide.evaluate(sides) == [["left", *["right"] * 5, "center"]] * 3
+        assert narrow.evaluate(sides) == [["left", "left", "center"]] * 3
+        assert narrow.locator("td").nth(3).inner_text() == "Responsibility | ownership"
+        shoot(visit, "tables")
+        wide.evaluate("e => e.scrollLeft = 1e6")
+        right = wide.bounding_box()
+        last = wide.locator("th").last.bounding_box()
+        assert abs(last["x"] + last["width"] - right["x"] - right["width"]) < 2
+        shoot(visit, "tables-scrolled")
 
 
 def test_code_is_colored_and_stays_the_same_text(visit):

@@ -102,14 +102,30 @@ function notBlank(lines, i) {
   return i
 }
 
-const cells = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => cell.trim())
+// The cells of a row. A bar after a backslash is text, in code too.
+function cells(line) {
+  const found = [""]
+  for (const [piece] of line.trim().matchAll(/\\.|[^\\|]+|[^]/g)) {
+    if (piece === "|") found.push("")
+    else found[found.length - 1] += piece
+  }
+  if (!found[0]) found.shift()
+  if (!found.at(-1)) found.pop()
+  return found.map((cell) => cell.trim().replaceAll("\\|", "|"))
+}
 
 function isTable(line, next) {
-  return line.includes("|") && !!next?.includes("-") && cells(next).every((cell) => /^:?-+:?$/.test(cell))
+  if (!line.includes("|") || !next?.includes("|") || !next.includes("-")) return false
+  return cells(next).every((cell) => /^:?-+:?$/.test(cell))
 }
 
 function table(lines, i, out) {
-  const row = (line, tag) => make("tr", cells(line).map((cell) => make(tag, [inline(cell)])))
+  const sides = cells(lines[i + 1]).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : ""))
+  const row = (line, tag) => {
+    const texts = cells(line)
+    while (texts.length < sides.length) texts.push("")
+    return make("tr", texts.map((text, j) => make(tag, [inline(text)], sides[j] && { className: sides[j] })))
+  }
   const head = make("thead", [row(lines[i], "th")])
   const body = make("tbody", [])
   for (i += 2; i < lines.length && lines[i].includes("|"); i++) body.append(row(lines[i], "td"))
