@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from kukri.config import ModelConfig
 from kukri.errors import HookError, RequestError
-from kukri.interp.names import LOGITS, Form, Point, apply_norm, find, full_name
-from kukri.interp.values import Model, Rows
+from kukri.interp.names import POS_AXIS, Form, Point, apply_norm, find, full_name
+from kukri.interp.values import Model, Rows, Taps
 from kukri.kernels.arrays import FloatArray, IntArray
 
 PosSlice = int | slice | None | list[int]
@@ -21,10 +22,18 @@ class ActivationCache(Mapping[str, Any]):
     `cache["blocks.3.attn.hook_q"]`, `cache["q", 3]` and `cache["q3"]` are the same. What taps saw is held,
     and all else computed from it when asked for. `lengths` has the tokens of each text; `tokens` [batch, pos]
     the ids. Arrays are NumPy's, which `torch.from_dlpack` takes without a copy.
+
+    A cache can be pickled. What is read from the pickle has the values of its names, and no model: methods
+    that need weights raise RequestError there.
     """
 
     def __init__(
-        self, model: Model, taps: dict[str, FloatArray], rows: Rows, ids: IntArray, names: list[str]
+        self,
+        model: Model | _KeptValues,
+        taps: dict[str, FloatArray],
+        rows: Rows,
+        ids: IntArray,
+        names: list[str],
     ) -> None:
         self._model, self._taps, self._rows, self._ids, self._names = model, taps, rows, ids, names
         self.has_batch_dim = True
@@ -43,7 +52,7 @@ class ActivationCache(Mapping[str, Any]):
         """The activations of a name. Raises KeyError if they were not captured, HookError on others."""
         model = self._model
         point = find(full_name(key, model.config.n_layers), model.points)
-        if not self._has(point):
+        if not model.has(point, self._taps):
             raise KeyError(f"{point.name} was not captured: add it to `names`")
         value = model.value(point, self._taps, self._rows, self._ids)
         return value if self.has_batch_dim or point.form in ("cos", "sin") else value[0]
@@ -52,16 +61,11 @@ class ActivationCache(Mapping[str, Any]):
         """The form of a full name's activations, from which its shape follows."""
         return find(name, self._model.points).form
 
-    def _has(self, point: Point) -> bool:
-        if point.form == "logits":
-            return LOGITS in self._taps
-        return all(tap in self._taps for tap in point.needs)
-
     def __contains__(self, key: object) -> bool:
         """True if it was captured, or can be computed of what was."""
         try:
             name = full_name(key, self._model.config.n_layers)  # type: ignore[arg-type]
-            return self._has(find(name, self._model.points))
+            return self._model.has(find(name, self._model.points), self._taps)
         except (HookError, TypeError):
             return False
 
@@ -71,6 +75,33 @@ class ActivationCache(Mapping[str, Any]):
     def __len__(self) -> int:
         """Names that were asked for."""
         return len(self._names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The values of its names as rows: nothing of the model but its configuration."""
+        model, rows, kept = self._model, self._rows, dict[Any, str]()
+        for name in filter(self.__contains__, self):
+            kept.setdefault(_source(model.points[name]), name)
+        points = {
+            point.name: Point(point.name, kept[_source(point)], point.form, point.layer)
+            for point in model.points.values()
+            if _source(point) in kept
+        }
+        values = {}
+        for name in kept.values():
+            point = model.points[name]
+            x = np.moveaxis(model.value(point, self._taps, rows, self._ids), POS_AXIS.get(point.form, 1), 1)
+            values[name] = rows.rows(
+                np.broadcast_to(x, (rows.n_batch, *x.shape[1:]))
+            )  # angles are of all texts
+        parts = values, rows.lengths, self._ids, self._names, self.has_batch_dim
+        return _restored, (_KeptValues(model.config, points), *parts)
+
+    def __copy__(self) -> ActivationCache:
+        return self._with(self._taps, self._rows, self._ids, has_batch_dim=self.has_batch_dim)
+
+    def __deepcopy__(self, memo: Any) -> ActivationCache:
+        taps = {tap: x.copy() for tap, x in self._taps.items()}
+        return self._with(taps, self._rows, self._ids, has_batch_dim=self.has_batch_dim)
 
     def __repr__(self) -> str:
         return f"ActivationCache({len(self)} names, {self._rows.n_batch} x {self._rows.n_tokens} tokens)"
@@ -89,7 +120,10 @@ class ActivationCache(Mapping[str, Any]):
         chosen = np.arange(self._rows.n_batch)[batch_slice].reshape(-1)
         ends = np.cumsum(self.lengths)
         at = np.concatenate([np.arange(ends[i] - self.lengths[i], ends[i]) for i in chosen])
-        taps = {tap: x[at] for tap, x in self._taps.items()}
+        taps = {  # experts have several rows a token
+            tap: x.reshape(self._rows.n_rows, -1, *x.shape[1:])[at].reshape(-1, *x.shape[1:])
+            for tap, x in self._taps.items()
+        }
         images = [self._rows.images[i] for i in chosen.tolist()] if self._rows.images else []
         rows = Rows(self.lengths[chosen], images)
         return self._with(taps, rows, self._ids[at], has_batch_dim=not is_one)
@@ -410,6 +444,51 @@ class ActivationCache(Mapping[str, Any]):
             tokens = ids[0]
         found = self._model.weights.unembedding_rows(np.asarray(tokens))
         return found
+
+
+class _KeptValues:
+    """What stands for the model in a cache from a pickle, whose taps are values of names as rows."""
+
+    def __init__(self, config: ModelConfig, points: Mapping[str, Point]) -> None:
+        self.config, self.points = config, points
+
+    def has(self, point: Point, taps: Taps) -> bool:
+        """See Model."""
+        return point.tap in taps
+
+    def value(self, point: Point, taps: Taps, rows: Rows, ids: IntArray) -> FloatArray:
+        """See Model."""
+        found = rows.padded(taps[point.tap])
+        if point.form in ("cos", "sin"):
+            return found[rows.lengths.argmax()][None]
+        found = np.moveaxis(found, 1, POS_AXIS.get(point.form, 1))
+        return found[..., : rows.n_tokens] if point.form in ("scores", "pattern") else found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RequestError(
+            "the model's weights are not in a cache that was pickled: compute this where the model is loaded"
+        )
+
+
+def _restored(
+    model: _KeptValues,
+    values: dict[str, FloatArray],
+    lengths: IntArray,
+    ids: IntArray,
+    names: list[str],
+    has_batch_dim: bool,
+) -> ActivationCache:
+    """A cache from its pickle."""
+    found = ActivationCache(model, values, Rows(lengths), ids, names)
+    found.has_batch_dim = has_batch_dim
+    return found
+
+
+def _source(point: Point) -> tuple[Any, ...]:
+    """What a point's value is computed from: the same for all of its names."""
+    return point.tap, point.form, point.layer, id(point.norm), id(point.matrix)
 
 
 def _at(x: FloatArray, pos_slice: PosSlice, from_end: int = 2) -> FloatArray:

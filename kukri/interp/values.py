@@ -86,6 +86,10 @@ class Model:
         self.points = points(trace, config.n_layers)
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
+    def has(self, point: Point, taps: Taps) -> bool:
+        """True if its value can be computed from these taps."""
+        return LOGITS in taps if point.form == "logits" else all(tap in taps for tap in point.needs)
+
     def value(self, point: Point, taps: Taps, rows: Rows, ids: IntArray) -> FloatArray | IntArray:
         """The value of a point in TransformerLens' shape, of taps [rows, width] and tokens `ids` [rows]."""
         form = point.form

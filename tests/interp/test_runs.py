@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
 
 from kukri import LLM
 from kukri.errors import ContextLengthError, HookError, KukriError, RequestError
+from kukri.interp.names import POS_AXIS
 from tests.interp.tl_models import IDS, session
 from tests.tiny_gguf import write_tiny
 
@@ -292,6 +296,62 @@ def test_arrays_are_for_others_too():
     own.run_with_cache(IDS[:, ::-1])
     np.testing.assert_array_equal(tensor.numpy(), kept)
     assert cache.remove_batch_dim()["q", 1].shape == (40, 4, 16)
+
+
+def without_padding(cache, name):
+    """The values of each text."""
+    form, values = cache.form(name), cache[name]
+    for text, n in zip(values if cache.has_batch_dim else [values], cache.lengths):
+        axis = POS_AXIS.get(form, 1) - 1
+        text = np.moveaxis(text, axis, 0)[:n]
+        yield text[..., :n] if form in ("scores", "pattern") else text
+
+
+@pytest.mark.full(but=["gemma2"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3", "gpt_oss", "qwen3_5_text", "phi"])
+def test_a_cache_is_pickled_without_its_model(name):
+    """Catches weights and hooks of a whole model in a pickle, values of other names or positions in what
+    comes out of it, and a slice that is padded otherwise.
+    """
+    texts = [ids(n, n) for n in (7, 12, 3)]
+    _, cache = session(name).run_with_cache(texts)
+    data = pickle.dumps(cache)
+    assert b"kukri.interp.cache" in data
+    for part in (b"kukri.engine", b"kukri.models", b"kukri.kernels", b"Weights"):
+        assert part not in data
+    other = pickle.loads(pickle.dumps(pickle.loads(data)))
+    assert [*other] == [*cache]
+    np.testing.assert_array_equal(other.tokens, cache.tokens)
+    for taken in (slice(None), slice(0, 3, 2), 2):
+        want, got = (one.apply_slice_to_batch_dim(taken) for one in (cache, other))
+        assert want.has_batch_dim == got.has_batch_dim
+        assert want.lengths.tolist() == got.lengths.tolist()
+        for point in cache:
+            assert got[point].dtype == want[point].dtype
+            assert got[point].shape == want[point].shape
+            for mine, theirs in zip(without_padding(got, point), without_padding(want, point), strict=True):
+                # of other texts, with other padding, products and softmaxes round otherwise
+                close = {"rtol": 0} if taken == slice(None) else {"rtol": 1e-4, "atol": 1e-5}
+                np.testing.assert_allclose(mine, theirs, **close, err_msg=point)
+        stacks = [one.accumulated_resid() for one in (want, got)]
+        np.testing.assert_array_equal(*stacks)
+    assert ("resid_pre", 1) in other
+    assert other.form("blocks.0.hook_resid_pre") == "plain"
+    with pytest.raises(RequestError, match="the model's weights are not in a cache that was pickled"):
+        other.logit_lens()
+    for copied in (copy.copy(cache), copy.deepcopy(cache)):
+        np.testing.assert_array_equal(copied.logit_lens(), cache.logit_lens())
+
+
+def test_the_pickle_of_a_cache_has_what_was_asked_for():
+    """Catches names that were not asked for, and values that several names have written several times."""
+    _, cache = session("llama").run_with_cache(ids(50), names=["q0", "blocks.0.attn.q.hook_out", "pattern1"])
+    data = pickle.dumps(cache)
+    other = pickle.loads(data)
+    n_bytes = cache["q0"].nbytes + cache["pattern1"].nbytes
+    assert n_bytes < len(data) < n_bytes + 5000
+    np.testing.assert_array_equal(other["q", 0], cache["q", 0])
+    assert "k0" not in other
 
 
 def test_wrong_hooks_are_refused():
