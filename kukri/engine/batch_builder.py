@@ -143,9 +143,7 @@ class BatchBuilder:
         self._last = chunks if is_plain and rotated_by is None else None
         if rotated_by is None and activations is None:
             return batch
-        other = replace(batch, rope_positions=rotated_by, activations=activations)
-        object.__setattr__(other, "inputs", inputs)
-        return other
+        return replace(batch, rope_positions=rotated_by, activations=activations)
 
     def forget(self) -> None:
         """Keeps nothing of the last batch's requests."""

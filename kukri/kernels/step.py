@@ -5,7 +5,7 @@ Shape letters: T tokens in the step, S sequences, N rows with logits, B page siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +62,7 @@ class ForwardBatch:
     state_saves: IntArray | None = None  # [T]
     activations: FloatArray | None = None  # [T, D]
     other_pools: tuple[PoolPages, ...] = ()
-    inputs: StepInputs | None = field(default=None, init=False)  # whose arrays these are; None: others
+    inputs: StepInputs | None = None  # whose arrays these are, so that none is copied; None: others
 
     def pages(self, pool: int) -> PoolPages:
         """Slots and page table of a pool."""
@@ -141,8 +141,25 @@ class StepInputs:
         """Slots and page table of each pool."""
         return [PoolPages(self.slots, self.page_table), *self.other_pools]
 
-    def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
-        """The arrays' contents as a step: views of them, valid until they are filled again."""
+    def batch(
+        self,
+        n_tokens: int,
+        n_sequences: int,
+        n_logit_rows: int,
+        *,
+        rope_positions: IntArray | None = None,
+        activations: FloatArray | None = None,
+    ) -> ForwardBatch:
+        """The arrays' contents as a step: views of them, valid until they are filled again. The rest is of
+        this step alone.
+        """
+        batch = self._views(n_tokens, n_sequences, n_logit_rows)
+        if rope_positions is None and activations is None:
+            return batch
+        return replace(batch, rope_positions=rope_positions, activations=activations)
+
+    def _views(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
+        """The first of each array: the last batch if it has these sizes."""
         last, sizes = self._batch, (n_tokens, n_sequences, n_logit_rows)
         if last is not None and (len(last.token_ids), len(last.context_len), len(last.logit_rows)) == sizes:
             return last
@@ -161,8 +178,8 @@ class StepInputs:
             other_pools=tuple(
                 PoolPages(pool.slots[:n_tokens], pool.page_table[:n_sequences]) for pool in self.other_pools
             ),
+            inputs=self,
         )
-        object.__setattr__(batch, "inputs", self)
         return batch
 
     def copy(self, batch: ForwardBatch) -> None:

@@ -130,9 +130,7 @@ def step_from_bytes(
         start += s * n_pages
     inputs.logit_rows[:n] = numbers[start:]
     inputs.adapters[:s] = -1
-    batch = inputs.batch(t, s, n)
-    object.__setattr__(batch, "activations", activations)
-    return batch
+    return inputs.batch(t, s, n, activations=activations)
 
 
 def rows_to_bytes(rows: FloatArray, computed_s: float = 0.0) -> tuple[bytes, memoryview]:

@@ -42,7 +42,9 @@ def step() -> StepInputs:
 
 
 def test_a_step_comes_as_it_was_sent() -> None:
-    """Catches an array left out or taken for another, and pages beyond the longest context."""
+    """Catches an array left out or taken for another, pages beyond the longest context, and activations that
+    stay for the next step of the same size.
+    """
     batch = step().batch(6, 2, 3)
     sent = step_to_bytes(batch, 16)
     assert len(sent) <= step_bounds(LIMITS, 64, 1)[Kind.STEP]
@@ -58,8 +60,10 @@ def test_a_step_comes_as_it_was_sent() -> None:
     assert got.page_table[:, 3:].max() == 0
     assert got.adapters is not None
     assert (got.adapters == -1).all()
-    assert got.activations is activations
+    assert got.inputs is inputs
+    assert inputs.batch(6, 2, 3).activations is None
     assert step_from_bytes(sent, LIMITS, inputs, None).activations is None
+    assert got.activations is activations
 
 
 def test_broken_steps_are_refused() -> None:
