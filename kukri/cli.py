@@ -427,12 +427,19 @@ def pull(
         bool,
         typer.Option("--verify", help="Check the cached file's hash and download it again if it is damaged."),
     ] = False,
+    digest: Annotated[
+        bool,
+        typer.Option(
+            "--digest",
+            help="Print NAME@sha256:HEX instead, which commands and configuration files take as a model.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Download a model into the cache and print its path."""
     from kukri.terminal.pull import pull_model
 
-    pull_model(named.name, verify=verify, as_json=json)
+    pull_model(named.name, verify=verify, as_json=json, with_digest=digest)
 
 
 @command(app, "list")

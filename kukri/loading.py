@@ -369,7 +369,7 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
     Reads only headers; a model that is not cached is fetched. Raises KukriError if it cannot run, or not with
     these options.
     """
-    path = hub.resolve(options.model)
+    path = hub.resolve(options.model, compares=False)
     check_packing(path, options.quantize, options.mmproj)
     headers = read_headers(path)
     if headers.config is None or headers.problem is not None:
@@ -390,7 +390,9 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
         kv_bytes = kv_bytes if most_kv_bytes is None else min(kv_bytes, most_kv_bytes)
     weight_bytes = _weight_bytes(headers, options.quantize)
     if options.draft_model not in (None, OWN_LAYER):
-        weight_bytes += _weight_bytes(read_headers(hub.resolve(options.draft_model or "")), None)
+        weight_bytes += _weight_bytes(
+            read_headers(hub.resolve(options.draft_model or "", compares=False)), None
+        )
     weight_bytes += sum(_file_bytes(Path(adapter).expanduser()) for adapter in options.adapters.values())
     n_values = (n_requests + _LOGIT_ROWS) * config.n_vocab
     n_values += n_requests * state_bytes(layout) // 4

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kukri.errors import DownloadError, FormatError, UnsupportedError
+from kukri.formats.digests import check_digest, file_sha256, split_digest
 from kukri.formats.repos import SHORT_NAMES, Progress, fetch, parse_name
 from kukri.host.os_calls import kill_session, locked, sync_directory
 from kukri.host.private_files import make_private
@@ -137,13 +138,28 @@ def models_dir() -> Path:
     return Path(root) / "models"
 
 
-def resolve(model: str | os.PathLike[str] | None = None, *, progress: Progress | None = None) -> Path:
+def resolve(
+    model: str | os.PathLike[str] | None = None, *, progress: Progress | None = None, compares: bool = True
+) -> Path:
     """The file or safetensors directory of a model, fetched when it is not cached.
 
     `model` is a path, a known name (None: the default one), or a repository of the Hugging Face hub as
-    `kukri.formats.repos` reads it. Raises FormatError for a path without a file, UnsupportedError for a name
-    that is not known (the text lists the known), DownloadError when fetching fails.
+    `kukri.formats.repos` reads it; with `@sha256:HEX` after it, the model's digest must be that, unless
+    `compares` is False. Raises FormatError for a path without a file and for another digest, UnsupportedError
+    for a name that is not known (the text lists the known), DownloadError when fetching fails.
     """
+    if not isinstance(model, str):
+        return _resolved(model, progress)
+    name, digest = split_digest(model)
+    if digest is None and "@sha256:" in name:
+        raise _unknown(name)
+    path = _resolved(name, progress)
+    if digest is not None and compares:
+        check_digest(path, digest)
+    return path
+
+
+def _resolved(model: str | os.PathLike[str] | None, progress: Progress | None) -> Path:
     if model is None or (isinstance(model, str) and is_known(model)):
         return pull(model, progress=progress)
     text = os.fspath(model)
@@ -181,6 +197,11 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
     UnsupportedError for an unknown name and DownloadError when the model cannot be had; the cache then
     holds what it held before.
     """
+    name, digest = (None, None) if name is None else split_digest(name)
+    if digest is not None:
+        path = pull(name, verify=verify, progress=progress)
+        check_digest(path, digest)
+        return path
     if name is not None and name not in MODELS:
         repo = parse_name(name)
         if repo is None:
@@ -206,18 +227,23 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
 
 
 def is_known(text: str) -> bool:
-    """True if a text is the name of a model that kukri knows."""
-    return text in MODELS or text in SHORT_NAMES
+    """True if a text is the name of a model that kukri knows, pinned or not."""
+    name, _ = split_digest(text)
+    return name in MODELS or name in SHORT_NAMES
 
 
 def is_repository(text: str) -> bool:
     """True if a text has the form of a repository's name."""
-    return parse_name(text) is not None
+    return parse_name(split_digest(text)[0]) is not None
 
 
 def _unknown(name: str) -> UnsupportedError:
     from difflib import get_close_matches
 
+    if "@sha256:" in name:
+        return UnsupportedError(
+            f"the digest of {name!r} must be 64 hexadecimal digits: `kukri pull --digest`"
+        )
     known = [*MODELS, *SHORT_NAMES]
     close = get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -234,14 +260,7 @@ def _is_cached(spec: ModelSpec, *, verify: bool) -> bool:
             return False
     except OSError:
         return False
-    return not verify or all(_sha256(path) == sha256 for path, (_, sha256) in contents.items())
-
-
-def _sha256(path: Path) -> str:
-    from hashlib import file_digest
-
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+    return not verify or all(file_sha256(path) == sha256 for path, (_, sha256) in contents.items())
 
 
 _WORK_PREFIX = ".pull-"

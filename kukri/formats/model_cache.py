@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kukri.errors import UnsupportedError
 from kukri.formats import hub
+from kukri.formats.digests import split_digest
 from kukri.formats.repos import RepoName, cache_folder, cached_commit, choose, files_in, parse_name
 
 _FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
@@ -42,6 +43,7 @@ def cached_models() -> list[CachedModel]:
 
 def cached_path(model: str | None) -> Path:
     """The file or directory of a cached model, or of a path. Raises UnsupportedError if it is not cached."""
+    model = None if model is None else split_digest(model)[0]
     if model is None or model in hub.MODELS:
         spec = hub.MODELS[model or hub.DEFAULT_MODEL]
         if spec.path.exists():
@@ -60,6 +62,7 @@ def remove(model: str) -> int:
 
     Returns the bytes freed. Raises UnsupportedError if it is not cached; a path is never removed.
     """
+    model, _ = split_digest(model)
     if model in hub.MODELS:
         spec = hub.MODELS[model]
         if not spec.path.exists():

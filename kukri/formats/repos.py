@@ -55,7 +55,7 @@ class RepoName:
 def parse_name(text: str) -> RepoName | None:
     """The repository that a string names: a short name, `org/repo`, `org/repo:Q4_K_M`, `hf:…`; or None."""
     match = _NAME.fullmatch(SHORT_NAMES.get(text, text))
-    if match is None:
+    if match is None or match["revision"] == "sha256":  # a mistyped digest
         return None
     # without a prefix, what ends like a file is a file that is not there
     if match["prefix"] is None and match["choice"] is None and text.endswith((".gguf", ".safetensors")):

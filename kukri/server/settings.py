@@ -35,11 +35,17 @@ _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 def default_name(model: str | None) -> str:
-    """The name under which a model is served: a known name as it is, a path without its directories."""
+    """The name under which a model is served: a known name as it is, a path without its directories.
+
+    The digest that pins it is no part of it.
+    """
     if model is None:
         from kukri.formats.hub import DEFAULT_MODEL
 
         return DEFAULT_MODEL
+    from kukri.formats.digests import split_digest
+
+    model, _ = split_digest(model)
     path = Path(model)
     is_file = path.suffix == ".gguf" or path.exists()
     return (path.stem if path.suffix == ".gguf" else path.resolve().name) if is_file else model

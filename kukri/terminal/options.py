@@ -79,7 +79,8 @@ def _model_names(incomplete: str) -> list[str]:
 
 
 _MODEL_HELP = (
-    "Name (see kukri list), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors directory."
+    "Name (see kukri list), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors directory; "
+    "@sha256:HEX after it pins its files."
 )
 
 

@@ -15,6 +15,7 @@ from kukri.calls import MAX_ROUNDS
 from kukri.calls.results import Chunk, Result
 from kukri.errors import RequestError
 from kukri.formats import hub
+from kukri.formats.digests import split_digest
 from kukri.llm import LLM
 from kukri.sampling import Grammar, SamplingParams, with_overrides
 from kukri.system_message import DEFAULT_SYSTEM, opening
@@ -168,6 +169,7 @@ def is_known_model(argument: str) -> bool:
     """True if an argument among others names a model: a file, a directory or a known name."""
     if hub.is_known(argument):
         return True
+    argument, _ = split_digest(argument)
     try:
         path = Path(argument)
         is_file = argument.endswith(".gguf") and path.is_file()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kukri.errors import ConfigError
+from kukri.formats.digests import split_digest
 from kukri.model_options import READERS, ModelOptions, option_fields
 from kukri.option_fields import duration_s, flag_of, option_facts, read_option
 from kukri.server.settings import ModelSpec, default_name
@@ -91,7 +92,7 @@ def _add_preset(served: list[ModelSpec], file: PresetFile, loading: Mapping[str,
 def _name_and_model(text: str) -> tuple[str, str]:
     """The name and the model of NAME=MODEL; of a model alone, the name that it has by itself."""
     name, separator, model = text.partition("=")
-    if not separator or Path(text).exists():
+    if not separator or Path(split_digest(text)[0]).exists():
         return default_name(text), text
     if not name or not model:
         raise ConfigError(f"a model is given as NAME=MODEL, not {text!r}")
