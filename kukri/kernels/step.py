@@ -5,7 +5,7 @@ Shape letters: T tokens in the step, S sequences, N rows with logits, B page siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -141,25 +141,11 @@ class StepInputs:
         """Slots and page table of each pool."""
         return [PoolPages(self.slots, self.page_table), *self.other_pools]
 
-    def batch(
-        self,
-        n_tokens: int,
-        n_sequences: int,
-        n_logit_rows: int,
-        *,
-        rope_positions: IntArray | None = None,
-        activations: FloatArray | None = None,
-    ) -> ForwardBatch:
-        """The arrays' contents as a step: views of them, valid until they are filled again. The rest is of
-        this step alone.
-        """
-        batch = self._views(n_tokens, n_sequences, n_logit_rows)
-        if rope_positions is None and activations is None:
-            return batch
-        return replace(batch, rope_positions=rope_positions, activations=activations)
+    def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
+        """The arrays' contents as a step: views of them, valid until they are filled again.
 
-    def _views(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
-        """The first of each array: the last batch if it has these sizes."""
+        Steps of one size share one batch: what belongs to one of them goes into a `replace` of it.
+        """
         last, sizes = self._batch, (n_tokens, n_sequences, n_logit_rows)
         if last is not None and (len(last.token_ids), len(last.context_len), len(last.logit_rows)) == sizes:
             return last

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import IntEnum
 from operator import gt
 from typing import Any
@@ -130,7 +131,7 @@ def step_from_bytes(
         start += s * n_pages
     inputs.logit_rows[:n] = numbers[start:]
     inputs.adapters[:s] = -1
-    return inputs.batch(t, s, n, activations=activations)
+    return replace(inputs.batch(t, s, n), activations=activations)
 
 
 def rows_to_bytes(rows: FloatArray, computed_s: float = 0.0) -> tuple[bytes, memoryview]:
