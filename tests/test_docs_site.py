@@ -49,6 +49,13 @@ def test_the_reference_is_what_the_commands_say() -> None:
     assert configuration == written["configuration_page"](configuration), remedy
 
 
+def test_the_table_of_fields_is_what_the_server_reads() -> None:
+    """Catches a field that was added, renamed or refused without its page."""
+    written = runpy.run_path(str(ROOT / "packaging" / "field_reference.py"))
+    page = (ROOT / "docs" / "reference" / "endpoints.md").read_text("utf-8")
+    assert page == written["endpoints_page"](page), "run python packaging/field_reference.py"
+
+
 def test_every_environment_variable_is_in_the_reference() -> None:
     """Catches a KUKRI_* variable that the code reads and no page names."""
     sources = [*(ROOT / "kukri").rglob("*.py"), ROOT / "hatch_build.py"]
