@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -84,3 +85,25 @@ def test_a_model_without_answers_refuses_chats_in_one_true_sentence(models):
             said = error if isinstance(error, str) else error["message"]
             wanted = "the model makes embeddings and generates no text: use a language model"
             assert (answer.status_code, said) == (400, wanted), path
+
+
+def test_the_page_offers_models_that_chat(models):
+    """Catches a picker, a library and a first choice with models that make vectors, and a false reason."""
+    specs = sorted(models, key=lambda spec: spec.names[0] not in ("vectors", "ranks"))
+    with serving(None, specs) as server, server.http() as http:
+        shown = http.get("/ui/model").text
+        offered = re.findall(r"<option [^>]*>(.*?)</option>", shown)
+        assert sorted(offered) == ["chat", "thinks"]
+        assert re.search(r'data-model="(.*?)"', shown)[1] == offered[0]
+        library = http.get("/ui/library").text.split("To download")[0]
+        rows = dict(re.findall(r'<li data-name="(.*?)">(.*?)</li>', library, re.S))
+        assert {name for name, row in rows.items() if 'data-do="use"' in row} < {"chat", "thinks"}, "one path"
+        marked = {name for name, row in rows.items() if "not for chats" in row}
+        assert marked == {"vectors", "ranks", "pooled"}
+        refused = http.get("/ui/model", params={"name": "ranks"})
+        wanted = "the model 'ranks' is for rerank and cannot chat: choose a language model"
+        assert (refused.status_code, refused.json()["error"]["message"]) == (404, wanted)
+    (alone,) = [spec for spec in specs if spec.names == ("vectors",)]
+    with serving(None, [alone]) as server, server.http() as http:
+        told = http.get("/ui/model").json()["error"]["message"]
+        assert told == "the model 'vectors' is for embedding and cannot chat: choose a language model"

@@ -73,6 +73,11 @@ class ModelEntry:
             self._capabilities = stamp, file_capabilities(path, self.spec.options)
         return self._capabilities[1]
 
+    def can_chat(self) -> bool:
+        """Return whether the model writes text, as far as its files tell."""
+        found = self.capabilities()
+        return found is None or "completion" in found
+
     def preset(self, name: str) -> Preset | None:
         """The preset of a name, which may end with ":latest"; None if it is not one of this model."""
         plain = name.removesuffix(":latest")

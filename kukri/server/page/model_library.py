@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kukri.errors import KukriError
@@ -25,6 +25,7 @@ class Shelved:
     facts: tuple[str, ...]
     needs_gb: int  # memory of the smallest usual machine that runs it as it is downloaded
     is_too_large: bool  # for this machine
+    can_chat: bool = True
 
 
 def models_here(entries: Iterable[ModelEntry]) -> list[Shelved]:
@@ -37,7 +38,10 @@ def models_here(entries: Iterable[ModelEntry]) -> list[Shelved]:
             n_bytes = read_headers(path).file_bytes
         except (KukriError, OSError, ValueError):
             continue
-        by_path.setdefault(path, _shelved(entry.name, good_for.get(entry.name, ""), n_bytes, "on disk"))
+        chats = entry.can_chat()
+        facts = () if chats else ("not for chats",)
+        shelved = _shelved(entry.name, good_for.get(entry.name, ""), n_bytes, "on disk", *facts)
+        by_path.setdefault(path, replace(shelved, can_chat=chats))
     return list(by_path.values())
 
 

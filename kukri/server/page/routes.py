@@ -32,7 +32,7 @@ from kukri.server.access import check_manages_models
 from kukri.server.body import Refused
 from kukri.server.chat.choice import PartEvent
 from kukri.server.chat.request import ChatRequest
-from kukri.server.errors import ForbiddenError
+from kukri.server.errors import ForbiddenError, NotFoundError
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
@@ -117,12 +117,17 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/ui/model", include_in_schema=False)
     async def model(request: Request, name: str | None = None) -> Response:
         """The fragment that names a model and all others, and has a control for each setting."""
-        served = await registry.served(name, request.scope)
+        entries = await registry.catalog.listed(request.scope)
+        chats = await asyncio.to_thread(lambda: [entry for entry in entries if entry.can_chat()])
+        chosen = chats[0] if name is None and chats else await registry.catalog.find(name, request.scope)
+        if not await asyncio.to_thread(chosen.can_chat):
+            use = " and ".join(chosen.capabilities() or ["tasks"])
+            wanted = f"the model {chosen.name!r} is for {use} and cannot chat: choose a language model"
+            raise NotFoundError(wanted, param="model")
+        served = await registry.acquire(chosen, request.scope)
         preset = served.preset_of(name)
         models = [
-            known
-            for entry in await registry.catalog.listed(request.scope)
-            for known in (entry.name, *(one.name for one in entry.spec.presets))
+            known for entry in chats for known in (entry.name, *(one.name for one in entry.spec.presets))
         ]
         return html(
             "model.html",
