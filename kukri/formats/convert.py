@@ -384,6 +384,14 @@ def with_importance(conversion: Conversion, matrix: ImportanceMatrix, path: Path
     return replace(conversion, metadata=metadata, steps=steps)
 
 
+def weighed(steps: Iterable[Step]) -> list[Step]:
+    """The steps whose errors an importance matrix is to weigh: layers' matrices that are quantized."""
+    quantized = [
+        s for s in steps if s.target.block_size > 1 and s.target not in (s.source, QUANT_TYPES["Q8_0"])
+    ]
+    return [s for s in quantized if s.name.startswith("blk.")]  # Q8_0 rounds alike without
+
+
 def write(conversion: Conversion, path: Path, on_tensor: Callable[[Step], None]) -> None:
     """Writes the file; it appears under `path` complete or not at all.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kukri.errors import ConfigError, UnsupportedError
+from kukri.errors import ConfigError, UnsupportedError, brief_list
 from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.convert import (
@@ -17,6 +17,7 @@ from kukri.formats.convert import (
     of_directory,
     open_gguf,
     requantized,
+    weighed,
     with_importance,
     with_recipe,
     write,
@@ -61,6 +62,7 @@ def convert_model(
         if wanted is None and source.is_dir() and not is_packed:
             wanted = Recipe(_usual_type(conversion))
         plan = conversion if wanted is None else with_recipe(conversion, wanted)
+        _note_unmeasured(plan, imatrix)
         if not dry_run:
             check_target(source, target)
             with progress(plan) as on_tensor:
@@ -108,6 +110,7 @@ def quantized_file(source: Path, target: Path, recipe: str, imatrix: Path | None
     """Writes a model by a mix or recipe, in silence -> bytes of its tensors."""
     with opened(source, imatrix) as conversion:
         plan = with_recipe(conversion, recipe_named(recipe))
+        _note_unmeasured(plan, imatrix)
         write(plan, target, lambda step: None)
         return sum(step.n_bytes for step in plan.steps)
 
@@ -200,6 +203,18 @@ def progress(plan: Conversion) -> Iterator[Callable[[Step], None]]:
     """A bar of bytes read."""
     with progress_bar(sum(step.source_bytes for step in plan.steps)) as advance:
         yield lambda step: advance(step.source_bytes, f"{step.name} ({step.target.name})")
+
+
+def _note_unmeasured(plan: Conversion, imatrix: Path | None) -> None:
+    """Says on stderr which matrices are quantized without importances, if others have some."""
+    steps = weighed(plan.steps)
+    lacking = [step.name for step in steps if step.importance is None]
+    if imatrix is not None and lacking:
+        print(
+            f"note: {imatrix} has importances for {len(steps) - len(lacking)} of {len(steps)} matrices that "
+            f"are quantized; the others are quantized without: {brief_list(lacking, 3)}",
+            file=sys.stderr,
+        )
 
 
 def _report(plan: Conversion, target: Path, *, dry_run: bool, as_json: bool) -> None:

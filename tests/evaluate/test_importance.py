@@ -223,3 +223,25 @@ def test_the_commands(tmp_path: Path) -> None:
     )
     assert "made with another" in refused
     assert not (tmp_path / "x.gguf").exists()
+
+
+@pytest.mark.parametrize("n_measured", [1, 14])
+def test_matrices_without_importances_are_named(tmp_path: Path, n_measured: int) -> None:
+    """Catches a file for 1 of 14 tensors that is used without a word, and a word about one for all."""
+    source, matrix = write_tiny(tmp_path / "m.gguf", tiny_config()), tmp_path / "i.gguf"
+    with GGUFFile(source) as file:
+        shapes = {name: tensor.shape for name, tensor in file.tensors.items() if len(tensor.shape) == 2}
+    names = [name for name in shapes if name.startswith("blk.")][:n_measured]
+    sums = {name: np.ones(shapes[name][1], np.float32) for name in names}
+    write_imatrix(matrix, ImportanceMatrix(sums, dict.fromkeys(sums, 1.0)))
+    done = CliRunner().invoke(
+        app, ["quantize", str(source), str(tmp_path / "q.gguf"), "IQ4_NL", "--imatrix", str(matrix), "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["written"]
+    if n_measured == 14:
+        assert "importances" not in done.stderr
+    else:
+        assert f"{matrix} has importances for 1 of 14 matrices that are quantized" in done.stderr
+        assert "blk.0.attn_k.weight" in done.stderr
+        assert "and 10 more" in done.stderr
