@@ -20,6 +20,7 @@ from kukri.kernels.backend import Backend
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _SAE_WEIGHTS, _SAE_CONFIG = "sae_weights.safetensors", "cfg.json"
 _NORMALIZATIONS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm")
+_ACTIVATIONS = ("relu", "tanh-relu")
 SAEKind = Literal["standard", "jumprelu", "topk", "gated"]
 Choose = Callable[[FloatArray], FloatArray]  # [rows, width] -> the activations of some features [rows, n]
 
@@ -144,8 +145,11 @@ class SparseAutoencoder:
         subtracts_bias: bool = True,
         normalization: str = "none",
         rescales: bool = False,
+        activation: str = "relu",
     ) -> None:
-        """`rescales` says that activations are multiplied by the lengths of their decoder's directions."""
+        """`rescales` says that activations are multiplied by the lengths of their decoder's directions,
+        `activation` what makes them: "relu", or "tanh-relu", the tanh of that.
+        """
         needed = {"W_enc", "b_dec", *_BIASES[kind]}
         if missing := sorted(needed - arrays.keys()):
             raise ConfigError(f"an autoencoder of kind {kind} needs {', '.join(missing)}")
@@ -165,7 +169,11 @@ class SparseAutoencoder:
             for part in ("W_enc", "b_enc"):
                 self._arrays[part] = arrays[part] * lengths
             self._arrays["W_dec"] = arrays["W_dec"] / np.maximum(lengths, 1e-30)[:, None]
-        self._subtracts_bias, self._normalization = subtracts_bias, normalization
+        self._subtracts_bias, self._normalization, self._activation = (
+            subtracts_bias,
+            normalization,
+            activation,
+        )
         self._product: Product | None = None
 
     @classmethod
@@ -184,13 +192,23 @@ class SparseAutoencoder:
             kind, name = facts.get("architecture", "standard"), facts.get("hook_name")
             options = facts.get("activation_fn_kwargs") or {}
             k = facts.get("k", options.get("k", 0) if isinstance(options, dict) else 0)
-            if facts.get("activation_fn_str", facts.get("activation_fn")) == "topk":
-                kind = "topk"
+            activation = facts.get("activation_fn_str") or facts.get("activation_fn") or "relu"
+            if activation in ("topk", kind):
+                kind, activation = activation, "relu"
             rescales = bool(facts.get("rescale_acts_by_decoder_norm"))
             if kind not in _BIASES or (rescales and (kind != "topk" or "W_dec" not in arrays)):
                 raise UnsupportedError(
                     f"{folder}: an autoencoder of architecture {brief(kind)} is not supported: "
                     f"{', '.join(_BIASES)} are, and rescale_acts_by_decoder_norm of topk"
+                )
+            if activation not in _ACTIVATIONS:
+                raise UnsupportedError(
+                    f"{folder}: activation_fn {brief(activation)} is not supported: "
+                    f"{', '.join(_ACTIVATIONS)} and topk are"
+                )
+            if (arrays.pop("scaling_factor", np.ones(1)) != 1).any():
+                raise UnsupportedError(
+                    f"{folder}: scaling_factor (finetuning_scaling_factor) is not supported"
                 )
             if facts.get("hook_head_index") is not None:
                 raise UnsupportedError(f"{folder}: autoencoders of a single head are not supported")
@@ -204,7 +222,7 @@ class SparseAutoencoder:
             subtracts = bool(facts.get("apply_b_dec_to_input", True))
             return cls(
                 name, kind, arrays, k=k, subtracts_bias=subtracts, normalization=normalization,
-                rescales=rescales,
+                rescales=rescales, activation=activation,
             )  # fmt: skip
 
     def prepare(self, backend: Backend | None) -> None:
@@ -214,6 +232,10 @@ class SparseAutoencoder:
 
     def features(self, x: FloatArray) -> FloatArray:
         """The activations of its features [rows, n_features] for x [rows, width]."""
+        found = self._rectified(x)
+        return np.tanh(found) if self._activation == "tanh-relu" else found
+
+    def _rectified(self, x: FloatArray) -> FloatArray:
         arrays = self._arrays
         x = self._normalized(x)
         if self._subtracts_bias:
@@ -248,7 +270,7 @@ class SparseAutoencoder:
         }
         own = SparseAutoencoder(
             self.name, self.kind, arrays, subtracts_bias=self._subtracts_bias,
-            normalization=self._normalization,
+            normalization=self._normalization, activation=self._activation,
         )  # fmt: skip
         return lambda x: np.concatenate([own.features(row) for row in x[:, None]])
 

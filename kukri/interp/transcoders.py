@@ -41,6 +41,7 @@ _PARTS = {
     "skip": ("W_skip", "affine_skip_connection"),
 }
 _KINDS = {"transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder"}
+_ACTIVATIONS = ("relu", "jumprelu", "topk")
 _FOLDED = ("none", "expected_average_only_in")  # normalizations that are part of saved weights
 
 
@@ -349,6 +350,9 @@ def _folder_layer(folder: Path, facts: Mapping[str, Any], layer: int) -> Layer:
         raise FormatError(f"architecture {brief(kind)} is no transcoder's", path=folder)
     if normalization not in _FOLDED:
         raise UnsupportedError(f"{folder}: normalize_activations {brief(normalization)} is not supported")
+    activation = facts.get("activation_fn_str") or facts.get("activation_fn") or "relu"
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedError(f"{folder}: activation_fn {brief(activation)} is not supported")
     file = next((folder / name for name in _WEIGHTS if (folder / name).exists()), folder / _WEIGHTS[0])
     return _single_layer(file, facts, layer)
 

@@ -424,3 +424,36 @@ def test_topk_by_the_lengths_of_decoders(tmp_path):
     np.testing.assert_allclose(sae.features(x), expected, rtol=1e-4)
     out = (expected / lengths) @ arrays["W_dec"] + arrays["b_dec"]
     np.testing.assert_allclose(sae.reconstruct(x)[0], out, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["standard", "jumprelu", "gated"])
+@pytest.mark.parametrize("key", ["activation_fn_str", "activation_fn"])
+def test_tanh_of_features(tmp_path, kind, key):
+    """Catches an autoencoder of SAELens' tanh-relu that is run with ReLU."""
+    x = np.random.default_rng(2).standard_normal((7, D)).astype(np.float32)
+    sae_files(tmp_path / "relu", kind, **{key: "relu"})
+    sae_files(tmp_path / "tanh", kind, **{key: "tanh-relu"})
+    plain, sae = (SparseAutoencoder.load(tmp_path / name) for name in ("relu", "tanh"))
+    found = sae.features(x)
+    np.testing.assert_allclose(found, np.tanh(plain.features(x)), rtol=1e-6)
+    assert found.max() > 0.5
+    np.testing.assert_allclose(sae.chooser([3, 1])(x), found[:, [3, 1]], rtol=1e-4, atol=1e-6)
+
+
+def test_what_would_change_features_is_refused_by_name(tmp_path):
+    """Catches an unknown activation or a factor of features that is passed over."""
+    sae_files(tmp_path / "gelu", "standard", activation_fn="gelu")
+    with pytest.raises(
+        UnsupportedError, match="activation_fn 'gelu' is not supported: relu, tanh-relu and topk"
+    ):
+        SparseAutoencoder.load(tmp_path / "gelu")
+    with pytest.raises(UnsupportedError, match="activation_fn 'tanh-relu' is not supported"):
+        Transcoders.load(saelens_folder(tmp_path / "transcoder", 1, activation_fn="tanh-relu"))
+    arrays = sae_files(tmp_path / "scaled", "standard")
+    for factor in (1, 2):
+        arrays["scaling_factor"] = np.full(arrays["W_enc"].shape[1], factor, np.float32)
+        save_file(arrays, tmp_path / "scaled" / "sae_weights.safetensors")
+        if factor == 1:
+            SparseAutoencoder.load(tmp_path / "scaled")
+    with pytest.raises(UnsupportedError, match=r"scaling_factor .* is not supported"):
+        SparseAutoencoder.load(tmp_path / "scaled")
