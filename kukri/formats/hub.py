@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kukri.errors import DownloadError, FormatError, UnsupportedError
 from kukri.formats.digests import check_digest, file_sha256, split_digest
-from kukri.formats.repos import SHORT_NAMES, Progress, fetch, parse_name
+from kukri.formats.repos import SHORT_NAMES, Progress, fetch, parse_name, untagged
 from kukri.host.os_calls import kill_session, locked, sync_directory
 from kukri.host.private_files import make_private
 
@@ -202,12 +202,13 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
         path = pull(name, verify=verify, progress=progress)
         check_digest(path, digest)
         return path
-    if name is not None and name not in MODELS:
-        repo = parse_name(name)
+    known = DEFAULT_MODEL if name is None else untagged(name, MODELS)
+    if known not in MODELS:
+        repo = parse_name(known)
         if repo is None:
-            raise _unknown(name)
+            raise _unknown(known)
         return fetch(repo, progress)
-    spec = MODELS[name if name is not None else DEFAULT_MODEL]
+    spec = MODELS[known]
     if _is_cached(spec, verify=verify):
         return spec.path
     directory = models_dir()
@@ -227,9 +228,9 @@ def pull(name: str | None = None, *, verify: bool = False, progress: Progress | 
 
 
 def is_known(text: str) -> bool:
-    """True if a text is the name of a model that kukri knows, pinned or not."""
-    name, _ = split_digest(text)
-    return name in MODELS or name in SHORT_NAMES
+    """True for the name of a model that kukri knows, pinned or not, or in Ollama's form."""
+    known = [*MODELS, *SHORT_NAMES]
+    return untagged(split_digest(text)[0], known) in known
 
 
 def is_repository(text: str) -> bool:

@@ -12,7 +12,15 @@ from pathlib import Path
 from kukri.errors import UnsupportedError
 from kukri.formats import hub
 from kukri.formats.digests import split_digest
-from kukri.formats.repos import RepoName, cache_folder, cached_commit, choose, files_in, parse_name
+from kukri.formats.repos import (
+    RepoName,
+    cache_folder,
+    cached_commit,
+    choose,
+    files_in,
+    parse_name,
+    untagged,
+)
 
 _FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
 _WEIGHTS = (".gguf", ".safetensors")
@@ -43,18 +51,18 @@ def cached_models() -> list[CachedModel]:
 
 def cached_path(model: str | None) -> Path:
     """The file or directory of a cached model, or of a path. Raises UnsupportedError if it is not cached."""
-    model = None if model is None else split_digest(model)[0]
-    if model is None or model in hub.MODELS:
-        spec = hub.MODELS[model or hub.DEFAULT_MODEL]
+    known = hub.DEFAULT_MODEL if model is None else untagged(split_digest(model)[0], hub.MODELS)
+    if known in hub.MODELS:
+        spec = hub.MODELS[known]
         if spec.path.exists():
             return spec.path
-    elif Path(model).expanduser().exists():
-        return hub.resolve(model)
-    elif (repo := parse_name(model)) is not None and (commit := cached_commit(repo)) is not None:
+    elif Path(known).expanduser().exists():
+        return hub.resolve(known)
+    elif (repo := parse_name(known)) is not None and (commit := cached_commit(repo)) is not None:
         snapshot = cache_folder(repo) / "snapshots" / commit
         chosen = snapshot / choose(repo, files_in(snapshot))[0]
         return chosen if chosen.suffix == ".gguf" else chosen.parent
-    raise _not_cached(model or hub.DEFAULT_MODEL)
+    raise _not_cached(known)
 
 
 def remove(model: str) -> int:
@@ -62,7 +70,7 @@ def remove(model: str) -> int:
 
     Returns the bytes freed. Raises UnsupportedError if it is not cached; a path is never removed.
     """
-    model, _ = split_digest(model)
+    model = untagged(split_digest(model)[0], hub.MODELS)
     if model in hub.MODELS:
         spec = hub.MODELS[model]
         if not spec.path.exists():

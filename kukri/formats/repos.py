@@ -52,9 +52,21 @@ class RepoName:
         return f"{self.repo}{revision}" + (f":{self.choice}" if self.choice else "")
 
 
+def untagged(text: str, known: Iterable[str] = SHORT_NAMES) -> str:
+    """Return the known name that a name in Ollama's form stands for, as `qwen3:0.6b` does, else the text."""
+    name, _, tag = text.partition(":")
+    ends = f"-{tag}"
+    found = (one for one in known if one.endswith(ends) and _plain(one.removesuffix(ends)) == _plain(name))
+    return next(found, text) if tag else text
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "")
+
+
 def parse_name(text: str) -> RepoName | None:
     """The repository that a string names: a short name, `org/repo`, `org/repo:Q4_K_M`, `hf:…`; or None."""
-    match = _NAME.fullmatch(SHORT_NAMES.get(text, text))
+    match = _NAME.fullmatch(SHORT_NAMES.get(untagged(text), text))
     if match is None or match["revision"] == "sha256":  # a mistyped digest
         return None
     # without a prefix, what ends like a file is a file that is not there

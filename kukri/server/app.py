@@ -35,6 +35,7 @@ from kukri.server.openai.routes import add_adapter_routes, add_openai_routes
 from kukri.server.openai.token_routes import add_token_routes
 from kukri.server.openapi import ERRORS, add_document
 from kukri.server.page.routes import add_page
+from kukri.server.schema import ChatBody
 from kukri.server.settings import ModelSpec, ServerSettings
 from kukri.traces import open_traces
 
@@ -64,6 +65,7 @@ def create_app(
             await registry.start()
             if batches is not None:
                 batches.start()
+            bodies.start_soon(ChatBody)
             names = ", ".join(entry.name for entry in registry.entries)
             log.info("started", extra={"version": __version__, "models": names})
             yield

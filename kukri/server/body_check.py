@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -20,22 +21,36 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
-from kukri.errors import CapacityError, RequestError
+from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.server.worker_process import WorkerProcess
 
 log = logging.getLogger("kukri.server")
 
 MANY_VALUES = 16_384  # commas
+_SETTLE_S = 5.0  # from when the server takes requests
 _ANSWER_S = 30.0
 _MAX_LINE = 1 << 24  # bytes of an answer
 
 
 class BodyCheck:
-    """The process, which the first body of very many values starts. Belongs to one event loop."""
+    """The process that checks bodies, which starts after `start_soon`, or with the first of them.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
+        self._start: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # one body after another
+
+    def start_soon(self, kind: type) -> None:
+        """Start the process once the server has settled, so that no body of the class waits for imports."""
+        self._start = asyncio.create_task(self._start_later(kind))
+
+    async def _start_later(self, kind: type) -> None:
+        await asyncio.sleep(_SETTLE_S)
+        with suppress(KukriError, RequestValidationError, OSError):  # nothing is in the body
+            await self.check(kind, b"{}")
 
     async def check(self, kind: type, data: bytes) -> None:
         """Raises what reading the JSON of a body of this class would raise: it returns if that is well.
@@ -54,6 +69,9 @@ class BodyCheck:
 
     async def close(self) -> None:
         """Ends the process."""
+        if self._start is not None and self._start is not asyncio.current_task():
+            self._start.cancel()
+            await asyncio.gather(self._start, return_exceptions=True)
         process, self._process = self._process, None
         if process is not None:
             await process.kill()

@@ -13,7 +13,7 @@ from kukri.errors import FormatError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.split import find_mmproj
-from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name
+from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name, untagged
 from tests.fake_hub import TOKEN, Hub, running
 from tests.formats.test_gguf_split import split
 from tests.tiny_gguf import write_tiny
@@ -263,3 +263,25 @@ def test_an_unknown_name_lists_repositories_too():
         hub.resolve("smolm3-3b")
     with pytest.raises(FormatError, match="no such file"):
         hub.resolve(Path("org/repo"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("qwen3:0.6b", "qwen3-0.6b"),
+        ("llama3.2:1b", "llama-3.2-1b"),
+        ("gemma3:270m", "gemma-3-270m"),
+        ("gpt-oss:20b", "gpt-oss-20b"),
+        ("smollm2:135m", "smollm2-135m"),
+        ("gemma:31b", "gemma:31b"),  # not gemma-3-1b
+        ("qwen3:", "qwen3:"),
+        ("qwen3:7b", "qwen3:7b"),
+        ("org/qwen3:0.6b", "org/qwen3:0.6b"),
+    ],
+)
+def test_ollamas_names_are_known(text, name):
+    """Catches a tag that is not read, or stands for another size."""
+    assert untagged(text, [*hub.MODELS, *SHORT_NAMES]) == name
+    assert hub.is_known(text) == (name != text)
+    if name in SHORT_NAMES:
+        assert parse_name(text) == parse_name(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,3 +78,27 @@ def test_a_process_that_is_gone_is_started_again(site: Served, monkeypatch: pyte
         os.kill(checks[0]._process.pid, signal.SIGKILL)
         assert answer(http, path, data)[0] in (200, 503)
         assert answer(http, path, data)[0] == 200
+
+
+@pytest.mark.full
+def test_the_process_is_there_before_the_first_large_body(tmp_path, monkeypatch) -> None:
+    """Catches a first body that waits, next to a stream, for a process that imports its class."""
+    monkeypatch.setattr(body_check, "_SETTLE_S", 0.0)
+    made: list[body_check.BodyCheck] = []
+    start_soon = body_check.BodyCheck.start_soon
+
+    def noted(self: body_check.BodyCheck, kind: type) -> None:
+        made.append(self)
+        start_soon(self, kind)
+
+    monkeypatch.setattr(body_check.BodyCheck, "start_soon", noted)
+    data = json.dumps({"prompt": [[]] * 300_000}).encode()
+    with LLM(write_tiny(tmp_path / "tiny.gguf")) as llm, serving(llm) as server, server.http() as http:
+        (checks,) = made
+        server.wait_until(lambda: checks._start is not None and checks._start.done())
+        process = checks._process
+        assert process is not None
+        before_s = time.monotonic()
+        assert answer(http, TEXT, data)[0] == 400
+        assert time.monotonic() - before_s < 1
+        assert checks._process is process

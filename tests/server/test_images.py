@@ -197,6 +197,8 @@ def test_llama_cpp_s_clients_send_images(served, llm):
             answer = http.post("/completion", json={**given, **body}).json()
             assert answer["content"] == want.text
             assert answer["tokens_evaluated"] == len(want.prompt_token_ids)
+        assert http.get("/props").json()["modalities"]["vision"], "editors ask before they send one"
+        assert "vision" in http.get("/v1/models").json()["data"][0]["capabilities"]
         for given, words in (
             ({"prompt": {**marked, "prompt_string": "x"}}, "0 marks"),
             ({"prompt": {**marked, "multimodal_data": ["!"]}}, "not base64"),

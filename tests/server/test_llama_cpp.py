@@ -232,6 +232,7 @@ def test_props_and_slots(served, offline):
     assert (props["total_slots"], len(slots)) == (8, 8)
     assert props["chat_template"] == offline.tokenizer.chat_template
     assert "/" not in props["model_path"]
+    assert props["modalities"] == {"vision": False, "audio": False}
     assert not any(slot["is_processing"] for slot in slots)
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kukri import LLM
 from kukri.formats import hub
 from kukri.formats.model_cache import remove as remove_files
+from kukri.formats.repos import parse_name
 from kukri.model_options import ModelOptions
 from kukri.server.models import catalog, created_presets
 from kukri.server.models.pulling import MAX_PULLS
@@ -411,6 +412,38 @@ def test_what_is_no_preset_is_refused(own_cache, body, status, message):
         assert response.status_code == status, response.text
         assert message in response.json()["error"]
         assert len(http.get("/api/tags").json()["models"]) == 1
+
+
+def test_the_file_of_a_model_is_refused_for_what_it_is(own_cache, tmp_path):
+    """Catches advice to raise --max-body for gigabytes that no option makes welcome."""
+    blob = tmp_path / "large.gguf"
+    blob.write_bytes(bytes(3_000_000))
+    with serving(None, own_cache, manages_models=True, max_body_bytes=1 << 20) as served:
+        with pytest.raises(ollama.ResponseError, match="files are not supported") as caught:
+            ollama.Client(served.url).create_blob(blob)
+        assert caught.value.status_code == 400
+        with served.http() as http:
+            assert http.head("/api/blobs/sha256:0").status_code == 404
+            sent = http.post("/api/blobs/sha256:0", content=blob.read_bytes())
+            assert (sent.status_code, "--model-dir" in sent.json()["error"]) == (400, True)
+            large = http.post("/api/create", content=blob.read_bytes())
+            assert large.status_code == 413
+    with serving(None, own_cache) as served, pytest.raises(ollama.ResponseError, match="--manage-models"):
+        ollama.Client(served.url).create_blob(blob)
+
+
+@pytest.mark.full
+def test_names_in_ollamas_form_are_pulled(tiny_hub):
+    """Catches qwen3:0.6b as a name that nobody knows, though qwen3-0.6b is the same model."""
+    repo = parse_name("qwen3-0.6b")
+    assert repo is not None
+    tiny_hub.repos[repo.repo] = {f"tiny-{repo.choice}.gguf": tiny_hub.repos[TINY]["tiny.gguf"]}
+    with serving(None, manages_models=True) as served:
+        client = ollama.Client(served.url)
+        for name in ("qwen3:0.6b", "qwen3-0.6b:latest"):
+            assert client.pull(name).status == "success"
+            assert client.generate(name, "Hi", options={"num_predict": 2}).eval_count == 2
+        assert len(client.ps().models) == 1
 
 
 def test_a_broken_file_of_presets_is_left_alone(own_cache, tmp_path):

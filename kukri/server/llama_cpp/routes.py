@@ -66,7 +66,7 @@ def _props(served: ServedModel) -> dict[str, Any]:
         "total_slots": llm.engine_config.max_requests,
         "model_alias": served.names[0],
         "model_path": llm.path.name,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": served.prompts.sees, "audio": False},
         "chat_template": tokenizer.chat_template or "",
         "bos_token": tokenizer.bos_token,
         "eos_token": tokenizer.eos_token,

@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from kukri.errors import KukriError, RequestError
 from kukri.formats.gguf.split import is_mmproj
-from kukri.formats.hub import MODELS
+from kukri.formats.hub import is_known
 from kukri.formats.model_cache import cached_models, cached_path
 from kukri.formats.repos import parse_name
 from kukri.model_options import ModelOptions
@@ -132,7 +132,7 @@ class Catalog:
         asked_s = None if self.settings.any_model else monotonic()
         await self._look(asked_s)
         plain = name.removesuffix(":latest")
-        if self.settings.manages_models and (plain in MODELS or parse_name(plain) is not None):
+        if self.settings.manages_models and (is_known(plain) or parse_name(plain) is not None):
             async with self._looking:  # a name other than its file's, such as org/repo:Q4_K_M
                 with suppress(KukriError, OSError):
                     if not await asyncio.to_thread(Path(plain).expanduser().exists):

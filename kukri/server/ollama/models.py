@@ -29,6 +29,7 @@ from kukri.server.models.entry import ModelEntry
 from kukri.server.models.preset import Preset
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.ollama.schema import (
+    NO_FILES,
     OPTIONS,
     OllamaBody,
     OllamaCopyBody,
@@ -157,8 +158,8 @@ async def ollama_show(body: OllamaBody, registry: Registry, request: Request) ->
 async def ollama_pull(body: OllamaPullBody, registry: Registry, request: Request) -> Response:
     """Fetches a model, if clients may."""
     check_manages_models(registry.settings, request.scope)
-    name = body.model
-    if name not in hub.MODELS and parse_name(name) is None:
+    name = body.model.removesuffix(":latest")
+    if not hub.is_known(name) and parse_name(name) is None:
         raise RequestError(f"there is no model {name[:100]!r} to pull: give org/repo:type", param="model")
     lines = _pulled(registry, name)
     if body.stream:
@@ -218,6 +219,14 @@ async def ollama_create(body: OllamaCreateBody, registry: Registry, request: Req
         return JSONResponse({"status": "success"})
     lines = ({"status": status} for status in ("writing manifest", "success"))
     return Response("".join(f"{json.dumps(line)}\n" for line in lines), media_type="application/x-ndjson")
+
+
+async def ollama_blob(registry: Registry, request: Request) -> Response:
+    """Refuse the file of a model, unread: models come by /api/pull, or lie in the server's directory."""
+    if request.method == "HEAD":
+        return Response(status_code=404)
+    check_manages_models(registry.settings, request.scope)
+    raise RequestError(f"files are not supported: {NO_FILES}", param="files", code="unsupported_parameter")
 
 
 async def ollama_copy(body: OllamaCopyBody, registry: Registry, request: Request) -> Response:

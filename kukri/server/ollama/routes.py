@@ -43,6 +43,8 @@ def add_ollama_routes(app: FastAPI, registry: ModelRegistry) -> None:
     app.post("/api/show", response_class=JSONResponse, responses=_ERRORS)(ollama_models.ollama_show)
     app.post("/api/pull", responses=LINES | errors)(ollama_models.ollama_pull)
     app.post("/api/create", responses=LINES | errors)(ollama_models.ollama_create)
+    blob = app.api_route("/api/blobs/{digest}", methods=["HEAD", "POST"], include_in_schema=False)
+    blob(ollama_models.ollama_blob)
     app.post("/api/copy", response_class=Response, responses=errors)(ollama_models.ollama_copy)
     app.delete("/api/delete", response_class=Response, responses=errors)(ollama_models.ollama_delete)
 

@@ -22,6 +22,7 @@ from kukri.server.schema import Tool
 
 _FOREVER_S = -1.0
 MAX_NAME = 200  # characters of a preset's name
+NO_FILES = "start the server with --model-dir and the file in it"
 Streams = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
 
 OPTIONS = {name: facts.ollama for name, facts in FACTS.items() if facts.ollama is not None}
@@ -214,7 +215,7 @@ class OllamaCreateBody(OllamaBody):
     refused: ClassVar[Refused] = {
         "template": (("",), "the model's own is used: kukri serve --preset takes a file with another"),
         "adapters": (({},), "kukri serve --adapter-dir and POST /v1/load_lora_adapter load adapters"),
-        "files": (({},), "start the server with --model-dir and the file in it"),
+        "files": (({},), NO_FILES),
         "quantize": (("",), "kukri quantize MODEL FILE.gguf TYPE makes the file, which --model-dir serves"),
     }
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
