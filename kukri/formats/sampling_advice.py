@@ -40,7 +40,7 @@ def gguf_advice(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key, name in _GGUF.items():
         value = metadata.get(f"general.sampling.{key}")
         if value is not None:
-            value = value.item() if hasattr(value, "item") else value
+            value = value.item() if isinstance(value, np.generic) else value
             advice[name] = float(f"{value:.6g}") if isinstance(value, float) else value
     return advice
 

@@ -33,6 +33,8 @@ _MAX_SCANS = 16  # full-sized pictures that a progressive JPEG may make its read
 _AT_ONCE = threading.BoundedSemaphore(2)  # a picture in work takes up to 16 bytes a pixel
 _SCAN = b"\xff\xda"
 _DATA_URL = re.compile(r"data:([^,]{0,200}),", re.IGNORECASE)
+# how Python and C write where in memory something is
+_ADDRESSES = re.compile(r"<[^<>]*\bat 0x[0-9a-f]+>|(?:at )?0x[0-9a-f]{6,}", re.IGNORECASE)
 _LETTERS = bytes.maketrans(b"-_", b"+/")  # letters as URLs have them, and as they are decoded
 _SPACES = b" \t\n\r\f\v"
 _AT_A_TIME = 1 << 16  # letters that are decoded in one call, which lets no other thread run: a multiple of 4
@@ -172,7 +174,8 @@ def _reading(param: str) -> Iterator[None]:
     except (RequestError, UnsupportedError):
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
+        # a client must not learn where the heap lies
+        text = _ADDRESSES.sub("data", " ".join(str(error).split()))[:200] or type(error).__name__
         raise _error(param, f"the image cannot be read: {text}") from error
 
 

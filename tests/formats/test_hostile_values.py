@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.formats.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from kukri.formats.sampling_advice import gguf_advice
+from kukri.formats.sentence_transformers import gguf_embedding
 from kukri.interp.control_vectors import ControlVector
 from kukri.interp.readers import Probe, SparseAutoencoder
 from kukri.models import load_model
@@ -182,6 +185,8 @@ def test_keys_of_gguf_files(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     with GGUFFile(path) as file:
         keys = {key: file.metadata[key] for key in file.metadata}
         lacking = {f"{keys['general.architecture']}.{key}": 0 for key in READ | {*NEUTRAL}}
+        own = ["tokenizer.ggml.kukri.lstrip", "tokenizer.ggml.kukri.prepends_once", "kukri.embedding"]
+        lacking |= dict.fromkeys([*own, "general.sampling.top_k"], 0)
         keys = {**lacking, "tokenizer.ggml.scores": 0, "tokenizer.ggml.pre": "qwen2"} | keys
         del keys["general.name"]
 
@@ -189,6 +194,7 @@ def test_keys_of_gguf_files(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
             config = model_config(file)
             unknown_keys(file)
             gguf_advice(file.metadata)
+            gguf_embedding(file, config.architecture)
             load_model(GGUFWeights(file, config), config)
             tokenizer = Tokenizer.from_gguf(file)
             tokenizer.decode(tokenizer.encode("Hello", add_special=True, parse_special=True))
@@ -197,6 +203,43 @@ def test_keys_of_gguf_files(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
             stated = {k: v for k, v in keys.items() if k not in lacking or k == key}
             monkeypatch.setattr(file, "metadata", {**stated, key: hostile})
             attempt(read, path, f"{key} {str(hostile)[:60]}")
+
+
+COUNTS = (-1, 2**31 - 1, 2**63, 10**300)
+
+
+@pytest.mark.full
+def test_no_number_takes_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a count of layers, tokens or experts decides before the file is looked at."""
+    directory, _ = make(tmp_path / "hf", "llama")
+    path = tmp_path / "model.gguf"
+    convert_model(directory, path, None, dry_run=False, as_json=True)
+    text = (directory / "config.json").read_text()
+    stated = json.loads(text)
+    numbers = [key for key, value in stated.items() if type(value) is int]
+    assert {"num_hidden_layers", "vocab_size", "hidden_size"} <= {*numbers}
+    with GGUFFile(path) as file:
+        keys = {key: file.metadata[key] for key in file.metadata}
+
+        def of_gguf(key: str, count: int) -> None:
+            monkeypatch.setattr(file, "metadata", {**keys, key: count})
+            config = model_config(file)
+            load_model(GGUFWeights(file, config), config)
+            Tokenizer.from_gguf(file)
+
+        def of_json(key: str, count: int) -> None:
+            (directory / "config.json").write_text(json.dumps({**stated, key: count}))
+            opened(directory)
+
+        cases = [(of_gguf, key) for key, value in keys.items() if type(value) is int]
+        cases += [(of_json, key) for key in numbers]
+        assert len(cases) > 20
+        for (read, key), count in itertools.product(cases, COUNTS):
+            tracemalloc.start()
+            attempt(lambda read=read, key=key, count=count: read(key, count), tmp_path, f"{key} {count}")
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < 32 << 20, (key, count)
 
 
 def test_adapters(tmp_path: Path, n_cases: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kukri import LLM
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.gguf.reader import GGUFFile
@@ -16,6 +18,7 @@ from kukri.formats.gguf.split import find_mmproj
 from kukri.formats.repos import SHORT_NAMES, RepoName, choose, parse_name, untagged
 from tests.fake_hub import TOKEN, Hub, running
 from tests.formats.test_gguf_split import split
+from tests.test_llm_safetensors import make
 from tests.tiny_gguf import write_tiny
 
 DIRECTORY = {
@@ -129,6 +132,25 @@ def test_an_encoder_comes_with_its_pooling_and_dense_layers(fake):
     found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     unwanted = {"README.md", "consolidated.safetensors", "pytorch_model.bin", "2_Dense/pytorch_model.bin"}
     assert found == set(ENCODER) - unwanted - {"onnx/config.json"}
+
+
+def test_code_of_a_repository_is_neither_fetched_nor_run(tmp_path):
+    """Catches what `trust_remote_code` does: a class of config.json's auto_map that is imported."""
+    files = [*DIRECTORY, "modeling_evil.py", "configuration_evil.py", "tokenizer.py", "training_args.bin"]
+    assert not [file for file in choose(RepoName("org/repo"), files) if file.endswith((".py", ".bin"))]
+    directory, _ = make(tmp_path / "model", "llama")
+    mark = tmp_path / "ran"
+    for name in ("modeling_evil.py", "configuration_evil.py", "tokenization_evil.py", "__init__.py"):
+        (directory / name).write_text(f"open({str(mark)!r}, 'w').write('ran')\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        stated = json.loads((directory / name).read_text())
+        classes = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+        stated["auto_map"] = {one: ["configuration_evil.A", "modeling_evil.B"] for one in classes}
+        (directory / name).write_text(json.dumps({**stated, "trust_remote_code": True}))
+    with LLM(directory, backend="reference") as llm:
+        assert llm.generate("a", temperature=0, max_tokens=2).token_ids
+    assert not mark.exists()
+    assert not [name for name in sys.modules if "evil" in name]
 
 
 def test_short_names_are_repositories():

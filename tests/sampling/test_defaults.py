@@ -95,6 +95,8 @@ def test_advice_that_cannot_be_is_left_out(caplog: pytest.LogCaptureFixture) -> 
         params = default_params({"temperature": "hot", "top_p": 7, "top_k": 5})
     assert params == SamplingParams(top_k=5)
     assert "temperature must be" in caplog.text
+    listed = gguf_advice({"general.sampling.top_k": np.array([1, 2])})
+    assert default_params(listed) == SamplingParams(**OWN_DEFAULTS)
     assert default_params({"top_p": []}) == SamplingParams(**OWN_DEFAULTS)
     assert default_params({}) == SamplingParams(**OWN_DEFAULTS)
     mirostat = default_params({"top_k": 5, "mirostat": 2})

@@ -131,6 +131,8 @@ def test_a_key_has_its_tokens_a_day(tiny):
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
         assert 0 < int(refused.headers["retry-after"]) <= 24 * 3600
         assert http.get("/v1/models", headers=key("ka")).status_code == 200
+        other = http.post(TEXT, json=body, headers={"x-api-key": "ka"})
+        assert other.json()["error"]["code"] == "insufficient_quota", "a key has one budget in both headers"
         for sender in ("kb", "kc"):
             assert http.post(TEXT, json=body, headers=key(sender)).status_code == 200
         body = {"input": [[5] * 7], "model": MODEL, "allow_token_ids": True}
@@ -235,7 +237,9 @@ def test_rates_are_of_keys_not_of_names(tiny):
     """Catches two keys of one name that share a rate."""
     with serving(tiny, api_keys=("ann a", "ann b"), rate_limit=1) as served, served.http() as http:
         statuses = [http.post(TEXT, json=ASK[TEXT], headers=key(one)).status_code for one in "aabb"]
-    assert statuses == [200, 429, 200, 429]
+        for one in "ab":  # in the other header
+            statuses.append(http.post(TEXT, json=ASK[TEXT], headers={"x-api-key": one}).status_code)
+    assert statuses == [200, 429, 200, 429, 429, 429]
 
 
 def test_guesses_are_limited_and_lock_nobody_out():

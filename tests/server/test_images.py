@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -351,6 +352,27 @@ def test_urls_are_fetched_within_bounds(pictures, monkeypatch):
     for wrong in ("ftp://a/b", "http://", "http://u:p@a/", "http://a/\r\nHost: b", "https://" + "a" * 9000):
         with pytest.raises(RequestError):
             fetched(wrong, "p")
+
+
+def test_a_name_that_changes_its_address_leads_nowhere_else(pictures, monkeypatch):
+    """Catches DNS rebinding: an address that is checked, and another one that is asked."""
+    port, asked = int(pictures.rpartition(":")[2]), []
+    resolve, connect = socket.getaddrinfo, socket.create_connection
+
+    def rebinding(host, *arguments, **options):
+        asked.append(host)
+        return resolve("8.8.8.8" if len(asked) == 1 else "127.0.0.1", *arguments, **options)
+
+    def connected(address, *arguments, **options):
+        reached.append(address)
+        return connect(("127.0.0.1", port), *arguments, **options)
+
+    reached = []
+    monkeypatch.setattr(image_urls.socket, "getaddrinfo", rebinding)
+    monkeypatch.setattr(image_urls.socket, "create_connection", connected)
+    assert fetched("http://rebinding.example/a.png", "p") == encoded(RED)
+    assert asked[0] == "rebinding.example"
+    assert reached == [("8.8.8.8", 80)], "the address that was checked"
 
 
 def test_a_redirect_to_the_inside_is_refused(pictures, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,27 @@ def test_an_idle_model_is_unloaded(files, answers):
             assert text == answers["red"]
             assert states(served)["red"] == "loaded"
             served.wait_until(lambda: states(served)["red"] == "unloaded")
+
+
+@pytest.mark.full
+def test_requests_at_the_moment_of_unloading_are_answered(files, answers):
+    """Catches a request that reaches an idle model while it is being unloaded."""
+    with serving(None, served_models(files, keep_alive_s=0.05)) as served, served.http() as http:
+
+        def ask(i: int) -> tuple[int, str]:
+            threading.Event().wait(0.04 + 0.002 * (i % 12))  # around the time at which it is idle
+            response = http.post("/v1/completions", json=body("red"))
+            return response.status_code, response.text if response.is_error else response.json()["choices"][
+                0
+            ]["text"]
+
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(ask, range(36)))
+        text = http.get("/metrics").text
+    assert found == [(200, answers["red"])] * len(found)
+    n_unloads = re.search(r'kukri_model_unloads_total\{model="red",reason="idle"\} (\d+)', text)
+    assert n_unloads is not None
+    assert int(n_unloads[1]) >= 2, "the premise: it was unloaded meanwhile"
 
 
 def test_streams_are_kept_alive_while_their_model_loads(files, answers, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -105,6 +106,42 @@ def test_hostile_images_are_refused_in_time(name):
         tracemalloc.stop()
     assert peak < 32 << 20
     assert (caught.value.param, "\n" in str(caught.value)) == ("messages[0]", False)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_changed_bytes_are_a_picture_or_an_error_without_an_address(kind):
+    """Catches an error of a parser that tells where in memory something is."""
+    whole, random, said = encoded(picture(16, 16), kind), np.random.default_rng(0), []
+    for _ in range(40):
+        changed = bytearray(whole[: random.integers(len(whole) // 2, len(whole) + 1)])
+        for place in random.integers(0, len(changed), 3):
+            changed[place] = random.integers(0, 256)
+        try:
+            decode(bytes(changed))
+        except RequestError as error:
+            said.append(str(error))
+    assert said
+    assert not [text for text in said if re.search(r"0x[0-9a-f]{4}|<.*object", text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot identify image file <_io.BytesIO object at 0x7f3a5c0d1e90>",
+        "bad chunk <PIL.PngImagePlugin.PngStream object at 0x00007f3a5c0d1e90> after b'IDAT'",
+        "read failed at 0x7F3A5C0D1E90",
+    ],
+)
+def test_a_parsers_error_has_no_address(text, monkeypatch):
+    """Catches a client that learns by a broken picture where the heap lies."""
+
+    def fail(*_, **__):
+        raise OSError(text)
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(RequestError, match="the image cannot be read: ") as caught:
+        decode(encoded(PHOTO))
+    assert not re.search("3a5c0d1e90|object", str(caught.value), re.IGNORECASE)
 
 
 @pytest.mark.parametrize(

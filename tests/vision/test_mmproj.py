@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,16 @@ import torch
 
 from benchmarks.pictures import picture
 from kukri import LLM
+from kukri.config import EmbeddingConfig
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
-from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.checkpoint import Checkpoint, _with_mmproj, open_checkpoint
+from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.split import find_mmproj
+from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.gguf.writer import write_gguf
 from kukri.terminal.convert import convert_model
+from tests.stopwatch import within
 from tests.vision.tiny_checkpoints import FAMILIES, save_with_processor
 from tests.vision.tiny_vision import (
     IMAGE_TOKEN,
@@ -156,6 +163,41 @@ def test_a_broken_file_is_refused(case: str, idefics3: Path, tmp_path: Path) -> 
     path = changed(idefics3 / "mmproj-tiny.gguf", tmp_path / "mmproj.gguf", keys)
     with pytest.raises(KukriError, match=message):
         LLM(idefics3 / "tiny.gguf", mmproj=path, backend="reference")
+
+
+HUGE_OR_NONE = (-1, 0, 1, 3, 2**31 - 1, 2**63, 2**64 - 1, math.nan, math.inf, 1e308, "", [], [-1, 2**63])
+
+
+@pytest.mark.parametrize("value", HUGE_OR_NONE, ids=str)
+def test_no_field_takes_memory_or_ends_the_process(
+    value: Any, idefics3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a field of the encoder's that is believed: memory by a number, a kernel beyond its array."""
+    with GGUFFile(idefics3 / "mmproj-tiny.gguf") as file, GGUFFile(idefics3 / "tiny.gguf") as text:
+        stated = {key: file.metadata[key] for key in file.metadata}
+        opened = Checkpoint(
+            text.path, model_config(text), text, partial(GGUFWeights, text), {}, EmbeddingConfig()
+        )
+        said = []
+        for key in stated:
+            monkeypatch.setattr(file, "metadata", {**stated, key: value})
+            tracemalloc.start()
+            try:
+                with within(2, key):
+                    seeing = _with_mmproj(opened, text, file, is_named=True)
+                    processor = seeing.image_processor()
+                    assert processor is not None
+                    made = processor.prepare(picture(40, 50))
+                    seeing.load_vision()
+                    assert made.n_tokens >= 1
+            except KukriError as error:
+                said.append(str(error))
+            finally:
+                _, peak = tracemalloc.get_traced_memory()
+                tracemalloc.stop()
+            assert peak < 64 << 20, key
+    assert said
+    assert not [text for text in said if "\n" in text]
 
 
 SOUND = ("a.conv1d.0.weight", "mm.a.input_projection.weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 from benchmarks.pictures import SIZES, picture
 from kukri.errors import FormatError, RequestError, UnsupportedError
 from kukri.vision.processors import image_processor
+from tests.stopwatch import within
 
 SMOLVLM = {
     "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 2048},
@@ -64,6 +66,39 @@ def test_tiles_are_those_of_idefics3(stated, size):
     assert own.grid == (theirs["rows"][0][0], theirs["cols"][0][0])
     assert own.n_tokens == 64 * len(own.pixels)
     np.testing.assert_array_equal(own.pixels, theirs["pixel_values"][0])
+
+
+EVERY = {
+    "smolvlm": SMOLVLM, "idefics3": IDEFICS3, "gemma3": GEMMA3, "gemma4": GEMMA4, "qwen2.5": QWEN25,
+    "gemma4 unified": {"image_processor_type": "Gemma4UnifiedImageProcessor"}, "qwen3": QWEN3,
+    "paddleocr": PADDLEOCR, "pixtral": PIXTRAL, "lfm2": LFM2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "size",
+    [(1, 1), (1, 2), (2, 1), (1, 199), (27, 1), (1, 5000), (65536, 1), (1, 65536), (3, 20000)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", EVERY)
+def test_odd_sizes_are_prepared_within_bounds_or_refused(name, size):
+    """Catches a division by zero, patches without end, and memory that a side decides."""
+    processor = image_processor(EVERY[name], {"image_seq_len": 64}, {"spatial_merge_size": 2})
+    tracemalloc.start()
+    try:
+        with within(2):
+            made = processor.prepare(np.full((*size, 3), 7, np.uint8))
+    except RequestError as error:
+        refused = str(error)
+    else:
+        refused = ""
+        assert 1 <= made.n_tokens <= 8192
+        assert np.isfinite(made.pixels).all()
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 128 << 20
+    assert not refused or f"{size[1]} x {size[0]} pixels" in refused, "it names the picture's own size"
 
 
 @pytest.mark.parametrize("size", SIZES)
