@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,15 +32,18 @@ TOOL = {
     "type": "function",
     "function": {"name": "get_time", "description": "The time in a city", "parameters": PARAMETERS},
 }
-Cases = dict[str, list[Callable[[str], None]]]  # by package
+Case = Callable[[str], None]
+Cases = dict[
+    str, list[tuple[str, Case]]
+]  # by package: what a case is about (a column of the table), the case
 CASES: Cases = {}
 
 
-def case(package: str, cases: Cases = CASES) -> Callable[[Callable[[str], None]], Callable[[str], None]]:
+def case(package: str, about: str = "more", cases: Cases = CASES) -> Callable[[Case], Case]:
     """Adds a case of a package: a function of the server's URL that fails by an exception."""
 
-    def add(function: Callable[[str], None]) -> Callable[[str], None]:
-        cases.setdefault(package, []).append(function)
+    def add(function: Case) -> Case:
+        cases.setdefault(package, []).append((about, function))
         return function
 
     return add
@@ -66,14 +70,14 @@ def _ollama(url: str, kind: str = "Client") -> Any:
     return getattr(ollama, kind)(url)
 
 
-@case("ollama")
+@case("ollama", "chat")
 def chat(url: str) -> None:
     """A whole answer."""
     answer = _ollama(url).chat(MODEL, QUESTION, options={"num_predict": 16, "temperature": 0})
     check(answer.message.content and answer.eval_count, answer)
 
 
-@case("ollama")
+@case("ollama", "stream")
 def stream(url: str) -> None:
     """An answer in parts."""
     parts = list(_ollama(url).chat(MODEL, QUESTION, stream=True, options={"num_predict": 16}))
@@ -99,20 +103,20 @@ def generate(url: str) -> None:
     check(_ollama(url).generate(MODEL, "Name a fruit.", options={"num_predict": 8}).response)
 
 
-@case("ollama")
+@case("ollama", "tools")
 def tools(url: str) -> None:
     """A tool that may be called: its call is read or there is none."""
     answer = _ollama(url).chat(MODEL, QUESTION, tools=[TOOL], options={"num_predict": 64})
     check(answer.message.tool_calls or answer.message.content, answer)
 
 
-@case("ollama")
+@case("ollama", "structured")
 def structured(url: str) -> None:
     """A schema."""
     check_person(_ollama(url).chat(MODEL, QUESTION, format=SCHEMA).message.content or "")
 
 
-@case("ollama")
+@case("ollama", "embeddings")
 def embed(url: str) -> None:
     """Vectors of two texts."""
     check(len(_ollama(url).embed(MODEL, ["a", "b"]).embeddings) == 2)
@@ -134,7 +138,7 @@ def _openai(url: str) -> Any:
     return OpenAI(base_url=f"{url}/v1", api_key="none", _strict_response_validation=True)
 
 
-@case("openai")
+@case("openai", "chat")
 def chat_completion(url: str) -> None:
     """A chat, strictly validated."""
     answer = _openai(url).chat.completions.create(
@@ -143,7 +147,7 @@ def chat_completion(url: str) -> None:
     check(answer.choices[0].message.content, answer)
 
 
-@case("openai")
+@case("openai", "stream")
 def chat_stream(url: str) -> None:
     """Chunks with usage."""
     chunks = _openai(url).chat.completions.create(
@@ -152,7 +156,7 @@ def chat_stream(url: str) -> None:
     check(list(chunks)[-1].usage.completion_tokens)
 
 
-@case("openai")
+@case("openai", "structured")
 def parse(url: str) -> None:
     """A pydantic class as the form of an answer."""
     from pydantic import BaseModel
@@ -166,7 +170,7 @@ def parse(url: str) -> None:
     check(answer.choices[0].message.parsed is not None, answer)
 
 
-@case("openai")
+@case("openai", "tools")
 def required_tool(url: str) -> None:
     """A call that is required."""
     answer = _openai(url).chat.completions.create(
@@ -195,7 +199,7 @@ def responses_stream(url: str) -> None:
     check(list(events)[-1].type in ("response.completed", "response.incomplete"))
 
 
-@case("openai")
+@case("openai", "embeddings")
 def embeddings(url: str) -> None:
     """Vectors; as base64, its default, they fail the client's own strict validation from any server."""
     create = _openai(url).embeddings.create
@@ -217,21 +221,21 @@ def _anthropic(url: str) -> Any:
     return Anthropic(base_url=url, api_key="none", _strict_response_validation=True)
 
 
-@case("anthropic")
+@case("anthropic", "chat")
 def message(url: str) -> None:
     """A message, strictly validated."""
     answer = _anthropic(url).messages.create(model=MODEL, messages=QUESTION, max_tokens=16)
     check(answer.content[0].text, answer)
 
 
-@case("anthropic")
+@case("anthropic", "stream")
 def message_stream(url: str) -> None:
     """Events, gathered by the client."""
     with _anthropic(url).messages.stream(model=MODEL, messages=QUESTION, max_tokens=16) as events:
         check("".join(events.text_stream))
 
 
-@case("anthropic")
+@case("anthropic", "tools")
 def tool_use(url: str) -> None:
     """A call that is required."""
     tool = {"name": "get_time", "description": "The time in a city", "input_schema": PARAMETERS}
@@ -239,6 +243,40 @@ def tool_use(url: str) -> None:
         model=MODEL, messages=QUESTION, max_tokens=100, tools=[tool], tool_choice={"type": "any"}
     )
     check(answer.stop_reason == "tool_use" and answer.content[-1].input["city"], answer)
+
+
+@case("anthropic", "structured")
+def parse_message(url: str) -> None:
+    """A schema as the form of a message."""
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = _anthropic(url).messages.create(
+        model=MODEL, messages=QUESTION, max_tokens=200, extra_body={"output_config": form}
+    )
+    check_person(answer.content[0].text)
+
+
+@case("anthropic", "tools")
+def tool_runner(url: str) -> None:
+    """A runner, which calls the function and sends back what it returns."""
+    from anthropic import beta_tool
+
+    called = []
+
+    @beta_tool  # type: ignore[untyped-decorator]
+    def get_time(city: str) -> str:
+        """The time in a city."""
+        called.append(city)
+        return "12:30"
+
+    runner = _anthropic(url).beta.messages.tool_runner(
+        model=MODEL,
+        messages=QUESTION,
+        max_tokens=100,
+        tools=[get_time],
+        tool_choice={"type": "any"},
+        max_iterations=2,
+    )
+    check(len(list(runner)) == 2 and called, called)
 
 
 @case("anthropic")
@@ -258,25 +296,25 @@ def _litellm(url: str, **options: Any) -> Any:
     return litellm.completion(messages=QUESTION, **{**given, **options})
 
 
-@case("litellm")
+@case("litellm", "chat")
 def litellm_chat(url: str) -> None:
     """A chat by OpenAI's API."""
     check(_litellm(url).choices[0].message.content)
 
 
-@case("litellm")
+@case("litellm", "stream")
 def litellm_stream(url: str) -> None:
     """A stream."""
     check("".join(chunk.choices[0].delta.content or "" for chunk in _litellm(url, stream=True)))
 
 
-@case("litellm")
+@case("litellm", "tools")
 def litellm_tools(url: str) -> None:
     """A call that is required."""
     check(_litellm(url, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls)
 
 
-@case("litellm")
+@case("litellm", "structured")
 def litellm_schema(url: str) -> None:
     """A schema."""
     format = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
@@ -296,7 +334,7 @@ def litellm_ollama_stream(url: str) -> None:
     check("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
 
 
-@case("litellm")
+@case("litellm", "embeddings")
 def litellm_embedding(url: str) -> None:
     """Vectors."""
     import litellm
@@ -320,13 +358,13 @@ def _llm(url: str) -> Any:
     return llm.get_model("served")
 
 
-@case("llm")
+@case("llm", "chat")
 def llm_prompt(url: str) -> None:
     """An answer."""
     check(_llm(url).prompt("Name a fruit.", max_tokens=16, stream=False).text())
 
 
-@case("llm")
+@case("llm", "stream")
 def llm_stream(url: str) -> None:
     """A stream, within a conversation."""
     conversation = _llm(url).conversation()
@@ -334,13 +372,13 @@ def llm_stream(url: str) -> None:
     check("".join(conversation.prompt("Another.", max_tokens=16)))
 
 
-@case("llm")
+@case("llm", "structured")
 def llm_schema(url: str) -> None:
     """A schema."""
     check_person(_llm(url).prompt("Invent a person.", schema=SCHEMA, max_tokens=100, stream=False).text())
 
 
-@case("llm")
+@case("llm", "tools")
 def llm_tools(url: str) -> None:
     """A tool that may be called: its call is read or there is a text."""
     import llm
@@ -359,25 +397,25 @@ def _langchain(url: str) -> Any:
     return ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=MODEL, max_tokens=100)  # type: ignore
 
 
-@case("langchain-openai")
+@case("langchain-openai", "chat")
 def invoke(url: str) -> None:
     """A chat, with a name in a message."""
     check(_langchain(url).invoke([("system", "Be brief."), ("user", "Hi!")]).content)
 
 
-@case("langchain-openai")
+@case("langchain-openai", "stream")
 def langchain_stream(url: str) -> None:
     """A stream."""
     check("".join(chunk.content for chunk in _langchain(url).stream("Hi!")))
 
 
-@case("langchain-openai")
+@case("langchain-openai", "tools")
 def bind_tools(url: str) -> None:
     """A call that is required."""
     check(_langchain(url).bind_tools([TOOL], tool_choice="required").invoke("Time?").tool_calls)
 
 
-@case("langchain-openai")
+@case("langchain-openai", "structured")
 def structured_output(url: str) -> None:
     """A schema as a response format, and as a call."""
     for method in ("json_schema", "function_calling"):
@@ -394,6 +432,17 @@ def json_mode(url: str) -> None:
     question += "'justification'.\n\nWhat's heavier a pound of bricks or a pound of feathers?"
     answer = model.invoke(question)
     check(set(answer) == {"answer", "justification"}, answer)
+
+
+@case("langchain-openai", "embeddings")
+def langchain_embeddings(url: str) -> None:
+    """Vectors of texts: without check_embedding_ctx_length=False it sends ids of OpenAI's tokenizer."""
+    from langchain_openai import OpenAIEmbeddings
+
+    client = OpenAIEmbeddings(
+        base_url=f"{url}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False
+    )
+    check(len(client.embed_documents(["a", "b"])) == 2)
 
 
 @case("langchain-openai")
@@ -423,7 +472,7 @@ def _instructor(url: str, mode: str) -> None:
     check(isinstance(person.name, str), person)
 
 
-@case("instructor")
+@case("instructor", "tools")
 def mode_tools(url: str) -> None:
     """A call that fills the class."""
     _instructor(url, "TOOLS")
@@ -435,7 +484,7 @@ def mode_json(url: str) -> None:
     _instructor(url, "JSON")
 
 
-@case("instructor")
+@case("instructor", "structured")
 def mode_json_schema(url: str) -> None:
     """A schema that is enforced."""
     _instructor(url, "JSON_SCHEMA")
@@ -464,13 +513,13 @@ def _person_class() -> Any:
     return Person
 
 
-@case("pydantic-ai-slim")
+@case("pydantic-ai-slim", "chat")
 def text(url: str) -> None:
     """A text."""
     check(_agent(url).run_sync("Hi!").output)
 
 
-@case("pydantic-ai-slim")
+@case("pydantic-ai-slim", "stream")
 def text_stream(url: str) -> None:
     """A stream."""
 
@@ -481,7 +530,7 @@ def text_stream(url: str) -> None:
     check(asyncio.run(run()))
 
 
-@case("pydantic-ai-slim")
+@case("pydantic-ai-slim", "structured")
 def native_output(url: str) -> None:
     """A class as a response format."""
     from pydantic_ai import NativeOutput
@@ -489,7 +538,7 @@ def native_output(url: str) -> None:
     check(_agent(url, output_type=NativeOutput(_person_class())).run_sync("Invent a person.").output.name)
 
 
-@case("pydantic-ai-slim")
+@case("pydantic-ai-slim", "tools")
 def tool_output(url: str) -> None:
     """A class as a call that is required."""
     from pydantic_ai import ToolOutput
@@ -575,13 +624,15 @@ def main(by_package: Cases = CASES) -> None:
             installed = version(package)
         except PackageNotFoundError:
             installed = "not installed"
-        for function in cases:
+        for about, function in cases:
             error = None
             try:
                 function(url)
             except Exception as raised:
-                error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
-            outcome = {"package": package, "version": installed, "case": function.__name__, "error": error}
+                text = re.sub(r"headers: \{.*?\}, ", "", " ".join(str(raised).split()))  # as Cohere's has
+                error = f"{type(raised).__name__}: {text[:300]}"
+            outcome = {"package": package, "version": installed, "about": about, "case": function.__name__}
+            outcome["error"] = error
             print(f"\n{json.dumps(outcome)}", flush=True)  # some packages print, and leave a line open
 
 

@@ -79,7 +79,7 @@ def both(package: str) -> Callable[[Callable[[str, bool], None]], None]:
                 function(url, is_stream)
 
             run.__name__ = f"{function.__name__}{', stream' if is_stream else ''}"
-            case(package, LOOPS)(run)
+            case(package, "loop", LOOPS)(run)
 
     return add
 

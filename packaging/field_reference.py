@@ -1,23 +1,28 @@
-"""Writes the table of fields in docs/reference/endpoints.md from the bodies that the server reads.
+"""Writes the tables of docs/reference/endpoints.md from the server's routes and the bodies that it reads.
 
 `python packaging/field_reference.py`; tests/test_docs_site.py fails while the page is not what this writes.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kukri.server.anthropic.schema import MessagesBody
+from kukri.server.app import create_app
 from kukri.server.body import Body
 from kukri.server.llama_cpp.schema import LlamaBody
 from kukri.server.ollama.schema import OllamaChatBody, OllamaGenerateBody, Options
 from kukri.server.openai.embeddings import EmbeddingBody
 from kukri.server.openai.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody
+from kukri.server.settings import ServerSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "endpoints.md"
-MARKS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
+FIELDS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
+ENDPOINTS = ("<!-- endpoints -->\n", "<!-- end of endpoints -->\n")
 BODIES: Mapping[str, type[Body]] = {
     "chat": ChatBody,
     "compl.": CompletionBody,
@@ -65,10 +70,49 @@ def field_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def endpoint_table() -> str:
+    """Return all endpoints with what each does, and the fields that it takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        app = create_app(None, ServerSettings(has_interp=True, manages_models=True, batch_dir=Path(folder)))
+    document = app.openapi()
+    paths = document["paths"]
+    others: dict[Any, list[str]] = {}  # other paths of an endpoint, by its function
+    for route in app.routes:
+        if (path := getattr(route, "path", "")) not in paths:
+            others.setdefault(getattr(route, "endpoint", None), []).append(f"`{path}`")
+    lines = ["| endpoint | | fields |", "| --- | --- | --- |"]
+    for route in app.routes:
+        path = getattr(route, "path", "")
+        for method in sorted(getattr(route, "methods", None) or ()):
+            operation = paths.get(path, {}).get(method.lower())
+            if operation is None:
+                continue
+            names = [f"{method} `{path}`", *others.get(getattr(route, "endpoint", None), ())]
+            does = operation["description"].splitlines()[0]
+            lines.append(f"| {', '.join(names)} | {does} | {_fields_of(operation, document)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _fields_of(operation: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """The fields of a JSON body, or of a query; for those of a column of the table of fields, its name."""
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
+    fields = document["components"]["schemas"][name].get("properties", {}) if name else ()
+    known = {column: body._names() for column, body in BODIES.items()}
+    column = max(
+        (one for one in known if known[one] <= set(fields)), key=lambda one: len(known[one]), default=""
+    )
+    queries = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
+    own = (f"`{field}`" for field in (*fields, *queries) if field not in known.get(column, ()))
+    return ", ".join([f"those of {column}"] * bool(column) + list(own))
+
+
 def endpoints_page(page: str) -> str:
-    """Return the page with its table of fields as the bodies declare them."""
-    before, marked = page.split(MARKS[0])
-    return before + MARKS[0] + field_table() + MARKS[1] + marked.split(MARKS[1])[1]
+    """Return the page with its tables as the server's routes and bodies declare them."""
+    for (begin, end), table in ((FIELDS, field_table()), (ENDPOINTS, endpoint_table())):
+        before, marked = page.split(begin)
+        page = before + begin + table + end + marked.split(end)[1]
+    return page
 
 
 if __name__ == "__main__":

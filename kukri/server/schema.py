@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kukri.errors import RequestError, brief
 from kukri.sampling import Grammar
@@ -424,6 +424,12 @@ class ThinkingSwitch(Piece):
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    BeforeValidator(lambda value: "required" if value == "any" else value),  # Mistral's word for it
+]
+
+
 class ReasoningOption(Body):
     """Whether and how much to reason, as OpenRouter spells it."""
 
@@ -463,7 +469,7 @@ class ChatBody(GenerationBody):
     prediction: Prediction | None = None
 
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool | None = None

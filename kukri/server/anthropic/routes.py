@@ -25,7 +25,7 @@ def add_anthropic_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     @app.post("/v1/messages/count_tokens", responses=_ERRORS, response_class=JSONResponse)
     async def message_tokens(body: PromptBody, request: Request) -> Response:
-        """Counts the tokens of its prompt."""
+        """Counts the tokens of a conversation, in Anthropic's form."""
         body.check_known(request)
         served = await registry.served(body.model, request.scope)
         return await count_tokens(served, body)

@@ -58,7 +58,7 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
         after: str | None = None,
     ) -> JSONResponse:
-        """Lists the client's files, the newest first: those after an id, so many at most."""
+        """Lists the client's files, the newest first, by `limit` and `after`."""
         found = (here := kept()).files(await owner(here, request), purpose)
         return listed([one.described() for one in found], limit, after)
 
@@ -97,7 +97,7 @@ def add_batch_routes(app: FastAPI, batches: Batches | None) -> None:
     async def list_batches(
         request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
     ) -> JSONResponse:
-        """Lists the client's batches, the newest first: those after an id, so many at most."""
+        """Lists the client's batches, the newest first, by `limit` and `after`."""
         found = (here := kept()).batches(await owner(here, request))
         return listed([one.described() for one in found], limit, after)
 

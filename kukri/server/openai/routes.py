@@ -63,7 +63,7 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> JSONResponse:
-        """The items of its own input, the last first: those after an id, so many at most."""
+        """Lists the items of a response's input, the newest first, by `limit` and `after`."""
         store: ResponseStore = app.state.responses
         stored = store.find(await store.owner(request.scope["kukri.client"]), response_id)
         items = stored.items[: stored.n_input]
@@ -71,7 +71,7 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     @app.delete("/v1/responses/{response_id}")
     async def forget_response(response_id: str, request: Request) -> JSONResponse:
-        """Forgets it."""
+        """Forgets a stored response."""
         store: ResponseStore = app.state.responses
         store.forget(await store.owner(request.scope["kukri.client"]), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
@@ -163,7 +163,7 @@ def add_openai_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> JSONResponse:
-        """Describes one of them."""
+        """Describes a model."""
         entry = await registry.catalog.find(name, request.scope)
         return JSONResponse(await _model(registry, entry, name if name in entry.names else entry.name))
 
