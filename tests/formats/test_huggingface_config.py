@@ -190,6 +190,23 @@ def test_unknown_keys_are_left_out_and_listed_or_refused():
         read(partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.0})
 
 
+def test_keys_that_the_user_knows_to_be_harmless(monkeypatch):
+    """Catches a note that nobody can get past without a change of the file, and a key that kukri knows to
+    matter and that is passed over with it.
+    """
+    notes = {"layer_note": "x", "training_temperature": 0.5}
+    with pytest.raises(UnsupportedError, match="or set KUKRI_IGNORE_CONFIG_KEYS=layer_note"):
+        read(**notes)
+    monkeypatch.setenv(
+        "KUKRI_IGNORE_CONFIG_KEYS", "training_temperature,layer_note,is_decoder,sliding_window"
+    )
+    assert read(**notes) == read()
+    assert unknown_config_keys({**MINIMAL, **notes}, PATH) == [*notes]
+    for key, value in (("is_decoder", True), ("residual_multiplier", 0.2)):
+        with pytest.raises(UnsupportedError, match=f"'{key}'"):
+            read(**notes, **{key: value})
+
+
 @pytest.mark.parametrize("interval", [2, 4, 5])
 def test_smollm3_layers_without_rope(interval):
     """Catches the inverted name: a 1 in no_rope_layers means that the layer does rotate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -95,6 +96,9 @@ _TEXT_TYPES = {
 
 # Keys of its first files that say what its class does in any case
 _PADDLEOCR_UNREAD = ("rope_is_neox_style", "use_3d_rope", "use_flash_attention", "weight_share_add_bias")
+
+# The environment variable with keys, separated by commas, of which the user knows that they change nothing
+IGNORED_VARIABLE = "KUKRI_IGNORE_CONFIG_KEYS"
 
 # Words between the underscores of keys that change the computation of some architecture, and words made of
 # several, such as layernorm: such a key is refused unless it says "none".
@@ -336,6 +340,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         remedy = "take the original checkpoint, or a GGUF file"
         raise keys.unsupported("quantization_config", f"{message}: {remedy}")
     known = _known(architecture)
+    harmless = os.environ.get(IGNORED_VARIABLE, "").split(",")
     for key, value in keys.values.items():
         if key in known:
             continue
@@ -345,9 +350,11 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         elif key in _NEUTRAL:
             if value != _NEUTRAL[key]:
                 raise keys.unsupported(key, f"must be {_NEUTRAL[key]!r}: kukri runs nothing else")
-        elif _CHANGES.search(key) and value and not (type(value) is float and value == 1):
+        elif key in harmless or not _CHANGES.search(key):
+            continue
+        elif value and not (type(value) is float and value == 1):
             message = "is unknown and may change what the model computes: if not, take it out of the file"
-            raise keys.unsupported(key, message)
+            raise keys.unsupported(key, f"{message} or set {IGNORED_VARIABLE}={key}")
 
 
 def _is_read(quantized: Any, architecture: Architecture) -> bool:
