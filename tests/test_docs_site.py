@@ -86,6 +86,9 @@ def test_the_bounds_of_security_name_options_and_tests_that_exist() -> None:
         for path in re.findall(r"tests/[a-z_/]+\.py", test):
             assert (ROOT / path).exists(), f"{what}: there is no {path}"
         assert test.count("tests/") == len(re.findall(r"`tests/[a-z_/]+\.py`", test)), what
+        for names, path in re.findall(r"((?:`test_\w+`(?:, | and )?)+) in `(tests/[a-z_/]+\.py)`", test):
+            for name in re.findall(r"test_\w+", names):
+                assert f"def {name}(" in (ROOT / path).read_text("utf-8"), f"{what}: {path} has no {name}"
 
 
 def test_the_docs_name_files_that_exist() -> None:
