@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import runpy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from pydantic import ValidationError
 from kukri import LLM
 from kukri.errors import RequestError
 from kukri.server.body import Body
+from kukri.server.ollama.schema import Options
+from kukri.server.sampling_fields import FACTS
+from kukri.server.schema import SAME_FORM
 from tests.server.live_server import MODEL, Served, serving
 
 REFERENCE = runpy.run_path(str(Path(__file__).parents[2] / "packaging" / "field_reference.py"))
@@ -97,6 +100,38 @@ def made(schema: Mapping[str, Any], known: Mapping[str, Any], rng: random.Random
         high = min(schema.get("maximum", low + 8), low + 8)
         return rng.randint(int(low), int(high)) if kind == "integer" else rng.uniform(low, high)
     return {"boolean": rng.random() < 0.5, "null": None}.get(kind, rng.choice(["Hi", "a", "", "json"]))
+
+
+@pytest.mark.parametrize("where", [name for name in BODIES if name != "embed."])
+def test_each_sampling_field_reaches_the_engine(where: str) -> None:
+    """Catches a field of sampling that is taken and that nothing obeys."""
+    body, least = BODIES[where], LEAST[where]
+    has_options = "options" in body.model_fields
+    schema = (Options if has_options else body).model_json_schema()
+    names = {facts.ollama for facts in FACTS.values()} if has_options else SAME_FORM
+    names = names & schema["properties"].keys() - {"n", "best_of"}  # which endpoints count by themselves
+    names -= {"logit_bias"} if where == "llama.cpp" else set()  # whose texts need a tokenizer
+    assert len(names) > 12
+
+    def sampling(**given: Any) -> Any:
+        fields = {"options": given} if has_options else given
+        return body.model_validate(least | fields).sampling()  # type: ignore[attr-defined]
+
+    rng, usual = random.Random(0), sampling()
+    for name in names:
+        values = (made(schema["properties"][name], schema.get("$defs", {}), rng) for _ in range(200))
+        tried = (PLAIN[name],) if name in PLAIN else values
+        assert any(_differs(sampling, name, value, usual) for value in tried), name
+
+
+PLAIN = {"logit_bias": {"5": 1.0}, "seed": 3}  # where values of the schema seldom change anything
+
+
+def _differs(sampling: Callable[..., Any], name: str, value: Any, usual: Any) -> bool:
+    try:
+        return bool(sampling(**{name: value}) != usual)
+    except (ValidationError, RequestError):
+        return False
 
 
 @pytest.fixture(scope="module")
