@@ -478,16 +478,38 @@ def mode_tools(url: str) -> None:
     _instructor(url, "TOOLS")
 
 
-@case("instructor")
-def mode_json(url: str) -> None:
-    """JSON whose schema is in the prompt alone: a small model has to follow it by itself."""
-    _instructor(url, "JSON")
-
-
 @case("instructor", "structured")
 def mode_json_schema(url: str) -> None:
     """A schema that is enforced."""
     _instructor(url, "JSON_SCHEMA")
+
+
+@case("instructor", "chat")
+def instructor_chat(url: str) -> None:
+    """A text, without a class."""
+    import instructor
+    from openai import OpenAI
+
+    client = instructor.from_openai(OpenAI(base_url=f"{url}/v1", api_key="none"))
+    answer = client.chat.completions.create(
+        model=MODEL, response_model=None, messages=QUESTION, max_tokens=16, temperature=0
+    )
+    check(answer.choices[0].message.content, answer)
+
+
+@case("instructor", "stream")
+def instructor_partial(url: str) -> None:
+    """Objects that grow while the answer is written."""
+    import instructor
+    from openai import OpenAI
+
+    client = instructor.from_openai(
+        OpenAI(base_url=f"{url}/v1", api_key="none"), mode=instructor.Mode.JSON_SCHEMA
+    )
+    *_, person = client.chat.completions.create_partial(
+        model=MODEL, response_model=_person_class(), messages=QUESTION, max_tokens=200, temperature=0
+    )
+    check(isinstance(person.name, str), person)
 
 
 # --- pydantic-ai

@@ -224,6 +224,9 @@ def test_the_pages_code_runs(page: str, url: str, files: Path, monkeypatch: pyte
             assert output.getvalue() == block.shown, f"{page}:{block.line} prints something else"
 
 
+GROUP: Any = typer.main.get_command(app)
+
+
 def commands() -> Iterator[tuple[str, str]]:
     """The command lines of kukri on the pages, in blocks and in sentences, each with its page."""
     documents = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log"]
@@ -235,19 +238,43 @@ def commands() -> Iterator[tuple[str, str]]:
                 yield document.relative_to(ROOT).as_posix(), match[1]
 
 
+def options_of(words: list[str]) -> tuple[Any, set[str], set[str]]:
+    """The command that words begin with (taken from them), its options, and those that the words name."""
+    command: Any = GROUP
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    return (
+        command,
+        known | {"--help"},
+        {name for word in words for name in re.findall(r"^--[a-z][\w-]*", word)},
+    )
+
+
+def test_advice_in_errors_names_options_that_exist() -> None:
+    """Catches an error that sends its reader to an option which its command does not have."""
+    wrong, n_seen = [], 0
+    for path in sorted((ROOT / "kukri").rglob("*.py")):
+        for line in re.findall(
+            r"\bkukri ([a-z-]+ [^:;,`'\"\n]*--[a-z][^:;,`'\"\n]*)", path.read_text("utf-8")
+        ):
+            command, known, options = options_of(line.split())
+            n_seen += command is not GROUP
+            if command is not GROUP and options - known:
+                wrong.append(f"{path.relative_to(ROOT)}: kukri {line} has no {', '.join(options - known)}")
+    assert n_seen > 10
+    assert not wrong, "\n".join(wrong)
+
+
 def test_commands_and_options_on_the_pages_exist() -> None:
     """Catches a command line of the documentation that ends in `No such option` or `No such command`."""
-    group: Any = typer.main.get_command(app)
     wrong, n_seen = [], 0
     for page, line in commands():
-        command, words = group, line.split()
-        while words and words[0] in getattr(command, "commands", {}):
-            command = command.commands[words.pop(0)]
-        known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
-        options = {name for word in words for name in re.findall(r"^--[a-z][\w-]*", word)}
+        words = line.split()
+        command, known, options = options_of(words)
         n_seen += len(options)
-        if command is group and words and words[0].isalpha() and words[0] not in {"help", "COMMAND"}:
+        if command is GROUP and words and words[0].isalpha() and words[0] not in {"help", "COMMAND"}:
             wrong.append(f"{page}: no command {words[0]!r}: kukri {line}")
-        wrong += [f"{page}: no option {name}: kukri {line}" for name in options - known - {"--help"}]
+        wrong += [f"{page}: no option {name}: kukri {line}" for name in options - known]
     assert n_seen > 100
     assert not wrong, "\n".join(wrong)
