@@ -51,8 +51,10 @@ def waiting_us(n_tokens: int, n_steps: int, *, has_states: bool = False) -> floa
     from kukri.engine.pages import PagePool, pages_for
     from kukri.engine.request import Request
     from kukri.engine.residence import Residence
-    from kukri.engine.scheduler import ScheduledStep, Scheduler
+    from kukri.engine.scheduled_step import ScheduledStep
+    from kukri.engine.scheduler import Scheduler
     from kukri.engine.states import StatePool
+    from kukri.errors import KukriError
     from kukri.sampling import SampledToken, SamplingParams
 
     n_needed = pages_for(n_tokens, _PAGE_TOKENS)
@@ -67,7 +69,9 @@ def waiting_us(n_tokens: int, n_steps: int, *, has_states: bool = False) -> floa
         scheduler.add(made[-1])
 
     def finish(step: ScheduledStep) -> None:
-        results = [[SampledToken(5)] if chunk.n_logits else [] for chunk in step.chunks]
+        results: list[list[SampledToken | KukriError]] = [
+            [SampledToken(5)] if chunk.n_logits else [] for chunk in step.chunks
+        ]
         scheduler.postprocess(step.chunks, results, 1.0)
         scheduler.start_over()  # as drafts, recurrent layers and steps in flight do
 

@@ -458,9 +458,9 @@ class _KeptValues:
 
     def value(self, point: Point, taps: Taps, rows: Rows, ids: IntArray) -> FloatArray:
         """See Model."""
-        found = rows.padded(taps[point.tap])
+        found, longest = rows.padded(taps[point.tap]), int(rows.lengths.argmax())
         if point.form in ("cos", "sin"):
-            return found[rows.lengths.argmax()][None]
+            return found[longest : longest + 1]
         found = np.moveaxis(found, 1, POS_AXIS.get(point.form, 1))
         return found[..., : rows.n_tokens] if point.form in ("scores", "pattern") else found
 
