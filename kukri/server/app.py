@@ -108,6 +108,7 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients have many of their own
+            allow_private_network=True,  # browsers ask for it when a public page calls this machine
             expose_headers=[
                 "request-id",
                 "retry-after",

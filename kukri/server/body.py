@@ -14,7 +14,14 @@ from kukri.server.bounds import bounded
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field -> (values that change nothing, reason)
 
+TEXT_OR_LIST = "list"  # the branch of a content that is no text; errors leave it out
+
 _bounded: dict[type[BaseModel], CoreSchema] = {}
+
+
+def body_names() -> set[str]:
+    """Return the names of all classes of bodies, which pydantic puts into the places of errors."""
+    return {kind.__name__ for kind in _bounded}
 
 
 class Body(BaseModel):

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kukri.errors import ActivationLimitError, CapacityError, ContextLengthError, KukriError, RequestError
 from kukri.server.aliases import NAME_PAIRS
+from kukri.server.body import TEXT_OR_LIST, body_names
 
 RETRY_AFTER_S = 1
 LATE = "deadline_exceeded"  # the code of a DeadlineError
@@ -38,7 +39,7 @@ _NAMES_HERE = {
 }  # fmt: skip
 _BRANCH = re.compile(r"@|(list|nullable|tagged-union|union)(\[|$)|function(-\w+)?\[")  # branches of a union
 _NOT_READ = "There was an error parsing the body"  # FastAPI on one not UTF-8 or too deep
-_UNION_TAGS = {"str", "int", "float", "bool", "NamedTool"}
+_UNION_TAGS = {"str", "int", "float", "bool"}
 
 
 def error_body(
@@ -204,7 +205,12 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
         return error_response(f"{param} is missing", 400, param=param, code="missing_required_parameter")
     subject = "the body" if param is None else param
     hint = "" if param else "; send a JSON object with content-type application/json"
-    message = f"{subject}: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
+    said = first["msg"]
+    if kind in ("model_type", "model_attributes_type", "dict_type"):  # which name classes
+        said = "input should be an object"
+    elif kind == "list_type" and first["loc"][-1] == TEXT_OR_LIST:
+        said = "input should be a text or a list"
+    message = f"{subject}: {said[0].lower()}{said[1:]}{hint}"
     return error_response(message, 400, param=param, code="invalid_value")
 
 
@@ -238,7 +244,7 @@ def _param(location: Sequence[str | int]) -> str | None:
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif _BRANCH.match(part):  # after which the place continues
+        elif _BRANCH.match(part) or part in body_names():  # after which the place continues
             continue
         elif part in _UNION_TAGS or not part.isidentifier():
             break

@@ -228,6 +228,12 @@ class Middleware:
             return _too_often(f"more than {rates.per_minute} {scope['method']} requests a minute", wait_s)
         if scope["method"] == "POST" and (refusal := _over_budget(client)) is not None:
             return refusal
+        coding = headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            message = f"content-encoding {coding[:50]!r} is not supported: send the body as it is"
+            refused = error_response(message, 415, code="unsupported_encoding")
+            refused.headers["accept-encoding"] = "identity"
+            return refused
         length = headers.get("content-length", "0")
         bound = self._bound(scope)
         is_read = not scope["kukri.path"].startswith(_UNREAD)

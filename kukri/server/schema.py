@@ -23,7 +23,7 @@ from kukri.server.aliases import (
     Aliases,
     sampler_names,
 )
-from kukri.server.body import Body, Piece, Refused
+from kukri.server.body import TEXT_OR_LIST, Body, Piece, Refused
 from kukri.server.chat.request import only_grammar
 from kukri.server.intervention_bodies import Interventions
 from kukri.server.sampling_fields import FACTS, with_sampling
@@ -69,12 +69,12 @@ MaxTokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 def _form_of(value: Any) -> str:
     """The name of a content's form; errors leave it out."""
-    return "str" if isinstance(value, str) else "list"
+    return "str" if isinstance(value, str) else TEXT_OR_LIST
 
 
 Parts = TypeVar("Parts")
 TextOr = Annotated[  # a content: one text, or a list
-    Annotated[str, Tag("str")] | Annotated[Parts, Tag("list")], Discriminator(_form_of)
+    Annotated[str, Tag("str")] | Annotated[Parts, Tag(TEXT_OR_LIST)], Discriminator(_form_of)
 ]
 
 

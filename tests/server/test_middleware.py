@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import re
@@ -398,6 +399,34 @@ def test_only_listed_origins_may_ask(small):
         refused = http.post("/v1/completions", json=ASK, headers={"origin": "https://good.example"})
         check_error(refused, 401)
         assert refused.headers["access-control-allow-origin"] == "https://good.example"
+
+
+def test_a_body_that_is_packed_is_refused_for_that(small):
+    """Catches "the body is not JSON" for a client that compresses its requests."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
+    path = "/v1/completions"
+    with serving(small) as server, server.http() as http:
+        headers = {"content-type": "application/json"}
+        packed = http.post(path, content=gzip.compress(body), headers={**headers, "content-encoding": "gzip"})
+        assert packed.headers["accept-encoding"] == "identity"
+        assert check_error(packed, 415) == "content-encoding 'gzip' is not supported: send the body as it is"
+        plain = http.post(path, content=body, headers={**headers, "content-encoding": "identity"})
+        assert plain.status_code == 200
+
+
+def test_a_page_of_the_internet_may_ask_a_private_address(small):
+    """Catches a browser that lets no page call this machine, though the server allows its origin."""
+    asked = {
+        "origin": "https://good.example",
+        "access-control-request-method": "POST",
+        "access-control-request-private-network": "true",
+    }
+    with serving(small, cors_origins=("https://good.example",)) as server, server.http() as http:
+        allowed = http.options("/v1/completions", headers=asked)
+        assert (allowed.status_code, allowed.headers["access-control-allow-private-network"]) == (200, "true")
+        other = http.options("/v1/completions", headers={**asked, "origin": "https://bad.example"})
+        assert other.status_code == 400
+        assert "access-control-allow-origin" not in other.headers
 
 
 def test_a_preflight_needs_no_key(small):

@@ -280,6 +280,27 @@ def test_every_wrong_key_of_logit_bias_is_named(served):
     assert wrong.json()["error"]["message"] == "the keys of logit_bias must be token ids, not 'a, 1.5'"
 
 
+def test_no_error_names_a_class(served):
+    """Catches documents[0].Document.id, which is in no client's body, and a dictionary or instance of one."""
+    hi, inside = {"role": "user", "content": "Hi"}, {"role": "user", "content": {"text": "a"}}
+    text = "input should be a text or a list"
+    wrong = [
+        (CHAT, {"messages": [hi, hi, inside]}, "messages[2].content", text),
+        (CHAT, {"thinking": {"type": "x"}}, "thinking.type", "input should be 'enabled'"),
+        (CHAT, {"response_format": 5}, "response_format", "input should be an object"),
+        (CHAT, {"metadata": 5}, "metadata", "input should be an object"),
+        (RESPONSE, {"input": [inside]}, "input[0].content", text),
+        ("/v1/messages", {"messages": [inside], "max_tokens": 1}, "messages[0].content", text),
+        ("/completion", {"prompt": {"prompt_string": 5}}, "prompt.prompt_string", "input should be"),
+        ("/v1/rerank", {"query": "a", "documents": [{"id": 5}]}, "documents[0].text", ""),
+    ]
+    with served.http() as http:
+        for path, changes, param, said in wrong:
+            error = http.post(path, json={**ASK.get(path, {}), **changes}).json()["error"]
+            assert error.get("param", param) == param, path
+            assert error["message"].startswith(f"{param}: {said}" if said else param), path
+
+
 @pytest.mark.parametrize(("path", "wrong", "param"), WRONG, ids=lambda value: str(value)[:40])
 def test_wrong_values_are_named(served, path, wrong, param):
     """Catches a caller's mistake that becomes a 500, an empty answer, or an error that names no field."""
