@@ -96,7 +96,8 @@ class Residence:
         request.n_found = max(request.n_found, n_shared * self.page_tokens)
         for i, pool in enumerate(self.pools):
             n_left, n_needed = pool.n_free - self._n_promised(i, promised), pool.most_held(request.n_tokens)
-            if pool.window is None and n_needed - n_shared > n_left + sum(one.n_held(i) for one in leaving):
+            n_found = n_shared if pool.window is None else pool.pages_for(pool.window)  # at most
+            if n_needed - n_found > n_left + sum(one.n_held(i) for one in leaving):
                 return False
             is_sure = is_sure and n_needed <= n_left
         return is_sure or self.find_room(request, leaving, promised) is not None

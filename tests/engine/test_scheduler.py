@@ -138,14 +138,20 @@ class TwiceAsked(Residence):
 @pytest.mark.representative(3)
 @seed(29)
 @settings(max_examples=200, deadline=None, database=None)
-@given(ARRIVALS, st.integers(12, 40), st.booleans(), st.integers(1, PLACES))
+@given(
+    ARRIVALS,
+    st.integers(12, 40),
+    st.booleans(),
+    st.integers(1, PLACES),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(8, 30)), max_size=1),
+)
 def test_every_request_gets_all_its_tokens(
-    arrivals: list[Arrival], n_pages: int, caches: bool, places: int
+    arrivals: list[Arrival], n_pages: int, caches: bool, places: int, windows: list[tuple[int, int]]
 ) -> None:
     """Catches pages lost or given twice, a step that does nothing while somebody waits, a prompt or an answer
     that stands still, preemptions that take turns forever, and room that is there but is not seen."""
-    pool = PagePool(n_pages, PAGE)
-    play = Play(Scheduler(TwiceAsked([pool], caches_prefixes=caches), places, STEP, 16))
+    pools = [PagePool(n_pages, PAGE), *(PagePool(n, PAGE, window, STEP) for window, n in windows)]
+    play = Play(Scheduler(TwiceAsked(pools, caches_prefixes=caches), places, STEP, 16))
     left = sorted(arrivals, key=lambda one: one.step)
     going: list[tuple[int, Request]] = []
     n_work = 0
@@ -164,7 +170,7 @@ def test_every_request_gets_all_its_tokens(
     for request in play.requests:
         assert request.finish_reason in ("length", "abort")
         assert request.finish_reason == "abort" or request.n_tokens == request.max_length
-    assert pool.n_free == n_pages
+    assert [pool.n_free for pool in pools] == [pool.n_pages for pool in pools]
 
 
 class CountedKeys(dict[PageKey, int]):
