@@ -79,7 +79,7 @@ class QwenProcessor(ImageProcessor):
         if self.widens and width < side:
             height, width = round(height * side / width), side
         if max(height, width) / min(height, width) > _LONGEST_TO_SHORTEST:
-            raise too_narrow(*image.shape[:2], _LONGEST_TO_SHORTEST)
+            raise too_narrow(image.shape[0], image.shape[1], _LONGEST_TO_SHORTEST)
         size, merge = self.patch, self.merge
         height, width = within_pixels(height, width, side, self.min_pixels, self.max_pixels)
         planes = self.scale.planes(resized(image, height, width, self.resample))
