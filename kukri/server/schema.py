@@ -505,13 +505,15 @@ class ChatBody(GenerationBody):
         """The effort to reason."""
         thinks = self.thinks
         said = {None: None, True: "medium", False: "none"}.get(thinks, thinks)  # type: ignore[arg-type]
-        return self.reasoning_effort or (self.reasoning and self.reasoning.effort) or said
+        theirs = None if self.reasoning is None else self.reasoning.effort
+        return self.reasoning_effort or theirs or said
 
     @property
     def thinking_budget(self) -> int | None:
         """Most tokens of the reasoning."""
         said = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingSwitch) else None
-        budgets = (self.thinking_token_budget, said, self.reasoning and self.reasoning.max_tokens)
+        theirs = None if self.reasoning is None else self.reasoning.max_tokens
+        budgets = (self.thinking_token_budget, said, theirs)
         return next((one for one in budgets if one is not None), None)
 
     @property

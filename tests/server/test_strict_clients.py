@@ -159,7 +159,12 @@ def test_kept_responses(client: OpenAI) -> None:
     "ask",
     [
         # as base64, which the client asks for by itself, its own strict form refuses the text it decodes
-        lambda client: client.embeddings.create(model=MODEL, input=[[5], [6]], encoding_format="float"),
+        lambda client: client.embeddings.create(
+            model=MODEL,
+            input=[[5], [6]],
+            encoding_format="float",
+            extra_body={"allow_token_ids": True},
+        ),
         lambda client: next(iter(client.models.list())),
         lambda client: client.models.retrieve(MODEL),
     ],

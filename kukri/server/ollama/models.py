@@ -68,6 +68,7 @@ def model_facts(entry: ModelEntry) -> ModelFacts | None:
     for tensor in headers.tensors:
         bytes_of[tensor.type] = bytes_of.get(tensor.type, 0) + tensor.n_bytes
     config, n_parameters = headers.config, headers.n_parameters
+    mix = -1 if path.is_dir() else headers.stated.get("general.file_type", -1)
     most = max(bytes_of, key=lambda kind: bytes_of[kind], default="unknown")
     family = config.architecture if config is not None else "unknown"
     details = {
@@ -76,7 +77,7 @@ def model_facts(entry: ModelEntry) -> ModelFacts | None:
         "family": family,
         "families": [family],
         "parameter_size": _size(n_parameters),
-        "quantization_level": FILE_TYPES.get(headers.stated.get("general.file_type"), most),
+        "quantization_level": FILE_TYPES.get(mix, most),
     }
     info: dict[str, Any] = {"general.architecture": family, "general.parameter_count": n_parameters}
     if config is not None:
