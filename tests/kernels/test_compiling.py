@@ -202,3 +202,24 @@ def test_nothing_outside_of_the_kernels_sources_becomes_machine_code() -> None:
             outside = {one for one in imported if one.startswith("kukri.")}
             outside = {one for one in outside if not one.startswith(("kukri.kernels.", "kukri.quant."))}
             assert all(one.startswith(no_code) for one in outside), f"{name} imports {sorted(outside)}"
+
+
+def test_a_routine_has_the_same_code_whoever_is_compiled_first():
+    """Catches results that depend on the order of kernels: Numba hands a caller's flags down to functions."""
+    from kukri.kernels.cpu.kernels.intrinsics import device, part, reordered, routine
+
+    for mark in (device, routine, part):
+
+        @mark
+        def fused(a, b, c):
+            return a * b - c
+
+        @reordered
+        def caller(a):
+            return fused(a, a, a)
+
+        caller.compile("float32(float32)")
+        fused.compile("float32(float32, float32, float32)")
+        (code,) = fused.inspect_llvm().values()
+        assert "fmul" in code, mark.__name__
+        assert "contract" not in code, mark.__name__

@@ -70,6 +70,7 @@ _OPTIONS: dict[str, Any] = {
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
     "_nrt": False,  # nothing is allocated: object code has no need of Numba's runtime
+    "fastmath": False,  # else a function has the flags of whichever caller is compiled first in a process
 }
 
 
