@@ -50,12 +50,10 @@ _ARGUMENT_ENDS = Marks([",", ")", "\n"])
 _TAG_END = Marks([">"])
 _PARAMETERS = ("<parameter=", "<parameter name=", "<param=", "<param name=")
 _VALUE_ENDS = {
-    tag: Marks([f"\n</{name}>", f"</{name}>"])
-    for tag in _PARAMETERS
-    for name in [re.split("[ =]", tag[1:])[0]]
+    tag: (f"\n</{name}>", f"</{name}>") for tag in _PARAMETERS for name in [re.split("[ =]", tag[1:])[0]]
 }
 _FUNCTION_ENDS = ("</function>", "</invoke>")
-_KEY_END, _ARG_VALUE_END = Marks(["</arg_key>"]), Marks(["</arg_value>"])
+_KEY_END = Marks(["</arg_key>"])
 
 
 class CallDelta(NamedTuple):
@@ -339,7 +337,9 @@ def read_tagged_call(feed: Feed, call: Call) -> Reading[None]:
         call.grow(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
         begin = ", "
         yield from feed.takes(("\n",))
-        yield from _read_tagged_value(feed, call, key, _VALUE_ENDS[tag])
+        known = [one for one in call.tools.parameters(call.name or "") if one != key]
+        nexts = [f"\n{tag}{one}" for name in known for one in (f"{name}>", f'"{name}"')]
+        yield from _read_tagged_value(feed, call, key, _VALUE_ENDS[tag], [*nexts, "\n</function>\n</"])
     yield from _check_more(feed, "<parameter=")
     yield from feed.takes(_FUNCTION_ENDS)
     call.grow("{}" if begin == "{" else "}")
@@ -356,16 +356,22 @@ def _read_attribute(feed: Feed) -> Reading[str]:
     return match[1].strip()
 
 
-def _read_tagged_value(feed: Feed, call: Call, key: str, ends: Marks) -> Reading[None]:
-    """A value up to the end of its tag: a text as it comes, anything else when it is whole."""
+def _read_tagged_value(
+    feed: Feed, call: Call, key: str, ends: Sequence[str], nexts: Sequence[str]
+) -> Reading[None]:
+    """A value up to the end of its tag: a text as it comes, anything else when it is whole.
+
+    Where a model has forgotten the tag's end, the value ends before one of `nexts`, which is not taken.
+    """
+    marks = Marks([*ends, *nexts])
     types = call.tools.types(call.name or "", key)
     if types == {"string"}:
         call.grow('"')
-        yield from feed.through(ends, plain_text(call.grow))
+        yield from feed.through(marks, plain_text(call.grow), nexts)
         call.grow('"')
     else:
         pieces: list[str] = []
-        yield from feed.through(ends, pieces.append)
+        yield from feed.through(marks, pieces.append, nexts)
         call.grow(typed_json("".join(pieces), types))
 
 
@@ -381,7 +387,7 @@ def _read_keys(feed: Feed, call: Call) -> Reading[None]:
             raise Malformed
         call.grow(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
         begin = ", "
-        yield from _read_tagged_value(feed, call, key, _ARG_VALUE_END)
+        yield from _read_tagged_value(feed, call, key, ("</arg_value>",), ("\n<arg_key>", "\n</tool_call>"))
         yield from feed.space()
     yield from _check_more(feed, "<arg_key>")
     call.grow("}")

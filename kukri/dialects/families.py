@@ -113,6 +113,7 @@ PHI_4 = Dialect(
     "json",
     Around(before="<|tool_call|>[", between=", ", after="]<|/tool_call|>"),
     signs=(("<|tool_call|>",),),
+    also=("functools",),  # as Phi-4-mini often writes
 )
 LLAMA_PYTHON = Dialect(
     "llama-python",

@@ -8,7 +8,7 @@ character is looked at a bounded number of times.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -144,15 +144,19 @@ class Feed:
             write(rest)
         return mark
 
-    def through(self, marks: Marks, write: Callable[[str], None]) -> Reading[None]:
+    def through(
+        self, marks: Marks, write: Callable[[str], None], leaving: Container[str] = ()
+    ) -> Reading[None]:
         """Takes text through the first of the marks, and writes it as it comes, without the mark.
 
-        Raises EndOfText if the text ends first; what may be the beginning of a mark there is not written.
+        A mark of `leaving` is not taken. Raises EndOfText if the text ends first; what may be the beginning
+        of a mark there is not written.
         """
         mark = yield from self._up_to(marks, write)
         if not mark:
             raise EndOfText
-        self.take(len(mark))
+        if mark not in leaving:
+            self.take(len(mark))
 
     def _up_to(self, marks: Marks, write: Callable[[str], None]) -> Reading[str]:
         while True:

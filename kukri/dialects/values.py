@@ -23,7 +23,7 @@ _PLAIN = {
     '"': re.compile(r'[^"\\\x00-\x1f]*'),
     "'": re.compile(r"[^'\"\\\x00-\x1f]*"),
 }
-_BARE_KEY = re.compile(r"[^\s:=,{}\[\]()\"']*")
+_BARE_KEY = re.compile(r"(?:[^\s:=,{}\[\]()\"']| )*")  # Gemma writes all keys so, and some have spaces
 _WORD = re.compile(r"[^,\[\]{}()\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _BETWEEN = ("//", "/*", r"\n", r"\t", r"\r")  # what models write between values besides white space
@@ -34,7 +34,7 @@ _OBJECT_ENDS = ",}"  # what may follow a text in an object
 # the next key of an object after a text, and what may become one
 _NEXT_KEY = re.compile(r""",?(?:\s|\\[ntr])*(?:(["'])[^"'\n]*\1|\w+)\s*[:=]|,\s*[}\]]""")
 _NEXT_KEY_BEGINS = re.compile(r""",?(?:\s|\\[ntr])*\\?(?:(["'])[^"'\n]*(?:\1\s*)?|\w*\s*)""")
-_TOKEN = re.compile(r"""[{}\[\],:]|"(?:[^"\\]|\\.)*"?|[^\s{}\[\],:"]+""", re.DOTALL)
+_TOKEN = re.compile(r"""[{}\[\],:]|"(?:[^"\\]|\\.)*("?)|[^\s{}\[\],:"]+""", re.DOTALL)
 _HEX = re.compile(r"[0-9a-fA-F]+")
 _WORDS = {
     "true": "true", "True": "true", "false": "false", "False": "false",
@@ -180,7 +180,10 @@ def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
         elif not (yield from feed.starts(_QUOTES)):
             raise Malformed
         write(":" + (yield from _gap(feed)))
-        yield from read_value(feed, write, depth + 1, _OBJECT_ENDS)
+        if (yield from feed.starts((",", "}"))):
+            write('""')  # Gemma writes an empty text as nothing
+        else:
+            yield from read_value(feed, write, depth + 1, _OBJECT_ENDS)
 
 
 def begin_object(feed: Feed) -> Reading[bool]:
@@ -200,7 +203,7 @@ def read_key(feed: Feed) -> Reading[str]:
     """Reads a key, with or without quotes, and returns it."""
     if (yield from feed.starts(_QUOTES)):
         return (yield from read_text(feed))
-    word = yield from feed.run(_BARE_KEY)
+    word = (yield from feed.run(_BARE_KEY)).rstrip()
     if not (yield from feed.peek()):
         raise EndOfText
     if not word:
@@ -328,7 +331,7 @@ def ending(written: str, rest: str = "") -> str:
         elif token == ":":
             expected = "value"
         else:
-            is_open = token[0] == '"' and (len(token) < 2 or token[-1] != '"')
+            is_open = match[1] == ""  # no quote ends the text
             expected = "colon" if expected == "key" else "nothing"
     rest = rest.strip()
     added = json_text(rest) + '"' if is_open else ""
