@@ -15,6 +15,7 @@ import pytest
 
 from kukri.errors import ConfigError
 from kukri.kernels.cpu.compile import compiling, kernel_cache
+from tests import processor_time
 from tests.test_architecture import PACKAGE, imported_modules, imported_names
 
 CODE = ("symbol", ("a",), b"code")
@@ -223,3 +224,9 @@ def test_a_routine_has_the_same_code_whoever_is_compiled_first():
         (code,) = fused.inspect_llvm().values()
         assert "fmul" in code, mark.__name__
         assert "contract" not in code, mark.__name__
+
+
+def test_every_kernel_of_the_first_tier_exists():
+    """Catches a kernel that was renamed: a run of the first tier would end before its first test."""
+    for name in processor_time.first_tier_kernels():
+        compiling.find_source(name)

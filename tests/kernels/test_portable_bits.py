@@ -122,6 +122,7 @@ def test_logits_have_the_recorded_bits(some: list[Path]) -> None:
     check(some, None)
 
 
+@pytest.mark.representative(12)
 def test_avx2_gives_the_recorded_bits(some: list[Path]) -> None:
     """Catches logits that two processors compute from other terms: an answer that one cannot continue."""
     if "avx2" not in [level.name for level in runnable()] or not cpu_target().has_int8_dot:
