@@ -13,8 +13,8 @@ from kukri import LLM
 from kukri.calls import decide
 from kukri.dialects.model_dialect import ModelDialect
 from kukri.errors import ContextLengthError, RequestError
+from tests.dialects.families import FAMILIES, write_family
 from tests.server.bodies import check_error
-from tests.server.families import FAMILIES, write_family
 from tests.server.live_server import MODEL, serving
 
 PROMPT = "The colour of the sky at noon is"

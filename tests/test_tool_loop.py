@@ -18,7 +18,7 @@ from kukri.errors import ConfigError, RequestError
 from kukri.terminal import function_files
 from kukri.terminal.function_files import DECLINED, functions_of
 from kukri.terminal.run import answer_prompt
-from tests.server.families import FAMILIES, write_family
+from tests.dialects.families import FAMILIES, write_family
 from tests.tiny_gguf import TEMPLATE
 
 # a template that knows no tools gets them in the system message

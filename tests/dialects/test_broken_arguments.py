@@ -15,7 +15,7 @@ from kukri.dialects.calls import CallDelta
 from kukri.dialects.families import HERMES
 from kukri.dialects.signatures import Signatures
 from kukri.dialects.values import ending
-from tests.server.test_dialects import everywhere, split
+from tests.dialects.test_families import everywhere, split
 
 TEXTS = {"path": {"type": "string"}, "text": {"type": "string"}}
 TOOLS = Signatures([{"name": "write", "parameters": {"type": "object", "properties": TEXTS}}])

@@ -12,8 +12,8 @@ from kukri.calls.answer import Answer
 from kukri.dialects.answer_parser import AnswerBeginning, parser_of
 from kukri.dialects.families import DIALECTS
 from kukri.dialects.thoughts import Thought
-from tests.server.families import FAMILIES, Family
-from tests.server.test_dialects import dialect
+from tests.dialects.families import FAMILIES, Family
+from tests.dialects.test_families import dialect
 
 THINKING = [pytest.param(family, id=name) for name, family in FAMILIES.items() if any(family.thinks)]
 

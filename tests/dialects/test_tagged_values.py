@@ -10,7 +10,7 @@ import pytest
 
 from kukri.dialects.families import DIALECTS, QWEN_XML
 from kukri.dialects.signatures import Signatures
-from tests.server.test_dialects import everywhere
+from tests.dialects.test_families import everywhere
 
 CASES = json.loads(Path(__file__).with_name("tagged_values.json").read_text(encoding="utf-8"))
 TAGGED = {

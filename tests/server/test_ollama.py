@@ -26,8 +26,8 @@ from kukri.server.models import catalog, created_presets
 from kukri.server.models.pulling import MAX_PULLS
 from kukri.server.ollama import models as ollama_models
 from kukri.server.settings import ModelSpec
+from tests.dialects.families import FAMILIES, write_family
 from tests.fake_hub import TINY
-from tests.server.families import FAMILIES, write_family
 from tests.server.forcing import force
 from tests.server.live_server import MODEL, Served, serving
 from tests.tiny_gguf import write_tiny

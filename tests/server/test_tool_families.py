@@ -12,8 +12,8 @@ import ollama
 import pytest
 
 from kukri import LLM
+from tests.dialects.families import FAMILIES, PYTHON_TOOLS, SMOLLM3_CODE, Family, history_of, write_family
 from tests.server.bodies import check_chat, check_chunk, events
-from tests.server.families import FAMILIES, PYTHON_TOOLS, SMOLLM3_CODE, Family, history_of, write_family
 from tests.server.forcing import force
 from tests.server.live_server import MODEL, Served, serving
 
@@ -356,7 +356,7 @@ def test_tools_are_shown(server):
 def test_history_is_shown(server, family):
     """Catches calls or results that the model never sees again, arguments quoted twice, and lost ids."""
     if not family.history:
-        pytest.skip("test_dialects.py has what this template prints")
+        pytest.skip("tests/dialects/test_families.py has what this template prints")
     messages = history_of(family)
     assert prompt_of(server, messages) == family.history
     with server.http() as http:

@@ -19,7 +19,7 @@ from kukri.dialects.history import readable
 from kukri.dialects.signatures import Signatures
 from kukri.dialects.thoughts import Thought
 from kukri.tokenizer.chat import ChatTemplate
-from tests.server.families import FAMILIES, QWEN, Calls, Family, history_of
+from tests.dialects.families import FAMILIES, QWEN, Calls, Family, history_of
 from tests.stopwatch import slowness, stopwatch
 
 FUNCTIONS = [

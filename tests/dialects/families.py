@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.server import family_templates as templates
+from tests.dialects import family_templates as templates
 from tests.tiny_gguf import tiny_config, write_tiny
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
