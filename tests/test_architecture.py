@@ -201,6 +201,13 @@ def test_the_design_names_files_that_exist():
     assert {name for name in named if not any(file.endswith(f"/{name}") for file in files)} == set()
 
 
+def test_every_part_has_a_folder_of_tests():
+    """Catches tests that are looked for in vain, as they lie with the tests of another part."""
+    tests = Path(__file__).parent
+    parts = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
+    assert [part for part in parts if not any((tests / part).rglob("test_*.py"))] == []
+
+
 def test_no_module_has_an_empty_name():
     """Catches a drawer where things without a home gather."""
     names = {file.stem for file in module_files()} | {
