@@ -404,7 +404,9 @@ def test_adapters_come_and_go_while_requests_run(llama: tuple[Path, Any], adapte
             llm.unload_adapter("one")
 
 
-def test_names(llama: tuple[Path, Any], adapters: dict[str, Path]) -> None:
+def test_names_of_adapters_are_checked_and_their_number_is_bounded(
+    llama: tuple[Path, Any], adapters: dict[str, Path]
+) -> None:
     """A name that is taken, cannot be written on a command line, or is unknown; too many adapters."""
     with LLM(llama[0], n_threads=2) as llm:
         with pytest.raises(RequestError, match="no adapter 'a': none is loaded"):

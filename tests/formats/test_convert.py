@@ -140,7 +140,9 @@ def test_the_gguf_package_reads_every_field(kind: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_types(dtype: torch.dtype, mix: str | None, stored: str, tmp_path: Path) -> None:
+def test_converted_weights_have_the_type_that_was_asked_for(
+    dtype: torch.dtype, mix: str | None, stored: str, tmp_path: Path
+) -> None:
     """Weights rounded twice, vectors rounded at all, a type other than asked for."""
     directory, model = make(tmp_path / "hf", "qwen2", dtype)
     with GGUFFile(convert(directory, tmp_path / "m.gguf", mix)) as file:

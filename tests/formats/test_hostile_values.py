@@ -242,7 +242,7 @@ def test_no_number_takes_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert peak < 32 << 20, (key, count)
 
 
-def test_adapters(tmp_path: Path, n_cases: int) -> None:
+def test_settings_of_adapters(tmp_path: Path, n_cases: int) -> None:
     """The same in an adapter's settings, as PEFT has them and as GGUF does."""
     directory, theirs = make(tmp_path / "hf", "llama")
     updates = random_updates(theirs, ("q_proj",))

@@ -157,7 +157,7 @@ def test_wrong_sweeps_are_refused():
 
 
 @pytest.mark.full
-def test_pictures(tmp_path):
+def test_plots_are_written_as_png_svg_and_html(tmp_path):
     """A file that is no picture, a page with a script in a token, a row too few."""
     values = RNG.normal(size=(4, 3)).astype(np.float32)
     labels = ["a", "$x_$", "\n"]

@@ -24,7 +24,7 @@ def backend():
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize(("n_features", "width"), [(83, 48), (16, 40), (130, 64)])
-def test_products(backend, dtype, n_features, width):
+def test_autoencoder_products_are_those_of_the_stored_matrix(backend, dtype, n_features, width):
     """A tile of features that is full of those before, rows beyond a step, columns of a transposed matrix."""
     matrix = np.asfortranarray(RNG.standard_normal((n_features, width), np.float32))
     x = RNG.standard_normal((150, width)).astype(np.float32)[::-1]

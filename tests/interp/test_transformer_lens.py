@@ -21,7 +21,7 @@ def pair(request):
         yield session(request.param), bridge(request.param)
 
 
-def test_edits(pair):
+def test_edits_by_hooks_change_what_they_do_in_transformer_lens(pair):
     """An edit that is another's: of the stream instead of a norm's input, of all heads, before a rotation."""
     own, theirs = pair
     ids = torch.from_numpy(IDS).long()

@@ -171,7 +171,7 @@ def test_saved_states_continue_to_the_bit(backend, kind, case):
 
 @pytest.mark.parametrize("by", ["itself", "sigmoid", "silu"])
 @pytest.mark.parametrize("n_tokens", [1, 3, 20])
-def test_gates(backend, by, n_tokens):
+def test_gated_multiplies_by_the_gates_activation(backend, by, n_tokens):
     """x and gate in each other's place, or the columns of one read for the other's."""
     x = f32_weight(np.random.default_rng(n_tokens).standard_normal((n_tokens, 240)) * 3)
 

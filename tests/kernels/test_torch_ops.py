@@ -174,7 +174,7 @@ def test_attention_with_holes_and_poison(kv_type, window, softcap, sinks, reach)
 
 
 @pytest.mark.parametrize("n_mask_heads", [1, 4])
-def test_masks(n_mask_heads):
+def test_attention_takes_a_mask_of_each_head_or_of_all(n_mask_heads):
     """A mask on the wrong head, added to padding, or a token that sees nothing and gets NaN."""
     rng = np.random.default_rng(5)
     spec = AttentionSpec(0, 4, 2, 16, 0.25, window=3, softcap=0.8)
@@ -244,7 +244,7 @@ def test_cache_pages_and_states():
         assert cache.states[1]["s"].sum(dim=(1, 2)).tolist() == [42, 0, 42, 0]
 
 
-def test_logits():
+def test_tensor_logits_are_taken_copied_and_compared():
     """Rows in another order; a copy that is not one; of equal logits not the first."""
     tensor = torch.tensor([[0.0, 2, 2], [5, 1, 5], [float("nan"), 0, 0]])
     logits = TensorLogits(tensor)

@@ -51,13 +51,13 @@ def test_conversations_come_as_messages_or_as_json(path: str) -> None:
     assert set(found["answer_finish_reason"]) <= {"stop", "length"}
 
 
-def test_vectors(path: str) -> None:
+def test_embeddings_of_a_ray_dataset_are_the_llms(path: str) -> None:
     found = made(path, task="embed", output="vector")({"text": np.array(["a cat", "a dog"])})
     with LLM(path) as llm:
         assert np.array_equal(found["vector"], llm.embed(["a cat", "a dog"]))
 
 
-def test_labels(tmp_path: Path) -> None:
+def test_labels_of_a_ray_dataset_are_the_llms(tmp_path: Path) -> None:
     """Catches labels of another row, and a text that is too long and takes the others with it."""
     pytest.importorskip("torch")
     from tests.test_tasks import TEXTS, make

@@ -80,7 +80,9 @@ def ended(client: OpenAI, batch_id: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_chats(client: OpenAI, more: dict[str, Any], stream: bool) -> None:
+def test_chat_completions_fit_the_openai_clients_types(
+    client: OpenAI, more: dict[str, Any], stream: bool
+) -> None:
     """A field of a chat, of its logprobs, calls or usage that is missing or of another type."""
     more = {key: value for key, value in more.items() if stream or key != "stream_options"}
     if stream and "prompt_logprobs" in more.get("extra_body", {}):
@@ -94,7 +96,7 @@ def test_chats(client: OpenAI, more: dict[str, Any], stream: bool) -> None:
     "more",
     [{}, {"n": 2, "logprobs": 3}, {"echo": True}, {"prompt": [[5, 6], [7]], "stop": "a"}],
 )
-def test_completions(client: OpenAI, more: dict[str, Any]) -> None:
+def test_completions_fit_the_openai_clients_types(client: OpenAI, more: dict[str, Any]) -> None:
     """A field of a completion that is missing or of another type.
 
     Not of streams, nor of scores of an echoed prompt: chunks have no finish reason yet and the first token
@@ -116,7 +118,7 @@ def test_completions(client: OpenAI, more: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses(client: OpenAI, more: dict[str, Any], stream: bool) -> None:
+def test_responses_fit_the_openai_clients_types(client: OpenAI, more: dict[str, Any], stream: bool) -> None:
     """A field or an event of a response that is missing or of another type."""
     answer = client.responses.create(**ASK | more, stream=stream)
     if not stream:
@@ -209,7 +211,7 @@ def test_files_and_batches(client: OpenAI) -> None:
         {"thinking": {"type": "disabled"}, "extra_body": {"temperature": 0.5}},
     ],
 )
-def test_messages(server: Served, more: dict[str, Any]) -> None:
+def test_messages_fit_the_anthropic_clients_types(server: Served, more: dict[str, Any]) -> None:
     """A field or an event of a message that is missing or of another type."""
     with anthropic.Anthropic(
         base_url=server.url, api_key="none", max_retries=0, timeout=60, _strict_response_validation=True
@@ -223,7 +225,7 @@ def test_messages(server: Served, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.representative(2)
-def test_ollamas(server: Served) -> None:
+def test_answers_fit_the_ollama_clients_types(server: Served) -> None:
     """A field that ollama's types, which are always strict, miss."""
     client = ollama.Client(host=server.url, timeout=60)
     options = {"num_predict": 8}

@@ -228,7 +228,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
         read_keys(file)
 
 
-def test_sizes_are_read():
+def test_memory_sizes_are_read_in_bytes():
     """Catches units that are confused, and text that is taken for a size."""
     assert size_bytes("2GiB", "x") == 2 << 30
     assert size_bytes("1.5 MiB", "x") == 3 << 19

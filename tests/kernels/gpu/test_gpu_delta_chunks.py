@@ -25,7 +25,7 @@ def exact(q, k, v, decay, beta, a, dt_bias):
 
 
 @pytest.mark.full
-def test_chunks():
+def test_delta_chunks_are_the_reference_in_any_steps():
     """A decay of another row, a row that sees one after it, a state a chunk early, rows of another slot; a
     result that depends on steps: whole, token by token, and two sequences in uneven pieces.
     """

@@ -35,7 +35,7 @@ def _poisoned(monkeypatch):
 
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize(("n_experts", "n_used"), [(11, 3), (5, 5), (32, 1)])
-def test_routes(n_experts, n_used, normalized):
+def test_the_router_chooses_the_references_experts(n_experts, n_used, normalized):
     """The last of equal logits, experts out of order, another sum, NaN that leads outside or next to."""
     logits = np.random.default_rng(1).standard_normal((7, n_experts)).astype(np.float32).round(1)
     logits[1, 1:], logits[2] = -np.inf, 1.0

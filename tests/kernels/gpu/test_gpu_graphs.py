@@ -81,7 +81,7 @@ def setup():
     return graphs, backend, program, builder, run
 
 
-def test_sizes():
+def test_graph_sizes_are_powers_of_two_and_the_largest():
     assert graph_sizes(1) == [1]
     assert graph_sizes(16) == [1, 2, 4, 8, 16]
     assert graph_sizes(19) == [1, 2, 4, 8, 16, 19]

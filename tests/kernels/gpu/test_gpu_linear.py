@@ -65,7 +65,7 @@ def bits(x):
 @pytest.mark.full(only=["Q3_K-11", "IQ4_XS-11"])
 @pytest.mark.parametrize("n_tokens", quick([1, 3, 11], kept=[11]))  # which others are equal to the bit
 @pytest.mark.parametrize("type_name", PACKED_TYPES)
-def test_product(type_name, n_tokens):
+def test_linear_is_the_product_of_the_dequantized_matrix(type_name, n_tokens):
     """Catches a misplaced quant, high bit, scale or minimum, and rows or tokens beyond the last tile."""
     matrix, w, x = case(type_name, n_tokens)
     rows = quantize(x)

@@ -43,7 +43,7 @@ def check_q8(rows, want):
 
 
 @pytest.mark.parametrize("width", [32, 96, 576, 1100])
-def test_quantize(width):
+def test_activations_are_quantized_as_the_reference_does(width):
     """Catches ties rounded up, a scale of a neighbour's block, sums with the wrong sign and stale padding."""
     x = np.random.default_rng(width).standard_normal((3, width), dtype=np.float32) * 100
     x[1, :32] = 0
