@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kukri.dialects.signatures import Signatures
-from tests.server.families import FAMILIES
-from tests.server.test_dialects import dialect, everywhere
+from tests.dialects.families import FAMILIES
+from tests.dialects.test_families import dialect, everywhere
 
 PROPERTIES = {"city": {"type": "string"}, "state": {"type": "string"}, "days": {"type": "integer"}}
 TOOLS = Signatures([{"name": "weather", "parameters": {"type": "object", "properties": PROPERTIES}}])

@@ -12,8 +12,8 @@ import pytest
 
 from kukri.dialects.families import dialect_of
 from kukri.dialects.signatures import Signatures
-from tests.server.families import FAMILIES, Family
-from tests.server.test_dialects import split
+from tests.dialects.families import FAMILIES, Family
+from tests.dialects.test_families import split
 
 WORDS = (
     *(
