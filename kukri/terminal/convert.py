@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kukri.config import EmbeddingConfig
 from kukri.errors import ConfigError, UnsupportedError, brief_list
 from kukri.formats import hub
 from kukri.formats.checkpoint import open_checkpoint
@@ -136,6 +137,12 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
         n_tensors = len(weights.matrices) + sum(len(experts.weights) for experts in weights.stacks.values())
         with progress_bar(n_tensors) as advance:
             write_directory(target, checkpoint.config, weights, made, text, lambda name: advance(1, name))
+        if checkpoint.embedding != EmbeddingConfig():
+            print(
+                "note: the settings of embeddings (pooling, prompts, limits) are left out: copy modules.json "
+                "and the files next to it from the original checkpoint",
+                file=sys.stderr,
+            )
     if as_json:
         print(json.dumps({"path": str(target), "type": made, "tensors": n_tensors}))
     else:

@@ -17,6 +17,7 @@ from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
 from kukri.tokenizer.tokenizer import Tokenizer, merges_from_scores
 from kukri.tokenizer.unigram import unigram
 from kukri.tokenizer.vocabulary import (
+    DROPS_SPACE,
     FLAG_KEYS,
     GEMMA4,
     PREPENDS_ONCE,
@@ -69,6 +70,9 @@ def _metadata(files: TokenizerFiles) -> dict[str, Any]:
         "add_eos_token": adds_eos,
     }
     keys |= _flags(vocabulary, among_marks=vocabulary.kind == "llama" and not keys["add_space_prefix"])
+    adds_space = keys.get("add_space_prefix", vocabulary.kind == "bert")
+    if parts.drops_leading_space != adds_space:
+        keys[DROPS_SPACE] = parts.drops_leading_space
     if parts.build_later(text) is not None:
         keys[PREPENDS_ONCE] = True
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}

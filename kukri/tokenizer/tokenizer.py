@@ -18,6 +18,7 @@ from kukri.tokenizer.inner_text import inner_text
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 from kukri.tokenizer.unigram import check_charsmap, unigram
 from kukri.tokenizer.vocabulary import (
+    DROPS_SPACE,
     GEMMA4,
     NORMAL,
     PREPENDS_ONCE,
@@ -114,7 +115,7 @@ class Tokenizer:
         defined = [] if vocabulary.kind == "t5" else vocabulary.user_defined
         text.add_tokens([vocabulary.added_token(vocabulary.id_of[t], among_marks) for t in defined])
         self = cls(vocabulary, text)
-        self.drops_leading_space = adds_space
+        self.drops_leading_space = keys.flag(DROPS_SPACE, adds_space)
         if keys.flag(PREPENDS_ONCE, False):
             self._later_text = self._inner
         self.add_bos = keys.flag("add_bos_token", adds_bos and self.bos_id is not None)

@@ -32,6 +32,7 @@ GEMMA4 = "gemma4"  # SentencePiece with merges, as tokenizer.json has them, and 
 # How added tokens are found in a text, as tokenizer.json has it. GGUF has no such keys: each of these is
 # kukri's own, and lists the tokens that have the flag.
 FLAG_KEYS = {name: f"kukri.{name}" for name in ("single_word", "lstrip", "rstrip", "normalized")}
+DROPS_SPACE = "kukri.drops_leading_space"  # whether decoding does, where it is not as encoding adds one
 PREPENDS_ONCE = "kukri.prepends_once"  # a space is put before a text, and not again after a special token
 _END_KEYS = ("eos", "eot", "eom")
 _DEFAULT_IDS = {

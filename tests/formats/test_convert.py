@@ -274,6 +274,25 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(got, want, rtol=2**-20 if atol else 0, atol=atol)
 
 
+def test_a_lossy_conversion_says_so(tmp_path: Path, capsys: Any) -> None:
+    """Settings of embeddings that vanish without a line, in either direction."""
+    directory, _ = make(tmp_path / "hf", "llama")
+    modules = [{"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", "path": "1"}]
+    (directory / "1").mkdir()
+    (directory / "1" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
+    (directory / "modules.json").write_text(json.dumps(modules))
+    path = convert(directory, tmp_path / "m.gguf")
+    assert "other programs ignore kukri's own keys: kukri.embedding" in capsys.readouterr().err
+    with open_checkpoint(directory) as first, open_checkpoint(path) as second:
+        assert first.embedding == second.embedding
+    convert_to_directory(path, tmp_path / "back", None, as_json=True)
+    assert "settings of embeddings (pooling, prompts, limits) are left out" in capsys.readouterr().err
+    plain = make(tmp_path / "plain", "llama")[0]
+    convert(plain, tmp_path / "plain.gguf")
+    convert_to_directory(tmp_path / "plain.gguf", tmp_path / "plain back", None, as_json=True)
+    assert "note:" not in capsys.readouterr().err
+
+
 def test_every_architecture_that_generates_goes_there_and_back() -> None:
     """An architecture that the matrix of conversions above lacks, though GGUF has it."""
     generating = {name for name, one in ARCHITECTURES.items() if one.is_causal and one.in_gguf}

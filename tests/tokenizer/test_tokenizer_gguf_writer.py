@@ -298,6 +298,22 @@ def test_added_tokens_take_the_same_spaces(make: Any, flags: list[str], tmp_path
         assert again.encode(text, add_special_tokens=False).ids == ids, text
 
 
+@pytest.mark.parametrize("make", [without_nfc, sentencepiece_json])
+@pytest.mark.parametrize("strips", [True, False])
+def test_a_leading_space_is_dropped_as_the_decoder_says(make: Any, strips: bool, tmp_path: Path) -> None:
+    """A space at the beginning of an answer that the GGUF drops or keeps otherwise."""
+    made = make()
+    steps = [decoders.ByteLevel()]
+    if make is sentencepiece_json:
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strips else [])])
+    source = files(save(tmp_path / "hf", made))
+    ours = read_back(tokenizer_metadata(source), tmp_path / "m.gguf")
+    for text in (" a b", "a b"):
+        ids = made.encode(text, add_special_tokens=False).ids
+        assert load_tokenizer(source).decode(ids) == ours.decode(ids) == made.decode(ids)
+
+
 def test_added_words_of_word_piece_are_found(tmp_path: Path) -> None:
     """A word that was added to BERT cut into pieces by the GGUF."""
     save_encoder(tmp_path, "bert")
