@@ -353,6 +353,7 @@ def test_errors_have_the_form_of_their_api(smollm2_path):
             assert (refused.status_code, set(refused.json())) == (401, {"error"})
 
 
+@pytest.mark.full
 def test_tool_runners_go_on_without_a_thread(tooled):
     """Catches a refusal of `thread` that the client does not know, after which it gives up."""
     asked: list[str] = []
@@ -378,8 +379,12 @@ def test_tool_runners_go_on_without_a_thread(tooled):
     answers = list(runner)
     assert [one.stop_reason for one in answers] == ["tool_use", "tool_use"]
     assert len(asked) >= 1
+
+
+def test_a_thread_is_refused_as_anthropics_api_does(served):
+    """Catches an error by which no client knows that it may send the whole conversation."""
     body = {"model": MODEL, "max_tokens": 1, "messages": QUESTION, "thread": {"type": "create"}}
-    with tooled.http() as http:
+    with served.http() as http:
         for path in ("/v1/messages?beta=true", "/v1/messages", "/v1/messages/count_tokens"):
             answer = http.post(path, json=body)
             assert answer.status_code == 400
