@@ -57,8 +57,11 @@ def renamed(data: Mapping[str, Any], aliases: Aliases) -> dict[str, Any]:
         field, value = aliases[name].field, data[name]
         if isinstance(value, int):
             value = aliases[name].means.get(value, value)
-        if value is not None and found.setdefault(field, value) != value:
+        if value is None:
+            continue
+        if found.get(field) not in (None, value):
             raise RequestError(f"{name!r} cannot be combined with {field!r}: give one", param=name)
+        found[field] = value
     return found
 
 

@@ -21,6 +21,7 @@ ORDER = ["penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_
 # what a client of llama.cpp, LM Studio, Ollama or OpenRouter sends, and the same in kukri's names
 CHATS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"repeat_penalty": 1.5, "repetition_penalty": None}, {"repetition_penalty": 1.5}),
     ({"typ_p": 0.5}, {"typical_p": 0.5}),
     ({"n_predict": 7}, {"max_tokens": 7}),
     ({"num_predict": 7}, {"max_tokens": 7}),
