@@ -49,7 +49,7 @@ CLIENTS = {  # what is installed for a package, if that is more than the package
     "openai-agents": (),
     "instructor": (),
     "haystack-ai": (),
-    "dspy": (),
+    "dspy": ("numpy",),
     "smolagents": ("smolagents[openai]",),
     "llm": (),
     "npm": ("openai", "ai", "@ai-sdk/openai-compatible", "ollama", "@anthropic-ai/sdk", "zod"),
@@ -98,12 +98,14 @@ def run_npm(folder: Path, url: str) -> list[dict[str, Any]]:
     """Return the outcomes of the JavaScript clients that a folder has."""
     # beside the packages, where Node.js looks for them
     program = shutil.copy(Path(__file__).with_suffix("").with_name("conformance_cases.mjs"), folder)
-    return outcomes_of(["node", program, url], dict(os.environ))
+    return outcomes_of(["node", str(Path(program).resolve()), url], dict(os.environ), folder)
 
 
-def outcomes_of(command: list[str], environment: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the outcomes that a process prints, each as a line of JSON."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+def outcomes_of(
+    command: list[str], environment: dict[str, str], folder: Path | None = None
+) -> list[dict[str, Any]]:
+    """Return the outcomes that a process in a folder prints, each as a line of JSON."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"package"')]
 
 

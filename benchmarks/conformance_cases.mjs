@@ -1,4 +1,4 @@
-// The cases of `benchmarks.conformance` for packages of npm: `node conformance_cases.mjs URL`, in a folder with them.
+// The cases of `benchmarks.conformance` for npm's packages: `node conformance_cases.mjs URL` in their folder.
 // Prints a line of JSON for each case, as conformance_cases.py does.
 import { readFileSync } from "node:fs";
 
@@ -13,7 +13,8 @@ const SCHEMA = {
   additionalProperties: false,
 };
 const PARAMETERS = { type: "object", properties: { city: { enum: ["Paris", "Rome"] } }, required: ["city"] };
-const TOOL = { type: "function", function: { name: "get_time", description: "The time in a city", parameters: PARAMETERS } };
+const ABOUT = { name: "get_time", description: "The time in a city" };
+const TOOL = { type: "function", function: { ...ABOUT, parameters: PARAMETERS } };
 
 function check(truth, shown) {
   if (!truth) throw new Error(JSON.stringify(shown)?.slice(0, 300));
@@ -32,29 +33,41 @@ async function gathered(stream) {
 async function openai() {
   const { default: OpenAI } = await import("openai");
   const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none" });
-  const ask = (more) => client.chat.completions.create({ model: MODEL, messages: QUESTION, max_tokens: 100, ...more });
+  const given = { model: MODEL, messages: QUESTION, max_tokens: 100 };
+  const ask = async (more) => client.chat.completions.create({ ...given, ...more });
+  const said = async (more) => (await ask(more)).choices[0].message;
   const form = { type: "json_schema", json_schema: { name: "person", schema: SCHEMA, strict: true } };
   return {
-    chat: async () => check((await ask({})).choices[0].message.content),
+    chat: async () => check((await said({})).content),
     stream: async () => check((await gathered(await ask({ stream: true }))).length > 1),
-    tools: async () => check((await ask({ tools: [TOOL], tool_choice: "required" })).choices[0].message.tool_calls),
-    structured: async () => checkPerson(JSON.parse((await ask({ response_format: form })).choices[0].message.content)),
-    embeddings: async () => check((await client.embeddings.create({ model: MODEL, input: ["a", "b"] })).data.length === 2),
-    more: async () => check((await client.responses.create({ model: MODEL, input: TEXT, max_output_tokens: 16 })).output_text),
+    tools: async () => check((await said({ tools: [TOOL], tool_choice: "required" })).tool_calls),
+    structured: async () => checkPerson(JSON.parse((await said({ response_format: form })).content)),
+    embeddings: async () => {
+      check((await client.embeddings.create({ model: MODEL, input: ["a", "b"] })).data.length === 2);
+    },
+    more: async () => {
+      const answer = await client.responses.create({ model: MODEL, input: TEXT, max_output_tokens: 16 });
+      check(answer.output_text, answer);
+    },
   };
 }
 
 async function ai() {
   const { embedMany, generateObject, generateText, jsonSchema, streamText, tool } = await import("ai");
   const { createOpenAICompatible } = await import("@ai-sdk/openai-compatible");
-  const provider = createOpenAICompatible({ name: "kukri", baseURL: `${url}/v1`, apiKey: "none", supportsStructuredOutputs: true });
+  const server = { name: "kukri", baseURL: `${url}/v1`, apiKey: "none", supportsStructuredOutputs: true };
+  const provider = createOpenAICompatible(server);
   const given = { model: provider(MODEL), prompt: TEXT, maxOutputTokens: 100, temperature: 0, maxRetries: 0 };
-  const tools = { get_time: tool({ description: "The time in a city", inputSchema: jsonSchema(PARAMETERS) }) };
+  const tools = { get_time: tool({ description: ABOUT.description, inputSchema: jsonSchema(PARAMETERS) }) };
   return {
     chat: async () => check((await generateText(given)).text),
     stream: async () => check((await gathered(streamText(given).textStream)).join("")),
-    tools: async () => check((await generateText({ ...given, tools, toolChoice: "required" })).toolCalls.length),
-    structured: async () => checkPerson((await generateObject({ ...given, schema: jsonSchema(SCHEMA) })).object),
+    tools: async () => {
+      check((await generateText({ ...given, tools, toolChoice: "required" })).toolCalls.length);
+    },
+    structured: async () => {
+      checkPerson((await generateObject({ ...given, schema: jsonSchema(SCHEMA) })).object);
+    },
     embeddings: async () => {
       const model = (provider.embeddingModel ?? provider.textEmbeddingModel)(MODEL);
       check((await embedMany({ model, values: ["a", "b"], maxRetries: 0 })).embeddings.length === 2);
@@ -65,13 +78,16 @@ async function ai() {
 async function ollama() {
   const { Ollama } = await import("ollama");
   const client = new Ollama({ host: url });
-  const ask = (more) => client.chat({ model: MODEL, messages: QUESTION, options: { num_predict: 100, temperature: 0 }, ...more });
+  const given = { model: MODEL, messages: QUESTION, options: { num_predict: 100, temperature: 0 } };
+  const ask = async (more) => client.chat({ ...given, ...more });
   return {
     chat: async () => check((await ask({})).message.content),
     stream: async () => check((await gathered(await ask({ stream: true }))).at(-1).done),
     tools: async () => check((await ask({ tools: [TOOL] })).message),
     structured: async () => checkPerson(JSON.parse((await ask({ format: SCHEMA })).message.content)),
-    embeddings: async () => check((await client.embed({ model: MODEL, input: ["a", "b"] })).embeddings.length === 2),
+    embeddings: async () => {
+      check((await client.embed({ model: MODEL, input: ["a", "b"] })).embeddings.length === 2);
+    },
   };
 }
 
@@ -79,8 +95,8 @@ async function anthropic() {
   const { default: Anthropic } = await import("@anthropic-ai/sdk");
   const client = new Anthropic({ baseURL: url, apiKey: "none", maxRetries: 0 });
   const given = { model: MODEL, messages: QUESTION, max_tokens: 100 };
-  const tool = { name: "get_time", description: "The time in a city", input_schema: PARAMETERS };
-  const form = { format: { type: "json_schema", schema: SCHEMA } };
+  const tool = { ...ABOUT, input_schema: PARAMETERS };
+  const output_config = { format: { type: "json_schema", schema: SCHEMA } };
   const cities = [];
   return {
     chat: async () => check((await client.messages.create(given)).content[0].text),
@@ -90,11 +106,16 @@ async function anthropic() {
       check(answer.stop_reason === "tool_use", answer);
       const run = ({ city }) => (cities.push(city), "12:30");
       const runner = client.beta.messages.toolRunner({
-        ...given, tools: [{ ...tool, run, parse: (input) => input }], tool_choice: { type: "any" }, max_iterations: 2,
+        ...given,
+        tools: [{ ...tool, run, parse: (input) => input }],
+        tool_choice: { type: "any" },
+        max_iterations: 2,
       });
       check((await gathered(runner)).length === 2 && cities.length, cities);
     },
-    structured: async () => checkPerson(JSON.parse((await client.messages.create({ ...given, output_config: form })).content[0].text)),
+    structured: async () => {
+      checkPerson(JSON.parse((await client.messages.create({ ...given, output_config })).content[0].text));
+    },
   };
 }
 
@@ -112,7 +133,8 @@ for (const [name, client] of Object.entries({ openai, ai, ollama, "@anthropic-ai
     try {
       await run();
     } catch (raised) {
-      error = `${raised.name}: ${raised.statusCode ?? ""} ${raised.message}`.split(/\s+/).join(" ").slice(0, 300);
+      const said = `${raised.name}: ${raised.statusCode ?? ""} ${raised.message}`;
+      error = said.split(/\s+/).join(" ").slice(0, 300);
     }
     console.log(JSON.stringify({ package: `${name} (npm)`, version, about, case: about, error }));
   }

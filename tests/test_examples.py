@@ -48,6 +48,15 @@ def seeing(folder):
     return [str(folder / "model"), str(folder / "seen.png")]
 
 
+@pytest.mark.full
+def test_an_example_without_its_arguments_says_how_it_is_run(tmp_path):
+    """Catches a traceback for who runs an example as it is."""
+    path = next(path for path in EXAMPLES if path.name == "image_attention.py")
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd=tmp_path)
+    assert "Traceback" not in done.stderr
+    assert "python examples/image_attention.py MODEL IMAGE" in done.stderr
+
+
 SLOW = ("ioi.py", "pictures.py", "sae.py", "graph.py")
 
 

@@ -65,7 +65,7 @@ def _left_out(scope: Scope) -> dict[str, str]:
     """Return the names of what a request has and its answer leaves out, by the header that tells them."""
     found: dict[str, Sequence[str]] = scope["kukri.left_out"]
     return {
-        header: ", ".join(_NO_NAME.sub("_", name)[:64] for name in names[:32])
+        header: ", ".join(_NO_NAME.sub("_", name)[:64] or "_" for name in names[:32])
         for header, names in found.items()
         if names
     }

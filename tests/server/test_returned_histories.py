@@ -178,6 +178,9 @@ def test_hosted_tools_are_left_out_and_said(served):
         answer = http.post("/v1/messages?beta=true", json=body, headers={"anthropic-beta": "a,b"})
         assert answer.status_code == 200
         assert answer.headers["x-tools-left-out"] == "web_search"
+        nameless = [{"type": "json"}, {"type": "\r\n"}, {"type": ""}]  # which no header may have as they are
+        said = http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 1, "tools": nameless})
+        assert said.headers["x-tools-left-out"] == "json, __, _"
         plain = http.post("/v1/messages", json={**body, "tools": []})
         assert "x-tools-left-out" not in plain.headers
         counted = http.post(
