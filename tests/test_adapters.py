@@ -232,6 +232,22 @@ def test_a_tied_head_is_merged_into_a_matrix_of_its_own(tmp_path: Path) -> None:
     assert "tied head is not supported in a directory" in done.output
 
 
+@pytest.mark.full
+def test_factors_in_the_matrices_of_gguf_are_those_of_updates_too(tmp_path: Path) -> None:
+    """Falcon-H1, whose GGUF has matrices multiplied: an update merged as it is, or applied to such a file."""
+    directory, model = make(tmp_path / "model", "falcon_h1")
+    updates = random_updates(
+        model, ("q_proj", "k_proj", "o_proj", "in_proj", "out_proj", "down_proj", "lm_head")
+    )
+    path = write_peft(tmp_path / "a", updates)
+    done = CliRunner().invoke(app, ["merge", str(directory), str(path), "-o", str(tmp_path / "m.gguf")])
+    assert done.exit_code == 0, done.output
+    with LLM(tmp_path / "m.gguf", backend="reference") as llm:
+        close(llm.logits(IDS), theirs(merged(model, updates, 2.0), IDS))
+    with pytest.raises(UnsupportedError, match="not supported with falcon_h1 in GGUF"):
+        LLM(tmp_path / "m.gguf", backend="reference", adapters={"a": path})
+
+
 def test_patterns_are_regular_expressions(llama: tuple[Path, Any], tmp_path: Path) -> None:
     """A pattern refused or taken for a plain name; another order than the file's."""
     directory, model = llama

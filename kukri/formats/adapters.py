@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kukri.config import MultiplierConfig
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import hf_name
@@ -103,6 +104,12 @@ def read_adapter(path: Path, model: Model) -> Adapter:
 def _read_peft(directory: Path, model: Model) -> Adapter:
     stated = read_json(directory / CONFIG_NAME)
     _check_config(stated, directory / CONFIG_NAME)
+    architecture = ARCHITECTURES[model.config.architecture]
+    if architecture.gguf_factors is not None and model.config.multipliers == MultiplierConfig():
+        raise UnsupportedError(
+            f"{directory}: PEFT's adapters are not supported with {architecture.name} in GGUF, whose "
+            "matrices are multiplied by factors that no key holds: load the model's safetensors"
+        )
     weights = directory / WEIGHTS_NAME
     if not weights.is_file():
         pickled = any(directory.glob("*.bin"))

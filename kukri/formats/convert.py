@@ -230,7 +230,7 @@ def _of_safetensors(
             rows = np.take(rows.view(f"u{type.block_bytes}"), columns, axis=1).view(np.uint8)
         return rows if len(tensor.shape) > 1 else rows.reshape(1, -1)
 
-    factors = _factors(config, hf_name(stored_name, config.architecture))
+    factors = row_factors(config, hf_name(stored_name, config.architecture))
 
     def read_multiplied() -> ByteArray:
         return (dequantize(read(), type) * np.float32(factors).reshape(-1, 1)).view(np.uint8)
@@ -265,7 +265,7 @@ def _of_safetensors(
     return Step(stored_name, shape, type, _F32 if is_small else type, read, name)
 
 
-def _factors(config: ModelConfig, name: str) -> Any:
+def row_factors(config: ModelConfig, name: str) -> Any:
     """What GGUF files have a matrix, or each of its rows, multiplied by; None if by nothing."""
     factors_of = ARCHITECTURES[config.architecture].gguf_factors
     if factors_of is None or not name.endswith(".weight"):
@@ -278,7 +278,7 @@ def _is_head_multiplied(config: ModelConfig) -> bool:
     """True if GGUF files need a head of their own: that of the embedding, multiplied by another factor."""
     architecture = ARCHITECTURES[config.architecture]
     names = (f"{architecture.embedding}.weight", "lm_head.weight")
-    return config.tie_embeddings and len({_factors(config, name) for name in names}) > 1
+    return config.tie_embeddings and len({row_factors(config, name) for name in names}) > 1
 
 
 def _of_array(name: str, values: FloatArray) -> Step:

@@ -6,14 +6,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.convert import Conversion, Step
-from kukri.formats.gguf.tensor_names import gguf_name
+from kukri.formats.convert import Conversion, Step, row_factors
+from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.huggingface.safetensors import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -62,7 +63,8 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
             rows = np.array(dequantize(step.read(), step.source))
             for name, expert, update in updates[step.name]:
                 order = rope_row_order(name, n_out, config) if in_pairs else None
-                _add(rows[expert * n_out : (expert + 1) * n_out], update, order)
+                factors = row_factors(config, hf_name(step.name, config.architecture))
+                _add(rows[expert * n_out : (expert + 1) * n_out], update, order, factors)
             return rows.view(np.uint8)
 
         return replace(step, source=_F32, read=read)
@@ -124,8 +126,14 @@ def write_merged_directory(
         raise FormatError(f"cannot be written: {error.strerror}", path=target) from None
 
 
-def _add(matrix: FloatArray, update: LowRank, order: npt.NDArray[np.int64] | None) -> None:
-    """Adds scale * B A to W, in place; row i of B is row `order[i]` of W."""
+def _add(
+    matrix: FloatArray, update: LowRank, order: npt.NDArray[np.int64] | None, factors: Any = None
+) -> None:
+    """Adds scale * B A to W, in place; row i of B is row `order[i]` of W.
+
+    `factors` are what W, or each of its rows, has been multiplied by; None for nothing.
+    """
     down, up = (dequantize(w.data, w.type).astype(np.float64) for w in (update.down, update.up))
     rows: slice | npt.NDArray[np.int64] = slice(None) if order is None else order
-    matrix[rows] += (update.scale * (up @ down)).astype(np.float32)
+    factor = 1.0 if factors is None else np.reshape(factors, (-1, 1))
+    matrix[rows] += (update.scale * factor * (up @ down)).astype(np.float32)
