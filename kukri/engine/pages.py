@@ -158,6 +158,10 @@ class PagePool:
         """True if a page that is cached has no owner."""
         return page in self._idle or page in self._kept
 
+    def is_cached(self, key: PageKey) -> bool:
+        """True if a page may be found by its key."""
+        return key in self._page_of
+
     def is_held(self, key: PageKey) -> bool:
         """True if the page of a key is cached and has an owner."""
         page = self._page_of.get(key)

@@ -8,7 +8,7 @@ it alone. Who runs, waits and is preempted is the scheduler's business.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +92,9 @@ class Residence:
         """
         if self.states is not None and not self.states.n_free and not leaving:
             return False
-        n_shared, is_sure = self._n_held(request), True
-        request.n_found = max(request.n_found, n_shared * self.page_tokens)
+        n_shared, is_sure = self._n_first(request, self.pools[0].is_held), True
+        if self.pools[0].window is None:
+            request.n_found = self._n_first(request, self.pools[0].is_cached) * self.page_tokens
         for i, pool in enumerate(self.pools):
             n_left, n_needed = pool.n_free - self._n_promised(i, promised), pool.most_held(request.n_tokens)
             n_found = n_shared if pool.window is None else pool.pages_for(pool.window)  # at most
@@ -424,14 +425,16 @@ class Residence:
         firsts = [pool.first_needed(n_known * self.page_tokens) for pool in self.pools]
         return Prefix(n_known, [p.find(known[first:n_known]) for p, first in zip(self.pools, firsts)])
 
-    def _n_held(self, request: Request) -> int:
-        """How many pages at the beginning of a waiting request others hold, of layers that see all."""
-        n_pages, pool = request.next_row // self.page_tokens, self.pools[0]
-        if not self._uses_cache(request) or request.taps is not None or pool.window is not None:
+    def _n_first(self, request: Request, is_known: Callable[[PageKey], bool]) -> int:
+        """How many pages at the beginning of a waiting request are known to the pool of layers that see all.
+
+        Found by bisection: whoever holds a page holds those before it, and what is cached mostly is so too.
+        """
+        if not self._uses_cache(request) or request.taps is not None or self.pools[0].window is not None:
             return 0
+        n_pages = request.next_row // self.page_tokens
         keys = request.hash_pages(n_pages, self.page_tokens)
-        # whoever holds a page holds those before it
-        return bisect_left(range(n_pages), True, key=lambda i: not pool.is_held(keys[i]))
+        return bisect_left(range(n_pages), True, key=lambda i: not is_known(keys[i]))
 
     def _n_promised(self, i: int, promised: Iterable[Request]) -> int:
         """Pages of a pool that prompts have yet to get."""

@@ -183,6 +183,10 @@ class CountedKeys(dict[PageKey, int]):
         self.n_lookups += 1
         return super().get(*key)
 
+    def __contains__(self, key: object) -> bool:
+        self.n_lookups += 1
+        return super().__contains__(key)
+
 
 def lookups_while_waiting(n_tokens: int, *, has_states: bool) -> int:
     """Pages looked up in ten steps while a prompt waits, half of which is cached and idle."""
@@ -218,7 +222,7 @@ def lookups_while_waiting(n_tokens: int, *, has_states: bool) -> int:
 def test_a_long_prompt_that_waits_costs_a_step_no_more_than_a_short_one(has_states: bool) -> None:
     """Catches a walk over all pages of a prompt in each step in which it finds no room."""
     short, long = (lookups_while_waiting(n, has_states=has_states) for n in (100, 3_200))
-    assert 0 < long <= 2 * short
+    assert 0 < long <= 3 * short
 
 
 @seed(29)
