@@ -248,6 +248,30 @@ def test_factors_in_the_matrices_of_gguf_are_those_of_updates_too(tmp_path: Path
         LLM(tmp_path / "m.gguf", backend="reference", adapters={"a": path})
 
 
+@pytest.mark.full
+def test_heads_in_the_order_of_gguf_are_those_of_updates_too(tmp_path: Path) -> None:
+    """Qwen3.5 with more value heads than key heads, which GGUF has in another order than PEFT's files."""
+    directory, model = make(tmp_path / "model", "qwen3_5_text-grouped")
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj")
+    updates = random_updates(model, names)
+    path = write_peft(tmp_path / "a", updates)
+    want = theirs(merged(model, updates, 2.0), IDS)
+    for command in (
+        ["merge", directory, path, "-o", tmp_path / "m.gguf"],
+        ["convert", directory, tmp_path / "c.gguf"],
+    ):
+        done = CliRunner().invoke(app, [*map(str, command)])
+        assert done.exit_code == 0, done.output
+    with LLM(tmp_path / "m.gguf", backend="reference") as llm:
+        close(llm.logits(IDS), want)
+    with LLM(tmp_path / "c.gguf", backend="reference", adapters={"a": path}) as llm:
+        close(llm.logits(IDS, adapter="a"), want)
+    again = ["merge", tmp_path / "c.gguf", path, "-o", tmp_path / "again.gguf"]
+    assert CliRunner().invoke(app, [*map(str, again)]).exit_code == 0
+    with LLM(tmp_path / "again.gguf", backend="reference") as llm:
+        close(llm.logits(IDS), want)
+
+
 def test_patterns_are_regular_expressions(llama: tuple[Path, Any], tmp_path: Path) -> None:
     """A pattern refused or taken for a plain name; another order than the file's."""
     directory, model = llama

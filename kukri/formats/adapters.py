@@ -31,6 +31,7 @@ from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.constants import LowRank, Weight
 from kukri.models import ARCHITECTURES, Adapter, Model
+from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
@@ -143,7 +144,7 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
             f"{directory / CONFIG_NAME}: ensure_weight_tying is not supported with an update of the tied "
             "head: train the head alone"
         )
-    order_of = _row_orders(model, is_gguf=False)
+    order_of = _orders(model, is_gguf=False)
     ranks, alphas = (
         _of_modules(stated, key, [*modules.values()], directory / CONFIG_NAME)
         for key in ("rank_pattern", "alpha_pattern")
@@ -285,7 +286,7 @@ def _read_gguf(path: Path, model: Model) -> Adapter:
             part = _Part(data, kind, tensor.shape, name)
             for one, of_one in _apart(matrix, part, model, path):
                 parts.setdefault(one, {})[match["part"]] = of_one
-        order_of = _row_orders(model, is_gguf=True)
+        order_of = _orders(model, is_gguf=True)
         updates = {}
         for matrix, both in parts.items():
             down, up = _checked(matrix, matrices[matrix], both, path, order_of)
@@ -337,18 +338,33 @@ def _apart(matrix: str, part: _Part, model: Model, path: Path) -> Iterator[tuple
 # --- both
 
 
-_RowOrder = Callable[[str, int], npt.NDArray[np.int64] | None]
+_Order = npt.NDArray[np.int64] | None
+_Orders = Callable[[str, int], tuple[_Order, _Order]]
 
 
-def _row_orders(model: Model, *, is_gguf: bool) -> _RowOrder:
-    """Gives the order of rows in the file by a matrix's name and their number; None for as they are."""
+def _orders(model: Model, *, is_gguf: bool) -> _Orders:
+    """Gives the orders of rows of B and columns of A in the file by a matrix's name and its rows' number.
+
+    None stands for as they are.
+    """
+    own = model.config.recurrent
+
+    def order(name: str, n_rows: int) -> tuple[_Order, _Order]:
+        rows = rope_row_order(name, n_rows, model.config) if is_interleaved else None
+        if is_gguf or own is None or not own.are_tiled:
+            return rows, None
+        # a GGUF file has the heads of a delta rule in another order than PEFT's
+        tiles, columns = tiled_heads(name, own)
+        tiles = rows if isinstance(tiles, slice) else tiles
+        return tiles, None if isinstance(columns, slice) else columns
+
     architecture = ARCHITECTURES[model.config.architecture]
     is_interleaved = architecture.in_pairs(model.config) if is_gguf else architecture.hf_interleaved_rope
-    return lambda name, n_rows: rope_row_order(name, n_rows, model.config) if is_interleaved else None
+    return order
 
 
 def _checked(
-    matrix: str, shape: tuple[int, int], both: Mapping[str, _Part], path: Path, order_of: _RowOrder
+    matrix: str, shape: tuple[int, int], both: Mapping[str, _Part], path: Path, order_of: _Orders
 ) -> tuple[Weight, Weight]:
     """A and B of a matrix of this shape. Raises FormatError if one is missing or wrong."""
     (n_out, n_in), present = shape, next(iter(both.values()))
@@ -361,11 +377,16 @@ def _checked(
     if up.shape != (n_out, rank):
         raise _wrong_shape(up, f"({n_out}, {rank})", path)
     weights = []
-    for part, name, order in ((down, "A", None), (up, "B", order_of(matrix, n_out))):
+    order, columns = order_of(matrix, n_out)
+    for part, name in ((down, "A"), (up, "B")):
         rows = part.data.reshape(part.shape[0], -1)
         if not np.isfinite(dequantize(rows, part.type)).all():
             raise FormatError("holds numbers that are not finite", path=path, tensor=part.name)
-        rows = rows if order is None else np.ascontiguousarray(rows[order])
+        if name == "B" and order is not None:
+            rows = np.ascontiguousarray(rows[order])
+        if name == "A" and columns is not None:
+            numbers = rows.view(f"u{part.type.block_bytes}")
+            rows = np.ascontiguousarray(numbers[:, columns]).view(np.uint8)
         weights.append(Weight(rows, part.type, (part.shape[0], part.shape[1]), f"{matrix}.{name}"))
     return weights[0], weights[1]
 

@@ -27,12 +27,14 @@ from kukri.formats.unfinished import unfinished
 from kukri.kernels.constants import LowRank
 from kukri.kernels.quantize import requantize
 from kukri.models import ARCHITECTURES, Adapter
+from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order
 from kukri.models.weights import of_experts
 from kukri.quant.blocks import ByteArray, FloatArray, dequantize
 from kukri.quant.types import QUANT_TYPES
 
 _F32 = QUANT_TYPES["F32"]
+_ALL = (slice(None), slice(None))
 
 
 def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
@@ -43,6 +45,9 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
         whole, expert = of_experts(name)
         updates.setdefault(gguf_name(whole, config.architecture), []).append((name, expert, update))
     in_pairs = ARCHITECTURES[config.architecture].in_pairs(config)
+    own, keys = config.recurrent, ARCHITECTURES[config.architecture].recurrent
+    # from a directory, whose heads the file to be has in another order
+    is_tiling = keys is not None and keys.tiles and own is not None and not own.are_tiled
 
     # a tied head that changes is a matrix of its own: the embedding stays
     embedding = gguf_name(f"{ARCHITECTURES[config.architecture].embedding}.weight", config.architecture)
@@ -64,7 +69,8 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
             for name, expert, update in updates[step.name]:
                 order = rope_row_order(name, n_out, config) if in_pairs else None
                 factors = row_factors(config, hf_name(step.name, config.architecture))
-                _add(rows[expert * n_out : (expert + 1) * n_out], update, order, factors)
+                tiles = tiled_heads(name, own) if is_tiling and own is not None else _ALL
+                _add(rows[expert * n_out : (expert + 1) * n_out], update, order, factors, tiles)
             return rows.view(np.uint8)
 
         return replace(step, source=_F32, read=read)
@@ -127,13 +133,18 @@ def write_merged_directory(
 
 
 def _add(
-    matrix: FloatArray, update: LowRank, order: npt.NDArray[np.int64] | None, factors: Any = None
+    matrix: FloatArray,
+    update: LowRank,
+    order: npt.NDArray[np.int64] | None,
+    factors: Any = None,
+    tiles: tuple[Any, Any] = _ALL,
 ) -> None:
     """Adds scale * B A to W, in place; row i of B is row `order[i]` of W.
 
-    `factors` are what W, or each of its rows, has been multiplied by; None for nothing.
+    `factors` are what W, or each of its rows, has been multiplied by; None for nothing. `tiles` index the
+    rows and columns of B A in the order that W has them in.
     """
     down, up = (dequantize(w.data, w.type).astype(np.float64) for w in (update.down, update.up))
     rows: slice | npt.NDArray[np.int64] = slice(None) if order is None else order
     factor = 1.0 if factors is None else np.reshape(factors, (-1, 1))
-    matrix[rows] += (update.scale * factor * (up @ down)).astype(np.float32)
+    matrix[rows] += (update.scale * factor * (up[tiles[0]] @ down[:, tiles[1]])).astype(np.float32)
