@@ -440,7 +440,10 @@ def langchain_embeddings(url: str) -> None:
     from langchain_openai import OpenAIEmbeddings
 
     client = OpenAIEmbeddings(
-        base_url=f"{url}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False
+        base_url=f"{url}/v1",
+        api_key="none",  # type: ignore[arg-type]
+        model=MODEL,
+        check_embedding_ctx_length=False,
     )
     check(len(client.embed_documents(["a", "b"])) == 2)
 
@@ -654,8 +657,9 @@ def main(by_package: Cases = CASES) -> None:
                 text = re.sub(r"headers: \{.*?\}, ", "", " ".join(str(raised).split()))  # as Cohere's has
                 error = f"{type(raised).__name__}: {text[:300]}"
             outcome = {"package": package, "version": installed, "about": about, "case": function.__name__}
-            outcome["error"] = error
-            print(f"\n{json.dumps(outcome)}", flush=True)  # some packages print, and leave a line open
+            print(
+                f"\n{json.dumps({**outcome, 'error': error})}", flush=True
+            )  # some packages print, and leave a line open
 
 
 if __name__ == "__main__":

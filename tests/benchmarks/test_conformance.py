@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,9 +62,9 @@ def test_each_client_has_cases() -> None:
     assert {about for own in cases.values() for about, _ in own} <= set(conformance.COLUMNS)
 
 
-def test_an_installation_that_fails_is_said(tmp_path, monkeypatch) -> None:
+def test_an_installation_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a registry out of reach that ends the command, or that counts as a failure of the server."""
-    monkeypatch.setattr(conformance.venv, "create", lambda *_, **__: None)
+    monkeypatch.setattr("venv.create", lambda *_, **__: None)
     monkeypatch.setattr(conformance, "_pip", lambda folder: ["sh", "-c", "echo no network >&2; exit 1", "sh"])
     (found,) = conformance.run_clients("http://127.0.0.1:1", ["cohere"], tmp_path)
     assert (found["version"], found["error"]) == ("not installed", "no network")

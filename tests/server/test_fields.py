@@ -43,7 +43,10 @@ PATHS = {
     "llama.cpp": "/completion",
     "embed.": "/v1/embeddings",
 }
-SHORT = {"resp.": {"max_output_tokens": 2}, "llama.cpp": {"prompt": "Hi", "n_predict": 2}}
+SHORT: dict[str, dict[str, Any]] = {
+    "resp.": {"max_output_tokens": 2},
+    "llama.cpp": {"prompt": "Hi", "n_predict": 2},
+}
 SHORT |= {where: {"max_tokens": 2} for where in ("chat", "compl.", "mess.")}
 SHORT |= {where: {"options": {"num_predict": 2}, "stream": False} for where in ("Ollama chat", "generate")}
 ODD = {"odd": 1}  # a value that no field takes for nothing
@@ -99,7 +102,9 @@ def made(schema: Mapping[str, Any], known: Mapping[str, Any], rng: random.Random
         low = schema.get("minimum", schema.get("exclusiveMinimum", -2))
         high = min(schema.get("maximum", low + 8), low + 8)
         return rng.randint(int(low), int(high)) if kind == "integer" else rng.uniform(low, high)
-    return {"boolean": rng.random() < 0.5, "null": None}.get(kind, rng.choice(["Hi", "a", "", "json"]))
+    if kind == "boolean":
+        return rng.random() < 0.5
+    return None if kind == "null" else rng.choice(["Hi", "a", "", "json"])
 
 
 @pytest.mark.parametrize("where", [name for name in BODIES if name != "embed."])
