@@ -262,7 +262,7 @@ def test_better_priorities_go_first_and_take_the_place_of_others() -> None:
         assert request.output_ids == expected_output(prompt_of(20, seed), 40)
 
 
-def test_nobody_is_preempted_for_a_request_that_would_still_find_no_room() -> None:
+def test_no_preemption_without_enough_pages_for_the_urgent_request() -> None:
     """Work lost for nothing: all of a lower priority make less room than an urgent request needs."""
     engine, _ = make_engine(max_context=128, max_requests=3, max_step_tokens=256, n_pages=10)
     (urgent_too,) = add_all(engine, prompt_of(90, 1), greedy(20), priority=0)

@@ -63,7 +63,7 @@ def nan_after(n_tokens):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_engine_is_told(smollm2_path, monkeypatch):
+def test_health_and_requests_fail_when_the_engine_thread_has_ended(smollm2_path, monkeypatch):
     """Catches clients that wait forever, and a server that calls itself well."""
     with LLM(smollm2_path, max_context=512) as llm, serving(llm) as server, server.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
