@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import kukri
 from kukri.cli import app
+from kukri.formats.hub import DEFAULT_MODEL, MODELS
 from tests.terminal.pty_process import Terminal
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
@@ -248,10 +249,11 @@ def test_debug_shows_the_traceback():
 @pytest.mark.parametrize(
     "arguments", [["run", "Hi", "-n", "2"], ["run", "Hi", "-n", "2", "--json"], ["--help"]]
 )
-def test_a_full_disk_is_one_line(arguments):
+def test_a_full_disk_is_one_line(arguments, smollm2_path):
     """Catches a traceback, or "Exception ignored" while Python shuts down."""
+    model = ["-m", str(smollm2_path)] if arguments[0] == "run" else []
     with Path("/dev/full").open("wb") as full:
-        process = start(*arguments, stdout=full)
+        process = start(*arguments, *model, stdout=full)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert errors.decode() == "error: cannot write the output: No space left on device\n"
@@ -350,7 +352,7 @@ def test_doctor_reports_the_machine():
 def test_pull_prints_the_path(smollm2_path, tmp_path, monkeypatch):
     """Catches output that `$(kukri pull)` cannot use."""
     monkeypatch.setenv("KUKRI_CACHE_DIR", str(tmp_path))
-    cached = tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    cached = tmp_path / "models" / Path(MODELS[DEFAULT_MODEL].member).name
     cached.parent.mkdir()
     cached.symlink_to(smollm2_path)
     assert call("pull").stdout == f"{cached}\n"

@@ -16,6 +16,7 @@ import openai
 import uvicorn
 
 from kukri import LLM
+from kukri.formats.hub import DEFAULT_MODEL, MODELS
 from kukri.server.app import create_app
 from kukri.server.connection import uvicorn_options
 from kukri.server.models.registry import ModelRegistry
@@ -30,7 +31,7 @@ ASK = {  # a request of each form
     RESPONSE: {"model": MODEL, "input": "Hi", "max_output_tokens": 2},
 }
 # the second name that it has: the file's, as `kukri serve --alias smol` has it
-OTHER_NAME = Path(os.environ.get("KUKRI_TEST_MODEL") or "SmolLM2-135M-Instruct.Q4_1.gguf").stem
+OTHER_NAME = Path(os.environ.get("KUKRI_TEST_MODEL") or MODELS[DEFAULT_MODEL].member).stem
 SERVER = "KUKRI_TEST_SERVER"  # in the environment: the URL of a server to test in place of our own
 TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
 You may call these functions: {% for tool in tools %}{{ tool.function | tojson }} {% endfor %}
