@@ -286,6 +286,7 @@ def test_an_option_that_one_of_several_models_cannot_have_ends_the_start(
     command = ["serve", *models, "--port", "0", *flags]
     command = [str(files["red"]) if word == "DRAFT" else word for word in command]
     monkeypatch.setattr("kukri.terminal.serve.run_app", lambda *_: None)
+    monkeypatch.setattr("kukri.server.logs.configure_logs", lambda **_: None)  # stays for all that follows
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2, done.output
     assert message in " ".join(done.stderr.split())

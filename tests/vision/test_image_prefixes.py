@@ -313,6 +313,7 @@ def test_an_image_that_no_step_has_room_for_is_refused(tmp_path: Path) -> None:
         llm.generate(prompt("gemma4-unified", large))
 
 
+@pytest.mark.full(but=["cpu"])
 @pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
 def test_an_image_larger_than_a_window_sees_all_of_itself(backend: str, tmp_path: Path) -> None:
     """Catches rows that see no further ahead than back, that see text before the window, and text after the

@@ -229,9 +229,9 @@ class PromptBody(Body):
             raise RequestError(
                 "'thread' is not supported: send the whole conversation", param="thread", code=NO_THREADS
             )
-        unknown = tuple(cls._unknown(data))
+        unknown = dict.fromkeys(cls._unknown(data))
         body = read({name: value for name, value in data.items() if name not in unknown})
-        body._left_out = unknown
+        body._left_out = tuple(unknown)
         return body
 
     def check_known(self, http: Request) -> None:
