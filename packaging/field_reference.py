@@ -39,7 +39,9 @@ def fates(body: type[Body]) -> dict[str, str]:
     """Return what becomes of each field that a body knows: applied, ignored, refused or `= another name`."""
     found = dict.fromkeys(body.ignored, "ignored") | dict.fromkeys(body.refused, "refused")
     found |= {name: f"= `{alias.field}`" for name, alias in body.aliases.items() if name != alias.field}
-    found |= dict.fromkeys(body._names(), "applied")
+    found |= dict.fromkeys(body._names() - body.refused.keys(), "applied") | dict.fromkeys(
+        body.unused, "ignored"
+    )
     if "options" in body.model_fields:
         found |= {f"options.{name}": fate for name, fate in fates(Options).items()}
     return found
@@ -47,7 +49,7 @@ def fates(body: type[Body]) -> dict[str, str]:
 
 def refusals(body: type[Body]) -> dict[str, str]:
     """Return the reason of each field that a body refuses."""
-    found = {name: reason for name, (_, reason) in body.refused.items() if name not in body._names()}
+    found = {name: reason for name, (_, reason) in body.refused.items()}
     if "options" in body.model_fields:
         found |= {f"options.{name}": reason for name, reason in refusals(Options).items()}
     return found

@@ -35,6 +35,7 @@ class Body(BaseModel):
     refused: ClassVar[Refused] = {}
     aliases: ClassVar[Aliases] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+    unused: ClassVar[frozenset[str]] = frozenset()  # inherited fields that change nothing at an endpoint
 
     @model_validator(mode="before")
     @classmethod
@@ -47,14 +48,14 @@ class Body(BaseModel):
                 raise RequestError(
                     f"{name} is not supported: {reason}", param=name, code="unsupported_parameter"
                 )
-        known = cls._names()
+        known = cls._names() - cls.refused.keys() - cls.unused
         first = next(cls._unknown(data), None)  # one error is enough
         return {name: value for name, value in data.items() if name in known or name == first}
 
     @classmethod
     def _unknown(cls, data: Mapping[str, Any]) -> Iterator[str]:
         """Return the names of fields that are errors."""
-        left_out = cls._names() | cls.refused.keys() | cls.ignored | cls.aliases.keys()
+        left_out = cls._names() | cls.refused.keys() | cls.ignored | cls.unused | cls.aliases.keys()
         return (name for name, value in data.items() if name not in left_out and value is not None)
 
     @classmethod

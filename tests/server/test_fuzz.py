@@ -26,6 +26,7 @@ GENERATED = (
         "/completion",
         "/infill",
         "/v1/rerank",
+        "/v2/rerank",
         "/v1/score",
         "/classify",
         "/pooling",
@@ -50,6 +51,7 @@ BODIES = (
 GETS = (
     *("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics"),
     *("/api/tags", "/api/ps", "/api/version", "/props", "/slots", "/version", "/check-busy"),
+    "/tokenizer_info",
     *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
     *("/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),

@@ -41,7 +41,12 @@ class LlamaBody(GenerationBody):
         **{name: reason for name, reason in ELSEWHERE.items() if not name.startswith("t_max_")},
         "skip_special_tokens": ((True,), "control tokens are not shown"),
         "penalize_nl": ((True,), "penalties hold for all tokens"),
+        "prompt_logprobs": ((), "use /v1/completions"),
+        "return_token_ids": ((False,), "use return_tokens"),
+        "return_tokens_as_token_ids": ((False,), "n_probs tells each token's id"),
     }
+    # answers here have them anyway
+    unused: ClassVar[frozenset[str]] = frozenset({"stream_options", "usage", "verbose"})
     ignored: ClassVar[frozenset[str]] = HINTS | {
         *("t_max_predict_ms", "t_max_prompt_ms", "n_discard", "n_prefix", "chat_format"),
         *("speculative.n_max", "speculative.n_min", "speculative.p_min"),
