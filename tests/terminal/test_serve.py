@@ -115,7 +115,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(smollm2_path):
     assert '"n_generated": 600' in said
 
 
-@pytest.mark.representative(4)
+@pytest.mark.representative(6)
 def test_a_second_signal_ends_it_at_once(smollm2_path):
     """Catches a server that Ctrl-C does not stop while an answer continues."""
     options = ("--port", "0", "--max-context", "8192", "--max-requests", "1")

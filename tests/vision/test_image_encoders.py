@@ -55,8 +55,8 @@ def run(request: Any, pair: tuple[str, Any, Any]) -> Iterator[tuple[str, Any, LL
         yield name, theirs, llm, BOUNDS[request.param]
 
 
-# Qwen's that draw several pictures are dearer than others
-@pytest.mark.full(but=["*-[!q]*-(2, ' first')", "*-[!q]*two: *", "cpu-qwen2_5_vl-*two: *"])
+# the tests of families in test_mmproj stand for the others
+@pytest.mark.full(but=["*-idefics3-(2*", "*-idefics3-*two: *"])
 @pytest.mark.parametrize(
     "parts",
     [

@@ -55,7 +55,7 @@ def reference(stated):
     return classes[name](**options)
 
 
-@pytest.mark.full(only=["*-square", "*-large", "smolvlm-tiny", "smolvlm-photo"])
+@pytest.mark.full(only=["*-square", "*-large", "*-one above", "smolvlm-tiny", "smolvlm-photo"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stated", [SMOLVLM, IDEFICS3], ids=["smolvlm", "idefics3"])
 def test_tiles_are_those_of_idefics3(stated, size):
