@@ -157,7 +157,13 @@ def _resolve(one: Intervention, model: Model, catalog: Catalog, prompt: Prompt, 
 
 def _edits(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[Edit]:
     """An edit by one vector, or by one for each position."""
-    if np.ndim(one.vector) != 2:
+    try:
+        n_dimensions = np.ndim(one.vector)
+    except ValueError:
+        raise RequestError(
+            "the vectors must have one length: give as many numbers for each position"
+        ) from None
+    if n_dimensions != 2:
         yield _edit(one, model, catalog, spans)
         return
     n = len(one.vector)

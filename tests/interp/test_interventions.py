@@ -258,6 +258,7 @@ def test_a_preempted_request_is_captured_once(path):
         ({"op": "add", "name": "resid_post1", "vector": [1, 2]}, "list of 64 numbers"),
         ({"op": "add", "name": "resid_post1", "vector": [float("nan")] * D}, "finite"),
         ({"op": "add", "name": "resid_post1", "vector": [[1.0]] * D}, "one for each position: 64 for all"),
+        ({"op": "add", "name": "resid_post1", "vector": [[1.0], []]}, "must have one length"),
         ({"op": "add", "name": "resid_post1", "vector": "x"}, "list of 64"),
         ({"op": "add", "name": "resid_post1", "vector": DIRECTION, "strength": 1e9}, "within 1e6"),
         ({"op": "add", "name": "resid_post1", "vector": DIRECTION, "heads": [0]}, "has no heads"),
