@@ -250,7 +250,7 @@ class Checkout:
             )
         except subprocess.TimeoutExpired:
             return ["?"]
-        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+        failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         return failed or ["?"] * (done.returncode not in (0, 5))
 
 
