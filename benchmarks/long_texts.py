@@ -1,7 +1,7 @@
 """What Python does in a step, next to long texts: `python -m benchmarks.long_texts`.
 
-One answer is decoded while a prompt of so many tokens waits, whose beginning is cached and for whose rest
-there are no pages; and DRY looks back on a text of so many tokens. Times are medians, in microseconds.
+One answer is decoded while a prompt of N tokens waits, whose beginning is cached and for whose rest
+there are no pages; and DRY looks back on a text of N tokens. Times are medians, in microseconds.
 """
 
 from __future__ import annotations

@@ -459,7 +459,7 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
     if max_context > config.max_context:
         remedy = "--rope-scaling with --rope-factor (rope_scaling, rope_factor) stretches it"
         if not config.rope.rotary_dim:
-            remedy = "use at most so many"
+            remedy = f"use at most {config.max_context}"
         raise ConfigError(
             f"max_context {max_context} is more than the model's {config.max_context} tokens: {remedy}"
         )
