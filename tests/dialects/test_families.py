@@ -68,9 +68,14 @@ def dialect(family: Family) -> Dialect:
 def split(form: Dialect, pieces: Any, prompt: str = "", is_cut: bool = False, tools: Any = TOOLS) -> Outcome:
     """(thoughts, content, calls, where thoughts are, where answers are) of a text in pieces."""
     parser = parser_of(form, tools, prompt)
-    thoughts, content, calls = "", "", []
     found = [event for piece in pieces for event in parser.push(piece)] + parser.flush(is_cut=is_cut)
-    for event in found:
+    return (*gathered(found), parser.thoughts, parser.answers)
+
+
+def gathered(events: Any) -> tuple[str, str, list[tuple[str, str]]]:
+    """(thoughts, content, calls) of a parser's events."""
+    thoughts, content, calls = "", "", []
+    for event in events:
         if isinstance(event, Thought):
             thoughts += event.text
         elif isinstance(event, CallDelta):
@@ -81,7 +86,7 @@ def split(form: Dialect, pieces: Any, prompt: str = "", is_cut: bool = False, to
             calls[event.place] = name, arguments + event.arguments
         else:
             content += event
-    return thoughts, content, calls, parser.thoughts, parser.answers
+    return thoughts, content, calls
 
 
 def everywhere(form: Dialect, text: str, **options: Any) -> Outcome:

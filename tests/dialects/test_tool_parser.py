@@ -17,6 +17,7 @@ from kukri.dialects.dialect import Dialect
 from kukri.dialects.families import HERMES, LLAMA_3, MISTRAL, MISTRAL_NAMES
 from kukri.dialects.signatures import Signatures
 from kukri.dialects.tool_parser import ToolParser
+from tests.dialects.test_families import gathered
 
 CODE = replace(HERMES, reads_code=True)
 SIGNATURES = Signatures([{"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}])
@@ -25,17 +26,9 @@ WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
 
 def split(dialect: Dialect, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
     """(what is said, the calls) of a text in pieces."""
-    parser, text, calls = ToolParser(marks_of(dialect), SIGNATURES), "", []
-    for event in [event for piece in pieces for event in parser.push(piece)] + parser.flush():
-        if isinstance(event, CallDelta):
-            if event.name is not None:
-                assert event.place == len(calls)
-                calls.append((event.name, ""))
-            name, arguments = calls[event.place]
-            calls[event.place] = name, arguments + event.arguments
-        else:
-            text += event
-    return text, calls
+    parser = ToolParser(marks_of(dialect), SIGNATURES)
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+    return gathered(events)[1:]
 
 
 CASES: list[tuple[Dialect, str, str, list[tuple[str, Any]]]] = [
