@@ -48,9 +48,9 @@ def _median_us(n: int, work: Callable[[], object], between: Callable[[], object]
 
 def waiting_us(n_tokens: int, n_steps: int, *, has_states: bool = False) -> float:
     """Microseconds to schedule a step while a prompt of `n_tokens` waits for room."""
+    from kukri.engine.kv_allocator import KVAllocator
     from kukri.engine.pages import PagePool, pages_for
     from kukri.engine.request import Request
-    from kukri.engine.residence import Residence
     from kukri.engine.scheduled_step import ScheduledStep
     from kukri.engine.scheduler import Scheduler
     from kukri.engine.states import StatePool
@@ -60,7 +60,7 @@ def waiting_us(n_tokens: int, n_steps: int, *, has_states: bool = False) -> floa
     n_needed = pages_for(n_tokens, _PAGE_TOKENS)
     n_pages = 2 * n_needed + n_steps // _PAGE_TOKENS
     states = StatePool(64) if has_states else None
-    scheduler = Scheduler(Residence([PagePool(n_pages, _PAGE_TOKENS)], states=states), 4, 1 << 20)
+    scheduler = Scheduler(KVAllocator([PagePool(n_pages, _PAGE_TOKENS)], states=states), 4, 1 << 20)
     made: list[Request] = []
 
     def add(prompt: np.ndarray, n_new: int) -> None:

@@ -23,7 +23,7 @@ def ask(model: Path, directory: Path, **options: Any) -> tuple[list[int], int]:
     """(the answer of an LLM that is opened for it, the prompt's tokens that it read from disk)."""
     with LLM(model, prefix_dir=directory, n_threads=1, **options) as llm:
         result = llm.generate(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
-        return result.token_ids, llm.engine.residence.n_restored
+        return result.token_ids, llm.engine.allocator.n_restored
 
 
 @pytest.mark.parametrize(

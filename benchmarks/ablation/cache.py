@@ -61,12 +61,12 @@ def prefix_cache(trial: Trial) -> Iterator[Row]:
     engine, sizes, random = trial.engine, trial.sizes, np.random.default_rng(1)
 
     def second_request(caches_prefixes: bool) -> float:
-        engine.residence.caches_prefixes = caches_prefixes
+        engine.allocator.caches_prefixes = caches_prefixes
         shared = random_ids(engine, sizes.shared_prompt, random)
         for _ in range(2):
             prompt = np.concatenate([shared, random_ids(engine, sizes.own_prompt, random)])
             request = run(engine, request_of(engine, prompt, 1))
-        engine.residence.caches_prefixes = False
+        engine.allocator.caches_prefixes = False
         engine.pool.forget()
         return request.timings.first_token_s
 

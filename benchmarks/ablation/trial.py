@@ -94,7 +94,7 @@ class Trial:
     @cached_property
     def _kukri(self) -> Kukri:
         kukri = Kukri(self.path, self.n_threads, self.sizes.context, max_requests=self.sizes.n_streams)
-        kukri.llm.engine.residence.caches_prefixes = False  # what was computed before helps nobody
+        kukri.llm.engine.allocator.caches_prefixes = False  # what was computed before helps nobody
         return kukri
 
     @property

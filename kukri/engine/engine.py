@@ -17,12 +17,12 @@ from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
 from kukri.engine.draft_model import DraftModel, EitherDrafts, make_drafts
 from kukri.engine.drafts import Drafts
+from kukri.engine.kv_allocator import KVAllocator
 from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
 from kukri.engine.request_maker import MOST_ROWS, RequestMaker, no_drafts
-from kukri.engine.residence import Residence
 from kukri.engine.row_drafts import StepRows, has_row_drafts
 from kukri.engine.runner import OwnTaps, Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
@@ -31,7 +31,7 @@ from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
 from kukri.engine.step_sampler import StepSampler
-from kukri.engine.step_taps import has_images, request_taps, sees_whole
+from kukri.engine.step_taps import attends_both_ways, has_images, request_taps
 from kukri.errors import ConfigError, KukriError, RequestError, StageError, UnsupportedError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Backend, Logits
@@ -103,9 +103,11 @@ class Engine(RequestMaker):
         if not (is_causal := model.config.is_causal):
             # what a token keeps depends on those after it
             config = replace(config, caches_prefixes=False, prefix_dir=None)
-        if vision is not None and vision.config.sees_whole:  # a step has room for an image and all tokens
-            most, bounds = vision.config.most_whole, pool_windows(model.cache_layout)
-            if vision.config.sees_whole == "all" and any(w is not None and w < most for w in bounds):
+        if (
+            vision is not None and vision.config.attends_both_ways
+        ):  # a step has room for an image and all tokens
+            most, bounds = vision.config.most_run_rows, pool_windows(model.cache_layout)
+            if vision.config.attends_both_ways == "all" and any(w is not None and w < most for w in bounds):
                 raise UnsupportedError(f"an image has {most} tokens, more than a window of the text reaches")
             n_tokens = max(config.max_step_tokens, most + config.max_requests)
             config = replace(config, max_step_tokens=n_tokens)
@@ -150,7 +152,7 @@ class Engine(RequestMaker):
         self.saved_prefixes = _saved_prefixes(config, self.runner.cache)
         pools = [PagePool(n, page_tokens, w, config.max_step_tokens) for n, w in zip(pool_sizes, windows)]
         self.pool = pools[0]
-        self.residence = Residence(
+        self.allocator = KVAllocator(
             pools,
             caches_prefixes=config.caches_prefixes,
             saved=self.saved_prefixes,
@@ -158,12 +160,12 @@ class Engine(RequestMaker):
         )
         self.adapters = LoadedAdapters()
         self.scheduler = Scheduler(
-            self.residence,
+            self.allocator,
             config.max_requests,
             config.max_step_tokens,
             config.max_prompt_tokens,
             max_rows,
-            takes_whole=not is_causal,
+            needs_one_step=not is_causal,
             cost=StepCost(even_depth(model.config, model.n_parameters), (config.max_step_ms or inf) / 1000),
             n_in_flight=config.max_in_flight,
             row_costs=backend.row_costs,
@@ -223,7 +225,7 @@ class Engine(RequestMaker):
 
     def check_fits(self, request: Request) -> None:
         """See RequestMaker.check_fits: of layers with a window a request needs the window's pages alone."""
-        self.residence.check_fits(request)
+        self.allocator.check_fits(request)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises CapacityError if it could never get all its pages."""
@@ -287,10 +289,12 @@ class Engine(RequestMaker):
             return run(chunks, *own)
         scheduled.has_listeners = True
         # runs of images that see all of themselves come first, in a program of their own
-        chunks.sort(key=lambda chunk: not sees_whole(chunk))
-        n_whole = sum(map(bool, map(sees_whole, chunks)))
+        chunks.sort(key=lambda chunk: not attends_both_ways(chunk))
+        n_whole = sum(map(bool, map(attends_both_ways, chunks)))
         parts = [part for part in (chunks[:n_whole], chunks[n_whole:]) if part]
-        logits = [run(part, *self._own_taps(part), sees_whole=sees_whole(part[0])) for part in parts]
+        logits = [
+            run(part, *self._own_taps(part), attends_both_ways=attends_both_ways(part[0])) for part in parts
+        ]
         if len(logits) == 1 or not len(logits[0]):
             return logits[-1]
         return HostLogits(np.concatenate([each.numpy() for each in logits]))
@@ -390,7 +394,7 @@ class Engine(RequestMaker):
 
     def keep(self, request: Request) -> None:
         """Keeps the pages of a request that has ended longer than others: its conversation will continue."""
-        self.residence.keep(request)
+        self.allocator.keep(request)
 
     def close(self) -> None:
         """Waits until prefixes that are to be saved are on the disk. No step may follow."""
@@ -504,11 +508,11 @@ class Engine(RequestMaker):
 
     def _forget_prefixes(self) -> None:
         """Nothing computed so far is shared with requests to come, and nothing while hooks listen."""
-        self.residence.forget()
+        self.allocator.forget()
         self.scheduler.start_over()
         for request in (*self.scheduler.running, *self.scheduler.ending):
             request.n_cached_pages, request.is_cacheable = 0, False
-        self.residence.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
+        self.allocator.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
         # a hook sees each token of a sequence once, and none that is not in it
         self.scheduler.takes_drafts = not self.runner.hooks
 

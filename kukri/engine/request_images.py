@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.models.both_ways import SeesWhole
+from kukri.models.both_ways import BothWaysLayers
 from kukri.vision.image import ImagePrompt
 
 
@@ -25,7 +25,7 @@ class _Run(NamedTuple):
 class RequestImages:
     """The images of a prompt. `rows` [n_tokens, D] of those that have been encoded, by their numbers.
 
-    With `sees_whole` a run of rows is computed in one step, in a chunk of its own. With `n_deep` the rows
+    With `attends_both_ways` a run of rows is computed in one step, in a chunk of its own. With `n_deep` rows
     hold more than embeddings: what so many layers add, one after another. With `merge` each has three
     positions, by its place in the image's grid, whose sides in patches are divided by `merge`. A step reads
     `blank_id`, if there is one, in place of the tokens that mark them.
@@ -35,12 +35,12 @@ class RequestImages:
         self,
         prompt: ImagePrompt,
         *,
-        sees_whole: SeesWhole = "",
+        attends_both_ways: BothWaysLayers = "",
         n_deep: int = 0,
         merge: int = 0,
         blank_id: int | None = None,
     ) -> None:
-        self.images, self.sees_whole, self.n_deep = prompt.images, sees_whole, n_deep
+        self.images, self.attends_both_ways, self.n_deep = prompt.images, attends_both_ways, n_deep
         self._blank_id = blank_id
         self.rows: dict[int, FloatArray] = {}
         self._given: set[int] = set()  # numbers of those that no encoder makes again
@@ -77,24 +77,24 @@ class RequestImages:
             if run.stop > n_cached:
                 if run.image not in self.rows:
                     return max(run.start, n_cached)
-                if self.sees_whole:
+                if self.attends_both_ways:
                     return run.stop if run.start <= n_cached else run.start
         return n_tokens
 
     def is_whole(self, start: int) -> bool:
         """True if the token at `start` belongs to a run whose rows see each other, up to the run's end."""
-        return bool(self.sees_whole) and self.has_rows(start, start + 1)
+        return bool(self.attends_both_ways) and self.has_rows(start, start + 1)
 
     def most_rows(self, first: int, stop: int) -> int:
         """The most of tokens `first` to `stop` - 1 that are in one run which must not be cut."""
-        runs = self._runs if self.sees_whole else ()
+        runs = self._runs if self.attends_both_ways else ()
         return max((min(run.stop, stop) - max(run.start, first) for run in runs), default=0)
 
     def mark_seen_ahead(self, seen: npt.NDArray[np.bool_], window: int | None) -> None:
         """Sets in `seen`, of queries by keys [T, T], later keys that a query sees too, as both are rows of
         one run, in a layer with this window or without one.
         """
-        if self.sees_whole == "all" or (self.sees_whole == "windows" and window is not None):
+        if self.attends_both_ways == "all" or (self.attends_both_ways == "windows" and window is not None):
             for run in self._runs:
                 tokens = slice(run.start, run.stop)
                 seen[tokens, tokens] |= ~np.tri(run.stop - run.start, dtype=np.bool_)

@@ -215,7 +215,11 @@ class RequestMaker(ABC):
         merge = config.merge if config.has_places else 0
         n_deep = len(config.deep_layers)
         return RequestImages(
-            seen, sees_whole=config.sees_whole, n_deep=n_deep, merge=merge, blank_id=config.blank_id
+            seen,
+            attends_both_ways=config.attends_both_ways,
+            n_deep=n_deep,
+            merge=merge,
+            blank_id=config.blank_id,
         )
 
     def _check_rows(self, request: Request) -> None:

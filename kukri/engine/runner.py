@@ -17,7 +17,7 @@ from kukri.kernels.op_set import Program
 from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook, Hooks
 from kukri.models import Model
-from kukri.models.both_ways import BothWays, SeesWhole
+from kukri.models.both_ways import BothWays, BothWaysLayers
 
 _N_KEPT = 4  # programs with taps that are kept besides the plain one, each with its own buffers
 _N_SPARE_TAPS = 32  # that a step may stop at beyond those it needs: each costs some 20 us
@@ -28,7 +28,7 @@ class _Variant(NamedTuple):
 
     kind: ProgramKind
     has_adapters: bool = False
-    sees_whole: SeesWhole = ""
+    attends_both_ways: BothWaysLayers = ""
 
 
 class Runner:
@@ -68,26 +68,28 @@ class Runner:
         self,
         chunks: Sequence[Chunk],
         *own: OwnTaps,
-        sees_whole: SeesWhole = "",
+        attends_both_ways: BothWaysLayers = "",
         activations: FloatArray | None = None,
     ) -> Logits:
         """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache.
 
         `own` see the taps of the step's requests, one after another: `StepImages` before the hooks. With
-        `sees_whole` each token sees those after it in its chunk too, in those layers. `activations` [T, D]
-        are for a program that reads them.
+        `attends_both_ways` a token attends to the later tokens of its chunk too, in those layers.
+        `activations` [T, D] are for a program that reads them.
         """
         has_adapters = self._has_adapters(chunks)
         if not own and not self.hooks and not has_adapters:
             program, builder = self.plain
         else:
-            program, builder = self._compiled("logits", self._names(own), has_adapters, sees_whole)
+            program, builder = self._compiled("logits", self._names(own), has_adapters, attends_both_ways)
         return program(builder.build(chunks, activations), self._listener(own))
 
-    def run_hidden(self, chunks: Sequence[Chunk], *own: OwnTaps, sees_whole: SeesWhole = "") -> Logits:
+    def run_hidden(
+        self, chunks: Sequence[Chunk], *own: OwnTaps, attends_both_ways: BothWaysLayers = ""
+    ) -> Logits:
         """Runs one step and gives hidden states [N, D], the last norm's outputs, instead of logits."""
         has_adapters = self._has_adapters(chunks)
-        program, builder = self._compiled("hidden", self._names(own), has_adapters, sees_whole)
+        program, builder = self._compiled("hidden", self._names(own), has_adapters, attends_both_ways)
         return program(builder.build(chunks), self._listener(own))
 
     def forget(self) -> None:
@@ -118,9 +120,13 @@ class Runner:
         return listen
 
     def _compiled(
-        self, kind: ProgramKind, taps: frozenset[str], has_adapters: bool, sees_whole: SeesWhole = ""
+        self,
+        kind: ProgramKind,
+        taps: frozenset[str],
+        has_adapters: bool,
+        attends_both_ways: BothWaysLayers = "",
     ) -> Compiled:
-        variant = _Variant(kind, has_adapters, sees_whole)
+        variant = _Variant(kind, has_adapters, attends_both_ways)
         if (variant, taps) not in self._kept and taps:
             # one with more taps only stops more often: adding and removing requests does not recompile
             most = len(taps) + _N_SPARE_TAPS
@@ -137,8 +143,8 @@ class Runner:
         limits, has_adapters = self.limits, variant.has_adapters
         if variant.kind == "hidden":  # its rows are small: there is room for all tokens of a step
             model, limits = self.model.hidden, replace(limits, max_logit_rows=limits.max_tokens)
-        if variant.sees_whole:
-            model = BothWays(model, variant.sees_whole)
+        if variant.attends_both_ways:
+            model = BothWays(model, variant.attends_both_ways)
         adapters = self.adapters if has_adapters else ()
         program = self.backend.compile(model, self.cache, limits, taps, adapters)
         has_types = self.model.config.n_token_types > 0

@@ -6,7 +6,7 @@ prompts, so that a short one begins at once alongside a long one, and the rest i
 order), so that a long one never stands still. A waiting request is admitted when it is to compute something.
 If pages run out, the request last in order is preempted: it frees its pages and is recomputed later. That
 changes no token, as no result depends on chunks. What a request holds in the caches, and which prefixes it
-finds there, is told by residence.py.
+finds there is the business of kv_allocator.py.
 
 If room is left, decoding requests have draft tokens computed alongside their newest one (drafts.py). No
 request is preempted for a draft, and a rejected one is forgotten: its slot in the cache is overwritten, and a
@@ -24,9 +24,9 @@ from math import inf
 from operator import le
 
 from kukri.engine.drafts import DraftBudget, Drafts
+from kukri.engine.kv_allocator import KVAllocator
 from kukri.engine.lookup_drafts import EarlierAnswers
 from kukri.engine.request import ProgramKind, Request, RequestState
-from kukri.engine.residence import Residence
 from kukri.engine.row_costs import RowCosts
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.step_cost import StepCost
@@ -45,29 +45,29 @@ _LEAST_TOKENS = 8
 
 
 class Scheduler:
-    """The queue, and the running requests in order of their turn; `residence` has what they hold.
+    """The queue, and the running requests in order of their turn; `allocator` has what they hold.
 
     `max_step_tokens` bounds a step; `max_prompt_tokens` what prompts get of it while others generate, `cost`
     the time that their tokens take; `max_logit_rows` the rows of logits; `row_costs` are the backend's. With
-    `takes_whole` a prompt is computed in one step, of its own if it is longer than a step should be. A step
-    takes one of `n_in_flight` parts of the requests, so that as many steps can be under way.
+    `needs_one_step` a prompt is computed in one step, which it has to itself if it is longer than a step
+    should be. A step takes one of `n_in_flight` parts of the requests: as many steps can be under way.
     """
 
     def __init__(
         self,
-        residence: Residence,
+        allocator: KVAllocator,
         max_requests: int,
         max_step_tokens: int,
         max_prompt_tokens: int | None = None,
         max_logit_rows: int | None = None,
         *,
-        takes_whole: bool = False,
+        needs_one_step: bool = False,
         n_in_flight: int = 1,
         cost: StepCost | None = None,
         row_costs: tuple[float, ...] = EVEN_ROW_COSTS,
         earlier_answers: EarlierAnswers | None = None,
     ) -> None:
-        self.residence, self.takes_whole, self.n_in_flight = residence, takes_whole, n_in_flight
+        self.allocator, self.needs_one_step, self.n_in_flight = allocator, needs_one_step, n_in_flight
         self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
@@ -86,8 +86,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a new request. Raises CapacityError if it could outgrow a whole pool."""
-        self.residence.check_fits(request)
-        self.residence.note_cached(request)
+        self.allocator.check_fits(request)
+        self.allocator.note_cached(request)
         if self.running or self.waiting:
             self.cost.share()
         request.state = RequestState.WAITING
@@ -125,7 +125,7 @@ class Scheduler:
 
     def _occupancy(self) -> tuple[int, ...]:
         """What admission depends on: who waits, how many run, and how many pages are free."""
-        return self.waiting.n_changes, len(self.running), *(pool.n_free for pool in self.residence.pools)
+        return self.waiting.n_changes, len(self.running), *(pool.n_free for pool in self.allocator.pools)
 
     def _is_full(self) -> bool:
         """True if nobody can be admitted, as nobody could and nothing has been freed since."""
@@ -138,14 +138,14 @@ class Scheduler:
 
     def _can_repeat(self, step: ScheduledStep) -> bool:
         """True if a step gives each running request one token and does nothing else."""
-        if self.residence.states is not None or self.n_in_flight > 1 or len(step.chunks) < len(self.running):
+        if self.allocator.states is not None or self.n_in_flight > 1 or len(step.chunks) < len(self.running):
             return False
         known = [r for r in self.running if _generates(r) and not r.may_restore]
         return len(known) == len(step.chunks) and not step.copies
 
     def _repeat(self) -> bool:
         """Moves the last step on by a token of each request; False if others run now, or pages run out."""
-        chunks, residence = self._step.chunks, self.residence
+        chunks, allocator = self._step.chunks, self.allocator
         if len(chunks) != len(self.running) or (self.waiting and not self._is_full()):
             return False
         growing: list[Request] = []
@@ -153,14 +153,14 @@ class Scheduler:
             request = chunk.sequence
             if request.is_in_flight:
                 return False
-            if request.n_cached % residence.page_tokens == 0:
+            if request.n_cached % allocator.page_tokens == 0:
                 growing.append(request)
         for request in growing:
-            residence.pass_windows(request)
-        if growing and len(growing) > residence.n_free:
+            allocator.pass_windows(request)
+        if growing and len(growing) > allocator.n_free:
             return False
         for request in growing:
-            residence.grow(request, request.n_cached + 1)
+            allocator.grow(request, request.n_cached + 1)
         for chunk in chunks:
             chunk.start = chunk.sequence.n_cached
         self._step.is_repeat = True
@@ -197,7 +197,7 @@ class Scheduler:
         shorter = [r for r in prompts if r.priority == first.priority and _n_left(r) < _n_left(first)]
         n_tokens, rest = budget.n_prompt_tokens, sum(self.cost.of(r.n_cached, _n_left(r)) for r in prompts)
         limit = self.cost.limit(n_tokens, rest, has_decodes=bool(step.chunks))
-        if shorter and not self.takes_whole:
+        if shorter and not self.needs_one_step:
             half, n_chunks = n_tokens // 2, len(step.chunks)
             budget.n_prompt_tokens, budget.cost = half, max(limit / 2, least)
             self._begin(sorted(shorter, key=_n_left), budget, step, n_most)
@@ -243,7 +243,7 @@ class Scheduler:
         """
         for other in self.running:
             if other.priority <= request.priority and not _generates(other):
-                n_common = self.residence.n_common(request, other) - request.n_found
+                n_common = self.allocator.n_common(request, other) - request.n_found
                 if other.n_tokens - other.n_cached <= 2 * n_common:
                     return True
         return False
@@ -279,7 +279,7 @@ class Scheduler:
                 request.drafts.follow(request.tokens, request.n_tokens)
                 # the last token that it may come to needs no draft: it follows from the row before
                 n = min(room, request.max_drafts, request.max_length - request.n_tokens - 1)
-                n = min(n, self.residence.draft_room(request))
+                n = min(n, self.allocator.draft_room(request))
                 budget.offer(request.drafts.chances(n), request.drafts.relative_cost)
                 offered.append((i, request.drafts))
             except Exception:  # drafts change no answer: it goes without
@@ -297,14 +297,14 @@ class Scheduler:
     def with_drafts(self, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledChunk:
         """A decoding request's chunk with drafts after its newest token, as many as free pages hold."""
         request = chunk.request
-        n = max(min(len(drafts), self.residence.n_fitting(request) - request.n_tokens), 0)
+        n = max(min(len(drafts), self.allocator.n_fitting(request) - request.n_tokens), 0)
         n_to_come = self.max_requests - len(self.running)
-        saves = self.residence.save_before_drafts(request, n, n_to_come) if n else None
+        saves = self.allocator.save_before_drafts(request, n, n_to_come) if n else None
         if saves is None:
             return chunk
         stop = request.n_tokens + n
         request.tokens[request.n_tokens : stop] = drafts[:n]
-        self.residence.grow(request, stop)
+        self.allocator.grow(request, stop)
         saves = [*chunk.saves, *saves]
         return replace(chunk, n_tokens=chunk.n_tokens + n, n_logits=1 + n, n_drafts=n, saves=saves)
 
@@ -326,7 +326,7 @@ class Scheduler:
             if not tokens:
                 self._count(chunk, chunk.n_tokens)
                 if request.output != "tokens" and request.n_cached == request.n_prompt:
-                    self.residence.cache_pages(request)
+                    self.allocator.cache_pages(request)
                     self.finish(request, "stop")
                     outputs.append(StepOutput(request, None, "stop"))
                 continue
@@ -334,7 +334,7 @@ class Scheduler:
             if chunk.n_drafts:
                 self._forget_drafts(chunk, len(tokens) - 1)
             if not isinstance(tokens[-1], KukriError):
-                self.residence.cache_pages(request)
+                self.allocator.cache_pages(request)
             for token in tokens:
                 outputs.append(self._take(request, token, now_s))
         return outputs
@@ -344,7 +344,7 @@ class Scheduler:
     ) -> list[StepOutput]:
         """Records a step that was continued, where all requests run: a token of each, or its error."""
         outputs: list[StepOutput] = []
-        size = self.residence.page_tokens
+        size = self.allocator.page_tokens
         self.n_computed += len(chunks)
         for chunk, token in zip(chunks, tokens, strict=True):
             request = chunk.sequence
@@ -354,7 +354,7 @@ class Scheduler:
                 outputs.append(self._take(request, token, now_s))
             else:
                 if n_cached % size == 0:
-                    self.residence.cache_pages(request)
+                    self.allocator.cache_pages(request)
                 self._append(request, token, now_s)
                 outputs.append(StepOutput(request, token, request.finish_reason))
         return outputs
@@ -383,20 +383,20 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Frees what a finished request holds; what an aborted one has computed stays cached."""
         if request.finish_reason == "abort":
-            self.residence.cache_unfinished(request)
-        self.residence.release(request)
+            self.allocator.cache_unfinished(request)
+        self.allocator.release(request)
 
     def check_integrity(self) -> None:
         """Asserts that queue, running requests and pages agree with one another."""
         assert len(self.running) <= self.max_requests, "more requests run than max_requests allows"
         assert self.running == sorted(self.running, key=_turn), "the running requests are out of order"
-        self.residence.check_integrity((*self.running, *self.ending))
+        self.allocator.check_integrity((*self.running, *self.ending))
         assert all(request.is_in_flight for request in self.ending), "a collected request has not been freed"
         for request in self.waiting:
             assert request.state is RequestState.WAITING, (
                 f"request {request.id} is in the queue and {request.state}"
             )
-            self.residence.check_absent(request)
+            self.allocator.check_absent(request)
         for request in self.running:
             assert request.state is RequestState.RUNNING, (
                 f"request {request.id} is among the running and {request.state}"
@@ -430,16 +430,16 @@ class Scheduler:
     def _schedule(self, request: Request, budget: _Budget, step: ScheduledStep) -> None:
         """Adds the request's next tokens to the step, within the budget."""
         if request.may_restore:
-            budget.n_saved_pages -= self.residence.restore(request, budget.n_saved_pages)
+            budget.n_saved_pages -= self.allocator.restore(request, budget.n_saved_pages)
             if request.may_restore:
                 return
         start, n_replayed = request.n_cached, request.n_replayed
         n_tokens, n_logits = budget.take(request)
-        if n_tokens == 0 or not self._make_writable(request, start, start + n_tokens, step):
+        if n_tokens == 0 or not self._allocate(request, start, start + n_tokens, step):
             return
         n_after = max(start + n_tokens - request.stop_row, 0)
         n_to_come = self.max_requests - len(self.running)  # requests, each of which wants a state
-        saves = self.residence.snapshots(request, start, start + n_tokens, n_to_come)
+        saves = self.allocator.snapshots(request, start, start + n_tokens, n_to_come)
         first, n_all, request.n_replayed = start - n_replayed, n_tokens + n_replayed, 0
         chunk = ScheduledChunk(
             request, first, n_all, n_logits, n_after=n_after, n_unseen=request.n_unseen, saves=saves
@@ -459,7 +459,7 @@ class Scheduler:
         for counts in (self, request):
             counts.n_drafted += chunk.n_drafts
             counts.n_accepted += n_accepted
-        self.residence.settle_drafts(request, chunk.n_drafts, n_accepted)
+        self.allocator.settle_drafts(request, chunk.n_drafts, n_accepted)
 
     def _count(self, chunk: ScheduledChunk, n_kept: int) -> None:
         """Counts the tokens of a chunk whose keys and values stay in the cache."""
@@ -478,12 +478,12 @@ class Scheduler:
         self._append(request, token, now_s)
         return StepOutput(request, token, request.finish_reason)
 
-    def _make_writable(self, request: Request, start: int, stop: int, step: ScheduledStep) -> bool:
+    def _allocate(self, request: Request, start: int, stop: int, step: ScheduledStep) -> bool:
         """Allocates pages to write tokens `start` to `stop` - 1 to, preempting the requests last in turn.
 
         False if it was preempted itself, or has to wait until a later request has been collected.
         """
-        while not self.residence.make_writable(request, start, stop, step.copies):
+        while not self.allocator.copy_on_write(request, start, stop, step.copies):
             last = self.running[-1]
             if last.is_in_flight:
                 return False
@@ -500,7 +500,7 @@ class Scheduler:
         """
         if len(self.running) - len(leaving) >= self.max_requests:
             return False
-        return self.residence.has_room(request, leaving, self._prompts(leaving))
+        return self.allocator.has_room(request, leaving, self._prompts(leaving))
 
     def _prompts(self, leaving: Sequence[Request] = ()) -> list[Request]:
         """The running requests whose prompts are computed."""
@@ -510,10 +510,10 @@ class Scheduler:
         """Moves a waiting request to the running, with the pages it can share, if it has room."""
         if len(self.running) >= self.max_requests:
             return False
-        prefix = self.residence.find_room(request, promised=self._prompts())
+        prefix = self.allocator.find_room(request, promised=self._prompts())
         if prefix is None:
             return False
-        self.residence.admit(request, prefix, step.state_copies)
+        self.allocator.admit(request, prefix, step.state_copies)
         self.waiting.remove(request)
         insort(self.running, request, key=_turn)
         request.state = RequestState.RUNNING
@@ -522,8 +522,8 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Sends a running request back to the queue, without its pages."""
         self.running.remove(request)
-        self.residence.cache_unfinished(request)
-        self.residence.release(request)
+        self.allocator.cache_unfinished(request)
+        self.allocator.release(request)
         request.state = RequestState.WAITING
         request.n_preemptions += 1
         self.waiting.put(request)
@@ -542,10 +542,10 @@ class _Budget:
     """Remaining budgets of a step: tokens, prefill tokens, and rows of logits."""
 
     def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
-        self.takes_whole, self.is_unspent = scheduler.takes_whole, True
+        self.needs_one_step, self.is_unspent = scheduler.needs_one_step, True
         self._step_cost, self.cost = scheduler.cost, inf  # what prompts cost
         self.n_preemptions = scheduler.n_preemptions  # before the step
-        self.n_saved_pages = scheduler.residence.saved_per_step
+        self.n_saved_pages = scheduler.allocator.saved_per_step
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens
         if scheduler.generates:
             self.n_prompt_tokens = scheduler.max_prompt_tokens
@@ -556,14 +556,14 @@ class _Budget:
 
     def has_room(self, request: Request) -> bool:
         """False if the step is too full for a prompt, or for all of it if it must be in one step."""
-        if self.takes_whole:
+        if self.needs_one_step:
             return self.is_unspent or request.n_tokens <= self.n_tokens
         return min(self.n_tokens, self.n_prompt_tokens) > 0 and self.cost > 0
 
     def take(self, request: Request) -> tuple[int, int]:
         """(tokens, logit rows) that the request may have."""
         n_left = request.n_tokens - request.n_cached
-        if self.takes_whole:
+        if self.needs_one_step:
             n_rows = request.stop_row - request.first_row
             return (n_left, n_rows) if self.has_room(request) else (0, 0)
         if _generates(request):

@@ -8,7 +8,7 @@ from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.errors import HookError, KukriError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.taps import sees_logit_rows
-from kukri.models.both_ways import SeesWhole
+from kukri.models.both_ways import BothWaysLayers
 
 
 class StepTaps:
@@ -95,7 +95,7 @@ def has_images(chunks: Sequence[ScheduledChunk]) -> bool:
     )
 
 
-def sees_whole(chunk: ScheduledChunk) -> SeesWhole:
+def attends_both_ways(chunk: ScheduledChunk) -> BothWaysLayers:
     """The layers in which a chunk's tokens are rows of an image that see each other both ways."""
     images = chunk.request.images
-    return images.sees_whole if images is not None and images.is_whole(chunk.start) else ""
+    return images.attends_both_ways if images is not None and images.is_whole(chunk.start) else ""

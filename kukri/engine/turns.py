@@ -66,25 +66,25 @@ class EngineTurns:
         while not is_ready():
             self._check_not_inside()
             try:
-                if self._take(is_ready):
+                if self._acquire(is_ready):
                     with DeferredInterrupt() as interrupt:
-                        self._lead(is_ready, interrupt)
+                        self._step_for_all(is_ready, interrupt)
                         self._hand_over()
             finally:
-                self._leave()
+                self._release()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within the block no step runs. Raises KukriError if the calling thread is inside a step."""
         self._check_not_inside()
         try:
-            self._take(None)
+            self._acquire(None)
             self._run_commands()
             yield
         finally:
-            self._leave()
+            self._release()
 
-    def _lead(self, is_ready: Callable[[], bool], interrupt: DeferredInterrupt) -> None:
+    def _step_for_all(self, is_ready: Callable[[], bool], interrupt: DeferredInterrupt) -> None:
         """Steps until ready, interrupted, or until another thread wants the engine alone."""
         self._run_commands()
         while not is_ready():
@@ -101,7 +101,7 @@ class EngineTurns:
                 "a hook or logits processor called the LLM that runs it: collect what it needs and call later"
             )
 
-    def _take(self, is_ready: Callable[[], bool] | None) -> bool:
+    def _acquire(self, is_ready: Callable[[], bool] | None) -> bool:
         """Waits for the turn, or until `is_ready()`; True if the thread holds the turn now."""
         with self._mutex:
             if self._holder is None:
@@ -125,7 +125,7 @@ class EngineTurns:
             raise
         return self._holder == threading.get_ident()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Hands the turn over if the thread still holds it."""
         if self._holder == threading.get_ident():
             with DeferredInterrupt():

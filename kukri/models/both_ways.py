@@ -9,7 +9,9 @@ from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.op_set import Ops, Program, Tensor
 from kukri.kernels.specs import AttentionSpec
 
-SeesWhole = Literal["", "all", "windows"]  # layers in which tokens of a run see each other: none, all, some
+BothWaysLayers = Literal[
+    "", "all", "windows"
+]  # layers in which tokens of a run see each other: none, all, some
 
 
 class BothWays:
@@ -19,7 +21,7 @@ class BothWays:
     A layer's window bounds what they see before them alone.
     """
 
-    def __init__(self, program: Program, layers: SeesWhole) -> None:
+    def __init__(self, program: Program, layers: BothWaysLayers) -> None:
         self._program, self._layers = program, layers
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
@@ -30,7 +32,7 @@ class BothWays:
 class _BothWaysOps:
     """An op set that attends without causality."""
 
-    def __init__(self, ops: Ops, layers: SeesWhole) -> None:
+    def __init__(self, ops: Ops, layers: BothWaysLayers) -> None:
         self._ops, self._layers = ops, layers
 
     def attention(

@@ -8,7 +8,7 @@ from typing import Any
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import ConfigError
-from kukri.models.both_ways import SeesWhole
+from kukri.models.both_ways import BothWaysLayers
 from kukri.models.keys import Keys
 
 
@@ -28,7 +28,7 @@ class VisionConfig:
     d_text: int
     image_token_id: int  # marks the places in a prompt that become rows of embeddings
     # layers of the text where the rows of a run (`ImageSpan`) attend to each other both ways: it is never cut
-    sees_whole: SeesWhole = ""
+    attends_both_ways: BothWaysLayers = ""
     whole_tokens: int = 0  # most rows of such a run; 0: those of a tile
     d_projector: int = 0  # width of the projector's MLP, if it is one
     projector_eps: float = 0.0  # its norm's, if that is another than the encoder's
@@ -61,7 +61,7 @@ class VisionConfig:
         return 3 * self.n_frames * self.patch_size**2
 
     @property
-    def most_whole(self) -> int:
+    def most_run_rows(self) -> int:
         """Rows that a run has at most, if it is never cut."""
         return self.whole_tokens or self.tile_tokens
 

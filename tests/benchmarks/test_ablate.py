@@ -142,7 +142,7 @@ def test_the_second_request_finds_its_prefix_on_one_side_alone(small: Trial) -> 
     list(cache.prefix_cache(small))
     assert computed == [206, 206 - 96] * 2  # 6 pages of 16 of the 100 tokens in common
     assert engine.pool.n_cached == 0
-    assert not engine.residence.caches_prefixes
+    assert not engine.allocator.caches_prefixes
 
 
 def test_grouped_queries_are_what_the_engine_allocates(small: Trial, model: Path) -> None:
@@ -168,7 +168,7 @@ def test_held_pages_are_enough_and_all_needed(small: Trial, model: Path) -> None
     page_bytes = engine.runner.cache.n_bytes // engine.pool.n_pages
     for n_pages, is_enough in ((held.pages, True), (held.pages - 1, False)):
         with LLM(model, max_context=128, max_requests=3, kv_bytes=n_pages * page_bytes) as llm:
-            llm.engine.residence.caches_prefixes = False
+            llm.engine.allocator.caches_prefixes = False
             mix.serve(llm.engine, [mix.mixed_requests(llm.engine, SMALL)])
             assert (llm.engine.scheduler.n_preemptions == 0) is is_enough
 

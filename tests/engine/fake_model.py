@@ -277,5 +277,5 @@ def make_engine(
     config = EngineConfig(max_requests=max_requests, max_step_tokens=max_step_tokens, **options)
     model: Any = FakeModel(max_context, has_states, windows)
     engine = Engine(model, backend, config, eos_ids=[EOS], n_pages=n_pages, identity=identity)  # type: ignore[arg-type]
-    backend.is_writable = lambda page, pool: engine.residence.pools[pool].is_writable(page)
+    backend.is_writable = lambda page, pool: engine.allocator.pools[pool].is_writable(page)
     return engine, backend

@@ -128,7 +128,7 @@ def test_any_order_of_events_gives_every_request_its_tokens(
         else:
             assert request.output_ids == want
             assert request.finish_reason == ("stop" if want[-1] in stop_ids else "length")
-    assert all(pool.n_free == pool.n_pages for pool in engine.residence.pools)
+    assert all(pool.n_free == pool.n_pages for pool in engine.allocator.pools)
 
 
 def test_page_pressure_preempts_the_youngest() -> None:

@@ -28,7 +28,7 @@ def prompts(smollm2_path: Path) -> list[list[int]]:
 def alone(smollm2_path: Path, prompts: list[list[int]]) -> list[list[int]]:
     """Each prompt's answer alone, read in one piece by an engine that keeps nothing."""
     with LLM(smollm2_path, max_context=256) as llm:
-        llm.engine.residence.caches_prefixes = False
+        llm.engine.allocator.caches_prefixes = False
         return [llm.generate(ids, greedy()).token_ids for ids in prompts]
 
 
@@ -60,7 +60,7 @@ def test_a_crowd_changes_no_answer(engine: Engine, prompts: list[list[int]], alo
             engine.check_integrity()
     assert [request.output_ids for request in requests] == alone
     assert engine.scheduler.n_preemptions > 0
-    assert engine.residence.n_prefix_hit > 1000
+    assert engine.allocator.n_prefix_hit > 1000
 
 
 @pytest.mark.full

@@ -60,11 +60,11 @@ def test_another_process_finds_a_prefix(tmp_path: Path, pages_per_step: int) -> 
     assert engine.saved_prefixes is not None
     engine.saved_prefixes.pages_per_step = pages_per_step
     request = answer(engine, prompt)
-    assert request.n_prefix_hit == engine.residence.n_restored == 96
+    assert request.n_prefix_hit == engine.allocator.n_restored == 96
     assert backend.batches[0][0] == 4
     assert request.output_ids == expected_output(prompt, 5)
     assert answer(engine, prompt).n_prefix_hit == 96
-    assert engine.residence.n_restored == 96  # the second time it was in memory
+    assert engine.allocator.n_restored == 96  # the second time it was in memory
     other = prompt[:50] + prompt_of(40, 9)
     assert answer(engine, other).output_ids == expected_output(other, 5)
     engine.close()
@@ -94,7 +94,7 @@ def test_another_process_finds_a_prefix_and_its_state(tmp_path: Path, pages_per_
     for request, one in zip(requests, (others[0], prompt, *others[1:]), strict=True):
         assert request.output_ids == expected_output(one, 5)
     assert requests[1].n_prefix_hit == 144, "of which the first 16 are the other's too"
-    assert engine.residence.n_restored >= 128
+    assert engine.allocator.n_restored >= 128
     part = prompt[:100] + prompt_of(30, 9)  # that has a state 64 tokens before the end of the first
     shared = answer(open_engine(tmp_path, **STATEFUL)[0], part)
     assert shared.output_ids == expected_output(part, 5)
@@ -116,7 +116,7 @@ def test_a_state_is_of_no_use_without_all_its_pages(tmp_path: Path) -> None:
         spoil(path)
         request = answer(engine, prompt)
         assert request.output_ids == expected_output(prompt, 5)
-        assert request.n_prefix_hit == engine.residence.n_restored <= 80
+        assert request.n_prefix_hit == engine.allocator.n_restored <= 80
         engine.close()
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from kukri.engine.kv_allocator import KVAllocator
 from kukri.engine.pages import PageKey, PagePool
 from kukri.engine.request import Request, RequestState
-from kukri.engine.residence import Residence
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
@@ -124,11 +124,11 @@ class Play:
         return int(request.page_rows[0][i // PAGE]), i % PAGE
 
 
-class TwiceAsked(Residence):
+class TwiceAsked(KVAllocator):
     """Compares the short answer to whether a request has room with the long one."""
 
     def has_room(self, request: Request, *others: Sequence[Request]) -> bool:
-        """See Residence.has_room."""
+        """See KVAllocator.has_room."""
         has_room, n_found = super().has_room(request, *others), request.n_found
         assert has_room == (self.find_room(request, *others) is not None)
         request.n_found = n_found
@@ -192,7 +192,7 @@ def lookups_while_waiting(n_tokens: int, *, has_states: bool) -> int:
     """Pages looked up in ten steps while a prompt waits, half of which is cached and idle."""
     pool = PagePool(2 * n_tokens // PAGE, PAGE)
     scheduler = Scheduler(
-        Residence([pool], states=StatePool(9) if has_states else None), PLACES, 3 * n_tokens
+        KVAllocator([pool], states=StatePool(9) if has_states else None), PLACES, 3 * n_tokens
     )
 
     def add(n: int, n_new: int, start: int) -> Request:
@@ -230,7 +230,7 @@ def test_a_long_prompt_that_waits_costs_a_step_no_more_than_a_short_one(has_stat
 @given(st.integers(2, 6), st.integers(20, 40))
 def test_a_client_with_many_requests_takes_no_more_than_half(n_many: int, n_prompt: int) -> None:
     """Catches shares by request: whoever sends more, gets more, and one alone waits for all of them."""
-    play = Play(Scheduler(Residence([PagePool(200, PAGE)], caches_prefixes=False), PLACES, STEP, 16))
+    play = Play(Scheduler(KVAllocator([PagePool(200, PAGE)], caches_prefixes=False), PLACES, STEP, 16))
     many = [play.add(Arrival(0, n_prompt, 4, 0, "a", i, None)) for i in range(n_many)]
     one = play.add(Arrival(0, n_prompt, 4, 0, "b", 9, None))
     assert one is not None
@@ -246,7 +246,7 @@ def test_a_client_with_many_requests_takes_no_more_than_half(n_many: int, n_prom
 @given(st.lists(st.integers(4, 30), min_size=1, max_size=5), st.integers(12, 30))
 def test_an_urgent_request_never_waits_for_others(others: list[int], n_pages: int) -> None:
     """Catches a request of the best priority that waits while pages of the others could be taken back."""
-    play = Play(Scheduler(Residence([PagePool(n_pages, PAGE)], caches_prefixes=False), PLACES, STEP))
+    play = Play(Scheduler(KVAllocator([PagePool(n_pages, PAGE)], caches_prefixes=False), PLACES, STEP))
     for n in others:
         play.add(Arrival(0, n, 15, 1, "a", n, None))
     for _ in range(3):

@@ -148,7 +148,7 @@ def test_any_drafts_under_any_events_change_no_token(
             assert request.output_ids == want[: request.n_generated]
         else:
             assert request.output_ids == want
-    assert all(pool.n_free == pool.n_pages for pool in engine.residence.pools)
+    assert all(pool.n_free == pool.n_pages for pool in engine.allocator.pools)
     assert engine.scheduler.n_accepted == sum(request.n_accepted for request, _ in live)
 
 

@@ -59,8 +59,8 @@ def test_the_next_turn_continues_after_the_answer() -> None:
     prompt = prompt_of(20)
     first = run(engine, prompt, 60)
     said = [*prompt, *first.output_ids]
-    assert engine.residence.states is not None
-    assert engine.residence.states.n_snapshots == 2  # after 16 tokens of the prompt and 64 of all
+    assert engine.allocator.states is not None
+    assert engine.allocator.states.n_snapshots == 2  # after 16 tokens of the prompt and 64 of all
     assert run(engine, said + prompt_of(9, 1)).n_prefix_hit == 64
 
 
@@ -69,8 +69,8 @@ def test_without_snapshots_prompts_are_read_whole() -> None:
     for options in ({"n_snapshots": 0}, {"caches_prefixes": False}):
         engine = hybrid(**options, max_requests=2)
         assert [run(engine, prompt_of(100)).n_prefix_hit for _ in range(2)] == [0, 0]
-        assert engine.residence.states is not None
-        assert engine.residence.states.n_slots == 2
+        assert engine.allocator.states is not None
+        assert engine.allocator.states.n_slots == 2
 
 
 def test_the_longest_unused_snapshot_makes_room() -> None:
@@ -115,8 +115,8 @@ def test_what_hooks_saw_leaves_no_snapshot() -> None:
     prompt = prompt_of(50)
     run(engine, prompt)
     engine.add_hooks({})
-    assert engine.residence.states is not None
-    assert engine.residence.states.n_snapshots == 0
+    assert engine.allocator.states is not None
+    assert engine.allocator.states.n_snapshots == 0
     assert run(engine, prompt).n_prefix_hit == 0
 
 

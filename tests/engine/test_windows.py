@@ -22,7 +22,7 @@ def engine_of(n_windowed: int = 100, **options: object) -> Engine:
 def test_a_long_text_holds_the_pages_of_its_window() -> None:
     """Pages kept after the window has passed, or more of them than the pool is sized by."""
     engine = engine_of(caches_prefixes=False)
-    _, windowed = engine.residence.pools
+    _, windowed = engine.allocator.pools
     request = add(engine, prompt_of(600), greedy(100))
     most = 0
     while engine.has_work:

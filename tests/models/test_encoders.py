@@ -74,7 +74,7 @@ def test_texts_in_a_batch_are_those_alone_to_the_bit(name: str, pooling: Any, tm
         np.testing.assert_allclose(together, wanted_vectors(hf, llm, TEXTS, pooling), atol=2e-3, rtol=0)
         alone = np.array([llm.embed(text, pooling=pooling) for text in TEXTS])
         np.testing.assert_array_equal(together, alone)
-        assert llm.engine.residence.n_prefix_hit == 0
+        assert llm.engine.allocator.n_prefix_hit == 0
         llm.engine.check_integrity()
     with LLM(tmp_path, n_threads=1, max_requests=3, max_step_tokens=16) as llm:
         np.testing.assert_array_equal(llm.embed(TEXTS * 3, pooling=pooling), np.tile(together, (3, 1)))

@@ -62,15 +62,15 @@ def same(a: Any, b: Any) -> bool:
 
 def test_a_shared_prefix_changes_no_bit(llm: LLM) -> None:
     """A state taken from a place that is not where the prompt continues."""
-    residence = llm.calls.engine.residence
+    allocator = llm.calls.engine.allocator
     ends = ["One.", "Another end, and a longer one: seven, eight, nine.", "A third"]
     shared = [llm.generate(TEXT + end, GREEDY) for end in ends]
-    n_hit = residence.n_prefix_hit
+    n_hit = allocator.n_prefix_hit
     assert n_hit > 2 * 0.6 * len(TEXT)
     for end, before in zip(ends, shared, strict=True):
         llm.calls.engine.add_hooks({})  # forgets all that is cached
         assert same(llm.generate(TEXT + end, GREEDY), before)
-    assert residence.n_prefix_hit == n_hit
+    assert allocator.n_prefix_hit == n_hit
 
 
 @pytest.mark.full(only=["qwen3_5_text-torch", "granitemoehybrid-torch", "lfm2-torch"])
@@ -81,8 +81,8 @@ def test_a_restart_changes_no_bit(llm: LLM, tmp_path: Path, backend: str | None)
     for end in ("One.", "Another end."):
         with LLM(llm.path, quantize="Q8_0", backend=backend, prefix_dir=tmp_path) as opened:
             found.append(opened.generate(TEXT + end, GREEDY))
-            n_restored = opened.engine.residence.n_restored
-            opened.calls.engine.residence.saved = None
+            n_restored = opened.engine.allocator.n_restored
+            opened.calls.engine.allocator.saved = None
             opened.calls.engine.add_hooks({})  # forgets all that is cached
             again = opened.generate(TEXT + end, GREEDY)
             assert again.token_ids == found[-1].token_ids

@@ -68,7 +68,7 @@ def test_prefixes_are_found_and_saved(tmp_path: Path) -> None:
     for n_restored in (0, 112):  # the second time from disk
         with LLM(directory, prefix_dir=tmp_path / "prefixes") as llm:
             assert llm.generate(text, GREEDY).token_ids == want
-            assert llm.engine.residence.n_restored == n_restored
+            assert llm.engine.allocator.n_restored == n_restored
             assert llm.generate(text, GREEDY).token_ids == want
 
 

@@ -215,7 +215,7 @@ def test_accepted_drafts_change_no_answer(
         for n_hit in (0, 64):  # the second time the prompt is cached, whose rows are not there
             got = llm.generate(PROMPT, params)
             assert (got.token_ids, got.logprobs) == (want.token_ids, want.logprobs)
-            assert llm.engine.residence.n_prefix_hit >= n_hit
+            assert llm.engine.allocator.n_prefix_hit >= n_hit
             assert got.timings.n_accepted > 20
             assert got.timings.n_accepted < got.timings.n_drafted
         llm.engine.check_integrity()

@@ -43,7 +43,7 @@ def test_hybrids_and_mixtures_are_cut(name: str, tmp_path: Path) -> None:
     for stages in (1, 2):
         with LLM(directory, quantize="Q8_0", stages=stages, **OPTIONS) as llm:
             found.append(answers(llm))
-            assert llm.engine.residence.n_prefix_hit > 0
+            assert llm.engine.allocator.n_prefix_hit > 0
     assert found[0] == found[1]
 
 

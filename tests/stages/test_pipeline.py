@@ -86,7 +86,7 @@ def test_two_processes_give_the_tokens_of_one(staged: LLM, expected: list[str]) 
     """Catches layers left out or computed twice, pages or states of another stage, rows in another order."""
     assert [len(layers) for layers in staged._backend.cut] == [2, 2]
     assert answers(staged) == expected
-    assert staged.engine.residence.n_prefix_hit > 0
+    assert staged.engine.allocator.n_prefix_hit > 0
     assert staged.engine.scheduler.n_accepted > 0
 
 

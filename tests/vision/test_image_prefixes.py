@@ -51,7 +51,7 @@ def llm(directory: Path) -> Iterator[LLM]:
 @pytest.fixture
 def engine(llm: LLM) -> Engine:
     """The engine, which has forgotten all prefixes and images."""
-    llm.engine.residence.forget()
+    llm.engine.allocator.forget()
     encodings = llm.engine.encodings
     assert encodings is not None
     encodings._kept.clear()
@@ -97,7 +97,7 @@ def test_the_places_of_rows_are_part_of_the_key(engine: Engine) -> None:
     finish(engine, request)
     assert request.n_prefix_hit == 48
     keys = [engine.make_request(asked, SamplingParams()) for asked in (whole, as_text)]
-    found = [list(engine.residence._keys(request, 0, 5)) for request in keys]
+    found = [list(engine.allocator._keys(request, 0, 5)) for request in keys]
     assert [a == b for a, b in zip(*found)] == [True] * 3 + [False] * 2
 
 
@@ -123,7 +123,7 @@ def test_encodings_are_bounded_and_change_nothing(engine: Engine) -> None:
     assert encodings is not None
     asked = [prompt(NAME, f"{seed} ", image(NAME, 2, seed), image(NAME, 1, seed + 9)) for seed in range(4)]
     alone = [our_tokens(engine, one, 6) for one in asked]
-    engine.residence.forget()
+    engine.allocator.forget()
     before, encodings._kept.max_bytes = encodings._kept.max_bytes, 3000
     try:
         encodings._kept.clear()
@@ -175,7 +175,7 @@ def test_slices_change_no_bit_and_streams_continue(engine: Engine) -> None:
     """Catches an image that stops others' tokens, and a cut that loses something between two slices."""
     asked = prompt(NAME, image(NAME, 3, 1), "?")
     want = our_tokens(engine, asked, 6)
-    engine.residence.forget()
+    engine.allocator.forget()
     encodings = engine.encodings
     assert encodings is not None
     encodings._kept.clear()
@@ -295,7 +295,7 @@ def test_an_image_that_sees_itself_is_never_cut(whole: tuple[str, Path, Any]) ->
             # a prefix that ends within the first image: pages are of 16 tokens, and it begins at the 33rd
             longer = ImagePrompt([*asked.token_ids, 65, 66], asked.images, asked.spans)
             again = our_tokens(llm.engine, longer, 6)
-            llm.engine.residence.forget()
+            llm.engine.allocator.forget()
             assert our_tokens(llm.engine, longer, 6) == again
     assert relative(found[0], want) < 3e-3
     np.testing.assert_array_equal(found[0], found[1])
@@ -393,7 +393,7 @@ def test_a_larger_image_makes_room(tmp_path: Path) -> None:
     with LLM(tmp_path) as llm:
         want = our_logits(llm.engine, prompt("lfm2_vl", small, "?"))
         our_logits(llm.engine, prompt("lfm2_vl", large, "?"))
-        llm.engine.residence.forget()
+        llm.engine.allocator.forget()
         assert llm.engine.encodings is not None
         llm.engine.encodings._kept.clear()
         np.testing.assert_array_equal(our_logits(llm.engine, prompt("lfm2_vl", small, "?")), want)

@@ -58,7 +58,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
         image_token_id=keys.whole(
             "image_token_id" if keys.has("image_token_id") else "image_token_index", least=0
         ),
-        sees_whole="all",
+        attends_both_ways="all",
     )
 
 

@@ -100,7 +100,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
         merge=merge,
         d_text=d_text,
         image_token_id=keys.whole("image_token_id", least=0),
-        sees_whole="windows" if text.value("use_bidirectional_attention") == "vision" else "",
+        attends_both_ways="windows" if text.value("use_bidirectional_attention") == "vision" else "",
         whole_tokens=_MOST_ROWS,
         blank_id=text.whole("pad_token_id", least=0, most=text.whole("vocab_size") - 1),
     )

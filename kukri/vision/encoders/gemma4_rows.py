@@ -42,9 +42,9 @@ class Gemma4Rows(RotatedEncoder):
             raise RequestError(
                 f"the model sees at most {most} patches a side, not {image.grid}", param="images"
             )
-        if config.sees_whole and image.n_tokens > config.most_whole:
+        if config.attends_both_ways and image.n_tokens > config.most_run_rows:
             raise RequestError(
-                f"the model sees an image of at most {config.most_whole} tokens, not {image.n_tokens}: "
+                f"the model sees an image of at most {config.most_run_rows} tokens, not {image.n_tokens}: "
                 "send it with image_tokens",
                 param="images",
             )

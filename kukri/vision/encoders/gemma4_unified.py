@@ -88,7 +88,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
         merge=1,
         d_text=d_text,
         image_token_id=keys.whole("image_token_id", least=0),
-        sees_whole="all" if text.value("use_bidirectional_attention") == "vision" else "",
+        attends_both_ways="all" if text.value("use_bidirectional_attention") == "vision" else "",
     )
 
 

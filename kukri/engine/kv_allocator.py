@@ -27,7 +27,7 @@ class Prefix(NamedTuple):
     pages: list[list[int]]
 
 
-class Residence:
+class KVAllocator:
     """Gives requests their pages and states, and takes them back.
 
     There is a pool of pages for the layers that see all, and one for those of each window
@@ -188,7 +188,7 @@ class Residence:
             self._count_found(request, -request.n_cached)
             self.trim(request)
 
-    def make_writable(
+    def copy_on_write(
         self, request: Request, start: int, stop: int, copies: list[tuple[int, int, int]]
     ) -> bool:
         """Allocates pages to write tokens `start` to `stop` - 1 to; False if too few are free.
