@@ -43,6 +43,13 @@ def made(kind: type[KukriError]) -> KukriError:
     return kind(*values, **{one.name: named[one.name] for one in parameters if one.kind is one.KEYWORD_ONLY})
 
 
+def differences(error: KukriError, again: BaseException | None) -> list[str]:
+    """Say what an error lost on its way: its type, its text or an attribute."""
+    if (type(again), str(again), vars(again)) == (type(error), str(error), vars(error)):
+        return []
+    return [f"{type(error).__qualname__}: {again!r} {vars(again)} of {error!r} {vars(error)}"]
+
+
 def test_every_error_comes_back_equal() -> None:
     """Catches a pool of processes that hangs as it cannot make the error of a task again."""
     found = classes()
@@ -52,8 +59,7 @@ def test_every_error_comes_back_equal() -> None:
         error = made(kind)
         error.add_note("seen at night")
         for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
-            if (type(again), str(again), vars(again)) != (kind, str(error), vars(error)):
-                faults.append(f"{kind.__qualname__}: {again!r} {vars(again)} of {error!r} {vars(error)}")
+            faults += differences(error, again)
     assert not faults, "\n".join(faults)
 
 
@@ -70,6 +76,10 @@ def fail(n: int) -> None:
     raise ContextLengthError(n, 8)
 
 
+def fail_as(kind: type[KukriError]) -> None:
+    raise made(kind)
+
+
 @pytest.mark.full
 def test_a_pool_of_processes_gives_the_error_of_its_task() -> None:
     """Catches a pool that is broken by an error, and one that never answers again."""
@@ -78,3 +88,18 @@ def test_a_pool_of_processes_gives_the_error_of_its_task() -> None:
             with pytest.raises(ContextLengthError, match=f"{n} tokens") as raised:
                 pool.submit(fail, n).result(60)
             assert (raised.value.n_tokens, raised.value.max_context) == (n, 8)
+
+
+@pytest.mark.full
+def test_joblib_gives_the_error_of_its_task() -> None:
+    """Catches a worker of joblib that is lost to an error, which joblib calls a crash or a lack of memory."""
+    joblib = pytest.importorskip("joblib")
+    faults = []
+    with joblib.externals.loky.get_reusable_executor(max_workers=1) as executor:
+        for kind in classes():
+            raised = executor.submit(fail_as, kind).exception(60)
+            raised.__dict__.pop("__notes__", None)
+            faults += differences(made(kind), raised)
+    assert not faults, "\n".join(faults)
+    with pytest.raises(ContextLengthError, match="9 tokens"):
+        joblib.Parallel(n_jobs=2, backend="loky")(joblib.delayed(fail)(n) for n in (9, 9))
