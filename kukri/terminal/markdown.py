@@ -38,6 +38,9 @@ class MarkdownStream:
 
     def _begin(self) -> None:
         self._held = ""
+        self._at = (
+            0  # how much of `_held` was shown: cutting each character off would copy the rest each time
+        )
         self._before = "\n"  # the last character that was shown
         self._at_start = True  # at the start of a line
         self._fence = ""  # the marks that opened a block of code
@@ -58,39 +61,41 @@ class MarkdownStream:
 
     def _take(self, *, is_end: bool) -> str:
         shown: list[str] = []
-        while self._held:
+        while self._at < len(self._held):
             if self._at_start:
-                if not is_end and _UNSURE.fullmatch(self._held):
+                if not is_end and _UNSURE.fullmatch(self._held, self._at):
                     break
-                if not is_end and _FENCE.match(self._held) and "\n" not in self._held:
+                if not is_end and _FENCE.match(self._held, self._at) and self._held.find("\n", self._at) < 0:
                     break
                 shown.append(self._begin_line())
                 continue
             mark = self._mark()
-            if mark and not is_end and len(self._held) <= len(mark):
+            if mark and not is_end and len(self._held) - self._at <= len(mark):
                 break  # * may be **
             shown.append(self._step(mark))
+        self._held, self._at = self._held[self._at :], 0
         return "".join(shown)
 
     def _begin_line(self) -> str:
         """The first part of a line, and the style that it has."""
         self._at_start = False
-        line, _, _ = self._held.partition("\n")
-        fence = _FENCE.match(line)
+        fence = _FENCE.match(self._held, self._at)
         if fence is not None and self._fence in ("", fence[1]):
-            self._held = self._held[len(line) :]
+            end = self._held.find("\n", self._at)
+            line = self._held[self._at : end if end >= 0 else None]
+            self._at += len(line)
             opens = not self._fence
             self._fence = fence[1] if opens else ""
             return f"{_QUOTE}{line}{_OFF}{_CODE if opens else ''}"
         if self._fence:
             return ""
         for pattern, style in ((_HEADING, _HEAD), (_QUOTED, _QUOTE)):
-            if pattern.match(line):
+            if pattern.match(self._held, self._at):
                 self._line = style
                 return style
-        bullet = _BULLET.match(self._held)
+        bullet = _BULLET.match(self._held, self._at)
         if bullet is not None:
-            self._held = self._held[bullet.end() :]
+            self._at = bullet.end()
             return f"{bullet[1]}• "
         return ""
 
@@ -99,24 +104,24 @@ class MarkdownStream:
         if self._fence:
             return ""
         if self._inline and self._inline[-1] == "`":
-            return "`" if self._held[0] == "`" else ""
-        return next((mark for mark in ("`", "**", "*") if self._held.startswith(mark)), "")
+            return "`" if self._held[self._at] == "`" else ""
+        return next((mark for mark in ("`", "**", "*") if self._held.startswith(mark, self._at)), "")
 
     def _step(self, mark: str) -> str:
         """The next character, or the change of style that a mark stands for."""
         if not mark:
-            character, self._held = self._held[0], self._held[1:]
-            self._before = character
+            character = self._before = self._held[self._at]
+            self._at += 1
             if character != "\n":
                 return character
             ended = bool(self._line or self._inline)
             self._line, self._at_start = "", True
             self._inline.clear()
             return f"{_OFF}\n" if ended and not self._fence else "\n"
-        self._held = self._held[len(mark) :]
+        self._at += len(mark)
         if mark in self._inline:
             self._inline.remove(mark)
-        elif mark != "`" and (self._before.isalnum() or self._held[:1].isspace()):
+        elif mark != "`" and (self._before.isalnum() or self._held[self._at : self._at + 1].isspace()):
             return mark  # 2 * 3, 2**3
         else:
             self._inline.append(mark)

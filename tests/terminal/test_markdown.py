@@ -70,3 +70,34 @@ def test_text_is_not_held_back_for_a_line():
     stream = MarkdownStream()
     assert stream.push("Once upon a") == "Once upon a"
     assert stream.push(" time") == " time"
+
+
+class Counted(str):
+    """A text that counts the characters that are copied out of it, and out of such copies."""
+
+    n_copied = 0
+
+    def __radd__(self, other):
+        return Counted(other + str(self))
+
+    def __getitem__(self, key):
+        part = super().__getitem__(key)
+        Counted.n_copied += len(part)
+        return Counted(part)
+
+    def partition(self, mark):
+        Counted.n_copied += len(self)
+        return tuple(map(Counted, super().partition(mark)))
+
+
+@pytest.mark.parametrize("piece", ["prose ", "a\n", "* a\n", "# a\n", "```\n", "**b** `c` "])
+def test_the_work_on_a_piece_grows_with_its_length(piece, monkeypatch):
+    """Catches a long piece whose rest is copied for each of its characters."""
+    n_copied = []
+    for n in (500, 1000):
+        monkeypatch.setattr(Counted, "n_copied", 0)
+        stream = MarkdownStream()
+        shown = stream.push(Counted(piece * n)) + stream.flush()
+        assert shown == rendered(piece * n, 1)
+        n_copied.append(Counted.n_copied)
+    assert 0 < n_copied[1] < 2.1 * n_copied[0]
