@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,9 +61,10 @@ def test_requests_wait_their_turn() -> None:
     finish(engine)
     assert [r.output_ids for r in requests] == [expected_output(p, 5) for p in prompts]
     assert all(s == 1 for _, s, _ in backend.batches)
-    starts = [r.started_s for r in requests]
-    assert starts == sorted(starts)
-    assert requests[2].timings.queue_s > requests[0].timings.queue_s
+    for one, following in pairwise(requests):
+        assert one.started_s < one.last_token_s <= following.started_s
+    # what a machine does between two calls of `add` counts, so that waits themselves cannot be compared
+    assert [r.timings.queue_s for r in requests] == [r.started_s - r.arrived_s for r in requests]
 
 
 def test_requests_share_steps() -> None:

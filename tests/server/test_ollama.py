@@ -276,7 +276,8 @@ def test_a_client_that_leaves_ends_its_download(tiny_hub):
     with serving(None, manages_models=True) as served, served.http() as http:
         with http.stream("POST", "/api/pull", json={"model": TINY}) as response:
             lines = map(json.loads, response.iter_lines())
-            told = next(line for line in lines if line.get("completed"))
+            # all that comes before the line goes silent, in as many steps as this machine's time allows
+            told = next(line for line in lines if line.get("completed", 0) >= 20 << 20)
             assert (told["completed"], told["total"]) == (20 << 20, n_bytes)
         served.wait_until(lambda: tiny_hub.n_lost == 1)
         served.wait_until(lambda: not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete")))
