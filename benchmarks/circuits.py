@@ -30,9 +30,9 @@ from benchmarks.harness import Experiment, Table, model_path, positive, run, ser
 from benchmarks.streams import place_of
 from kukri import LLM
 from kukri.formats.huggingface.safetensors import safetensors_bytes
-from kukri.interp.circuits import Held, attribute
-from kukri.interp.graph_effects import GraphMeasure
-from kukri.interp.transcoders import Transcoders
+from kukri.interp.features.transcoders import Transcoders
+from kukri.interp.gradients.circuits import Held, attribute
+from kukri.interp.gradients.graph_effects import GraphMeasure
 
 _TEXT = "The history of the city begins long before the first bridge was built across the river, where "
 _N_TOKENS, _N_FEATURES, _N_ACTIVE = 64, 16_384, 32

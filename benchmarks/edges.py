@@ -16,9 +16,9 @@ import numpy as np
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run
 from kukri import LLM
-from kukri.interp.atp_star import atp_star
-from kukri.interp.edges import edge_attribution_patch, patch_edges
 from kukri.interp.gradients import logit_difference
+from kukri.interp.gradients.atp_star import atp_star
+from kukri.interp.gradients.edges import edge_attribution_patch, patch_edges
 
 _NAMES = ("Mary", "John", "Tom", "James", "Anna", "Paul", "Sarah", "David", "Kate", "Mark")
 _PLACES = ("store", "park", "school", "office", "garden")
@@ -129,7 +129,7 @@ def _nodes(
 
 
 def _rows(texts: list[list[int]]) -> Any:
-    from kukri.interp.tape import TextRows
+    from kukri.interp.tapes.tape import TextRows
 
     return TextRows.of([np.array(ids, np.int32) for ids in texts])
 

@@ -22,7 +22,7 @@ from kukri.llm import LLM
 from kukri.sampling import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
-    from kukri.interp.interventions import Intervention
+    from kukri.interp.interventions.intervention import Intervention
     from kukri.vision.image import ImagePrompt
 
     Interventions = Sequence[Intervention | Mapping[str, Any]]

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from kukri.calls.decide import Decision, Normalization
     from kukri.calls.engine_calls import Intervene
     from kukri.interp.cache import ActivationCache
-    from kukri.interp.circuits import AttributionGraph
+    from kukri.interp.features.transcoders import Transcoders
+    from kukri.interp.gradients.circuits import AttributionGraph
+    from kukri.interp.hooks.listening import FwdHooks, NamesFilter, PointHook
+    from kukri.interp.hooks.weights import Weights
     from kukri.interp.images import EncoderSession
-    from kukri.interp.interventions import Intervention
-    from kukri.interp.listening import FwdHooks, NamesFilter, PointHook
-    from kukri.interp.oracles import OracleForm
+    from kukri.interp.interventions.intervention import Intervention
+    from kukri.interp.interventions.oracles import OracleForm
     from kukri.interp.session import ReturnType, Session
-    from kukri.interp.transcoders import Transcoders
-    from kukri.interp.weights import Weights
     from kukri.tasks import Label, Span, TokenLabel
     from kukri.vision.image import ImagePrompt
 
@@ -534,9 +534,9 @@ class LLM:
         self, prompt: Any, transcoders: Transcoders | str | os.PathLike[str], **options: Any
     ) -> AttributionGraph:
         """The attribution graph of a prompt over transcoders, or their directory: see
-        `kukri.interp.circuits.attribute`, whose options it takes.
+        `kukri.interp.gradients.circuits.attribute`, whose options it takes.
         """
-        from kukri.interp.circuits import attribute
+        from kukri.interp.gradients.circuits import attribute
 
         return attribute(self, prompt, transcoders, **options)
 
@@ -559,7 +559,7 @@ class LLM:
         2025), told the `layer` of the activations. It runs in the batch of all other requests. Other
         arguments and errors are those of `generate`; RequestErrors also about activations and form.
         """
-        from kukri.interp.oracles import ACTIVATION_ORACLE
+        from kukri.interp.interventions.oracles import ACTIVATION_ORACLE
 
         form = form or ACTIVATION_ORACLE
         edits = [form.injection(activations)]
@@ -581,7 +581,7 @@ class LLM:
     @cached_property
     def interp(self) -> Session:
         """The names, weights and runs of `kukri.interp` for this model."""
-        from kukri.interp.catalog import Catalog
+        from kukri.interp.interventions.catalog import Catalog
         from kukri.interp.session import Session
 
         def encode(text: str, add_special: bool = True) -> list[int]:

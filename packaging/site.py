@@ -21,7 +21,15 @@ MODULES = {  # next to the names of `kukri` itself
     "Errors": ["kukri.errors"],
     "Interpretability": [
         f"kukri.interp.{name}"
-        for name in ("interventions", "control_vectors", "cache", "patching", "gradients", "store", "plots")
+        for name in (
+            "interventions.intervention",
+            "features.control_vectors",
+            "cache",
+            "patching",
+            "gradients.attribution",
+            "store",
+            "plots.figures",
+        )
     ],
 }
 _LINK = re.compile(r"(!?)\[((?:[^\[\]`]|`[^`\n]*`)*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")

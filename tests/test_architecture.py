@@ -179,6 +179,22 @@ def test_no_modules_import_each_other():
 
 
 @pytest.mark.representative(4)
+@pytest.mark.parametrize("room", ["interp"])
+def test_no_folders_import_each_other(room):
+    """Catches a folder that needs a neighbour which needs it, though none of their files do."""
+    names = {module_of(file).removesuffix(".__init__"): file for file in module_files()}
+    above = f"kukri.{room}."
+    graph: dict[str, set[str]] = {}
+    for name, file in names.items():
+        if name.startswith(above):
+            inside = {n for n in imported_modules(imports_of(file), set(names)) if n.startswith(above)}
+            at = name.split(".")[2]
+            graph.setdefault(at, set()).update({n.split(".")[2] for n in inside} - {at})
+    assert any(len(imported) > 2 for imported in graph.values())
+    assert in_circles(graph) == set()
+
+
+@pytest.mark.representative(4)
 def test_nothing_computes_by_the_reference():
     """Catches a request that is served by the definition of correct, which is slow and never measured."""
     oracle = {"kukri.kernels.reference", "kukri.kernels.reference_sampling"}

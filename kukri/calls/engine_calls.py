@@ -34,7 +34,7 @@ _USES = {
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | ImagePrompt
 if TYPE_CHECKING:
-    from kukri.interp.generation import InterventionTaps, Readout
+    from kukri.interp.interventions.request_taps import InterventionTaps, Readout
 
     # makes the new requests for a prompt do what interventions say
     Intervene = Callable[[Sequence[Request]], list[InterventionTaps]]

@@ -10,7 +10,7 @@ from kukri.kernels.arrays import FloatArray
 from kukri.sampling import SampledToken
 
 if TYPE_CHECKING:
-    from kukri.interp.generation import Readout
+    from kukri.interp.interventions.request_taps import Readout
 
 FinishReason = Literal["stop", "length"]
 

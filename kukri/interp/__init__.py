@@ -1,23 +1,25 @@
 """Interpretability: TransformerLens' names, shapes and tools on the engine that serves, on packed weights.
 
-Start at `LLM.run_with_cache`. A trace of the model's own code (`trace.py`) gives the names (`names.py`), the
-weights (`weights.py`) and the values of names from what taps saw (`values.py`); `texts.py` runs whole texts,
-`listening.py` calls hooks. `interventions.py` has edits, captures and readouts that are data, not code, at
-the places of `places.py`; `catalog.py` has what they use by name, `edits.py` what they do to rows.
-`circuits.py` makes attribution graphs over the features of `transcoders.py`, `graph_effects.py` measures what
-interventions on their nodes do, `oracles.py` asks a model about activations. `images.py` runs prompts with
-images, and shows the encoder that reads these.
+Start at `LLM.run_with_cache`, which is `session.py`. The names, weights and values of hooks (`hooks/`) follow
+from a trace of the model's own code (`models/trace.py`). `interventions/` has edits, captures and readouts as
+data instead of code. `features/` reads probes, autoencoders and transcoders. `tapes/` runs a model with
+gradients, from which `gradients/` computes estimates of patches and attribution graphs. `plots/` draws them.
+`patching.py` sweeps patches, `store.py` stores the activations of many texts, and `images.py` runs prompts
+with images.
+
+`atp_star`, `control_vectors`, `edges`, `graph_effects` and `image_gradients` are the names by which users
+import modules that have moved into folders.
 """
 
 from kukri.interp.cache import ActivationCache
-from kukri.interp.control_vectors import ControlVector
-from kukri.interp.generation import Readout
-from kukri.interp.interventions import Intervention
-from kukri.interp.listening import HookPoint
-from kukri.interp.oracles import OracleForm
-from kukri.interp.readers import Probe, SparseAutoencoder
+from kukri.interp.features.control_vectors import ControlVector
+from kukri.interp.features.readers import Probe, SparseAutoencoder
+from kukri.interp.hooks.listening import HookPoint
+from kukri.interp.hooks.weights import Weights
+from kukri.interp.interventions.intervention import Intervention
+from kukri.interp.interventions.oracles import OracleForm
+from kukri.interp.interventions.request_taps import Readout
 from kukri.interp.session import Session
-from kukri.interp.weights import Weights
 
 __all__ = [
     "ActivationCache", "ControlVector", "HookPoint", "Intervention", "OracleForm", "Probe", "Readout",

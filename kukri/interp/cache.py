@@ -9,8 +9,8 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.errors import HookError, RequestError
-from kukri.interp.names import POS_AXIS, Form, Point, apply_norm, find, full_name
-from kukri.interp.values import Model, Rows, Taps
+from kukri.interp.hooks.hook_names import POS_AXIS, Form, Point, apply_norm, find, full_name
+from kukri.interp.hooks.hook_values import Model, Rows, Taps
 from kukri.kernels.arrays import FloatArray, IntArray
 
 PosSlice = int | slice | None | list[int]

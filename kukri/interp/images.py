@@ -11,14 +11,14 @@ import numpy as np
 from kukri.engine import Engine, Request
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
-from kukri.interp.generation import InterventionTaps
-from kukri.interp.image_tapes import EncoderTape
-from kukri.interp.listening import FwdHooks, Names, NamesFilter, StepListener
-from kukri.interp.names import Point
+from kukri.interp.hooks.hook_names import Point
+from kukri.interp.hooks.hook_values import Model as Values
+from kukri.interp.hooks.hook_values import Rows
+from kukri.interp.hooks.listening import FwdHooks, Names, NamesFilter, StepListener
+from kukri.interp.interventions.request_taps import InterventionTaps
 from kukri.interp.session import Interventions, ReturnType, Session, require_return_type, text_loss
-from kukri.interp.tape import Matrices, Shared
-from kukri.interp.values import Model as Values
-from kukri.interp.values import Rows
+from kukri.interp.tapes.image_tapes import EncoderTape
+from kukri.interp.tapes.tape import Matrices, Shared
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
@@ -119,14 +119,14 @@ class EncoderSession(Names):
         of: str | None = None,
     ) -> tuple[float, ActivationCache, ActivationCache]:
         """(the metric, the activations, the gradient of the metric by each), as of a text:
-        `kukri.interp.gradients.run_with_gradients`.
+        `kukri.interp.gradients.attribution.run_with_gradients`.
 
         `metric` takes the rows that `run_with_cache` returns, or the activations `of` a name [batch, pos,
         ...], and returns a number and its gradient by them, of the same shape.
-        `kukri.interp.image_gradients.of_answer` makes one of the text's logits. Raises HookError, and
-        RequestError for names without a gradient, one of another shape, and images too large for memory.
+        `kukri.interp.gradients.image_gradients.of_answer` makes one of the text's logits. Raises HookError,
+        and RequestError for names without a gradient, one of another shape, and images too large for memory.
         """
-        from kukri.interp.image_gradients import encoder_gradients
+        from kukri.interp.gradients.image_gradients import encoder_gradients
 
         return encoder_gradients(self, images, metric, names, of)
 

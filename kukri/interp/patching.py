@@ -15,10 +15,10 @@ import numpy as np
 
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
-from kukri.interp.fitting import most_that_fit
+from kukri.interp.hooks.hook_values import Rows
+from kukri.interp.memory_batches import most_that_fit
 from kukri.interp.session import Session
-from kukri.interp.texts import Piece
-from kukri.interp.values import Rows
+from kukri.interp.text_runner import Piece
 from kukri.kernels.arrays import FloatArray, IntArray
 
 Axes = Literal["layer pos", "layer head", "layer pos head"]

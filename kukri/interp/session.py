@@ -14,19 +14,19 @@ from kukri.engine import Request
 from kukri.engine.request_images import RequestImages
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
-from kukri.interp.catalog import Catalog
-from kukri.interp.frozen_tape import FrozenTape
-from kukri.interp.generation import InterventionTaps, RequestTaps
-from kukri.interp.image_tapes import SeeingTape
-from kukri.interp.interventions import Intervention, resolve
-from kukri.interp.listening import FwdHooks, Listening, Names, NamesFilter, StepListener
-from kukri.interp.names import LOGITS, Point
-from kukri.interp.pace import Pace
-from kukri.interp.places import Prompt, TokenBytes
-from kukri.interp.tape import Matrices, Shared, Tape, Variable
-from kukri.interp.texts import Texts
-from kukri.interp.values import Encode, Rows
-from kukri.interp.values import Model as Values
+from kukri.interp.hooks.hook_names import LOGITS, Point
+from kukri.interp.hooks.hook_values import Encode, Rows
+from kukri.interp.hooks.hook_values import Model as Values
+from kukri.interp.hooks.listening import FwdHooks, Listening, Names, NamesFilter, StepListener
+from kukri.interp.interventions.catalog import Catalog
+from kukri.interp.interventions.intervention import Intervention, resolve
+from kukri.interp.interventions.positions import Prompt, TokenBytes
+from kukri.interp.interventions.read_limiter import Pace
+from kukri.interp.interventions.request_taps import InterventionTaps, RequestTaps
+from kukri.interp.tapes.frozen_tape import FrozenTape
+from kukri.interp.tapes.image_tapes import SeeingTape
+from kukri.interp.tapes.tape import Matrices, Shared, Tape, Variable
+from kukri.interp.text_runner import Texts
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVType
@@ -181,7 +181,7 @@ class Session(Names):
         """A run with gradients: a Tape, or a TorchTape on the device if the LLM runs on PyTorch."""
         if self.texts.backend.name not in ("torch", "gpu"):
             return self.array_tape(given)
-        from kukri.interp.torch_tape import TorchTape
+        from kukri.interp.tapes.torch_tape import TorchTape
 
         return TorchTape(self._constants(), self.model.cache_layout, given)
 

@@ -20,9 +20,9 @@ from kukri.errors import ConfigError, FormatError
 from kukri.formats.huggingface.safetensors import SafetensorsFile, safetensors_bytes
 from kukri.formats.json_files import read_json
 from kukri.formats.unfinished import unfinished
-from kukri.interp.names import Point
+from kukri.interp.hooks.hook_names import Point
+from kukri.interp.hooks.hook_values import Rows
 from kukri.interp.patching import HasInterp
-from kukri.interp.values import Rows
 from kukri.kernels.arrays import FloatArray, IntArray
 
 _INDEX = "store.json"

@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import Field
 
 from kukri.errors import RequestError
-from kukri.interp.edits import Op
-from kukri.interp.interventions import MAX_INTERVENTIONS, MAX_VECTORS
-from kukri.interp.places import MAX_PLACES, MAX_TEXT
+from kukri.interp.interventions.edits import Op
+from kukri.interp.interventions.intervention import MAX_INTERVENTIONS, MAX_VECTORS
+from kukri.interp.interventions.positions import MAX_PLACES, MAX_TEXT
 from kukri.kernels.arrays import FloatArray
 from kukri.server.body import Body
 

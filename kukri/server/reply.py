@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from kukri.errors import KukriError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
-from kukri.interp.generation import Readout
+from kukri.interp.interventions.request_taps import Readout
 from kukri.server.answer_facts import answer_facts
 from kukri.server.chat.choice import Choice, Kind, PartEvent, PlacedToken
 from kukri.server.connection import Connection, connection_of

@@ -7,8 +7,8 @@ from typing import Any
 
 from kukri.errors import ConfigError
 from kukri.interp import plots
-from kukri.interp.graph_page import add_written_tokens, graph_page
-from kukri.interp.transcoders import Transcoders
+from kukri.interp.features.transcoders import Transcoders
+from kukri.interp.plots.graph_page import add_written_tokens, graph_page
 from kukri.llm import LLM
 from kukri.terminal.options import CircuitOptions
 from kukri.terminal.progress import counting_bar, loading_bar

@@ -11,8 +11,8 @@ import numpy as np
 
 from kukri.errors import ConfigError
 from kukri.interp import gradients, patching, plots
-from kukri.interp.readers import FeatureReader, SparseAutoencoder
-from kukri.interp.transcoders import Transcoders
+from kukri.interp.features.readers import FeatureReader, SparseAutoencoder
+from kukri.interp.features.transcoders import Transcoders
 from kukri.llm import LLM
 from kukri.terminal.files import check_parent, writing
 from kukri.terminal.options import PlotOptions

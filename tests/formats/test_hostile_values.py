@@ -27,8 +27,8 @@ from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.formats.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from kukri.formats.sampling_advice import gguf_advice
 from kukri.formats.sentence_transformers import gguf_embedding
-from kukri.interp.control_vectors import ControlVector
-from kukri.interp.readers import Probe, SparseAutoencoder
+from kukri.interp.features.control_vectors import ControlVector
+from kukri.interp.features.readers import Probe, SparseAutoencoder
 from kukri.models import load_model
 from kukri.models.keys import Keys
 from kukri.quant.types import QUANT_TYPES

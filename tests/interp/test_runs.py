@@ -11,7 +11,7 @@ import torch
 
 from kukri import LLM
 from kukri.errors import ContextLengthError, HookError, KukriError, RequestError
-from kukri.interp.names import POS_AXIS
+from kukri.interp.hooks.hook_names import POS_AXIS
 from tests.interp.tl_models import IDS, session
 from tests.tiny_gguf import write_tiny
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from kukri.interp.tape import Tape
+from kukri.interp.tapes.tape import Tape
 from kukri.kernels import op_set
 from kukri.kernels.op_set import Ops
 from tests.kernels.small_programs import check_ops

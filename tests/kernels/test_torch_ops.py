@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
-from kukri.interp.tape import Matrices, Tape, Variable
-from kukri.interp.torch_tape import TorchTape
+from kukri.interp.tapes.tape import Matrices, Tape, Variable
+from kukri.interp.tapes.torch_tape import TorchTape
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.constants import RopeFrequencies, Vector, Weight

@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from kukri import LLM
 from kukri.server.neuronpedia.steering import others
-from tests.interp.test_interventions import sae_files
+from tests.interp.interventions.test_interventions import sae_files
 from tests.server.live_server import Served, serving
 from tests.tiny_gguf import write_tiny
 

@@ -18,7 +18,7 @@ from kukri.calls.answer import Answer
 from kukri.engine import EngineStatus, Request, StepOutput
 from kukri.engine.loop import Deliver
 from kukri.errors import CapacityError, KukriError, failure_of
-from kukri.interp.generation import InterventionTaps, Readout
+from kukri.interp.interventions.request_taps import InterventionTaps, Readout
 from kukri.kernels.arrays import FloatArray
 from kukri.server.errors import DeadlineError
 from kukri.server.keys import Meter

@@ -24,7 +24,7 @@ from kukri.engine import EngineLoop, RequestMaker
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
 from kukri.interp import Session
-from kukri.interp.generation import InterventionTaps
+from kukri.interp.interventions.request_taps import InterventionTaps
 from kukri.model_options import ModelOptions
 from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
 from kukri.server.access import check_interp

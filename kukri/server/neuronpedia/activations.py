@@ -10,9 +10,9 @@ import numpy as np
 from starlette.requests import Request
 
 from kukri.errors import RequestError, brief
-from kukri.interp.catalog import Catalog
-from kukri.interp.generation import joined_cache
-from kukri.interp.readers import FeatureReader
+from kukri.interp.features.readers import FeatureReader
+from kukri.interp.interventions.catalog import Catalog
+from kukri.interp.interventions.request_taps import joined_cache
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.server.models.served_model import ServedModel
 from kukri.server.neuronpedia.schema import AllBody, CosineBody, SingleBody, TopkByTokenBody

@@ -27,10 +27,10 @@ def graph_of(job: dict[str, Any], progress: Callable[[int, int], None] | None = 
     options of `attribute` (`attributed`) and of `as_json` (`written`), and what its `metadata` says besides.
     Raises KukriError.
     """
-    from kukri.interp.circuits import attribute
-    from kukri.interp.graph_page import add_written_tokens
+    from kukri.interp.features.transcoders import Transcoders
+    from kukri.interp.gradients.circuits import attribute
+    from kukri.interp.plots.graph_page import add_written_tokens
     from kukri.interp.session import Session
-    from kukri.interp.transcoders import Transcoders
     from kukri.kernels import make_backend
     from kukri.loading import read_model
     from kukri.model_options import ModelOptions

@@ -15,7 +15,7 @@ from kukri import __version__
 from kukri.errors import CapacityError, ConfigError, KukriError, RequestError
 from kukri.host.hardware import available_bytes
 from kukri.host.os_calls import allowed_cores
-from kukri.interp.circuits import likeliest
+from kukri.interp.gradients.circuits import likeliest
 from kukri.server.access import client_of
 from kukri.server.errors import DeadlineError
 from kukri.server.models.served_model import ServedModel

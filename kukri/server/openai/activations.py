@@ -14,10 +14,10 @@ from starlette.responses import Response
 from kukri.engine import Request as EngineRequest
 from kukri.errors import ActivationLimitError, ContextLengthError, RequestError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
-from kukri.interp.generation import RequestTaps, joined_cache
-from kukri.interp.interventions import MAX_INTERVENTIONS, resolve
-from kukri.interp.places import NO_PROMPT
-from kukri.interp.values import Rows
+from kukri.interp.hooks.hook_values import Rows
+from kukri.interp.interventions.intervention import MAX_INTERVENTIONS, resolve
+from kukri.interp.interventions.positions import NO_PROMPT
+from kukri.interp.interventions.request_taps import RequestTaps, joined_cache
 from kukri.server.body import Body
 from kukri.server.keys import Client
 from kukri.server.models.served_model import ServedModel

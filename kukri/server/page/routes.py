@@ -25,7 +25,7 @@ from starlette.types import Scope
 from kukri import __version__
 from kukri.errors import KukriError
 from kukri.formats.repos import is_offline
-from kukri.interp.graph_page import VIEWER
+from kukri.interp.plots.graph_page import VIEWER
 from kukri.sampling import SampledToken
 from kukri.sampling.fields import FieldFacts
 from kukri.server.access import check_manages_models

@@ -1,0 +1,1 @@
+"""What reads activations out as features: probes, sparse autoencoders, transcoders, control vectors."""

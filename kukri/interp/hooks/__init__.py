@@ -1,0 +1,1 @@
+"""Names of activations, and what taps and weights give for them."""
