@@ -17,8 +17,8 @@ from benchmarks.harness import Comparison, Experiment, Say, model_path, run, sil
 from kukri.bench.turns import in_turns
 from kukri.engine import Engine
 from kukri.engine.request import Request
-from kukri.kernels.constants import LowRank, Weight
 from kukri.kernels.quantize import quantize
+from kukri.kernels.weight_handles import LowRank, Weight
 from kukri.llm import LLM
 from kukri.models import Adapter, Model
 from kukri.models.trace import Trace

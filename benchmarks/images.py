@@ -29,7 +29,7 @@ from kukri.errors import UnsupportedError
 from kukri.formats.gguf.mmproj_writer import write_encoder
 from kukri.formats.huggingface.vision import vision_config, vision_family
 from kukri.kernels.arrays import ByteArray, FloatArray
-from kukri.kernels.constants import Weight
+from kukri.kernels.weight_handles import Weight
 from kukri.models.weights import NoWeights
 from kukri.quant.types import QUANT_TYPES
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan

@@ -25,11 +25,11 @@ from kukri.bench.turns import in_turns
 from kukri.errors import ConfigError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.quantize import quantize
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.blocks import ByteArray, dequantize
 from kukri.quant.types import QUANT_TYPES
 

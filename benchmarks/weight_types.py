@@ -23,7 +23,6 @@ import numpy as np
 from benchmarks.harness import Experiment, Say, Table, run
 from kukri.bench.turns import in_turns
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.jit import pack_record
@@ -32,6 +31,7 @@ from kukri.kernels.cpu.pack.weights import pack
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, TILES
 
 TYPES = {type.name: type for type in (*FLOATS, *PACKED, *TILES)}

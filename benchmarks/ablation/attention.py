@@ -22,11 +22,11 @@ from kukri.engine.pages import pages_for
 from kukri.host.hardware import peak_rss_bytes
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.types import QUANT_TYPES
 
 _SOFTMAX_ROWS = 64  # that a thread takes at a time: what it goes over three times stays in its cache

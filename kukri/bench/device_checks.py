@@ -20,12 +20,12 @@ from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
-from kukri.kernels.constants import Experts, Vector, Weight
 from kukri.kernels.op_set import Program
 from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import Experts, Vector, Weight
 from kukri.models import load_model
 from kukri.quant.types import FLOATS, QUANT_TYPES, WRITTEN
 from kukri.sampling import RequestSampler, SamplingParams, sample_rows

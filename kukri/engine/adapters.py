@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from kukri.engine.pages import PageKey
 from kukri.errors import CapacityError, ConfigError, RequestError
-from kukri.kernels.constants import AdapterSlots
+from kukri.kernels.weight_handles import AdapterSlots
 from kukri.models.adapter import Adapter
 
 MAX_ADAPTERS = 64  # loaded at a time

@@ -12,10 +12,10 @@ from kukri.engine.request import ProgramKind
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, CompiledProgram, Logits
 from kukri.kernels.cache import CacheLayout, KVType, has_states
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.op_set import Program
 from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook, Hooks
+from kukri.kernels.weight_handles import AdapterSlots
 from kukri.models import Model
 from kukri.models.both_ways import BothWays, BothWaysLayers
 

@@ -27,8 +27,8 @@ from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.kernels import make_backend
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
-from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.llm import LLM
 from kukri.models import Model, load_model
 from kukri.models.weights import WeightSource

@@ -29,7 +29,7 @@ from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.huggingface.weights import parts_of
 from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import ByteArray
-from kukri.kernels.constants import LowRank, Weight
+from kukri.kernels.weight_handles import LowRank, Weight
 from kukri.models import ARCHITECTURES, Adapter, Model
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order

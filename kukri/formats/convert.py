@@ -42,8 +42,8 @@ from kukri.formats.huggingface.weights import (
 )
 from kukri.formats.imatrix import ImportanceMatrix
 from kukri.host.mapped_files import release_pages
-from kukri.kernels.constants import Experts
 from kukri.kernels.quantize import requantize
+from kukri.kernels.weight_handles import Experts
 from kukri.models import ARCHITECTURES
 from kukri.models.next_token import is_after_last
 from kukri.models.recurrent import tiled_heads

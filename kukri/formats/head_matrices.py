@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.kernels.arrays import ByteArray
-from kukri.kernels.constants import Experts
 from kukri.kernels.quantize import requantize
+from kukri.kernels.weight_handles import Experts
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType
 

@@ -24,8 +24,8 @@ from kukri.formats.huggingface.safetensors import (
 )
 from kukri.formats.huggingface.weights import canonical_name, model_prefix
 from kukri.formats.unfinished import unfinished
-from kukri.kernels.constants import LowRank
 from kukri.kernels.quantize import requantize
+from kukri.kernels.weight_handles import LowRank
 from kukri.models import ARCHITECTURES, Adapter
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order

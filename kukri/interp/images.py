@@ -20,9 +20,9 @@ from kukri.interp.session import Interventions, ReturnType, Session, require_ret
 from kukri.interp.tapes.image_tapes import EncoderTape
 from kukri.interp.tapes.tape import Matrices, Shared
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.taps import SequenceTaps
+from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models.trace import Trace
 from kukri.vision.decode import decode
 from kukri.vision.encoder import ImagePart

@@ -30,8 +30,8 @@ from kukri.interp.text_runner import Texts
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVType
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models import Adapter, Model
 from kukri.models.trace import Trace
 from kukri.vision.image import ImageSpan

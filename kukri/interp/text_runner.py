@@ -16,9 +16,9 @@ from kukri.errors import ContextLengthError, KukriError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.cache import Cache, KVType, has_states
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots
 from kukri.models import Adapter, Model
 
 _N_KEPT = 6  # compiled programs, each with buffers of its own

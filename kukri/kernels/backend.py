@@ -10,11 +10,11 @@ from typing import Protocol
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import Cache, CacheLayout, KVType
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.op_set import Program
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots
 
 
 class Logits(Protocol):

@@ -9,8 +9,8 @@ import numpy as np
 
 from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import AdapterSlots
 
 
 class HostLogits:

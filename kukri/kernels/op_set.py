@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.weight_handles import Experts, RopeFrequencies, Vector, Weight
 
 EmbedBy = Literal["token_ids", "positions", "token_types"]
 

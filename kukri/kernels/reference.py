@@ -18,7 +18,6 @@ from kukri.host.hardware import available_bytes, cpu_model
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
-from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.expert_choice import NO_EXPERT, Routes, choose, used_experts
 from kukri.kernels.host_step import (
     HostLogits,
@@ -40,6 +39,7 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.step import ForwardBatch, PoolPages, StepInputs, StepLimits
 from kukri.kernels.taps import Hook, tap_name
+from kukri.kernels.weight_handles import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 from kukri.quant.blocks import dequantize
 
 Array = npt.NDArray[Any]

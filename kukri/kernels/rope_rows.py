@@ -8,7 +8,7 @@ import numpy as np
 
 from kukri.errors import CapacityError, ShapeError
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.constants import RopeFrequencies
+from kukri.kernels.weight_handles import RopeFrequencies
 
 _FIRST_ROWS = 256
 _MIXED_ROWS = 1 << 16  # for a step's tokens with several positions; memory only as far as they are used

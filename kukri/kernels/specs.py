@@ -11,7 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Vector
+from kukri.kernels.weight_handles import Vector
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from kukri.errors import UnsupportedError, reading
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import CacheLayout
-from kukri.kernels.constants import Weight
 from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.weight_handles import Weight
 from kukri.models.adapter import Adapter
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache

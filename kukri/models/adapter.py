@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kukri.kernels.constants import LowRank
+from kukri.kernels.weight_handles import LowRank
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.op_set import Ops, Program, Tensor
 from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.weight_handles import RopeFrequencies
 
 BothWaysLayers = Literal[
     "", "all", "windows"

@@ -22,8 +22,8 @@ import numpy as np
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import UnsupportedError, brief
-from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block, GemmaMLP
 from kukri.models.keys import Keys

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kukri.config import ModelConfig
-from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.layers import Attention
 from kukri.models.llama import Block, Llama

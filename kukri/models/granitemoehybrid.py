@@ -14,9 +14,9 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.errors import brief
-from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
+from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import ExpertKeys, RecurrentKeys, set_rotating
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
 from kukri.models.granitemoe import ScaledMixture

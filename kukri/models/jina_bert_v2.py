@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.kernels.constants import Vector
+from kukri.kernels.weight_handles import Vector
 from kukri.models.bert import BERT, Bert, BertAttention, BertBlock
 from kukri.models.keys import Keys
 from kukri.models.modernbert import ModernBertMLP

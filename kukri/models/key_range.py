@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import RopeFrequencies, Vector
 from kukri.kernels.specs import KeyRange
+from kukri.kernels.weight_handles import RopeFrequencies, Vector
 
 _POSITIONS = 8192  # first ones, over which a rotating bias is averaged
 _PLAIN_REACH = 4.0  # how large the numbers of a key are without their bias

@@ -14,9 +14,9 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.op_set import EmbedBy, Ops, Tensor
 from kukri.kernels.specs import AttentionSpec, KeyRange
+from kukri.kernels.weight_handles import Vector, Weight
 from kukri.models.key_range import key_range
 from kukri.models.rope import rope_frequencies
 from kukri.models.weights import WeightSource

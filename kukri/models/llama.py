@@ -19,8 +19,8 @@ from kukri.errors import KukriError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVLayer, StateLayer
-from kukri.kernels.constants import Weight
 from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.weight_handles import Weight
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head

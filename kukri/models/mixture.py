@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.kernels.constants import Experts, Vector, Weight
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import Routing
+from kukri.kernels.weight_handles import Experts, Vector, Weight
 from kukri.models.layers import GatedMLP, Linear
 from kukri.models.weights import WeightSource
 from kukri.quant.types import QUANT_TYPES

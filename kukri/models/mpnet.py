@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
-from kukri.kernels.constants import Vector
+from kukri.kernels.weight_handles import Vector
 from kukri.models.bert import BertBlock
 from kukri.models.layers import Attention
 from kukri.models.weights import WeightSource

@@ -17,9 +17,9 @@ import numpy as np
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.taps import tap_name
+from kukri.kernels.weight_handles import Vector, Weight
 from kukri.models.layers import Linear, RMSNorm
 from kukri.models.llama import Llama
 from kukri.models.weights import Parameter, TakenWeights, WeightSource

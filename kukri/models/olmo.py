@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
+from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture
 from kukri.models.llama import Block, Llama
 from kukri.models.weights import WeightSource

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import DeltaSpec
+from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.keys import Keys
 from kukri.models.layers import HeadNorm, Linear

@@ -11,8 +11,8 @@ import numpy as np
 from kukri.config import RecurrentConfig
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import StateLayer
-from kukri.kernels.constants import Vector
 from kukri.kernels.specs import ConvSpec
+from kukri.kernels.weight_handles import Vector
 from kukri.models.weights import WeightSource
 from kukri.quant.blocks import dequantize
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kukri.config import MAX_CONTEXT, MAX_ROPE_FACTOR, ModelConfig, RopeConfig, RopeScaling
 from kukri.errors import ConfigError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import RopeFrequencies
+from kukri.kernels.weight_handles import RopeFrequencies
 
 _ONE = np.float32(1)
 _ROTATED = re.compile(r".*\bself_attn\.[qk]_proj\.(?:weight|bias)")

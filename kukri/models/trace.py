@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from kukri.kernels.constants import Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.op_set import Program
 from kukri.kernels.specs import AttentionSpec, Routing
 from kukri.kernels.taps import tap_name
+from kukri.kernels.weight_handles import Experts, LowRank, RopeFrequencies, Vector, Weight
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kukri.errors import FormatError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Experts, Weight
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.quant.types import QUANT_TYPES
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kukri.errors import ShapeError, UnsupportedError
 from kukri.quant import types
 from kukri.quant.types import RUN
-from kukri.quant.types.schema import Block, Codebook, Cut, Numbers, QuantType, n_numbers
+from kukri.quant.types.schema import Block, Codebook, Numbers, Placement, QuantType, n_numbers
 
 ByteArray = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
@@ -127,39 +127,41 @@ def _floats(blocks: ByteArray, block: Block, which: Numbers, values: FloatArray 
 
 def numbers(blocks: ByteArray, block: Block, which: Numbers) -> npt.NDArray[np.integer]:
     """uint8 [n, block_bytes] -> whole numbers [n, numbers], of 8 bits if they fit, else of 16."""
-    cuts = block.cuts(which)
-    if len(cuts) == 1:
-        return _cut_numbers(blocks, cuts[0])
-    is_wide = any(cut.left + cut.mask.bit_length() > 8 for cut in cuts)
-    made = np.zeros((len(blocks), n_numbers(cuts)), np.uint16 if is_wide else np.uint8)
-    for cut in cuts:
-        found = _cut_numbers(blocks, cut).astype(made.dtype, copy=False)
-        found <<= made.dtype.type(cut.left)
-        made[:, cut.first : cut.first + cut.n] |= found
+    places = block.places(which)
+    if len(places) == 1:
+        return _placed_numbers(blocks, places[0])
+    is_wide = any(place.left + place.mask.bit_length() > 8 for place in places)
+    made = np.zeros((len(blocks), n_numbers(places)), np.uint16 if is_wide else np.uint8)
+    for place in places:
+        found = _placed_numbers(blocks, place).astype(made.dtype, copy=False)
+        found <<= made.dtype.type(place.left)
+        made[:, place.first : place.first + place.n] |= found
     return made
 
 
-def _cut_numbers(blocks: ByteArray, cut: Cut) -> npt.NDArray[np.integer]:
-    n, width = len(blocks), cut.inner * cut.unit
-    count = cut.n_units // cut.inner
+def _placed_numbers(blocks: ByteArray, place: Placement) -> npt.NDArray[np.integer]:
+    n, width = len(blocks), place.inner * place.unit
+    count = place.n_units // place.inner
     if count == 1:
-        data = blocks[:, cut.at : cut.at + width]
+        data = blocks[:, place.at : place.at + width]
     else:  # a field of structs in a row
-        places = cut.at + np.arange(count)[:, None] * cut.stride + np.arange(width)
+        places = place.at + np.arange(count)[:, None] * place.stride + np.arange(width)
         data = blocks[:, places.reshape(-1)]
-    units = np.ascontiguousarray(data).view(f"<u{cut.unit}")
-    if cut.mask == 0:
-        powers = np.array([3**digit for digit in cut.shifts], np.uint8)[:, None]
-        digits = (units.reshape(n, -1, 1, cut.run) * powers).astype(np.uint16) * np.uint16(3) >> np.uint16(8)
+    units = np.ascontiguousarray(data).view(f"<u{place.unit}")
+    if place.mask == 0:
+        powers = np.array([3**digit for digit in place.shifts], np.uint8)[:, None]
+        digits = (units.reshape(n, -1, 1, place.run) * powers).astype(np.uint16) * np.uint16(3) >> np.uint16(
+            8
+        )
         return digits.astype(np.uint8).reshape(n, -1)
-    if cut.is_signed:
-        return units.view(f"<i{cut.unit}")
-    if cut.mask == (1 << 8 * cut.unit) - 1:
+    if place.is_signed:
+        return units.view(f"<i{place.unit}")
+    if place.mask == (1 << 8 * place.unit) - 1:
         return units
-    shifts = np.array(cut.shifts, units.dtype)[:, None]
-    found = units.reshape(n, -1, 1, cut.run) >> shifts
-    found &= units.dtype.type(cut.mask)
-    small = np.uint8 if cut.mask < 256 else np.uint16
+    shifts = np.array(place.shifts, units.dtype)[:, None]
+    found = units.reshape(n, -1, 1, place.run) >> shifts
+    found &= units.dtype.type(place.mask)
+    small = np.uint8 if place.mask < 256 else np.uint16
     narrow: npt.NDArray[np.integer] = found.astype(small, copy=False).reshape(n, -1)
     return narrow
 

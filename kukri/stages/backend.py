@@ -13,12 +13,12 @@ from kukri.errors import ConfigError, StageError, UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, CompiledProgram, Logits, SamplingBackend
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import check_sizes
 from kukri.kernels.op_set import Program
 from kukri.kernels.paged_kv import pages_of_pools
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots
 from kukri.models import Model
 from kukri.stages.cut import StageRoom, cut_layers, model_bytes
 from kukri.stages.messages import Kind, numbers_to_bytes, step_from_bytes, step_to_bytes

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Weight
 from kukri.kernels.op_set import Tensor
+from kukri.kernels.weight_handles import Weight
 from kukri.models.keys import Keys
 from kukri.models.weights import Parameter, TakenWeights, WeightSource
 from kukri.vision.config import VisionConfig

@@ -22,11 +22,11 @@ from kukri.bench import card, turns
 from kukri.errors import ConfigError
 from kukri.formats.headers import read_headers
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Weight
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.types import QUANT_TYPES
 from tests.test_cli import assert_one_line_error
 from tests.tiny_gguf import tiny_config, write_tiny

@@ -11,12 +11,12 @@ from kukri.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.engine import Engine
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.cache import CacheLayout, KVLayer, StateLayer
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import HostLogits, state_steps
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference import ReferenceSampling
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots
 
 N_VOCAB = 50
 N_HIDDEN = 4  # the width of its hidden states

@@ -18,11 +18,11 @@ from kukri.engine.draft_model import ModelDrafts, model_drafts
 from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.engine.text_drafts import TextDraftModel
 from kukri.errors import ConfigError, RequestError
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots
 from kukri.sampling import SamplingParams
 from tests.engine.driving import add, any_events, finish, greedy, play, prompt_of
 from tests.engine.fake_model import EOS, POISON, FakeBackend, FakeModel, expected_output

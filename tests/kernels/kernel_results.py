@@ -15,10 +15,10 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests`: ARM's Python runs this file by its path
 
 from kukri import LLM, SamplingParams
-from kukri.kernels.constants import Experts, Vector, Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.compile.jit import KernelLibrary
 from kukri.kernels.specs import Routing
+from kukri.kernels.weight_handles import Experts, Vector, Weight
 from tests.kernels.small_programs import attention_case, exact_rows, f32_weight, plain_batch, run, weight
 
 N_TOKENS = (1, 2, 3, 5, 8, 9, 16)

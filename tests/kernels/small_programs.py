@@ -7,7 +7,6 @@ import inspect
 import numpy as np
 
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.op_set import Ops
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
@@ -15,6 +14,7 @@ from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import Vector, Weight
 from kukri.quant.types import PACKED, QUANT_TYPES
 from tests.random_blocks import random_rows
 

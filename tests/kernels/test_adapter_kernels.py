@@ -10,9 +10,9 @@ import pytest
 from kukri.errors import ShapeError
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import LowRank, Vector, Weight
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import LowRank, Vector, Weight
 from tests.kernels.small_programs import assert_close, exact_rows, f32_weight, weight
 
 N_IN, N_OUTS, D = 64, (32, 24, 40), 96

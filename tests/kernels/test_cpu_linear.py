@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kukri.errors import ShapeError
-from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.quantize import quantize
+from kukri.kernels.weight_handles import Vector, Weight
 from kukri.quant.blocks import dequantize
 from kukri.quant.per_token import linear_per_token, quantize_tokens
 from kukri.quant.types import QUANT_TYPES

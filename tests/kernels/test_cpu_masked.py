@@ -9,12 +9,12 @@ import pytest
 
 from kukri.errors import ShapeError
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import RopeFrequencies
 from tests.kernels.small_programs import assert_close, attention_case, copy_of, f32_weight, plain_batch
 
 

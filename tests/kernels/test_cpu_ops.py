@@ -14,10 +14,10 @@ import torch
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import RopeFrequencies, Vector
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.specs import AttentionSpec, ConvSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import RopeFrequencies, Vector
 from kukri.quant.types import RUN
 from tests.kernels.small_programs import (
     assert_close,

@@ -304,9 +304,9 @@ backend.pool.run_kernel("read_memory", data=where, n_bytes=1 << 22, out=out.__ar
 def test_a_program_keeps_what_it_points_into():
     """Would catch packed weights freed under a plan whose backend nobody else holds."""
     from kukri.kernels.cache import KVLayer
-    from kukri.kernels.constants import Weight
     from kukri.kernels.cpu import CpuBackend
     from kukri.kernels.step import ForwardBatch, StepLimits
+    from kukri.kernels.weight_handles import Weight
     from kukri.quant.types import QUANT_TYPES
 
     forgotten_backend = CpuBackend(n_threads=1)

@@ -8,10 +8,10 @@ import pytest
 from kukri.errors import HookError, MissingKernelError, ShapeError
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Experts, Vector
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import Routing
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import Experts, Vector
 from tests.kernels.small_programs import (
     TYPES,
     assert_close,

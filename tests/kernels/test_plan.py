@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
-from kukri.kernels.constants import RopeFrequencies, Vector, Weight
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.plan import ops
 from kukri.kernels.cpu.plan.ops import Buffer, Value
@@ -29,6 +28,7 @@ from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import RopeFrequencies, Vector, Weight
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.small_programs import check_ops, round_reference_queries

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from kukri.errors import ShapeError
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer, StateLayer
-from kukri.kernels.constants import Vector
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import Vector
 from tests.kernels.small_programs import assert_close, f32_weight, plain_batch, run
 
 N_SLOTS, MOST = 9, 150

@@ -11,13 +11,13 @@ from transformers.activations import XIELUActivation
 
 from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import RopeFrequencies, Vector, Weight
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hooks
+from kukri.kernels.weight_handles import RopeFrequencies, Vector, Weight
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 

@@ -7,10 +7,10 @@ import pytest
 
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import RopeFrequencies
 from tests.kernels.small_programs import assert_close, f32_weight, plain_batch, round_reference_queries
 
 N, HEADS, GROUPS = 21, 4, 2

@@ -165,7 +165,7 @@ def test_nothing_but_kernels_imports_numba() -> None:
         "kernels.kv_types",
         "kernels.attention_rows",
         "kernels.prompt_attention",
-        "kernels.whole_attention",
+        "kernels.int8_attention",
         "pack.scale_search",
     )
     command = [sys.executable, "-c", _WITHOUT, " ".join([*kernel_cache.KERNEL_MODULES, *made_of])]

@@ -11,7 +11,6 @@ from kukri.interp.tapes.tape import Matrices, Tape, Variable
 from kukri.interp.tapes.torch_tape import TorchTape
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer, StateLayer
-from kukri.kernels.constants import RopeFrequencies, Vector, Weight
 from kukri.kernels.expert_choice import NO_EXPERT
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.pytorch import TorchBackend
@@ -22,6 +21,7 @@ from kukri.kernels.pytorch.weights import to_device
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import AttentionSpec, Routing
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import RopeFrequencies, Vector, Weight
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.small_programs import TYPES, check_ops, weight

@@ -10,8 +10,8 @@ import pytest
 
 from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
-from kukri.kernels.constants import RopeFrequencies, Vector
 from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.weight_handles import RopeFrequencies, Vector
 from kukri.models import load_model
 from kukri.models.key_range import key_range
 from kukri.models.trace import Trace

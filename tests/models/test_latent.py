@@ -18,8 +18,8 @@ from kukri.formats.head_matrices import take_part
 from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import quantize
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import load_model
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES

@@ -12,10 +12,10 @@ from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnusedTensorError
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVType
-from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hooks
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import Model
 from kukri.models.weights import expert_name
 from kukri.quant.types import QUANT_TYPES

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kukri.errors import ShapeError, UnsupportedError
-from kukri.kernels.constants import Weight
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.pack.encode import KERNELS
 from kukri.kernels.cpu.pack.weights import in_blocks_of_tiles
 from kukri.kernels.quantize import quantize
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.blocks import BLOCKS, WRITTEN, dequantize
 from kukri.quant.types import PACKED, QUANT_TYPES
 from tests.quant import newer_types

@@ -19,7 +19,7 @@ import pytest
 from kukri import LLM
 from kukri.config import LayerConfig
 from kukri.errors import ConfigError, StageError, UnsupportedError
-from kukri.kernels.constants import LowRank, Weight
+from kukri.kernels.weight_handles import LowRank, Weight
 from kukri.models import Adapter
 from kukri.models.trace import Trace
 from kukri.quant.types import QUANT_TYPES

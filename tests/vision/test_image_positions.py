@@ -19,9 +19,9 @@ from kukri.engine.batch_builder import BatchBuilder
 from kukri.engine.request_images import RequestImages
 from kukri.errors import FormatError, RequestError, ShapeError
 from kukri.formats.huggingface.config import hf_model_config, text_config
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.step import ForwardBatch
+from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models.rope import section_axes
 from kukri.vision.image import ImageInput, ImagePrompt
 from tests.vision.test_image_prefixes import TEXT, ask, finish

@@ -29,7 +29,7 @@ from kukri.formats.gguf.mmproj_names import (
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.huggingface.vision import vision_config
 from kukri.kernels.arrays import ByteArray, FloatArray
-from kukri.kernels.constants import Experts, Weight
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models.keys import Keys
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.vision.config import VisionConfig

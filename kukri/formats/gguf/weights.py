@@ -17,7 +17,7 @@ from kukri.formats.gguf.rope_keys import ROPE_TENSORS
 from kukri.formats.gguf.tensor_names import gguf_name, in_layer, module_name
 from kukri.formats.head_matrices import joined_heads, joined_shape, take_part
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Experts, Weight
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import Architecture
 from kukri.models.keys import Keys
 from kukri.models.next_token import is_after_last

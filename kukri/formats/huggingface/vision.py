@@ -15,8 +15,8 @@ from kukri.errors import FormatError, UnusedTensorError, brief, brief_list
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.huggingface.weights import RUNS, is_of_images, packed_type, stored_data
 from kukri.kernels.arrays import ByteArray, FloatArray
-from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models.keys import Keys
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type

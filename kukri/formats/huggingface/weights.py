@@ -16,8 +16,8 @@ from kukri.formats.head_matrices import joined_heads, joined_shape, take_part
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, SafetensorsFile, open_files
 from kukri.formats.huggingface.ternary import PER_BYTE, rounded_rows, ternary_rows
 from kukri.kernels.arrays import ByteArray, FloatArray
-from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.next_token import is_after_last
 from kukri.models.rope import rope_row_order

@@ -27,8 +27,8 @@ from kukri.formats.huggingface.weights import (
 from kukri.formats.unfinished import unfinished
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
-from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.quantize import requantize
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.recurrent import tiled_heads
 from kukri.models.rope import rope_row_order

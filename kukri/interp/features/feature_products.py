@@ -15,8 +15,8 @@ from kukri.engine.encodings import rows_batch
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Weight
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.blocks import FLOAT_BYTES
 from kukri.quant.types import QUANT_TYPES
 

@@ -18,8 +18,8 @@ from kukri.interp.hooks.weights import bias as weight_bias
 from kukri.interp.hooks.weights import rows as weight_rows
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.cache import KVType
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models.trace import Trace
 
 Taps = Mapping[str, FloatArray]

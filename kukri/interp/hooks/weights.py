@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kukri.config import ModelConfig
 from kukri.errors import KukriError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import LowRank, Weight
+from kukri.kernels.weight_handles import LowRank, Weight
 from kukri.models.trace import Matrix, Trace
 from kukri.quant.blocks import dequantize
 

@@ -15,10 +15,10 @@ import numpy as np
 from kukri.errors import UnsupportedError
 from kukri.interp.tapes.tape import Tape, TextRows, Variable, _shares
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.op_set import GateBy, Program
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.taps import tap_name
+from kukri.kernels.weight_handles import Vector, Weight
 from kukri.quant.blocks import dequantize
 
 

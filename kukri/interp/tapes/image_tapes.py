@@ -11,10 +11,10 @@ from kukri.engine.request_images import RequestImages
 from kukri.interp.hooks.attention import seen_keys
 from kukri.interp.tapes.tape import Matrices, Tape, TextRows, Variable
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.taps import tap_name
+from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageSpan
 

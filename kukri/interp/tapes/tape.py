@@ -19,13 +19,13 @@ from kukri.errors import UnsupportedError
 from kukri.interp.hooks.attention import keys_ahead, seen_keys
 from kukri.interp.tapes.delta_rule import DeltaRule
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.constants import Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.expert_choice import NO_EXPERT, Routes, choose, used_experts
 from kukri.kernels.host_step import check_routes
 from kukri.kernels.op_set import EmbedBy, GateBy, Program
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing
 from kukri.kernels.taps import tap_name
+from kukri.kernels.weight_handles import Experts, RopeFrequencies, Vector, Weight
 from kukri.quant.blocks import dequantize
 
 KEPT_BYTES = 1 << 30  # matrices of a model that take no more stay for the next tape

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 from kukri.errors import ShapeError
 from kukri.host.hardware import available_bytes
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
-from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.compile.kernel_cache import sources_hash
@@ -39,6 +38,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
 
 # measured on Zen 5 by processor time, with AVX-512 and with AVX2 (docs/log)
 _WIDE_ROW_COSTS = (1, 1.1, 1.2, 1.22, 1.67, 1.72, 1.78, 1.82, 2.1, 2.3, 2.6, 2.65, 3.25, 3.3, 3.3, 3.35)

@@ -10,7 +10,6 @@ import torch
 from kukri.errors import UnsupportedError
 from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.gpu.graphs import Capture, CaptureOnCuda, DecodeGraphs
 from kukri.kernels.gpu.kv_types import GPU_TYPES
 from kukri.kernels.gpu.ops import PackedConstants, TritonOps
@@ -22,6 +21,7 @@ from kukri.kernels.pytorch.devices import matrix_dtype
 from kukri.kernels.pytorch.step import TensorLogits, check_indices
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots
 
 
 class GpuBackend(TorchBackend):

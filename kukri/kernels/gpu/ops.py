@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kukri.kernels.constants import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 from kukri.kernels.expert_choice import Routes
 from kukri.kernels.gpu import attention, products, recurrent, rows, tiles
 from kukri.kernels.gpu import experts as route_experts
@@ -30,6 +29,7 @@ from kukri.kernels.pytorch.step import DeviceBatch
 from kukri.kernels.pytorch.weights import to_device
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.taps import tap_name
+from kukri.kernels.weight_handles import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import ByteArray, IntArray
-from kukri.kernels.constants import Weight
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.types.fp4 import FP4_VALUES
 from kukri.quant.types.iq4 import IQ4_VALUES
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import IntArray
-from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import linear_kernels, tiles
 from kukri.kernels.gpu.assembler import has_ptx, launch_options
 from kukri.kernels.gpu.pack import PAIR, pack
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, empty_q8
+from kukri.kernels.weight_handles import Weight
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from kukri.kernels.constants import Vector
 from kukri.kernels.gpu import recurrent_kernels, tiles
 from kukri.kernels.gpu.assembler import launch_options
 from kukri.kernels.pytorch.step import DeviceBatch
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
+from kukri.kernels.weight_handles import Vector
 
 Vectors = Callable[[Vector], Tensor]  # gives a constant on the device
 

@@ -15,7 +15,6 @@ import torch
 from kukri.host.hardware import cpu_model
 from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram, SamplingBackend
 from kukri.kernels.cache import Cache, CacheLayout, KVType
-from kukri.kernels.constants import AdapterSlots
 from kukri.kernels.cpu.compile.jit import KernelLibrary
 from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
 from kukri.kernels.cpu.run.pool import ThreadPool
@@ -30,6 +29,7 @@ from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.kernels.pytorch.step import DeviceBatch, DeviceInputs, TensorLogits, check_indices
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots
 
 
 class TorchBackend:

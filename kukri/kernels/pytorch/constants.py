@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kukri.kernels.constants import RopeFrequencies, Vector, Weight
 from kukri.kernels.pytorch.weights import FLOATS, DeviceMatrix, tensor_of, to_device
 from kukri.kernels.rope_rows import RopeRows
+from kukri.kernels.weight_handles import RopeFrequencies, Vector, Weight
 
 
 class RopeTable:

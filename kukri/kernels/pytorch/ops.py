@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import IntArray
-from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.expert_choice import NO_EXPERT, Routes
 from kukri.kernels.host_step import StateStep, StoppedError, batch_activations, check_routes, state_steps
 from kukri.kernels.kv_types import KV_TYPES, within_range
@@ -29,6 +28,7 @@ from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
 from kukri.kernels.pytorch.weights import tensor_of
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, KeyRange, Routing, ScanSpec
 from kukri.kernels.taps import Hook, tap_name
+from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.quant import blocks
 
 

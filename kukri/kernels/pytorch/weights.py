@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kukri.errors import MissingKernelError
 from kukri.host.mapped_files import release_pages
-from kukri.kernels.constants import Weight
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.blocks import SIGN_CODES
 from kukri.quant.types import QUANT_TYPES, RUN
-from kukri.quant.types.schema import Block, Codebook, Cut, Numbers, n_numbers
+from kukri.quant.types.schema import Block, Codebook, Numbers, Placement, n_numbers
 
 _CHUNK_WEIGHTS = 1 << 23  # dequantized at a time: 32 MB of float32
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -150,31 +150,33 @@ def _of_half(bits: Tensor) -> Tensor:
 
 def _numbers(blocks: Tensor, block: Block, which: Numbers) -> Tensor:
     """uint8 [n, block_bytes] -> whole numbers [n, numbers]."""
-    cuts = block.cuts(which)
-    if len(cuts) == 1:
-        return _cut_numbers(blocks, cuts[0])
-    n = n_numbers(cuts)
+    places = block.places(which)
+    if len(places) == 1:
+        return _placed_numbers(blocks, places[0])
+    n = n_numbers(places)
     made = torch.zeros((len(blocks), n), dtype=torch.int32, device=blocks.device)
-    for cut in cuts:
-        found = _cut_numbers(blocks, cut)
-        made[:, cut.first : cut.first + cut.n] |= found.int() << cut.left if cut.left else found
+    for place in places:
+        found = _placed_numbers(blocks, place)
+        made[:, place.first : place.first + place.n] |= found.int() << place.left if place.left else found
     return made
 
 
-def _cut_numbers(blocks: Tensor, cut: Cut) -> Tensor:
-    n, width, count = len(blocks), cut.inner * cut.unit, cut.n_units // cut.inner
+def _placed_numbers(blocks: Tensor, place: Placement) -> Tensor:
+    n, width, count = len(blocks), place.inner * place.unit, place.n_units // place.inner
     # fields of structs in a row have a step between them
-    data = blocks[:, cut.at : cut.at + (count - 1) * cut.stride + width].unfold(1, width, max(cut.stride, 1))
-    units = data.contiguous().reshape(n, -1).view(_UNITS[cut.unit])
-    if cut.is_signed:
+    data = blocks[:, place.at : place.at + (count - 1) * place.stride + width].unfold(
+        1, width, max(place.stride, 1)
+    )
+    units = data.contiguous().reshape(n, -1).view(_UNITS[place.unit])
+    if place.is_signed:
         return units.view(torch.int8)
-    if cut.mask == 0:
-        powers = (3 ** torch.arange(len(cut.shifts), device=blocks.device))[:, None]
-        return ((units.reshape(n, -1, 1, cut.run) * powers & 255) * 3 >> 8).reshape(n, -1)
-    if cut.mask == (1 << 8 * cut.unit) - 1:
+    if place.mask == 0:
+        powers = (3 ** torch.arange(len(place.shifts), device=blocks.device))[:, None]
+        return ((units.reshape(n, -1, 1, place.run) * powers & 255) * 3 >> 8).reshape(n, -1)
+    if place.mask == (1 << 8 * place.unit) - 1:
         return units
-    step = cut.shifts[1] - cut.shifts[0] if len(cut.shifts) > 1 else 1
-    return _numbers_of_units(units, cut.run, cut.shifts[0], step, len(cut.shifts), cut.mask)
+    step = place.shifts[1] - place.shifts[0] if len(place.shifts) > 1 else 1
+    return _numbers_of_units(units, place.run, place.shifts[0], step, len(place.shifts), place.mask)
 
 
 def _numbers_of_units(units: Tensor, run: int, start: int, step: int, n: int, mask: int) -> Tensor:

@@ -81,7 +81,7 @@ class Codebook:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Placement:
     """Where Bits or Trits lie: unit j of a block is at byte `at + j // inner * stride + j % inner * unit`."""
 
     at: int
@@ -123,9 +123,9 @@ class Block:
     )
     tiles: QuantType | None = None
 
-    def cuts(self, numbers: Numbers) -> tuple[Cut, ...]:
+    def places(self, numbers: Numbers) -> tuple[Placement, ...]:
         """Where numbers lie."""
-        return tuple(_cut(self.struct, part) for part in numbers)
+        return tuple(_place(self.struct, part) for part in numbers)
 
     @cached_property
     def quant_numbers(self) -> Numbers:
@@ -144,12 +144,12 @@ class Block:
         )
 
 
-def n_numbers(cuts: Sequence[Cut]) -> int:
+def n_numbers(places: Sequence[Placement]) -> int:
     """How many numbers these make together."""
-    return max((cut.first + cut.n for cut in cuts), default=0)
+    return max((place.first + place.n for place in places), default=0)
 
 
-def _cut(struct: np.dtype[Any], part: Bits | Trits) -> Cut:
+def _place(struct: np.dtype[Any], part: Bits | Trits) -> Placement:
     outer, _, name = part.field.partition(".")
     kind, at, *_ = struct.fields[outer]  # type: ignore[index]
     count, stride = prod(kind.shape), kind.base.itemsize
@@ -172,8 +172,8 @@ def _cut(struct: np.dtype[Any], part: Bits | Trits) -> Cut:
             (1 << part.n_bits) - 1,
             part.left,
         )
-    is_signed = kind.base.kind == "i"
-    return Cut(at, stride, inner, unit, count * inner, part.run, shifts, mask, left, part.first, is_signed)
+    n, is_signed = count * inner, kind.base.kind == "i"
+    return Placement(at, stride, inner, unit, n, part.run, shifts, mask, left, part.first, is_signed)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Vector
+from kukri.kernels.weight_handles import Vector
 from kukri.models.gemma2 import Gemma2Block, GemmaMLP
 from kukri.models.gemma4_text import Gemma4Attention
 from kukri.models.keys import Keys

@@ -8,8 +8,8 @@ import numpy as np
 
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Vector
 from kukri.kernels.op_set import Tensor
+from kukri.kernels.weight_handles import Vector
 from kukri.models.layers import Linear
 from kukri.models.weights import WeightSource
 from kukri.quant.blocks import dequantize

@@ -11,8 +11,8 @@ import numpy as np
 from kukri.config import ModelConfig
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.op_set import Tensor
+from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models.keys import Keys
 from kukri.models.layers import Linear
 from kukri.models.llama import Block

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import LowRank, Weight
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.weight_handles import LowRank, Weight
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE
 

@@ -15,7 +15,6 @@ from triton.runtime.jit import JITFunction
 
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import UnsupportedError
-from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import attention, tiles
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.pytorch.ops import TorchOps
@@ -23,6 +22,7 @@ from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import Weight
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import Experts, Vector
 from kukri.kernels.expert_choice import NO_EXPERT
 from kukri.kernels.gpu import experts as experts_of
 from kukri.kernels.gpu.backend import GpuBackend
@@ -15,6 +14,7 @@ from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import Routing
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import Experts, Vector
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
 from tests.kernels.gpu.test_gpu_linear import bits
 from tests.kernels.small_programs import exact_rows, f32_weight, plain_batch, weight

@@ -10,11 +10,11 @@ from kukri.bench.device_checks import Sizes, check_backend
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import ShapeError
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.constants import RopeFrequencies
 from kukri.kernels.gpu.attention import CHUNK
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.gpu.graphs import graph_sizes
 from kukri.kernels.step import StepLimits
+from kukri.kernels.weight_handles import RopeFrequencies
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
 from tests.kernels.gpu.test_gpu_backend import Sequence, model_of
 from tests.models.tiny_llama import random_ids

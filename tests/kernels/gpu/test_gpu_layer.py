@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks.prototypes import persistent
-from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import attention
 from kukri.kernels.gpu.products import Output, linear_of, to_device
 from kukri.kernels.gpu.rows import Recipe
+from kukri.kernels.weight_handles import Weight
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.test_gpu_attention import Step, copied, same, same_caches
 from tests.kernels.gpu.test_gpu_linear import QUANT_TYPES, np, random_rows

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kukri.errors import UnsupportedError
-from kukri.kernels.constants import Weight
 from kukri.kernels.gpu import tiles
 from kukri.kernels.gpu.pack import PACKED_TYPES, pack
 from kukri.kernels.gpu.products import Output, linear, linear_float, linear_of, to_device
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, quantize, quantized
+from kukri.kernels.weight_handles import Weight
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE

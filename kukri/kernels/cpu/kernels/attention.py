@@ -7,7 +7,7 @@ whatever the other rows are, a row's result is bit-identical.
 
 Here one token attends: its rows, the heads that share a key head, meet keys and values as the cache has them.
 Scores of a page of 16 keys are one vector: lanes are keys. `prompt_attention.py` attends for several tokens,
-of one sequence, or of several that decode from the same prefix; `whole_attention.py` for one and for several
+of one sequence, or of several that decode from the same prefix; `int8_attention.py` for one and for several
 on caches of int8.
 """
 
@@ -31,6 +31,7 @@ from kukri.kernels.cpu.kernels.attention_rows import (
     load_pages,
     make_load_rows,
 )
+from kukri.kernels.cpu.kernels.int8_attention import make_int8_entry
 from kukri.kernels.cpu.kernels.intrinsics import (
     device,
     f32_of_bits,
@@ -55,7 +56,6 @@ from kukri.kernels.cpu.kernels.simd import (
     sum_lanes,
 )
 from kukri.kernels.cpu.kernels.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
-from kukri.kernels.cpu.kernels.whole_attention import make_whole_entry
 from kukri.kernels.cpu.run.abi import (
     CHUNK_TOKENS,
     MAX_TILE_ROWS,
@@ -355,11 +355,11 @@ def _make_attend(cached: CachedNumbers, ending: str, group: int, d_head: int) ->
     `busy_entries` are cut into their key heads, to keep threads busy.
     """
     n_few, n_many = query_tokens(group), prompt_tokens(group, d_head)
-    make_entry = make_whole_entry if cached.is_whole else _make_token_entry
+    make_entry = make_int8_entry if cached.has_int8_products else _make_token_entry
     one_token = make_entry(cached, group, 1, d_head, ending)
     few_tokens = one_token if n_few == 1 else make_entry(cached, group, n_few, d_head, ending)
-    if cached.is_whole:
-        many_tokens = make_whole_entry(cached, group, n_many, d_head, ending)
+    if cached.has_int8_products:
+        many_tokens = make_int8_entry(cached, group, n_many, d_head, ending)
     else:
         many_tokens = make_prompt_entry(cached, group, d_head, ending)
     head_bytes = cached.head_bytes(d_head)

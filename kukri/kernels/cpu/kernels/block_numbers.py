@@ -24,7 +24,7 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     store_u16,
 )
 from kukri.kernels.cpu.kernels.simd import load_f16
-from kukri.quant.types.schema import Block, Codebook, Cut, Numbers, n_numbers
+from kukri.quant.types.schema import Block, Codebook, Numbers, Placement, n_numbers
 
 _LOADS = {1: load_u8, 2: load_u16, 4: load_i32}
 _POWERS = (1, 3, 9, 27, 81)
@@ -34,8 +34,8 @@ _integers = array_at(types.int32, 1)
 def make_take(block: Block, which: Numbers) -> Any:
     """A function (address of a block, int32 [numbers], zeros): reads those numbers."""
     take = _none
-    for cut in block.cuts(which):
-        take = _make_take_part(cut, take)
+    for place in block.places(which):
+        take = _make_take_part(place, take)
     return take
 
 
@@ -44,12 +44,13 @@ def _none(source, numbers):
     pass
 
 
-def _make_take_part(cut: Cut, before: Any) -> Any:
-    at, stride, inner, unit, n_units, run = cut.at, cut.stride, cut.inner, cut.unit, cut.n_units, cut.run
-    mask, left, first, n = cut.mask, cut.left, cut.first, len(cut.shifts)
-    start, step = cut.shifts[0], (cut.shifts[-1] - cut.shifts[0]) // max(n - 1, 1)
-    load = load_i8 if cut.is_signed else _LOADS[unit]
-    is_signed = cut.is_signed
+def _make_take_part(place: Placement, before: Any) -> Any:
+    at, stride, inner, unit = place.at, place.stride, place.inner, place.unit
+    n_units, run = place.n_units, place.run
+    mask, left, first, n = place.mask, place.left, place.first, len(place.shifts)
+    start, step = place.shifts[0], (place.shifts[-1] - place.shifts[0]) // max(n - 1, 1)
+    load = load_i8 if place.is_signed else _LOADS[unit]
+    is_signed = place.is_signed
 
     @device
     def number(value, k):
@@ -126,12 +127,12 @@ def _of_half(bits):
 
 def n_groups(block: Block) -> int:
     """Groups of a block's weights that have a scale of their own."""
-    return n_numbers(block.cuts(block.scales or block.scale))
+    return n_numbers(block.places(block.scales or block.scale))
 
 
 def make_reader(block: Block, block_size: int) -> Any:
     """A function (address of a block, address of float32): writes the block's weights."""
-    n, n_scales = n_groups(block), n_numbers(block.cuts(block.scale))
+    n, n_scales = n_groups(block), n_numbers(block.places(block.scale))
     size, quants_bytes, groups_bytes = block_size // n, 4 * block_size, 4 * n
     take_quants = make_take_quants(block, block_size)
     take_d, take_s = make_take(block, block.scale), make_take(block, block.scales)
@@ -187,8 +188,8 @@ def make_reader(block: Block, block_size: int) -> Any:
 def make_put(block: Block, which: Numbers) -> Any:
     """A function (uint8 [bytes of a block], numbers): writes them where the bytes have zeros."""
     put = _nothing
-    for cut in block.cuts(which):
-        put = _make_put_part(cut, put)
+    for place in block.places(which):
+        put = _make_put_part(place, put)
     return put
 
 
@@ -197,10 +198,11 @@ def _nothing(into, numbers):
     pass
 
 
-def _make_put_part(cut: Cut, before: Any) -> Any:
-    at, stride, inner, unit, n_units, run = cut.at, cut.stride, cut.inner, cut.unit, cut.n_units, cut.run
-    mask, left, first, n = cut.mask, cut.left, cut.first, len(cut.shifts)
-    start, step = cut.shifts[0], (cut.shifts[-1] - cut.shifts[0]) // max(n - 1, 1)
+def _make_put_part(place: Placement, before: Any) -> Any:
+    at, stride, inner, unit = place.at, place.stride, place.inner, place.unit
+    n_units, run = place.n_units, place.run
+    mask, left, first, n = place.mask, place.left, place.first, len(place.shifts)
+    start, step = place.shifts[0], (place.shifts[-1] - place.shifts[0]) // max(n - 1, 1)
 
     @routine
     def put(into, numbers):

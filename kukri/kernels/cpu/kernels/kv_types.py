@@ -270,8 +270,8 @@ class CachedNumbers(NamedTuple):
         return KV_TYPES[self.kv_type].is_rotated
 
     @property
-    def is_whole(self) -> bool:
-        """True if heads are attended to by products of whole numbers: see `whole_attention.py`."""
+    def has_int8_products(self) -> bool:
+        """True if heads are attended to by products of whole numbers: see `int8_attention.py`."""
         return self.kv_type == "q8_0"
 
     def head_bytes(self, d_head: int) -> int:

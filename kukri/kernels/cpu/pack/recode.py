@@ -42,7 +42,7 @@ def _make_recode(type: QuantType) -> KernelSource:
     take_quants, put_quants = make_take_quants(block, size), make_put(form, form.quant_numbers)
     take_d, put_d = make_take(block, block.scale), make_put(form, form.scale)
     take_s, put_s = make_take(block, block.scales), make_put(form, form.scales)
-    n_d, n, repeats = n_numbers(form.cuts(form.scale)), n_groups(form), n_groups(form) // n_groups(block)
+    n_d, n, repeats = n_numbers(form.places(form.scale)), n_groups(form), n_groups(form) // n_groups(block)
     has_table = block.scale_values is not None
     # the form has the bits of a table of scales as float16
     halves = np.zeros(1, np.uint16)

@@ -10,7 +10,6 @@ import numpy as np
 from kukri.errors import MissingKernelError
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
-from kukri.kernels.constants import Experts, Weight
 from kukri.kernels.cpu.pack.layouts import (
     I16_TILES,
     LAYOUTS,
@@ -22,6 +21,7 @@ from kukri.kernels.cpu.pack.layouts import (
 )
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.run.pool import ThreadPool
+from kukri.kernels.weight_handles import Experts, Weight
 from kukri.quant.per_token import row_sums
 from kukri.quant.types import RUN
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.constants import Vector
 from kukri.kernels.cpu.compile.kernel_source import float_bits
 from kukri.kernels.cpu.pack.layouts import PanelKind, expert_kernel
 from kukri.kernels.cpu.pack.weights import PackedWeight
@@ -20,6 +19,7 @@ from kukri.kernels.cpu.plan.ops import (
     whole_vectors,
 )
 from kukri.kernels.specs import Routing
+from kukri.kernels.weight_handles import Vector
 
 
 @dataclass(eq=False)

@@ -15,7 +15,6 @@ import numpy as np
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
-from kukri.kernels.constants import Vector, Weight
 from kukri.kernels.cpu.compile.kernel_source import float_bits
 from kukri.kernels.cpu.pack.layouts import ROWS, TOKENS, PanelKind, linear_kernel
 from kukri.kernels.cpu.pack.weights import PackedWeight
@@ -40,6 +39,7 @@ from kukri.kernels.op_set import EmbedBy
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, Routing
+from kukri.kernels.weight_handles import Vector, Weight
 
 _ALL = 1 << 40  # tokens: more than there are
 _INDICES = {"token_ids": TOKEN_IDS, "positions": POSITIONS, "token_types": TOKEN_TYPES}

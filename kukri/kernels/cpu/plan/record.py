@@ -16,7 +16,6 @@ import numpy as np
 from kukri.errors import KernelSizeError, MissingKernelError, ShapeError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
-from kukri.kernels.constants import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.kernels.cpu.pack.layouts import ROWS, TOKENS, PanelKind, panel_bytes
 from kukri.kernels.cpu.pack.weights import PackedWeight, layout_of
 from kukri.kernels.cpu.plan import expert_ops, ops, state_ops
@@ -39,6 +38,7 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import tap_name
+from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 
 
 @dataclass(frozen=True, eq=False)

@@ -285,7 +285,7 @@ def _make_values(rows: int, d_head: int) -> Any:
 # --- a work entry -------------------------------------------------------------------------------------
 
 
-def make_whole_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: int, ending: str) -> Any:
+def make_int8_entry(cached: CachedNumbers, group: int, n_tokens: int, d_head: int, ending: str) -> Any:
     """A function that attends for one work entry of up to `n_tokens` tokens and one key head."""
     rows = min(group * n_tokens, LANES)  # at a time
     room = -(-group * n_tokens // LANES) * LANES
