@@ -10,9 +10,12 @@ import importlib.util
 import platform
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kukri.errors import ConfigError, UnsupportedError
-from kukri.kernels.backend import Backend
+
+if TYPE_CHECKING:  # the command line reads the stages of sampling, without NumPy
+    from kukri.kernels.backend import Backend
 
 BACKENDS = ("cpu", "portable", "reference", "torch", "gpu")
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and both under WSL

@@ -13,34 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import ShapeError
+from kukri.kernels import sampling_stages as stages
 from kukri.kernels.arrays import BoolArray, DoubleArray, FloatArray, IntArray
 from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import (
     CHOSEN,
-    DRY,
-    END,
     LN_2,
     LOG2_E,
     MAX_SCALE,
     MIN_DEPTH,
-    MIN_P,
     MIN_SCALE,
-    MIROSTAT_1,
-    MIROSTAT_2,
     MIROSTAT_TOKENS,
     NONE_ALLOWED,
     NOT_FINITE,
-    PENALTIES,
     POWER_TERMS,
     RECORD,
-    TEMPERATURE,
-    TOP_K,
-    TOP_N_SIGMA,
-    TOP_P,
-    TYPICAL_P,
     WEIGHT_BITS,
     WEIGHT_ONE,
-    XTC,
     SamplingRecords,
     exp_of,
     f32,
@@ -111,10 +100,10 @@ def _status(peak: float) -> int:
 def run_stages(candidates: Candidates, record: Record) -> None:
     """Runs the stages of a record, in its order."""
     for stage in record.stages:
-        if stage == END or not math.isfinite(candidates.peak):
+        if stage == stages.END or not math.isfinite(candidates.peak):
             break
-        if not record.is_greedy or stage in (PENALTIES, DRY):
-            STAGES[stage](candidates, record)
+        if not record.is_greedy or stage in stages.EDITS:
+            RUN[stage](candidates, record)
 
 
 class Candidates:
@@ -337,18 +326,18 @@ def expected_depth(depths: FloatArray, weights: DoubleArray) -> float:
     return lane_sum(weights * limited) / float(weights.sum())
 
 
-STAGES: dict[int, Callable[[Candidates, Record], None]] = {
-    PENALTIES: penalties,
-    DRY: dry,
-    TOP_N_SIGMA: top_n_sigma,
-    TOP_K: top_k,
-    TYPICAL_P: typical_p,
-    TOP_P: top_p,
-    MIN_P: min_p,
-    XTC: xtc,
-    TEMPERATURE: temperature,
-    MIROSTAT_1: mirostat_1,
-    MIROSTAT_2: mirostat_2,
+RUN: dict[int, Callable[[Candidates, Record], None]] = {
+    stages.PENALTIES: penalties,
+    stages.DRY: dry,
+    stages.TOP_N_SIGMA: top_n_sigma,
+    stages.TOP_K: top_k,
+    stages.TYPICAL_P: typical_p,
+    stages.TOP_P: top_p,
+    stages.MIN_P: min_p,
+    stages.XTC: xtc,
+    stages.TEMPERATURE: temperature,
+    stages.MIROSTAT_1: mirostat_1,
+    stages.MIROSTAT_2: mirostat_2,
 }
 
 

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kukri.kernels.sampling_stages import MAX_STAGES, STAGES
+
 WEIGHT_BITS = 33
 WEIGHT_ONE = float(2**WEIGHT_BITS)
 MIN_DEPTH = -35.0  # the weight is 0 from there down
@@ -37,13 +39,6 @@ MAX_VOCAB = 2**20  # the weights of this many tokens add up exactly
 MIN_SCALE, MAX_SCALE = 1e-30, 1e6
 MIROSTAT_TOKENS = 100  # that mirostat 1 estimates Zipf's exponent from
 
-# Codes of the stages, in the order of SamplingParams.samplers, then mirostat's
-(
-    END, PENALTIES, DRY, TOP_N_SIGMA, TOP_K, TYPICAL_P, TOP_P, MIN_P, XTC, TEMPERATURE,
-    MIROSTAT_1, MIROSTAT_2,
-) = range(12)  # fmt: skip
-MAX_STAGES = 12
-
 # `status` of a record once its row was sampled
 CHOSEN, NOT_FINITE, NONE_ALLOWED = range(3)
 
@@ -52,7 +47,6 @@ RECORD = np.dtype([
         "row",  # which row of the logits
         "is_given",  # 1: `token` is given, and only its log-probability is wanted
         "is_greedy",
-        "top_k",
         "xtc_applies",  # 1: this time
         # tables: the first word in the pool, and the entries; TABLES has the arrays of each
         "bias", "n_bias",  # added to logits
@@ -68,11 +62,7 @@ RECORD = np.dtype([
     )),
     *((name, np.float64) for name in (
         "u",  # the random number, 0 <= u < 1
-        "top_p", "typical_p",
-        "min_p_depth",  # log(min_p)
-        "top_n_sigma", "xtc_threshold",
-        "temperature", "temperature_range", "temperature_exponent",
-        "repetition_penalty", "presence_penalty", "frequency_penalty",
+        *(name for stage in STAGES for name in stage.numbers),
         "surprise_power",  # 2^mu of mirostat
         # results
         "probability",  # that of the chosen token among those left

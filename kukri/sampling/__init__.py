@@ -6,17 +6,8 @@ A row of logits goes through these, those left out that would change nothing:
 2. `logit_bias` is added
 3. tokens that may not come are removed: those that the `grammar` does not allow, `bad_words`, and before
    `min_tokens` those that end the text
-4. the stages of `samplers`, in the order given there; by default that of llama.cpp's chain:
-   - `penalties`: repetition (prompt and generated tokens), then presence and frequency (generated tokens),
-     looking back on `repeat_last_n` tokens
-   - `dry`: a growing penalty on tokens that would continue a repetition
-   - `top_n_sigma` keeps logits within n standard deviations of the largest
-   - `top_k` keeps the k most likely
-   - `typical_p` keeps those about as surprising as expected, with a share p of the probability
-   - `top_p` keeps the fewest most likely tokens whose probabilities reach p
-   - `min_p` keeps the tokens at least p times as likely as the most likely one
-   - `xtc` takes out, with `xtc_probability`, all tokens above `xtc_threshold` but the least likely of them
-   - `temperature` divides the logits, with `dynatemp_range` by more the flatter they are
+4. the stages of `samplers`, in the order given there; by default that of llama.cpp's chain, which
+   `kukri.kernels.sampling_stages` lists with what each stage does
 5. `mirostat`, which takes the place of the filters, keeps a surprise near `mirostat_tau` bits
 6. one token is drawn
 

@@ -8,26 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from kukri.errors import RequestError
+from kukri.kernels.sampling_stages import STAGES
 from kukri.sampling.params import SamplingParams
 
 logger = logging.getLogger("kukri.sampling")
 
 # For a model that advises nothing. Measured on SmolLM2-135M-Instruct: docs/log, 2026-11-22.
 OWN_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
-
-# The fields that switch each stage on, and their values that switch it off.
-_OFF: dict[str, dict[str, float]] = {
-    "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-    "dry": {"dry_multiplier": 0.0},
-    "top_n_sigma": {"top_n_sigma": 0.0},
-    "top_k": {"top_k": 0},
-    "typical_p": {"typical_p": 1.0},
-    "top_p": {"top_p": 1.0},
-    "min_p": {"min_p": 0.0},
-    "xtc": {"xtc_probability": 0.0},
-    "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
-}
-_BESIDE_MIROSTAT = ("penalties", "dry", "temperature")
 
 
 def default_params(advice: Mapping[str, Any]) -> SamplingParams:
@@ -51,11 +38,10 @@ def with_overrides(defaults: SamplingParams, given: Mapping[str, Any]) -> Sampli
     A given `mirostat` or `samplers` switches off the default stages that it rules out. Raises RequestError on
     values that do not work, as SamplingParams does.
     """
-    ruled_out: set[str] = set()
-    if given.get("mirostat"):
-        ruled_out = _OFF.keys() - _BESIDE_MIROSTAT
     samplers = given.get("samplers")
-    if isinstance(samplers, list | tuple):
-        ruled_out |= _OFF.keys() - set(samplers)
-    off = {name: value for stage in ruled_out for name, value in _OFF[stage].items()}
+    off: dict[str, Any] = {}
+    for stage in STAGES:
+        is_replaced = given.get("mirostat") and stage.kind == "filter"
+        if is_replaced or (isinstance(samplers, list | tuple) and stage.name not in samplers):
+            off |= {name: getattr(SamplingParams, name) for name in stage.switches}
     return replace(defaults, **off | dict(given)) if given else defaults

@@ -8,6 +8,7 @@ from textwrap import indent
 from typing import Any, TypedDict, cast, get_args
 
 from kukri.config import Speculation
+from kukri.kernels.sampling_stages import STAGES
 from kukri.sampling.fields import (
     MAX_BIAS,
     MAX_BIASES,
@@ -37,10 +38,7 @@ MAX_DRAFT_TOKENS = 64  # per request and step
 SPECULATIONS = get_args(Speculation)
 _A_PHRASE = f"a string of 1 to {MAX_TEXT} characters, or a sequence of 1 to {MAX_PHRASE_TOKENS} token ids"
 
-# The stages of sampling, in their default order: that of llama.cpp's chain.
-SAMPLERS = (
-    "penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature",
-)  # fmt: skip
+SAMPLERS = tuple(stage.name for stage in STAGES)
 
 # processor(token ids so far: int32 [n], a row of logits: float32 [V]) edits the row, or returns another.
 LogitsProcessor = Callable[[Any, Any], Any]
@@ -68,6 +66,7 @@ class ReasoningLimit:
             raise wrong_value("reasoning_limit", "a limit of tokens, at least 0", self.n_tokens)
 
 
+# Written by packaging/sampling_options.py, because type checkers derive nothing from a dataclass
 class SamplingOptions(TypedDict, total=False):
     """The fields of `SamplingParams` as keyword arguments, for type checkers and editors."""
 
@@ -337,35 +336,25 @@ class SamplingParams:
     @property
     def active_stages(self) -> tuple[str, ...]:
         """The stages that change something, in order."""
-        is_on = self._stages_on()
-        return tuple(name for name in self.samplers if is_on[name])
+        is_on = {stage.name for stage in STAGES if stage.is_on(self)}
+        return tuple(name for name in self.samplers if name in is_on)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The strings of `stop`, always a tuple."""
         return cast("tuple[str, ...]", self.stop)
 
-    def _stages_on(self) -> dict[str, bool]:
-        has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
-        return {
-            "penalties": (has_penalty or self.frequency_penalty != 0.0) and self.repeat_last_n != 0,
-            "dry": self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0,
-            "top_n_sigma": self.top_n_sigma > 0.0,
-            "top_k": self.top_k > 0,
-            "typical_p": self.typical_p < 1.0,
-            "top_p": self.top_p < 1.0,
-            "min_p": self.min_p > 0.0,
-            "xtc": self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5,
-            "temperature": self.temperature != 1.0 or self.dynatemp_range > 0.0,
-        }
-
     def _check_stages(self) -> None:
         """Raises RequestError if a parameter that is set would have no effect."""
-        for stage, is_on in self._stages_on().items():
-            if is_on and stage not in self.samplers and not (stage == "temperature" and self.is_greedy):
-                raise wrong_value("samplers", f"a list that names {stage}, which is set", list(self.samplers))
-            if is_on and self.mirostat and stage not in ("penalties", "dry", "temperature"):
-                raise wrong_value("mirostat", f"0 where {stage} is set, which it replaces", self.mirostat)
+        for stage in STAGES:
+            if not stage.is_on(self):
+                continue
+            if stage.name not in self.samplers and not (stage.kind == "scale" and self.is_greedy):
+                allowed = f"a list that names {stage.name}, which is set"
+                raise wrong_value("samplers", allowed, list(self.samplers))
+            if self.mirostat and stage.kind == "filter":
+                allowed = f"0 where {stage.name} is set, which it replaces"
+                raise wrong_value("mirostat", allowed, self.mirostat)
 
     def _check_grammar(self) -> None:
         if self.reasoning_limit is not None and not isinstance(self.reasoning_limit, ReasoningLimit):

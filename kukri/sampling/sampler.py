@@ -21,20 +21,17 @@ from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.sampling_record import (
     CHOSEN,
-    MIROSTAT_1,
-    MIROSTAT_2,
     NONE_ALLOWED,
-    PENALTIES,
     RECORD,
     SamplingRecords,
 )
+from kukri.kernels.sampling_stages import MIROSTAT_1, MIROSTAT_2, STAGES
 from kukri.sampling.grammar import Grammar
 from kukri.sampling.history import BadPhrases, DryRepetitions, ReasoningTokens, SeenTokens, Tokens
-from kukri.sampling.params import SAMPLERS, LogitsProcessor, SamplingParams
+from kukri.sampling.params import LogitsProcessor, SamplingParams
 
 _GIVEN = np.zeros(1, RECORD)  # a token whose log-probability is wanted
 _GIVEN["is_given"] = 1
-_MIN_TEMPERATURE = 1e-6  # a temperature below acts as this
 
 
 class SamplingError(KukriError):
@@ -383,16 +380,12 @@ def _settings_of(params: SamplingParams) -> npt.NDArray[np.uint8]:
     fields = np.zeros(1, RECORD)
     record = fields[0]
     record["is_greedy"] = params.is_greedy
-    record["min_p_depth"] = math.log(params.min_p) if params.min_p else 0.0
-    record["temperature"] = max(params.temperature, _MIN_TEMPERATURE)
-    record["temperature_range"] = params.dynatemp_range
-    record["temperature_exponent"] = params.dynatemp_exponent
-    for name in (
-        "top_k", "top_p", "typical_p", "top_n_sigma", "xtc_threshold",
-        "repetition_penalty", "presence_penalty", "frequency_penalty",
-    ):  # fmt: skip
-        record[name] = getattr(params, name)
-    stages = [PENALTIES + SAMPLERS.index(name) for name in params.active_stages]
+    codes = {}
+    for stage in STAGES:
+        codes[stage.name] = stage.code
+        for name, number in stage.numbers.items():
+            record[name] = number(params)
+    stages = [codes[name] for name in params.active_stages]
     if params.mirostat:
         stages.append(MIROSTAT_1 if params.mirostat == 1 else MIROSTAT_2)
     record["stages"][: len(stages)] = stages

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kukri.errors import RequestError
+from kukri.kernels.sampling_stages import STAGES
 from kukri.sampling.fields import MAX_COUNT
-from kukri.server.sampling_fields import FACTS
 
 
 class Alias(NamedTuple):
@@ -45,8 +45,8 @@ NAME_PAIRS = tuple(
     if name != alias.field
 )
 
-# llama.cpp's letters for samplers, in the order of kukri's names, and its own name for one of them
-_SAMPLERS = {**dict(zip("edskypmxt", FACTS["samplers"].choices, strict=True)), "typ_p": "typical_p"}
+# llama.cpp's letters for samplers, and its own name for one of them
+_SAMPLERS = {**{stage.letter: stage.name for stage in STAGES}, "typ_p": "typical_p"}
 _NO_SAMPLERS = frozenset({"infill", "i"})  # editors name it; it only makes middles end earlier
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import UnsupportedError
-from kukri.kernels import sampling_record
+from kukri.kernels import sampling_record, sampling_stages
 from kukri.kernels.cpu.compile.jit import KernelLibrary
 from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
 from kukri.kernels.cpu.run.pool import ThreadPool
@@ -20,7 +20,7 @@ from kukri.kernels.reference_sampling import ReferenceSampling, weights_of
 from kukri.kernels.sampling_record import RECORD, TABLES, SamplingRecords
 
 REFERENCE = ReferenceSampling()
-FILTERS = range(sampling_record.PENALTIES, sampling_record.MIROSTAT_1)
+FILTERS = range(sampling_stages.PENALTIES, sampling_stages.MIROSTAT_1)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_tokens_are_those_of_the_definition(ops, seed, n_vocab, orders):
             assert a["sum_exp"] == pytest.approx(b["sum_exp"], rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [None, *range(sampling_record.PENALTIES, sampling_record.MIROSTAT_2 + 1)])
+@pytest.mark.parametrize("stage", [None, *range(sampling_stages.PENALTIES, sampling_stages.MIROSTAT_2 + 1)])
 @pytest.mark.parametrize("n_vocab", [49152, 151_936, 32_001])
 def test_each_stage_alone_on_large_vocabularies(ops, stage, n_vocab):
     """Would catch what only many tokens show: flat rows, blocks of the draw, counts in float32."""
@@ -187,7 +187,7 @@ def test_records_name_their_rows(ops):
     rng = np.random.default_rng(10)
     logits = np.array([random_row(rng, 1001) for _ in range(9)])
     rows = [7, 2, 2, 0]
-    found = make_records([[sampling_record.TOP_P]] * 4, 1001, rng)
+    found = make_records([[sampling_stages.TOP_P]] * 4, 1001, rng)
     want = copy_of(found)
     found.fields["row"] = rows
     ops.choose(found, HostLogits(logits))
@@ -199,7 +199,7 @@ def test_rows_at_a_distance(ops):
     """Would catch rows taken as if they lay side by side: the logits of a step are padded columns."""
     rng = np.random.default_rng(9)
     wide = rng.normal(0, 3, (5, 1016)).astype(np.float32)
-    found = make_records([[sampling_record.TOP_K]] * 5, 1001, rng)
+    found = make_records([[sampling_stages.TOP_K]] * 5, 1001, rng)
     want = copy_of(found)
     ops.choose(found, HostLogits(wide[:, :1001]))
     REFERENCE.choose(want, HostLogits(np.ascontiguousarray(wide[:, :1001])))

@@ -15,18 +15,8 @@ from kukri.kernels.host_step import HostLogits
 from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.reference_sampling import ReferenceSampling
-from kukri.kernels.sampling_record import (
-    CHOSEN,
-    DRY,
-    MAX_VOCAB,
-    MIN_P,
-    PENALTIES,
-    TEMPERATURE,
-    TOP_K,
-    TOP_N_SIGMA,
-    TOP_P,
-    SamplingRecords,
-)
+from kukri.kernels.sampling_record import CHOSEN, MAX_VOCAB, SamplingRecords
+from kukri.kernels.sampling_stages import DRY, MIN_P, PENALTIES, TEMPERATURE, TOP_K, TOP_N_SIGMA, TOP_P
 from tests.kernels.test_sampling_kernel import (
     FILTERS,
     copy_of,

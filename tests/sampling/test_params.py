@@ -6,7 +6,9 @@ import dataclasses
 import inspect
 import math
 import re
+import runpy
 import typing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -196,6 +198,14 @@ def test_the_options_are_the_fields():
     assert list(SamplingOptions.__annotations__) == fields
     assert typing.get_type_hints(SamplingOptions) == typing.get_type_hints(SamplingParams)
     assert not SamplingOptions.__required_keys__
+
+
+def test_the_options_are_written_by_their_script():
+    """Catches options that were changed by hand: a type checker would know another type than the field's."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "packaging" / "sampling_options.py"))
+    source = script["SOURCE"].read_text(encoding="utf-8")
+    assert script["written"](source) == source, "run python packaging/sampling_options.py"
+    assert script["written"](source.replace("    top_p: float\n", "")) == source
 
 
 def test_help_describes_every_field():

@@ -25,26 +25,19 @@ from kukri.kernels.host_step import HostLogits
 from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.sampling_record import (
     CHOSEN,
-    DRY,
-    END,
     LOG2_E,
     MAX_SCALE,
     MAX_VOCAB,
     MIN_DEPTH,
-    MIN_P,
     MIN_SCALE,
     NONE_ALLOWED,
     NOT_FINITE,
-    PENALTIES,
     POWER_TERMS,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     WEIGHT_BITS,
     SamplingRecords,
 )
+from kukri.kernels.sampling_stages import DRY, EDITS, END, MIN_P, PENALTIES, TEMPERATURE, TOP_K, TOP_P
 
-_EDITS, _FILTERS = (PENALTIES, DRY), (TOP_K, TOP_P, MIN_P)
 _EXP_UNITS = 2.0**42  # units of a sum of exp: MAX_VOCAB of them fit into int64
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -91,11 +84,12 @@ def _kind(records: SamplingRecords, i: int) -> tuple[bool, bool, tuple[int, ...]
     stages = fields["stages"][i].tolist()
     stages = stages[: stages.index(END)] if END in stages else stages
     if fields["is_greedy"][i]:
-        return False, True, tuple(stage for stage in stages if stage in _EDITS)
+        stages = [stage for stage in stages if stage in EDITS]
+        return (False, True, tuple(stages)) if _RUN.keys() >= set(stages) else None
     has_filtered = False
     for stage in stages:
-        has_filtered |= stage in _FILTERS
-        if stage not in (*_EDITS, *_FILTERS, TEMPERATURE) or (stage in _EDITS and has_filtered):
+        has_filtered |= stage not in (*EDITS, TEMPERATURE)
+        if stage not in _RUN or (stage in EDITS and has_filtered):
             return None
     if TEMPERATURE in stages and fields["temperature_range"][i] > 0:
         return None
@@ -125,7 +119,7 @@ class _Group:
         if not is_given:
             self._edit_rows()
             for stage in stages:
-                self._run(stage)
+                _RUN[stage](self)
             if self.x is not self._logits:
                 last_peak, likeliest = self.x.max(1)
                 results["last_peak"] = last_peak.double()
@@ -163,21 +157,6 @@ class _Group:
     def _upload(self, *arrays: npt.NDArray[Any]) -> Tensor:
         """Arrays of one length as float64 [arrays, n], by one copy."""
         return torch.from_numpy(np.array(arrays, np.float64)).to(self._device)
-
-    def _run(self, stage: int) -> None:
-        if stage == PENALTIES:
-            self._penalties()
-        elif stage == DRY:
-            self._add("dry", -1.0)
-        elif stage == TOP_K:
-            self._top_k()
-        elif stage == TOP_P:
-            self._top_p()
-        elif stage == MIN_P:
-            self._min_p()
-        else:
-            value = np.maximum(self._numbers("temperature"), 1e-9)
-            self._scale = np.clip(self._scale / value, MIN_SCALE, MAX_SCALE)
 
     def _edit_rows(self) -> None:
         """Adds the bias, and forbids tokens."""
@@ -219,7 +198,17 @@ class _Group:
             numbers = self._upload(rows * self.x.shape[1] + ids, values * sign / self._scale[rows])
             self._change(numbers[0], lambda logits: logits + numbers[1])
 
-    def _penalties(self) -> None:
+    def dry(self) -> None:
+        """Take DRY's penalties."""
+        self._add("dry", -1.0)
+
+    def temperature(self) -> None:
+        """Divide the logits."""
+        value = np.maximum(self._numbers("temperature"), 1e-9)
+        self._scale = np.clip(self._scale / value, MIN_SCALE, MAX_SCALE)
+
+    def penalties(self) -> None:
+        """Take the penalties of repetition, presence and frequency."""
         rows, (ids, counts, generated) = self._tables("seen")
         if not len(ids):
             return
@@ -243,7 +232,8 @@ class _Group:
 
         self._change(places, change)
 
-    def _top_k(self) -> None:
+    def top_k(self) -> None:
+        """Keep the k largest logits."""
         n = self.x.shape[1]
         k = np.clip(self._numbers("top_k"), 1, n)
         if (k == n).all():
@@ -255,7 +245,8 @@ class _Group:
         self.x, self._is_copied = x.gather(1, order), True
         self.ids = places if self.ids is None else self.ids.gather(1, places)
 
-    def _top_p(self) -> None:
+    def top_p(self) -> None:
+        """Keep the fewest, likeliest tokens that have a share p of the probability."""
         weights = self._weights()
         target = (self._upload(self._numbers("top_p"))[0] * weights.sum(1)).clamp(min=1.0)
         order = torch.sort(self.x + 0.0, dim=1, descending=True, stable=True).indices
@@ -264,7 +255,8 @@ class _Group:
         self.x = self.x.masked_fill(torch.zeros_like(is_out).scatter(1, order, is_out), -torch.inf)
         self._is_copied = True
 
-    def _min_p(self) -> None:
+    def min_p(self) -> None:
+        """Keep the tokens at least p times as likely as the likeliest."""
         below = self._upload(self._numbers("min_p_depth") / self._scale)[0]
         least = (self.x.amax(1).double() + below).clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
         self.x, self._is_copied = self.x.masked_fill(self.x < least[:, None], -torch.inf), True
@@ -309,6 +301,17 @@ class _Group:
                 ids, values = self._records.table(i, "top")
                 ids[: len(order)], values[: len(order)] = best[order], logits[order]
             fields["n_top_found"][i] = len(order)
+
+
+# The stages that the device takes
+_RUN: dict[int, Callable[[_Group], None]] = {
+    PENALTIES: _Group.penalties,
+    DRY: _Group.dry,
+    TOP_K: _Group.top_k,
+    TOP_P: _Group.top_p,
+    MIN_P: _Group.min_p,
+    TEMPERATURE: _Group.temperature,
+}
 
 
 def _keys(x: Tensor) -> Tensor:

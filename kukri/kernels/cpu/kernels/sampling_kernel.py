@@ -15,6 +15,7 @@ from collections import namedtuple
 import numpy as np
 
 from kukri.kernels import sampling_record
+from kukri.kernels import sampling_stages as stages
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.kernels.candidates import (
     LOWEST,
@@ -59,27 +60,15 @@ from kukri.kernels.cpu.kernels.sampling_scratch import ARRAYS, BLOCK_SUMS, CONTE
 from kukri.kernels.cpu.kernels.simd import splat, store_f32x16
 from kukri.kernels.cpu.run.atomics import atomic_count
 from kukri.kernels.sampling_record import (
-    DRY,
-    END,
     LN_2,
     LOG2_E,
     MAX_SCALE,
-    MAX_STAGES,
-    MIN_P,
     MIN_SCALE,
-    MIROSTAT_1,
-    MIROSTAT_2,
     MIROSTAT_TOKENS,
-    PENALTIES,
     RECORD,
-    TEMPERATURE,
-    TOP_K,
-    TOP_N_SIGMA,
-    TOP_P,
-    TYPICAL_P,
     WEIGHT_ONE,
-    XTC,
 )
+from kukri.kernels.sampling_stages import EDITS, END, MAX_STAGES
 
 _INFINITE = float("inf")
 _ALL_WEIGHTS = 36.0  # a depth below which all weights are 0
@@ -87,6 +76,7 @@ _MARGIN = 1.0  # for a depth found from a weight: half a unit rounds up to 1
 _RECORD_BYTES = RECORD.itemsize
 _OFFSETS = {name: place[1] for name, place in (RECORD.fields or {}).items()}
 _AT = namedtuple("_AT", _OFFSETS)(**_OFFSETS)  # byte offsets of a record's fields
+_WRITING = (*EDITS, stages.XTC)  # stages that write to the row
 _padded_size = device(padded_size)
 _log_of, _exp_of = routine(sampling_record.log_of), routine(sampling_record.exp_of)
 
@@ -352,23 +342,27 @@ def _mirostat_2(c):
 @part
 def _run_stage(c, stage):
     record = _record(c)
-    if stage == TOP_K:
-        keep_largest(c, load_i64(record + _AT.top_k))
-    elif stage == TOP_P:
+    if stage == stages.PENALTIES:
+        _penalize(c)
+    elif stage == stages.DRY:
+        _penalize_dry(c)
+    elif stage == stages.TOP_K:
+        keep_largest(c, np.int64(load_f64(record + _AT.top_k)))
+    elif stage == stages.TOP_P:
         _top_p(c)
-    elif stage == MIN_P:
+    elif stage == stages.MIN_P:
         narrow(c, f32(peak_of(c) + load_f64(record + _AT.min_p_depth) / scale_of(c)))
-    elif stage == TOP_N_SIGMA:
+    elif stage == stages.TOP_N_SIGMA:
         narrow(c, sigma_cut(c, load_f64(record + _AT.top_n_sigma)))
-    elif stage == TYPICAL_P:
+    elif stage == stages.TYPICAL_P:
         _typical_p(c)
-    elif stage == XTC:
+    elif stage == stages.XTC:
         _xtc(c)
-    elif stage == TEMPERATURE:
+    elif stage == stages.TEMPERATURE:
         _set_temperature(c)
-    elif stage == MIROSTAT_1:
+    elif stage == stages.MIROSTAT_1:
         _mirostat_1(c)
-    elif stage == MIROSTAT_2:
+    elif stage == stages.MIROSTAT_2:
         _mirostat_2(c)
 
 
@@ -381,18 +375,16 @@ def _run_stages(c):
         stage = load_i64(record + _AT.stages + 8 * i)
         if stage == END:
             return
-        if stage in (PENALTIES, DRY):
-            if stage == PENALTIES:
-                _penalize(c)
-            else:
-                _penalize_dry(c)
+        is_edit = stage in EDITS
+        if is_greedy and not is_edit:
+            continue
+        if not is_edit and load_i64(c + CONTEXT.is_edited) != 0:
+            find_peak(c)
+            if not np.isfinite(peak_of(c)):
+                return
+        _run_stage(c, stage)
+        if is_edit:
             store_i64(c + CONTEXT.is_edited, 1)
-        elif not is_greedy:
-            if load_i64(c + CONTEXT.is_edited) != 0:
-                find_peak(c)
-                if not np.isfinite(peak_of(c)):
-                    return
-            _run_stage(c, stage)
 
 
 # ---- one row
@@ -465,7 +457,7 @@ def _is_read_only(record, n):
     n_edits += load_i64(record + _AT.n_allowed)
     for i in range(MAX_STAGES):
         stage = load_i64(record + _AT.stages + 8 * i)
-        if stage in (PENALTIES, DRY, XTC):
+        if stage in _WRITING:
             n_edits += 1
     return n_edits == 0
 
