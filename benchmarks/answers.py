@@ -16,8 +16,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
+from kukri.calls.system_message import opening
 from kukri.sampling import with_overrides
-from kukri.system_message import opening
 
 if TYPE_CHECKING:
     from kukri.calls.results import Result

@@ -22,8 +22,8 @@ from benchmarks.harness import Experiment, Table, run
 from kukri.formats import hub
 from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.step import ForwardBatch, StepLimits
-from kukri.loading import read_model
-from kukri.model_options import ModelOptions
+from kukri.opening.loading import read_model
+from kukri.opening.model_options import ModelOptions
 
 MOST_BESIDE_FILE = 500e6  # bytes, for a model of 3B
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kukri.calls.results import Chunk, Output, Result
     from kukri.engine import Timings
     from kukri.llm import LLM, load
-    from kukri.model_options import ModelOptions
+    from kukri.opening.model_options import ModelOptions
     from kukri.sampling import Grammar, SampledToken, SamplingOptions, SamplingParams
     from kukri.tasks import Label, Span, TokenLabel
 
@@ -52,7 +52,7 @@ _HOMES = {
     "Span": "kukri.tasks",
     "TokenLabel": "kukri.tasks",
     "Chunk": "kukri.calls.results",
-    "ModelOptions": "kukri.model_options",
+    "ModelOptions": "kukri.opening.model_options",
     "Output": "kukri.calls.results",
     "Result": "kukri.calls.results",
     "Grammar": "kukri.sampling",

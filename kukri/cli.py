@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kukri.system_message import DEFAULT_SYSTEM
+from kukri.calls.system_message import DEFAULT_SYSTEM
 from kukri.terminal.command import command, expanded, given
 from kukri.terminal.errors import BenchGroup, ErrorReportingGroup, check_streams
 from kukri.terminal.options import (

@@ -1,6 +1,6 @@
 """Offline generation: text in, text out, from any number of threads.
 
-Calls under way are in `kukri.calls.engine_calls`; models are opened in `kukri.loading`.
+Calls under way are in `kukri.calls.engine_calls`; models are opened in `kukri.opening.loading`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kukri.calls import MAX_ROUNDS
 from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_many
 from kukri.calls.results import Chunk, Result
 from kukri.config import Pooling
-from kukri.embedding import Ranked, check_pooling, ranked
 from kukri.engine import Engine
 from kukri.errors import HookError, KukriError, RequestError, close_matches
 from kukri.formats.adapters import read_adapter
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.taps import Hook
-from kukri.late_interaction import max_sim
-from kukri.loading import Progress, open_model
-from kukri.model_options import ModelKeywords, ModelOptions
 from kukri.models import Forward
+from kukri.opening.loading import Progress, open_model
+from kukri.opening.model_options import ModelKeywords, ModelOptions
 from kukri.sampling import SamplingOptions, SamplingParams
+from kukri.tasks.embedding import Ranked, check_pooling, ranked
+from kukri.tasks.late_interaction import max_sim
 from kukri.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kukri.interp.interventions.intervention import Intervention
     from kukri.interp.interventions.oracles import OracleForm
     from kukri.interp.session import ReturnType, Session
-    from kukri.tasks import Label, Span, TokenLabel
+    from kukri.tasks.heads import Label, Span, TokenLabel
     from kukri.vision.image import ImagePrompt
 
     Interventions = Sequence[Intervention | Mapping[str, Any]]
@@ -276,25 +276,25 @@ class LLM:
 
         For checkpoints of `...ForQuestionAnswering`; others raise UnsupportedError.
         """
-        from kukri import tasks
+        from kukri.tasks import heads
 
-        passage = tasks.read_question(self.config, self.tokenizer, question, context)
+        passage = heads.read_question(self.config, self.tokenizer, question, context)
         outputs = self._outputs(passage.ids)
-        return tasks.answers(passage, outputs, top_k=top_k, max_answer_tokens=max_answer_tokens)
+        return heads.answers(passage, outputs, top_k=top_k, max_answer_tokens=max_answer_tokens)
 
     def classify(self, text: str) -> list[Label]:
         """Scores a text's labels, best first; for `...ForSequenceClassification`, else UnsupportedError."""
-        from kukri import tasks
+        from kukri.tasks import heads
 
-        ids = tasks.read_text(self.config, self.tokenizer, text)
-        return tasks.labels(self.config.head, self._outputs(ids)[tasks.classified_row(self.config, ids)])
+        ids = heads.read_text(self.config, self.tokenizer, text)
+        return heads.labels(self.config.head, self._outputs(ids)[heads.classified_row(self.config, ids)])
 
     def classify_tokens(self, text: str) -> list[TokenLabel]:
         """Labels each token of a text; for `...ForTokenClassification`, else UnsupportedError."""
-        from kukri import tasks
+        from kukri.tasks import heads
 
-        passage = tasks.read_tokens(self.config, self.tokenizer, text)
-        return tasks.token_labels(self.config.head, passage, self._outputs(passage.ids))
+        passage = heads.read_tokens(self.config, self.tokenizer, text)
+        return heads.token_labels(self.config.head, passage, self._outputs(passage.ids))
 
     def embed(
         self,

@@ -13,8 +13,8 @@ from llm.parts import AttachmentPart, TextPart
 from pydantic import Field, create_model
 
 from kukri import LLM, Grammar, SamplingParams
+from kukri.calls.system_message import opening
 from kukri.sampling.fields import facts_of
-from kukri.system_message import opening
 
 _MAX_TOKENS = 512
 

@@ -12,8 +12,8 @@ from typing import Any
 import typer.main
 
 from kukri.cli import app
-from kukri.model_options import option_fields
-from kukri.option_fields import choices, flag_of, option_facts
+from kukri.opening.model_options import option_fields
+from kukri.opening.option_fields import choices, flag_of, option_facts
 from kukri.terminal.errors import HEADINGS
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"

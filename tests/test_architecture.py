@@ -17,20 +17,9 @@ PACKAGE = Path(kukri.__file__).parent
 
 # Each part may import itself and these; `__init__` is the face of the package and imports lazily.
 LAYERS = (
-    *("errors", "host", "config", "traces", "option_fields", "quant", "kernels"),
-    *(
-        "models",
-        "vision",
-        "formats",
-        "engine",
-        "tasks",
-        "late_interaction",
-        "embedding",
-        "model_identity",
-        "stages",
-        "model_options",
-    ),
-    *("loading", "interp"),
+    *("errors", "host", "config", "quant", "kernels"),
+    *("models", "vision", "formats", "engine", "tasks", "late_interaction", "stages"),
+    *("opening", "interp"),
     *("calls", "llm", "async_llm"),
 )
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
@@ -38,13 +27,10 @@ ALLOWED["tokenizer"] = {"errors", "formats"}
 ALLOWED["sampling"] = {"config", "errors", "kernels"}
 ALLOWED["dialects"] = {"errors", "sampling", "tokenizer"}
 ALLOWED["tasks"] |= {"tokenizer"}
-ALLOWED["late_interaction"] |= {"tokenizer"}
-ALLOWED["embedding"] |= {"tokenizer"}
 ALLOWED["engine"] |= {"sampling", "tokenizer"}
-for part in ("loading", "calls", "llm", "async_llm"):
+for part in ("opening", "calls", "llm", "async_llm"):
     ALLOWED[part] |= {"sampling", "tokenizer", "dialects"}
-ALLOWED["system_message"] = {"tokenizer"}
-BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "dialects", "system_message", "__init__"}
+BELOW_THE_FACES = {*LAYERS, "tokenizer", "sampling", "dialects", "__init__"}
 ALLOWED["evaluate"] = BELOW_THE_FACES
 ALLOWED["bench"] = BELOW_THE_FACES | {"evaluate"}
 ALLOWED["server"] = BELOW_THE_FACES
@@ -179,7 +165,7 @@ def test_no_modules_import_each_other():
 
 
 @pytest.mark.representative(4)
-@pytest.mark.parametrize("room", ["interp"])
+@pytest.mark.parametrize("room", ["interp", "opening", "tasks"])
 def test_no_folders_import_each_other(room):
     """Catches a folder that needs a neighbour which needs it, though none of their files do."""
     names = {module_of(file).removesuffix(".__init__"): file for file in module_files()}
@@ -190,7 +176,7 @@ def test_no_folders_import_each_other(room):
             inside = {n for n in imported_modules(imports_of(file), set(names)) if n.startswith(above)}
             at = name.split(".")[2]
             graph.setdefault(at, set()).update({n.split(".")[2] for n in inside} - {at})
-    assert any(len(imported) > 2 for imported in graph.values())
+    assert any(imported for imported in graph.values())
     assert in_circles(graph) == set()
 
 

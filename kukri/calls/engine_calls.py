@@ -20,7 +20,7 @@ from kukri.engine import Engine, Request, RequestState
 from kukri.engine.turns import EngineTurns
 from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
 from kukri.kernels.arrays import FloatArray
-from kukri.loading import LoadedModel
+from kukri.opening.loading import LoadedModel
 from kukri.sampling import SampledToken, SamplingParams, resolve_texts, with_overrides
 from kukri.tokenizer import ChatTemplate, Tokenizer
 from kukri.vision.image import ImagePrompt

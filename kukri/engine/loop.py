@@ -13,8 +13,8 @@ from time import monotonic, perf_counter
 from kukri.engine.engine import Engine
 from kukri.engine.request import Request, RequestState
 from kukri.engine.scheduled_step import StepOutput
+from kukri.engine.traces import Facts
 from kukri.errors import CapacityError, KukriError, failure_of
-from kukri.traces import Facts
 
 logger = logging.getLogger("kukri.engine")
 

@@ -15,11 +15,11 @@ from kukri.engine.drafts import Drafts
 from kukri.engine.pages import ROOT, PageKey, page_key
 from kukri.engine.request_images import RequestImages
 from kukri.engine.saved_prefixes import SavedState
+from kukri.engine.traces import Span
 from kukri.errors import KukriError, RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.taps import SequenceTaps
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams
-from kukri.traces import Span
 
 Output = Literal["tokens", "logits", "hidden", "pooled"]
 ProgramKind = Literal["logits", "hidden"]

@@ -6,8 +6,8 @@ import os
 import socket
 from dataclasses import dataclass
 
+from kukri.engine.model_identity import weights_identity
 from kukri.llm import LLM
-from kukri.model_identity import weights_identity
 
 
 @dataclass(frozen=True)

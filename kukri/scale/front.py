@@ -28,22 +28,22 @@ from kukri.engine import EngineStatus, Request, RequestMaker, RequestState, Step
 from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
 from kukri.engine.loop import Deliver
+from kukri.engine.model_identity import weights_identity
 from kukri.engine.request_maker import no_drafts
+from kukri.engine.traces import Facts, Span
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import CapacityError, KukriError, RequestError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import SamplingRecords
-from kukri.loading import ReadModel, read_model
-from kukri.model_identity import weights_identity
-from kukri.model_options import ModelOptions
+from kukri.opening.loading import ReadModel, read_model
+from kukri.opening.model_options import ModelOptions
 from kukri.sampling import SamplingParams
 from kukri.scale import wire
 from kukri.scale.channel import BEAT_S, Channel
 from kukri.scale.facts import ReplicaFacts
 from kukri.scale.routing import PrefixRouter
 from kukri.tokenizer import ChatTemplate
-from kukri.traces import Facts, Span
 
 log = logging.getLogger("kukri.scale")
 # has replicas connect to (host, port, secret); called every second. `n_waiting` requests wait for one

@@ -16,13 +16,13 @@ from time import perf_counter
 from typing import Any
 
 from kukri.engine import EngineLoop, Request, StepOutput
+from kukri.engine.traces import Traces
 from kukri.errors import KukriError
 from kukri.llm import LLM
 from kukri.sampling import resolve_texts
 from kukri.scale import wire
 from kukri.scale.channel import BEAT_S, Channel
 from kukri.scale.facts import ReplicaFacts, replica_facts
-from kukri.traces import Traces
 
 log = logging.getLogger("kukri.scale")
 _JOIN_S = 0.010  # between two messages with tokens

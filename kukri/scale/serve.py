@@ -19,16 +19,16 @@ import yaml
 from fastapi import FastAPI
 from ray import serve
 
+from kukri.engine.traces import open_traces
 from kukri.errors import ConfigError
 from kukri.llm import LLM
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.scale.facts import ReplicaFacts
 from kukri.scale.front import Invite, RemoteModel, ReplicaLoop
 from kukri.scale.replica import EngineReplica
 from kukri.server.app import create_app
 from kukri.server.models.warm_up import warm_up
 from kukri.server.settings import ServerSettings, default_name
-from kukri.traces import open_traces
 
 _REPLICA = "KukriReplica"
 _CALL_S = 10.0  # time limit of a call to all replicas

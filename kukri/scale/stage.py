@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from kukri.engine.model_identity import code_digest, weights_identity
 from kukri.errors import ConfigError, KukriError, StageError
 from kukri.formats import hub
 from kukri.host.hardware import available_bytes
@@ -16,9 +17,8 @@ from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.step import StepLimits
-from kukri.loading import read_weights
-from kukri.model_identity import code_digest, weights_identity
-from kukri.model_options import ModelOptions
+from kukri.opening.loading import read_weights
+from kukri.opening.model_options import ModelOptions
 from kukri.stages.connection import Connection, LostError
 from kukri.stages.greeting import Door, connect
 from kukri.stages.messages import (

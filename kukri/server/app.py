@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from kukri import __version__
 from kukri.engine import EngineLoop
+from kukri.engine.traces import open_traces
 from kukri.errors import KukriError
 from kukri.server.access import may
 from kukri.server.anthropic.routes import add_anthropic_routes
@@ -37,7 +38,6 @@ from kukri.server.openapi import ERRORS, add_document
 from kukri.server.page.routes import add_page
 from kukri.server.schema import ChatBody
 from kukri.server.settings import ModelSpec, ServerSettings
-from kukri.traces import open_traces
 
 log = logging.getLogger("kukri.server")
 

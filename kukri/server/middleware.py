@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kukri.engine.traces import Span, Traces
 from kukri.errors import failure_of
 from kukri.server.errors import error_response
 from kukri.server.image_bytes import ImageBytes
@@ -26,7 +27,6 @@ from kukri.server.metrics import Metrics
 from kukri.server.openai.uploads import FORM_BYTES
 from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ServerSettings
-from kukri.traces import Span, Traces
 
 log = logging.getLogger("kukri.server")
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/ui/graph"})  # need no key

@@ -1,4 +1,4 @@
-"""The settings of a server: models, access, limits, each declared once (`kukri.option_fields`).
+"""The settings of a server: models, access, limits, each declared once (`kukri.opening.option_fields`).
 
 The command line reads this at each start: what only checks need is imported where it is needed.
 """
@@ -9,8 +9,8 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kukri.model_options import ModelOptions
-from kukri.option_fields import (
+from kukri.opening.model_options import ModelOptions
+from kukri.opening.option_fields import (
     as_file,
     as_integer,
     as_names,
@@ -24,7 +24,7 @@ from kukri.option_fields import (
     flag_of,
     read_fields,
 )
-from kukri.option_fields import (
+from kukri.opening.option_fields import (
     duration_s as duration_s,
 )
 
@@ -86,7 +86,7 @@ def _as_networks(value: Any) -> tuple[str, ...]:
 
 
 def _as_collector(value: Any) -> str:
-    from kukri.traces import collector_url
+    from kukri.engine.traces import collector_url
 
     collector_url(as_text(value))
     return as_text(value)

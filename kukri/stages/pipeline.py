@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
+from kukri.engine.model_identity import code_digest
 from kukri.errors import ConfigError, StageError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.step import StepLimits
-from kukri.model_identity import code_digest
 from kukri.stages.connection import Connection, Inbox, LostError, ready
 from kukri.stages.cut import StageRoom
 from kukri.stages.greeting import connect

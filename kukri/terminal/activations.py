@@ -9,7 +9,7 @@ from typing import Any
 
 from kukri.errors import ConfigError
 from kukri.llm import LLM
-from kukri.option_fields import size_bytes
+from kukri.opening.option_fields import size_bytes
 from kukri.terminal.files import read_text
 from kukri.terminal.options import StoreOptions
 from kukri.terminal.output import n_bytes_text

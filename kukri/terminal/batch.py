@@ -135,7 +135,7 @@ def _on_replicas(
     cluster: ClusterOptions, target: Path, model: str | None, names: tuple[str, ...], loading: dict[str, Any]
 ) -> Iterator[tuple[FastAPI, int]]:
     """The application of replicas on Ray, and the requests for them at a time."""
-    from kukri.model_options import ModelOptions
+    from kukri.opening.model_options import ModelOptions
     from kukri.terminal.cluster import replicas_on_ray, require_ray
 
     require_ray("kukri batch --ray")

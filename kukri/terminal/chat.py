@@ -17,11 +17,11 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from kukri.calls.results import Result
+from kukri.calls.system_message import DEFAULT_SYSTEM, opening
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError, printable
 from kukri.host.os_calls import drop_typed, has_typed, no_echo
 from kukri.llm import LLM
 from kukri.sampling import SamplingParams, with_overrides
-from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.terminal.clipboard import copy
 from kukri.terminal.errors import one_line
 from kukri.terminal.markdown import MarkdownStream, has_colours

@@ -16,7 +16,7 @@ from kukri.terminal.options import ClusterOptions
 from kukri.terminal.serve_options import ServeOptions
 
 if TYPE_CHECKING:
-    from kukri.model_options import ModelOptions
+    from kukri.opening.model_options import ModelOptions
     from kukri.scale.facts import ReplicaFacts
     from kukri.scale.serve import ReplicaOptions
 
@@ -41,8 +41,8 @@ def serve_cluster(
 
     require_web_stack("kukri cluster serve")
     require_ray("kukri cluster serve")
-    from kukri.model_options import ModelOptions
-    from kukri.option_fields import flag_of
+    from kukri.opening.model_options import ModelOptions
+    from kukri.opening.option_fields import flag_of
     from kukri.server.logs import configure_logs
     from kukri.server.settings import default_name, setting_fields
 

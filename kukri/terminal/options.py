@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import typer
 
 from kukri.errors import ConfigError, brief
-from kukri.model_options import Group, option_fields
-from kukri.option_fields import choices, flag_of, option_facts, read_option
+from kukri.opening.model_options import Group, option_fields
+from kukri.opening.option_fields import choices, flag_of, option_facts, read_option
 from kukri.sampling.fields import facts_of
 from kukri.sampling.params import SamplingParams
 from kukri.terminal.command import argument, option

@@ -13,12 +13,12 @@ from typing import Any
 
 from kukri.calls import MAX_ROUNDS
 from kukri.calls.results import Chunk, Result
+from kukri.calls.system_message import DEFAULT_SYSTEM, opening
 from kukri.errors import RequestError
 from kukri.formats import hub
 from kukri.formats.digests import split_digest
 from kukri.llm import LLM
 from kukri.sampling import Grammar, SamplingParams, with_overrides
-from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.terminal.command import given as given_options
 from kukri.terminal.options import FormOptions, ModelName, ToolOptions
 from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text

@@ -106,8 +106,8 @@ def _check_options(model: ModelSpec) -> None:
     """
     from kukri.formats import hub
     from kukri.formats.model_cache import cached_path
-    from kukri.loading import memory_need
-    from kukri.model_options import OWN_LAYER
+    from kukri.opening.loading import memory_need
+    from kukri.opening.model_options import OWN_LAYER
 
     drafts = [model.options.draft_model] if model.options.draft_model not in (None, OWN_LAYER) else []
     for name in (model.options.model, *drafts):

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from kukri.errors import ConfigError
 from kukri.formats.digests import split_digest
-from kukri.model_options import READERS, ModelOptions, option_fields
-from kukri.option_fields import duration_s, flag_of, option_facts, read_option
+from kukri.opening.model_options import READERS, ModelOptions, option_fields
+from kukri.opening.option_fields import duration_s, flag_of, option_facts, read_option
 from kukri.server.settings import ModelSpec, default_name
 from kukri.terminal.config_file import MAX_BYTES, read_config
 from kukri.terminal.files import read_text

@@ -9,7 +9,7 @@ from kukri.errors import ConfigError
 from kukri.evaluate.text import read_text
 from kukri.evaluate.tuning import Tuned, recipe_of, tune
 from kukri.formats import hub
-from kukri.option_fields import size_bytes
+from kukri.opening.option_fields import size_bytes
 from kukri.quant.blocks import WRITTEN
 from kukri.quant.types import QUANT_TYPES, QuantType
 from kukri.terminal.evaluate import type_list

@@ -76,7 +76,7 @@ def test_a_huge_context_opens_where_memory_is_short(
     weights = path.stat().st_size
     for backend in (CpuBackend, ReferenceBackend):
         monkeypatch.setattr(backend, "free_bytes", lambda _: weights + 4 * MiB)
-    with caplog.at_level(logging.INFO, "kukri.loading"), LLM(path, backend="cpu", n_threads=1) as llm:
+    with caplog.at_level(logging.INFO, "kukri.opening.loading"), LLM(path, backend="cpu", n_threads=1) as llm:
         assert llm.config.max_context == HUGE_CONTEXT
         assert 10_000 < llm.engine.max_context < HUGE_CONTEXT
         assert llm.engine.runner.cache.n_bytes <= 4 * MiB

@@ -12,13 +12,13 @@ from typing import Any
 from fastapi import FastAPI
 
 from kukri import LLM
-from kukri.model_options import ModelOptions
+from kukri.engine.traces import open_traces
+from kukri.opening.model_options import ModelOptions
 from kukri.scale.facts import replica_facts
 from kukri.scale.front import RemoteModel, ReplicaLoop
 from kukri.scale.replica import EngineReplica
 from kukri.server.app import create_app
 from kukri.server.settings import ServerSettings
-from kukri.traces import open_traces
 
 
 class LocalCluster:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kukri import LLM
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 pytestmark = pytest.mark.ray

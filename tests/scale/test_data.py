@@ -60,7 +60,7 @@ def test_embeddings_of_a_ray_dataset_are_the_llms(path: str) -> None:
 def test_labels_of_a_ray_dataset_are_the_llms(tmp_path: Path) -> None:
     """Catches labels of another row, and a text that is too long and takes the others with it."""
     pytest.importorskip("torch")
-    from tests.test_tasks import TEXTS, make
+    from tests.tasks.test_tasks import TEXTS, make
 
     make(tmp_path, "llama", TEXTS)
     texts = ["a good day", "x" * 1000, "a bad day"]

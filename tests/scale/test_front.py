@@ -18,7 +18,7 @@ import pytest
 from benchmarks.simulation import Engine, Load, StepCosts, simulate
 from kukri import LLM
 from kukri.errors import RequestError
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.scale.front import RemoteRequestMaker
 from kukri.server.app import create_app
 from kukri.server.asgi_client import post

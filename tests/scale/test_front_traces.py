@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.asgi_client import post
 from tests.collector import collecting
 from tests.scale.clusters import cluster, until

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from tests.kernels.test_cpu_lowerings import runnable
 from tests.scale.clusters import LocalCluster, cluster, until
 from tests.scale.test_front import BODIES, answers_alone, ask, plain
@@ -22,7 +22,7 @@ _PROGRAM = """
 import asyncio, json, sys
 from kukri import LLM
 from kukri.scale.replica import EngineReplica
-from kukri.traces import open_traces
+from kukri.engine.traces import open_traces
 
 async def serve():
     llm = LLM(**json.loads(sys.argv[1]))

@@ -19,7 +19,7 @@ import pytest
 
 from kukri import LLM
 from kukri.errors import ConfigError
-from kukri.loading import ModelOptions
+from kukri.opening.loading import ModelOptions
 from kukri.server.keys import KeyRing, Meter
 from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ModelSpec

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from kukri.errors import RequestError
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.app import create_app
 from kukri.server.body import Body
 from kukri.server.settings import ModelSpec, ServerSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from tests.models.tiny_encoders import save
 from tests.server.live_server import CHAT, RESPONSE, TEXT, serving

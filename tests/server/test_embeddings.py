@@ -16,7 +16,7 @@ import transformers as tr
 from kukri import LLM
 from tests.server.bodies import check_embeddings, check_error
 from tests.server.live_server import MODEL, OTHER_NAME, serving
-from tests.test_tasks import TEXT, TOLERANCES, make
+from tests.tasks.test_tasks import TEXT, TOLERANCES, make
 
 TEXTS = [TEXT, "a", "The capital of France is Paris. " * 9]
 

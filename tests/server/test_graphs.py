@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kukri import LLM
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.neuronpedia import graphs as graphs_module
 from kukri.server.neuronpedia.graph_worker import outcome_of
 from kukri.server.neuronpedia.graphs import Graphs

@@ -21,7 +21,7 @@ from kukri import LLM
 from kukri.formats import hub
 from kukri.formats.model_cache import remove as remove_files
 from kukri.formats.repos import parse_name
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.models import catalog, created_presets
 from kukri.server.models.pulling import MAX_PULLS
 from kukri.server.ollama import models as ollama_models

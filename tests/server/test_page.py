@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from kukri import LLM
-from kukri.model_options import ModelOptions
+from kukri.calls.system_message import opening
+from kukri.opening.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
-from kukri.system_message import opening
 from tests.server.browsing import PHONE, visiting
 from tests.server.live_server import MODEL, serving
 from tests.tiny_gguf import write_tiny

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from tests.fake_hub import TINY
 from tests.server.browsing import LOOKS, shoot, visiting

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from kukri.system_message import opening
+from kukri.calls.system_message import opening
 from tests.server.browsing import LOOKS, shoot, visiting
 from tests.server.live_server import MODEL
 

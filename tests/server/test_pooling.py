@@ -13,7 +13,7 @@ from kukri import LLM
 from tests.models.tiny_encoders import hf_states, save
 from tests.server.bodies import check_error
 from tests.server.live_server import MODEL, serving
-from tests.test_tasks import CONTEXT, LABELS, QUESTION, QUESTIONS, TEXTS, make
+from tests.tasks.test_tasks import CONTEXT, LABELS, QUESTION, QUESTIONS, TEXTS, make
 
 SAID = ["the cat sat on the mat.", "a", "cats, sitting!"]
 

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ConfigError
-from kukri.loading import memory_need
-from kukri.model_options import ModelOptions
+from kukri.opening.loading import memory_need
+from kukri.opening.model_options import ModelOptions
 from kukri.server.models import catalog as catalog_module
 from kukri.server.models import registry as registry_module
 from kukri.server.models.served_model import ServedModel
@@ -297,7 +297,7 @@ _RSS = """
 import json, sys, time
 import httpx
 from tests.server.live_server import serving
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec
 
@@ -460,7 +460,7 @@ def test_directories_are_looked_at_off_the_loop_and_seldom(files, tmp_path, monk
 _CUT = """
 import json, os, sys, time
 from tests.server.live_server import serving
-from kukri.loading import ModelOptions
+from kukri.opening.loading import ModelOptions
 from kukri.server.settings import ModelSpec
 
 models = [ModelSpec((path,), ModelOptions(model=path, max_requests=2)) for path in sys.argv[1:]]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kukri import LLM
 from kukri.cli import app
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.asgi_client import post
 from tests.models.tiny_encoders import save
 from tests.scale.clusters import cluster

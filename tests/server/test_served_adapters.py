@@ -14,7 +14,7 @@ import torch
 
 from kukri import LLM
 from kukri.errors import ConfigError
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from kukri.terminal.serve_options import ServeOptions
 from kukri.terminal.served_models import served_models

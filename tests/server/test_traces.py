@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kukri import LLM
+from kukri.engine.traces import open_traces
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.server.settings import ServerSettings
-from kukri.traces import open_traces
 from tests.collector import Collector, SeenSpan, collecting
 from tests.server.live_server import serving
 from tests.tiny_gguf import tiny_config, write_tiny
@@ -162,7 +162,7 @@ def test_the_environment_may_name_the_collector(
 def test_nothing_is_imported_without_traces() -> None:
     """Catches a server that pays for traces which nobody asked for."""
     script = (
-        "import sys; from kukri.server.app import create_app; from kukri.traces import open_traces; "
+        "import sys; from kukri.server.app import create_app; from kukri.engine.traces import open_traces; "
         "assert open_traces(None) is None; heavy = ('opentelemetry.sdk', 'opentelemetry.exporter'); "
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )

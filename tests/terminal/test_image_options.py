@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.pictures import encoded, picture
 from kukri import LLM
+from kukri.calls.system_message import opening
 from kukri.errors import RequestError
 from kukri.llm_plugin import Kukri
 from kukri.sampling import SamplingParams
-from kukri.system_message import opening
 from kukri.terminal.chat import Chat
 from kukri.terminal.run import answer_prompt
 from kukri.terminal.saved_chat import read_chat

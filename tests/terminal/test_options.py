@@ -15,7 +15,7 @@ from kukri.bench.load import LoadOptions as LoadSettings
 from kukri.cli import app
 from kukri.config import EngineConfig
 from kukri.errors import ConfigError, UnsupportedError
-from kukri.model_options import ModelKeywords, option_fields
+from kukri.opening.model_options import ModelKeywords, option_fields
 from kukri.terminal.command import command, given, option
 from kukri.terminal.errors import HEADINGS
 from kukri.terminal.options import (

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kukri import LLM, Grammar
+from kukri.calls.system_message import DEFAULT_SYSTEM, opening
 from kukri.errors import ConfigError, RequestError
 from kukri.formats.hub import DEFAULT_MODEL
 from kukri.interp import ControlVector
-from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.terminal.answer_form import answer_form, compiled_in_time
 from kukri.terminal.chat import talk
 from kukri.terminal.options import FormOptions, SteeringOptions

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from kukri.errors import ConfigError
-from kukri.option_fields import size_bytes
+from kukri.opening.option_fields import size_bytes
 from kukri.terminal.serve import read_keys
 from kukri.terminal.served_models import default_name
 

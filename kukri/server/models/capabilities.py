@@ -11,7 +11,7 @@ from kukri.formats.headers import Headers, read_headers
 from kukri.formats.huggingface.directory import chat_template_of
 from kukri.formats.huggingface.vision import vision_family
 from kukri.formats.json_files import read_json
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 
 _POOLED, _RANKS = (1, 2, 3), 4  # what GGUF's pooling_type says of models that are not for texts
 

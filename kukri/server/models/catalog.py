@@ -16,7 +16,7 @@ from kukri.formats.gguf.split import is_mmproj
 from kukri.formats.hub import is_known
 from kukri.formats.model_cache import cached_models, cached_path
 from kukri.formats.repos import parse_name
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.server.access import client_of
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.created_presets import MAX_PRESETS, read_presets, write_presets

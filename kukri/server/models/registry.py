@@ -25,8 +25,8 @@ from kukri.engine.loop import EngineLoop, EngineStatus
 from kukri.errors import CapacityError, KukriError
 from kukri.host.hardware import available_bytes
 from kukri.llm import LLM
-from kukri.loading import MemoryNeed, memory_need
-from kukri.model_options import ModelOptions
+from kukri.opening.loading import MemoryNeed, memory_need
+from kukri.opening.model_options import ModelOptions
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.keys import KeyRing
 from kukri.server.metrics import Metrics

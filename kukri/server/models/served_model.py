@@ -19,13 +19,12 @@ from kukri.calls.image_prompts import ImagePrompts, ids_of
 from kukri.config import EngineConfig
 from kukri.dialects.answer_parser import AnswerBeginning, shown_marks
 from kukri.dialects.toolbox import Toolbox
-from kukri.embedding import TextEncoder
 from kukri.engine import EngineLoop, RequestMaker
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
 from kukri.interp import Session
 from kukri.interp.interventions.request_taps import InterventionTaps
-from kukri.model_options import ModelOptions
+from kukri.opening.model_options import ModelOptions
 from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
 from kukri.server.access import check_interp
 from kukri.server.chat.choice import Choice
@@ -39,6 +38,7 @@ from kukri.server.metrics import Metrics, ModelMetrics
 from kukri.server.models.bridge import Bridge, LiveCall, LoopMaker
 from kukri.server.models.preset import Preset
 from kukri.server.settings import ServerSettings
+from kukri.tasks.embedding import TextEncoder
 from kukri.tokenizer import ChatTemplate, FillInMiddle, Tokenizer
 from kukri.vision.image import ImagePrompt
 

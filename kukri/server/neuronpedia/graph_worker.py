@@ -32,8 +32,8 @@ def graph_of(job: dict[str, Any], progress: Callable[[int, int], None] | None = 
     from kukri.interp.plots.graph_page import add_written_tokens
     from kukri.interp.session import Session
     from kukri.kernels import make_backend
-    from kukri.loading import read_model
-    from kukri.model_options import ModelOptions
+    from kukri.opening.loading import read_model
+    from kukri.opening.model_options import ModelOptions
 
     read = read_model(ModelOptions(**job["model"]))
     tokenizer = read.tokenizer

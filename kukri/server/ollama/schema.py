@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kukri.errors import ConfigError, RequestError
-from kukri.option_fields import duration_s
+from kukri.opening.option_fields import duration_s
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
 from kukri.server.body import Body, Refused

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from kukri.embedding import Encoded, TextEncoder
 from kukri.engine import Request as EngineRequest
 from kukri.errors import ContextLengthError, KukriError, RequestError
 from kukri.kernels.arrays import FloatArray
@@ -25,6 +24,7 @@ from kukri.server.mixed_prompt import MarkedText, Mixed, encode_mixed
 from kukri.server.models.served_model import ServedModel
 from kukri.server.reply import disconnected
 from kukri.server.schema import TextOr, TextPart
+from kukri.tasks.embedding import Encoded, TextEncoder
 
 _MAX_TEXTS = 2048  # as in OpenAI's API
 _OWN_FIELDS = ("prompt_name", "adapter")  # that errors may be about

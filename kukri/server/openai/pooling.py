@@ -14,7 +14,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kukri import tasks
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
@@ -28,6 +27,7 @@ from kukri.server.openai.embeddings import (
     token_vectors_of,
     while_connected,
 )
+from kukri.tasks import heads
 
 Task = Literal["embed", "token_embed", "classify", "token_classify"]
 _DEFAULTS: dict[str, Task] = {
@@ -107,12 +107,12 @@ async def answer(served: ServedModel, body: AnswersBody, http: Request) -> Respo
     return JSONResponse(_answer(served, body.model, http, data, n_tokens))
 
 
-async def _answers(served: ServedModel, body: AnswersBody, http: Request) -> tuple[list[tasks.Span], int]:
+async def _answers(served: ServedModel, body: AnswersBody, http: Request) -> tuple[list[heads.Span], int]:
     """The spans, and the tokens read."""
     llm = served.llm
     try:
         passage = await asyncio.to_thread(
-            tasks.read_question, llm.text_encoder.model.config, llm.tokenizer, body.question, body.context
+            heads.read_question, llm.text_encoder.model.config, llm.tokenizer, body.question, body.context
         )
     except ContextLengthError as error:
         error.param = "context"
@@ -121,7 +121,7 @@ async def _answers(served: ServedModel, body: AnswersBody, http: Request) -> tup
         raise RequestError(str(error), param="model") from None
     (outputs,) = await _outputs(served, body, [passage.ids], http)
     spans = await asyncio.to_thread(
-        tasks.answers, passage, outputs, top_k=body.top_k, max_answer_tokens=body.max_answer_tokens
+        heads.answers, passage, outputs, top_k=body.top_k, max_answer_tokens=body.max_answer_tokens
     )
     return spans, len(passage.ids)
 
@@ -154,8 +154,8 @@ async def _pooled(
     outputs = await _outputs(served, body, texts.ids, http, of_text=task == "classify")
     if task == "classify":
         rows = [row[0] for row in outputs]
-        return [tasks.label_scores(head, row) for row in rows] if is_active else rows, n_tokens
-    return [tasks.probabilities(row) for row in outputs] if is_active else outputs, n_tokens
+        return [heads.label_scores(head, row) for row in rows] if is_active else rows, n_tokens
+    return [heads.probabilities(row) for row in outputs] if is_active else outputs, n_tokens
 
 
 async def _outputs(
@@ -171,7 +171,7 @@ async def _outputs(
     options = request_options(served, http, body.model, body.user)
     requests = []
     for ids in texts:
-        row = tasks.classified_row(encoder.model.config, ids) if of_text else None
+        row = heads.classified_row(encoder.model.config, ids) if of_text else None
         first_row, stop_row = (0, None) if row is None else (row, row + 1)
         types = encoder.token_types(ids)
         requests.append(

@@ -11,9 +11,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kukri.embedding import normalized, ranked
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
-from kukri.late_interaction import max_sim
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.embeddings import (
@@ -23,6 +21,8 @@ from kukri.server.openai.embeddings import (
     token_vectors_of,
     while_connected,
 )
+from kukri.tasks.embedding import normalized, ranked
+from kukri.tasks.late_interaction import max_sim
 
 _MAX_DOCUMENTS = 2048
 _Text = Annotated[str, Field(min_length=1)]

@@ -23,6 +23,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from kukri import __version__
+from kukri.calls.system_message import DEFAULT_SYSTEM, opening
 from kukri.errors import KukriError
 from kukri.formats.repos import is_offline
 from kukri.interp.plots.graph_page import VIEWER
@@ -42,7 +43,6 @@ from kukri.server.page.model_library import models_here, models_to_download
 from kukri.server.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.sampling_fields import FACTS
 from kukri.server.schema import ChatMessage, MaxTokens, Sampling, conversation
-from kukri.system_message import DEFAULT_SYSTEM, opening
 from kukri.tokenizer import Tokenizer
 
 OPEN_S = 5.0  # until the stream of an answer has to be opened

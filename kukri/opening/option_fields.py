@@ -1,7 +1,8 @@
 """Declares an option once: its type and default, and here its help, its flag and what it accepts.
 
-`kukri.model_options` declares those of loading a model so, `kukri.server.settings` those of a server. From
-a field follow its flag, its key in the configuration file, the check of its value and its documentation.
+`kukri.opening.model_options` declares the options of loading a model this way, and `kukri.server.settings`
+the settings of a server. An option's flag, its key in the configuration file, the check of its value and its
+documentation follow from its field.
 """
 
 import os

@@ -21,7 +21,7 @@ from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.writer import write_gguf
 from kukri.models import load_model
-from kukri.tasks import last_token
+from kukri.tasks.heads import last_token
 from tests.test_llm_safetensors import TINY, byte_tokenizer
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "phi", "starcoder2")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kukri.config import EngineConfig, ModelConfig
-from kukri.embedding import TextEncoder
 from kukri.engine import Engine
 from kukri.engine.engine import cache_type, engine_layout, state_slots
 from kukri.engine.kv_size import KVCost, choose_kv_size
+from kukri.engine.model_identity import model_identity, weights_identity
 from kukri.errors import ConfigError, FormatError, KernelSizeError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
@@ -26,15 +26,15 @@ from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import pool_layouts, pool_windows, without_windows
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
-from kukri.late_interaction import as_encoder
-from kukri.model_identity import model_identity, weights_identity
-from kukri.model_options import OWN_LAYER, READERS, ModelOptions
 from kukri.models import Model, load_model
 from kukri.models.llama import Llama
 from kukri.models.rope import with_scaling
 from kukri.models.weights import WeightSource
+from kukri.opening.model_options import OWN_LAYER, READERS, ModelOptions
 from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
+from kukri.tasks.embedding import TextEncoder
+from kukri.tasks.late_interaction import as_encoder
 from kukri.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # what only models that draft or see need is imported where i
     from kukri.vision.encoder import VisionModel
     from kukri.vision.processors import ImageProcessor
 
-logger = logging.getLogger("kukri.loading")
+logger = logging.getLogger("kukri.opening.loading")
 
 # progress(bytes of weights ready, bytes of all): called now and then while a model is loaded
 Progress = Callable[[int, int], None]

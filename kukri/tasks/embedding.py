@@ -19,12 +19,12 @@ from kukri.engine import Request, RequestMaker
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.formats.sentence_transformers import PAIR_INSTRUCTION, DenseLayer
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.late_interaction import LateEncoder
 from kukri.models import Model
+from kukri.tasks.late_interaction import LateEncoder
 from kukri.tokenizer import Tokenizer
 from kukri.tokenizer.tokenizer import as_text
 
-logger = logging.getLogger("kukri.embedding")
+logger = logging.getLogger("kukri.tasks.embedding")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kukri.model_identity import weights_identity
+from kukri.engine.model_identity import weights_identity
 from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 
@@ -16,8 +16,8 @@ def test_fine_tunes_of_one_size_are_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: int
 ) -> None:
     """Catches stages or replicas that mix a base model and its fine-tune, whose files have one size."""
-    monkeypatch.setattr("kukri.model_identity._SAMPLE_BYTES", 4096 // scale)
-    monkeypatch.setattr("kukri.model_identity._N_SAMPLES", 1024 // scale)
+    monkeypatch.setattr("kukri.engine.model_identity._SAMPLE_BYTES", 4096 // scale)
+    monkeypatch.setattr("kukri.engine.model_identity._N_SAMPLES", 1024 // scale)
     config = tiny_config()
     arrays = random_arrays(config)
     identities = []

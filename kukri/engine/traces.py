@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as Recorded
     from opentelemetry.trace import Tracer
 
-log = logging.getLogger("kukri.traces")
+log = logging.getLogger("kukri.engine.traces")
 
 Facts = Mapping[str, str | int | float | bool | Sequence[str]]  # attributes of a span by name
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -20,7 +20,7 @@ from kukri.scale.wire import request_from_json, request_to_json
 from kukri.terminal.convert import convert_model
 from tests.models.tiny_colbert import PREFIXES, WIDTH, defined, save_late
 from tests.server.live_server import MODEL, serving
-from tests.test_tasks import make
+from tests.tasks.test_tasks import make
 
 QUERY, DOCUMENTS = "cats sat, on!", ["the cat sat on the mat.", "a, b! c?", "mats", "the mat " * 9]
 TOLERANCES = {"reference": 1e-5, "torch": 1e-5, "cpu": 2e-3}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from kukri.config import KV_TYPE_SIZES, KVType, Speculation
 from kukri.errors import UnsupportedError
-from kukri.option_fields import (
+from kukri.opening.option_fields import (
     as_integer,
     as_names,
     as_number,

@@ -1,0 +1,1 @@
+"""From options to an open model: each option is declared once, and loading reads them."""
