@@ -4,7 +4,6 @@
     wire.py         requests and tokens as JSON
     channel.py      the connection between a front and a replica
     replica.py      an engine that runs requests of fronts
-    stage.py        some layers of a model for an engine elsewhere: `kukri stage`
     facts.py        what a front knows of a replica
     front.py        a front: runs a server's requests on replicas, again if one dies
     pipeline.py     stages that Ray places on machines

@@ -21,10 +21,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from kukri.errors import ConfigError, StageError
 from kukri.kernels.cpu.compile.features import usable_cores
 from kukri.kernels.cpu.run.read_speed import measure_read_speed
-from kukri.scale.stage import StageOptions, serve_stage
+from kukri.opening.stage_model import read_stage_model
 from kukri.stages.greeting import listen
 from kukri.stages.pipeline import SPEED_TEST
 from kukri.stages.processes import Address
+from kukri.stages.server import StageOptions, serve_stage
 
 log = logging.getLogger("kukri.scale")
 _PLACE_S = 60.0  # for Ray to find room
@@ -119,7 +120,7 @@ class StageActor:
 
     def _serve(self, token: bytes, own: StageOptions) -> None:
         try:
-            serve_stage(self._listener, token, own)
+            serve_stage(self._listener, token, own, read_stage_model)
         except BaseException:
             log.critical("the stage stopped", exc_info=True)
             os._exit(1)  # Ray starts another

@@ -25,7 +25,8 @@ def run_stage(address: str, device: str | None, n_threads: int | None, *, once: 
         listener = listen(host.strip("[]") or "127.0.0.1", int(port))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot listen on {address!r}, which should be HOST:PORT: {error}") from None
-    from kukri.scale.stage import StageOptions, serve_stage
+    from kukri.opening.stage_model import read_stage_model
+    from kukri.stages.server import StageOptions, serve_stage
 
     speed = 1.0
     if not once and device is None:  # else all stages are on one machine, or nothing is known
@@ -38,4 +39,5 @@ def run_stage(address: str, device: str | None, n_threads: int | None, *, once: 
     if not once:
         print("waiting for an engine: kukri serve MODEL --stages HOST:PORT", file=sys.stderr, flush=True)
     with listener:
-        serve_stage(listener, token, StageOptions(device, n_threads, speed), once=once)
+        own = StageOptions(device, n_threads, speed)
+        serve_stage(listener, token, own, read_stage_model, once=once)

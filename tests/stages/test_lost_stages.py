@@ -21,11 +21,12 @@ from kukri import LLM
 from kukri.config import LayerConfig
 from kukri.errors import StageError
 from kukri.kernels.arrays import FloatArray
-from kukri.scale import stage as stage_process
-from kukri.scale.stage import StageOptions, serve_stage
+from kukri.opening.stage_model import read_stage_model
+from kukri.stages import server as stage_process
 from kukri.stages.connection import Connection, LostError
 from kukri.stages.greeting import Door, connect, listen
 from kukri.stages.messages import Kind, to_text
+from kukri.stages.server import StageOptions, serve_stage
 from tests.tiny_gguf import tiny_config, write_tiny
 
 TOKEN = b"a token that only these tests know"
@@ -36,7 +37,9 @@ OPTIONS: dict[str, Any] = {"max_context": 256, "max_requests": 4, "n_threads": 1
 def port() -> int:
     """The port of a stage on a thread of this process."""
     listener = listen("127.0.0.1", 0)
-    threading.Thread(target=serve_stage, args=(listener, TOKEN, StageOptions()), daemon=True).start()
+    threading.Thread(
+        target=serve_stage, args=(listener, TOKEN, StageOptions(), read_stage_model), daemon=True
+    ).start()
     return int(listener.getsockname()[1])
 
 
@@ -228,7 +231,9 @@ def test_the_stage_that_failed_is_named(tiny_path: Path, monkeypatch: pytest.Mon
     """Catches "stage 2: the previous stage is lost" where stage 1 had said that its memory is full."""
     listeners = [listen("127.0.0.1", 0) for _ in range(2)]
     for listener in listeners:
-        threading.Thread(target=serve_stage, args=(listener, TOKEN, StageOptions()), daemon=True).start()
+        threading.Thread(
+            target=serve_stage, args=(listener, TOKEN, StageOptions(), read_stage_model), daemon=True
+        ).start()
     monkeypatch.setenv("KUKRI_STAGE_TOKEN", TOKEN.decode())
     addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
 

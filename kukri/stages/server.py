@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import platform
 import socket
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-from kukri.engine.model_identity import code_digest, weights_identity
+from kukri.engine.model_identity import code_digest
 from kukri.errors import ConfigError, KukriError, StageError
-from kukri.formats import hub
 from kukri.host.hardware import available_bytes
-from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.backend import CompiledProgram
+from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.step import StepLimits
-from kukri.opening.loading import read_weights
-from kukri.opening.model_options import ModelOptions
+from kukri.models import Model
 from kukri.stages.connection import Connection, LostError
 from kukri.stages.greeting import Door, connect
 from kukri.stages.messages import (
@@ -49,13 +47,27 @@ class StageOptions:
     speed: float = 1.0
 
 
-def serve_stage(listener: socket.socket, token: bytes, own: StageOptions, *, once: bool = False) -> None:
+class StageModel(NamedTuple):
+    """A model of which a stage computes some layers. `identity` is the hash of its weights."""
+
+    model: Model
+    backend: Backend
+    identity: str
+
+
+# Reads the model by the engine's options, some of which the stage decides for itself. Raises KukriError.
+ReadModel = Callable[[Mapping[str, Any], StageOptions], StageModel]
+
+
+def serve_stage(
+    listener: socket.socket, token: bytes, own: StageOptions, read: ReadModel, *, once: bool = False
+) -> None:
     """Serves engines, one after another; with `once` only the first."""
     door = Door(listener, token)
     while True:
         engine = door.accept("engine", "the engine")
         try:
-            _serve(engine, door, token, own)
+            _serve(engine, door, token, own, read)
         except StageError as error:  # the engine has ended, another stage has, or this one has failed
             logger.info("%s", error)
         finally:
@@ -64,7 +76,7 @@ def serve_stage(listener: socket.socket, token: bytes, own: StageOptions, *, onc
             return
 
 
-def _serve(engine: Connection, door: Door, token: bytes, own: StageOptions) -> None:
+def _serve(engine: Connection, door: Door, token: bytes, own: StageOptions, read: ReadModel) -> None:
     """Serves an engine until it hangs up or something fails, which the engine is told; raises StageError."""
     neighbours = _Neighbours(engine)
     try:
@@ -73,7 +85,7 @@ def _serve(engine: Connection, door: Door, token: bytes, own: StageOptions) -> N
         engine.send(Kind.FACTS, to_text(facts))
         opened = from_text(engine.expect(Kind.OPEN))
         neighbours.meet(opened, door, token)
-        stage = OpenStage(opened, own)
+        stage = OpenStage(opened, own, read)
         bounds = step_bounds(stage.limits, stage.width, stage.n_pools)
         engine.bounds = neighbours.before.bounds = bounds
         engine.send(Kind.READY, to_text(stage.facts))
@@ -117,33 +129,23 @@ class _Neighbours:
 class OpenStage:
     """The layers of a model that an engine wants, loaded. Raises KukriError on anything that does not fit."""
 
-    def __init__(self, opened: dict[str, Any], own: StageOptions) -> None:
+    def __init__(self, opened: dict[str, Any], own: StageOptions, read: ReadModel) -> None:
         try:
-            options = ModelOptions(**opened["options"])
-            options = replace(
-                options,
-                device=own.device or options.device,
-                n_threads=own.n_threads or options.n_threads,
-            )
             start, stop = map(int, opened["layers"])
             self.limits = StepLimits(*map(int, opened["limits"]))
             n_pages, n_states = [*map(int, opened["n_pages"])], int(opened["n_states"])
-            kv_type = opened["kv_type"]
+            kv_type, options = opened["kv_type"], opened["options"]
         except (KeyError, TypeError, ValueError) as error:
             raise StageError(f"the engine's message is incomplete: {error}") from None
-        path = hub.resolve(options.model)
-        config, model = read_weights(path, options)
+        model, backend, identity = read(options, own)
+        config = model.config
         if not 0 <= start < stop <= config.n_layers or min(vars(self.limits).values()) < 0:
             raise ConfigError(f"layers {start} to {stop} of {config.n_layers}")
-        backend = make_backend(*_backend(options))
         stage = Stage(model, backend, range(start, stop), n_pages, n_states, kv_type)
         self._is_first, self.width = start == 0, config.d_model
         self._program: CompiledProgram = stage.compile(model, self.limits)
         self.change, self.n_pools = stage.change, len(n_pages)
-        self.facts = {
-            "identity": weights_identity(path, config, options.quantize),
-            "arithmetic": backend.arithmetic,
-        }
+        self.facts = {"identity": identity, "arithmetic": backend.arithmetic}
 
     def run(self, step: memoryview, activations: FloatArray | None) -> FloatArray:
         """A step's activations [T, D] after these layers."""
@@ -153,11 +155,6 @@ class OpenStage:
     def is_first(self) -> bool:
         """True if it begins with the embedding, and takes no activations."""
         return self._is_first
-
-
-def _backend(options: ModelOptions) -> tuple[str, int | None, str | None]:
-    name, device = choose_backend(options.backend, options.device)
-    return name, options.n_threads, device
 
 
 def _run(stage: OpenStage, engine: Connection, neighbours: _Neighbours) -> None:
