@@ -24,7 +24,8 @@ from kukri.errors import ConfigError
 from kukri.llm import LLM
 from kukri.opening.model_options import ModelOptions
 from kukri.scale.facts import ReplicaFacts
-from kukri.scale.front import Invite, RemoteModel, ReplicaLoop
+from kukri.scale.front import Invite, ReplicaLoop
+from kukri.scale.front_model import RemoteModel
 from kukri.scale.replica import EngineReplica
 from kukri.server.app import create_app
 from kukri.server.models.warm_up import warm_up

@@ -15,7 +15,8 @@ from kukri import LLM
 from kukri.engine.traces import open_traces
 from kukri.opening.model_options import ModelOptions
 from kukri.scale.facts import replica_facts
-from kukri.scale.front import RemoteModel, ReplicaLoop
+from kukri.scale.front import ReplicaLoop
+from kukri.scale.front_model import RemoteModel
 from kukri.scale.replica import EngineReplica
 from kukri.server.app import create_app
 from kukri.server.settings import ServerSettings

@@ -19,7 +19,7 @@ from benchmarks.simulation import Engine, Load, StepCosts, simulate
 from kukri import LLM
 from kukri.errors import RequestError
 from kukri.opening.model_options import ModelOptions
-from kukri.scale.front import RemoteRequestMaker
+from kukri.scale.front_model import RemoteRequestMaker
 from kukri.server.app import create_app
 from kukri.server.asgi_client import post
 from kukri.server.settings import ServerSettings
