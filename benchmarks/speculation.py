@@ -33,6 +33,7 @@ import numpy as np
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
 from benchmarks.make_model import DEVIATION
 from kukri.bench.turns import in_turns
+from kukri.calls.conversation import Conversation
 from kukri.errors import ContextLengthError, KukriError
 from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.safetensors import safetensors_bytes
@@ -263,7 +264,7 @@ class _Trial:
             messages.append({"role": "user", "content": f"{file}{turn} and print the whole file."})
             params = SamplingParams(temperature=temperature, seed=0, max_tokens=_N_EDITED, speculation=kind)
             try:
-                results += self.llm.calls.run([self.llm.calls.for_chat(messages, params, {})])
+                results.append(self.llm.chat(messages, params))
             except ContextLengthError:
                 break
             messages.append({"role": "assistant", "content": results[-1].text})
@@ -314,7 +315,7 @@ class _Trial:
             )
             message = {"role": "user", "content": task.text}
             if task.is_chat:
-                calls.append(llm.calls.for_chat([message], params, {}))
+                calls.append(Conversation(llm.calls, [message], params).next_call())
             else:
                 calls.extend(llm.calls.for_prompts(task.text, params, {}))
         started = time.perf_counter()

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from kukri.calls import MAX_ROUNDS
-from kukri.calls.engine_calls import Call, Message, Prompt, is_many
+from kukri.calls.engine_calls import Call, Message, Prompt, is_chat, is_many
 from kukri.calls.results import Chunk, Result
-from kukri.errors import KukriError
+from kukri.errors import KukriError, RequestError
 from kukri.llm import LLM
 from kukri.sampling import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
+    from kukri.calls.conversation import Approve, Tool
     from kukri.interp.interventions.intervention import Intervention
     from kukri.vision.image import ImagePrompt
 
@@ -93,45 +94,74 @@ class AsyncLLM:
         results = await self._run(calls)
         return results if is_many(prompt) else results[0]
 
+    @overload
     async def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Callable[..., Any]] = (),
+        tools: Sequence[Tool] = (),
+        approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
-    ) -> Result:
-        """Answers a conversation as `LLM.chat` does; raises the same.
+    ) -> Result: ...
 
-        Tools may be async functions; others run in a thread.
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        approve: Approve | None = None,
+        max_rounds: int = MAX_ROUNDS,
+        adapter: str | None = None,
+        interventions: Interventions = (),
+        **overrides: Unpack[SamplingOptions],
+    ) -> list[Result]: ...
+
+    async def chat(
+        self,
+        messages: Any,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        approve: Approve | None = None,
+        max_rounds: int = MAX_ROUNDS,
+        adapter: str | None = None,
+        interventions: Interventions = (),
+        **overrides: Unpack[SamplingOptions],
+    ) -> Result | list[Result]:
+        """Answers a conversation, or a list of them, as `LLM.chat` does; raises the same.
+
+        Tools and `approve` may be async functions; others run in a thread.
         """
-        self._check_open()
-        if tools:
-            from kukri.calls.tool_loop import ToolLoop
+        from kukri.calls.conversation import Conversation
 
-            loop = ToolLoop(
-                self.llm.calls, messages, tools, max_rounds, self.llm.calls.params(params, overrides),
-                adapter=adapter, intervene=self.llm.intervene(interventions), is_async=True,
-            )  # fmt: skip
-            while loop.result is None:
-                (result,) = await self._run([await asyncio.to_thread(loop.next_call)])
-                for asked in loop.read(result):
-                    loop.add_result(asked, await asked.run_async())
-            return loop.result
-        call = await asyncio.to_thread(
-            self.llm.calls.for_chat, messages, params, overrides, adapter, self.llm.intervene(interventions)
-        )
-        (result,) = await self._run([call])
-        return result
+        self._check_open()
+        given: dict[str, Any] = {"adapter": adapter, "intervene": self.llm.intervene(interventions)}
+        given |= {"tools": tools, "approve": approve, "max_rounds": max_rounds, "is_async": True}
+        checked, many = self.llm.calls.params(params, overrides), is_many(messages)
+        told = [
+            Conversation(self.llm.calls, one, checked, **given) for one in (messages if many else [messages])
+        ]
+        while asked := [one for one in told if one.result is None]:
+            calls = [await asyncio.to_thread(one.next_call) for one in asked]
+            for one, result in zip(asked, await self._run(calls), strict=True):
+                await one.answer_calls_async(one.read(result))
+        answers = [one.result for one in told if one.result is not None]
+        return answers if many else answers[0]
 
     async def stream(
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Tool] = (),
+        approve: Approve | None = None,
+        max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
@@ -141,9 +171,36 @@ class AsyncLLM:
         The request is checked and starts when the first chunk is asked for.
         """
         self._check_open()
-        call = await asyncio.to_thread(
-            self.llm.calls.for_stream, prompt, params, overrides, adapter, self.llm.intervene(interventions)
-        )
+        calls = self.llm.calls
+        checked, intervene = calls.params(params, overrides), self.llm.intervene(interventions)
+        if not is_chat(prompt):
+            if tools:
+                raise RequestError("'tools' is for messages only: leave it out", param="tools")
+            plain = await asyncio.to_thread(
+                calls.for_stream, cast("Prompt", prompt), checked, adapter, intervene
+            )
+            async with aclosing(self._chunks(plain)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        from kukri.calls.conversation import Conversation
+
+        conversation = Conversation(
+            calls, cast("Sequence[Message]", prompt), checked, tools, max_rounds, approve,
+            adapter=adapter, intervene=intervene, streams=True, is_async=True,
+        )  # fmt: skip
+        while conversation.result is None:
+            async with aclosing(self._chunks(await asyncio.to_thread(conversation.next_call))) as chunks:
+                async for chunk in chunks:
+                    if chunk.result is None:
+                        yield chunk
+                        continue
+                    last, asked = conversation.last_chunk(chunk)
+                    yield last
+            await conversation.answer_calls_async(asked)
+
+    async def _chunks(self, call: Call) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one answer."""
         changed = _wake_on_change([call])
         try:
             self._start([call])

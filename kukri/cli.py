@@ -24,6 +24,7 @@ from kukri.terminal.options import (
     DryRun,
     EmbedOptions,
     FormOptions,
+    HideReasoning,
     InspectOptions,
     Json,
     LoadOptions,
@@ -146,6 +147,7 @@ def run(
     loading: LoadOptions,
     steering: SteeringOptions,
     json: Json = False,
+    hide_reasoning: HideReasoning = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print token counts and speeds to stderr.")] = False,
 ) -> None:
     """Answer a prompt and stream the answer."""
@@ -167,6 +169,7 @@ def run(
         interventions=interventions,
         as_json=json,
         with_stats=stats,
+        hides_reasoning=hide_reasoning,
     )
 
 
@@ -176,6 +179,7 @@ def chat(
     named: ModelName,
     system: System = DEFAULT_SYSTEM,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the last conversation.")] = False,
+    hide_reasoning: HideReasoning = False,
     remote: ChatServer,
     sampling: SamplingOptions,
     loading: LoadOptions,
@@ -193,6 +197,7 @@ def chat(
         loading=given(loading) | files,
         resumes=resume,
         interventions=interventions,
+        hides_reasoning=hide_reasoning,
         **vars(remote),
     )
 

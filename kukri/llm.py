@@ -6,7 +6,7 @@ Calls under way are in `kukri.calls.engine_calls`; models are opened in `kukri.o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from kukri.calls import MAX_ROUNDS
-from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_many
+from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_chat, is_many
 from kukri.calls.results import Chunk, Result
 from kukri.config import Pooling
 from kukri.engine import Engine
@@ -32,8 +32,9 @@ from kukri.tasks.late_interaction import max_sim
 from kukri.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
+    from kukri.calls.conversation import Approve, Conversation, Tool
     from kukri.calls.decide import Decision, Normalization
-    from kukri.calls.engine_calls import Intervene
+    from kukri.calls.engine_calls import Call, Intervene
     from kukri.interp.cache import ActivationCache
     from kukri.interp.features.transcoders import Transcoders
     from kukri.interp.gradients.circuits import AttributionGraph
@@ -90,7 +91,7 @@ class LLM:
         self.default_params, self.text_encoder = loaded.default_params, loaded.text_encoder
         self._backend = loaded.backend
         self.image_processor = loaded.image_processor
-        self.calls = EngineCalls(loaded)
+        self.calls = EngineCalls(loaded, keeps_raw=self.options.raw_answers)
         if self.options.has_readers:
             _ = self.interp  # which checks them
 
@@ -139,41 +140,75 @@ class LLM:
         results = self.calls.run(calls)
         return results if is_many(prompt) else results[0]
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Callable[..., Any]] = (),
+        tools: Sequence[Tool] = (),
+        approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
-    ) -> Result:
+    ) -> Result: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        approve: Approve | None = None,
+        max_rounds: int = MAX_ROUNDS,
+        adapter: str | None = None,
+        interventions: Interventions = (),
+        **overrides: Unpack[SamplingOptions],
+    ) -> list[Result]: ...
+
+    def chat(
+        self,
+        messages: Any,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        approve: Approve | None = None,
+        max_rounds: int = MAX_ROUNDS,
+        adapter: str | None = None,
+        interventions: Interventions = (),
+        **overrides: Unpack[SamplingOptions],
+    ) -> Result | list[Result]:
         """Answers a conversation: messages of `role` and `content`, rendered by the model's chat template.
+        A list of conversations is one batch: a list of Results.
 
-        Control tokens come from the template alone: in the contents they stay text. The other arguments and
-        errors are those of `generate`; a model without a chat template raises RequestError.
+        The Result has the answer's `text`, apart from its `reasoning` and `tool_calls`; its `messages` are
+        all that came to the conversation. Control tokens come from the template alone: in the contents they
+        stay text. The other arguments and errors are those of `generate`; a model without a chat template
+        raises RequestError.
 
-        `tools` are functions that the model may call, described by their signatures, type hints and
-        docstrings. They are called here, one after another, in up to `max_rounds` rounds, after which a call
-        is a RequestError; a function's error is told to the model as text. The Result is that of the last
-        answer, and its `messages` are all that came to the conversation.
+        `tools` are functions or schemas. Functions are described to the model by their signatures, type hints
+        and docstrings, and called here, one after another, in up to `max_rounds` rounds, after which a call
+        is a RequestError; a function's error is told to the model as text. Calls of schemas, dictionaries in
+        OpenAI's form, are returned as `tool_calls`, and then no function of that answer is called.
+
+        `approve` is asked before each call of a function. It returns True to allow the call, False to decline
+        it, or the text that the model reads as the call's result. Its errors end the conversation and are
+        raised here; it may take its time, as the model's place is free meanwhile.
         """
-        if tools:
-            from kukri.calls.tool_loop import ToolLoop
+        from kukri.calls.conversation import Conversation
 
-            loop = ToolLoop(
-                self.calls, messages, tools, max_rounds, self.calls.params(params, overrides),
-                adapter=adapter, intervene=self.intervene(interventions),
-            )  # fmt: skip
-            while loop.result is None:
-                (result,) = self.calls.run([loop.next_call()])
-                for asked in loop.read(result):
-                    loop.add_result(asked, asked.run())
-            return loop.result
-        call = self.calls.for_chat(messages, params, overrides, adapter, self.intervene(interventions))
-        return self.calls.run([call])[0]
+        given: dict[str, Any] = {"adapter": adapter, "intervene": self.intervene(interventions)}
+        given |= {"tools": tools, "approve": approve, "max_rounds": max_rounds}
+        checked, many = self.calls.params(params, overrides), is_many(messages)
+        told = [Conversation(self.calls, one, checked, **given) for one in (messages if many else [messages])]
+        while asked := [one for one in told if one.result is None]:
+            results = self.calls.run([one.next_call() for one in asked])
+            for one, result in zip(asked, results, strict=True):
+                one.answer_calls(one.read(result))
+        answers = [one.result for one in told if one.result is not None]
+        return answers if many else answers[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int] | ImagePrompt:
         """The prompt that `chat` makes of messages: for `generate`, or for a run with hooks or a cache."""
@@ -185,6 +220,9 @@ class LLM:
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Tool] = (),
+        approve: Approve | None = None,
+        max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
         interventions: Interventions = (),
         **overrides: Unpack[SamplingOptions],
@@ -192,11 +230,37 @@ class LLM:
         """Streams the answer to a prompt or to messages, as Chunks.
 
         The request is checked at once and starts when the first chunk is asked for; closing the iterator ends
-        it. The other arguments and errors are those of `generate`. Raises RequestError for a `best_of` above
-        `n`, as the best answers are known only at the end.
+        it. Chunks of an answer to messages tell its text, reasoning and tool calls apart; functions among
+        `tools` are called between two answers. The other arguments and errors are those of `generate` and
+        `chat`. Raises RequestError for a `best_of` above `n`, as the best answers are known only at the end.
         """
-        intervene = self.intervene(interventions)
-        return self.calls.chunks(self.calls.for_stream(prompt, params, overrides, adapter, intervene))
+        checked, intervene = self.calls.params(params, overrides), self.intervene(interventions)
+        if not is_chat(prompt):
+            if tools:
+                raise RequestError("'tools' is for messages only: leave it out", param="tools")
+            plain = cast("Prompt", prompt)
+            return self.calls.chunks(self.calls.for_stream(plain, checked, adapter, intervene))
+        from kukri.calls.conversation import Conversation
+
+        conversation = Conversation(
+            self.calls, cast("Sequence[Message]", prompt), checked, tools, max_rounds, approve,
+            adapter=adapter, intervene=intervene, streams=True,
+        )  # fmt: skip
+        return self._answers(conversation, conversation.next_call())
+
+    def _answers(self, conversation: Conversation, call: Call) -> Iterator[Chunk]:
+        """The chunks of a conversation's answers, the first of which is that of `call`."""
+        while True:
+            for chunk in self.calls.chunks(call):
+                if chunk.result is None:
+                    yield chunk
+                    continue
+                last, asked = conversation.last_chunk(chunk)
+                yield last
+            if conversation.result is not None:
+                return
+            conversation.answer_calls(asked)
+            call = conversation.next_call()
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Loads a LoRA adapter, a PEFT directory or a GGUF file, under a name by which requests choose it.

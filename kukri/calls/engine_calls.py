@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kukri.calls.answer import Answer
 from kukri.calls.image_prompts import ImagePrompts
-from kukri.calls.results import Chunk, FinishReason, Output, Result
-from kukri.dialects.answer_parser import AnswerBeginning
+from kukri.calls.results import Chunk, FinishReason, Output, Result, ToolCall, Usage
+from kukri.calls.turn import Turn
 from kukri.engine import Engine, Request, RequestState
 from kukri.engine.turns import EngineTurns
 from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
@@ -34,6 +34,7 @@ _USES = {
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | ImagePrompt
 if TYPE_CHECKING:
+    from kukri.dialects.model_dialect import ModelDialect
     from kukri.interp.interventions.request_taps import InterventionTaps, Readout
 
     # makes the new requests for a prompt do what interventions say
@@ -41,11 +42,15 @@ if TYPE_CHECKING:
 
 
 class EngineCalls:
-    """Every call under way on the engine of one loaded model. `turns` decides which thread steps it."""
+    """Every call under way on the engine of one loaded model. `turns` decides which thread steps it.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    With `keeps_raw` answers to messages are text alone, as they were generated.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, keeps_raw: bool = False) -> None:
         self.tokenizer = loaded.tokenizer
         self._path, self._head, self._default_params = loaded.path, loaded.config.head, loaded.default_params
+        self.keeps_raw = keeps_raw
         self._engine: Engine | None = loaded.engine  # None once closed
         self.image_prompts = ImagePrompts(loaded.tokenizer, loaded.image_processor)
         self.turns = EngineTurns(self._step)
@@ -63,6 +68,13 @@ class EngineCalls:
     def is_open(self) -> bool:
         """True until `close`."""
         return self._engine is not None
+
+    @cached_property
+    def dialect(self) -> ModelDialect:
+        """How the model writes conversations, reasoning and calls."""
+        from kukri.dialects.model_dialect import ModelDialect
+
+        return ModelDialect(self.chat_template, self.tokenizer)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -83,54 +95,30 @@ class EngineCalls:
         prompts = prompt if is_many(prompt) else [prompt]
         return [self._call(self._encode(one), checked, adapter, intervene) for one in prompts]
 
-    def for_chat(
+    def for_turn(
         self,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        overrides: Mapping[str, Any],
-        adapter: str | None = None,
-        intervene: Intervene | None = None,
-    ) -> Call:
-        """A call for the answer to a conversation."""
-        checked = resolve_texts(self.params(params, overrides), self.tokenizer)
-        return self._call(self.chat_prompt(messages), checked, adapter, intervene)
-
-    def for_ids(
-        self,
-        prompt_ids: Sequence[int] | ImagePrompt,
+        prompt: Any,
         params: SamplingParams,
+        turn: Turn | None,
         *,
         adapter: str | None,
         intervene: Intervene | None,
-        shown: frozenset[int],
-        beginning: Callable[[], AnswerBeginning],
+        streams: bool,
     ) -> Call:
-        """A call for a prompt, images or not; the control tokens `shown` are part of the answer's text.
-
-        `beginning` makes what tells the answer from its reasoning, after which stop strings count.
-        """
+        """A call for an answer to a conversation, which is text as it was generated without a `turn`."""
         checked = resolve_texts(params, self.tokenizer)
-        return self._call(prompt_ids, checked, adapter, intervene, shown=shown, beginning=beginning)
+        return self._call(prompt, checked, adapter, intervene, streams=streams, turn=turn)
 
     def for_stream(
         self,
-        prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None,
-        overrides: Mapping[str, Any],
+        prompt: Prompt,
+        params: SamplingParams,
         adapter: str | None = None,
         intervene: Intervene | None = None,
     ) -> Call:
-        """A call for a stream. Raises RequestError for a `best_of` above `n`."""
-        checked = resolve_texts(self.params(params, overrides), self.tokenizer)
-        if checked.n_generated_answers > checked.n:
-            raise RequestError(
-                "best_of cannot be streamed: the best is known only at the end", param="best_of"
-            )
-        if _is_chat(prompt):
-            ids: Any = self.chat_prompt(cast("Sequence[Message]", prompt))
-        else:
-            ids = self._encode(prompt)
-        return self._call(ids, checked, adapter, intervene, streams=True)
+        """A call for a stream of a plain prompt's answer."""
+        checked = resolve_texts(params, self.tokenizer)
+        return self._call(self._encode(prompt), checked, adapter, intervene, streams=True)
 
     def run(self, calls: list[Call]) -> list[Result]:
         """The result of each call, in order. Raises the error that ended one."""
@@ -213,7 +201,7 @@ class EngineCalls:
 
     def _encode(self, prompt: Any) -> Any:
         """The token ids of a text; anything else is for the engine to check."""
-        if _is_chat(prompt):
+        if is_chat(prompt):
             raise RequestError(
                 "these are messages: pass them to chat(), or give a prompt as a string", param="prompt"
             )
@@ -223,17 +211,21 @@ class EngineCalls:
     def answer_prompt(self, prompt: Any) -> Any:
         """The token ids of a prompt after which the answer itself comes, without reasoning before it."""
         self.check_generates()
-        if not _is_chat(prompt):
+        if not is_chat(prompt):
             return self._encode(prompt)
-        from kukri.dialects.model_dialect import ModelDialect
-
-        dialect = ModelDialect(self.chat_template, self.tokenizer)
         return self.image_prompts.prompt(
-            prompt, lambda told, images: dialect.answer_prompt_ids(told, images=images)
+            prompt, lambda told, images: self.dialect.answer_prompt_ids(told, images=images)
         )
 
     def chat_prompt(self, messages: Sequence[Message]) -> Any:
         """The token ids of a conversation by the chat template, or its prompt with images."""
+        self.check_messages(messages)
+        return self.image_prompts.prompt(
+            messages, lambda told, images: self.dialect.prompt_ids(told, {}, None, images=images)
+        )
+
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """Raises RequestError if these are no messages, or the model answers none."""
         self.check_generates()  # before a template is missed that has no use
         if isinstance(messages, str):
             raise RequestError(
@@ -241,10 +233,6 @@ class EngineCalls:
                 "continues a text",
                 param="messages",
             )
-        template, tokenizer = self.chat_template, self.tokenizer
-        return self.image_prompts.prompt(
-            messages, lambda told, images: template.encode(tokenizer, told, images=images)
-        )
 
     def _call(
         self,
@@ -254,17 +242,19 @@ class EngineCalls:
         intervene: Intervene | None,
         *,
         streams: bool = False,
-        shown: frozenset[int] = frozenset(),
-        beginning: Callable[[], AnswerBeginning] | None = None,
+        turn: Turn | None = None,
     ) -> Call:
         """A call for one prompt, checked, texts in its parameters tokenized already; not started."""
         self.check_generates()
+        if streams and params.n_generated_answers > params.n:
+            raise RequestError(
+                "best_of cannot be streamed: the best is known only at the end", param="best_of"
+            )
         engine = self.engine
         requests = engine.make_requests(prompt_ids, params, adapter=adapter)
         engine.check_fits(requests[0])
         taps = [] if intervene is None else intervene(requests)
-        options: dict[str, Any] = {"streams": streams, "shown": shown, "beginning": beginning}
-        return Call(requests, params, self.tokenizer, taps, **options)
+        return Call(requests, params, self.tokenizer, taps, streams=streams, turn=turn)
 
     # The methods below belong to the thread that holds the turn.
 
@@ -358,7 +348,7 @@ class EngineCalls:
 class Call:
     """The answers to one prompt, filled by the thread that holds the turn and read by the one that called.
 
-    If it `streams`, each step's text is a chunk.
+    If it `streams`, each step's text is a chunk. With a `turn` the answers have parts.
     """
 
     def __init__(
@@ -369,20 +359,23 @@ class Call:
         taps: Sequence[InterventionTaps] = (),
         *,
         streams: bool,
-        shown: frozenset[int] = frozenset(),
-        beginning: Callable[[], AnswerBeginning] | None = None,
+        turn: Turn | None = None,
     ) -> None:
+        ids, marks = tokenizer.vocabulary.id_of, () if turn is None else turn.marks
+        shown = frozenset(ids[mark] for mark in marks if mark in ids)
         self.answers = [
-            Answer(request, i, tokenizer, shown=shown, beginning=beginning and beginning())
+            Answer(request, i, tokenizer, shown=shown, beginning=None if turn is None else turn.beginning())
             for i, request in enumerate(requests)
         ]
+        self._choices = None if turn is None else [turn.choice(answer) for answer in self.answers]
+        self._tokenizer = tokenizer
         self.chunks: deque[Chunk] = deque()  # chunks of a stream that are not read yet
         self.result: Result | None = None
         self.error: Exception | None = None
         self.on_change: Callable[[], None] = _ignore  # called after a change; quick, and must not raise
         self._params, self.streams, self._taps = params, streams, taps
         self._readouts: list[Readout] = []
-        self._texts = [""] * len(requests)
+        self._written: list[list[_Written]] = [[] for _ in requests]
         self._n_tokens_taken = [0] * len(requests)
         self._outputs: dict[int, Output] = {}
 
@@ -409,8 +402,7 @@ class Call:
             self.fail(_ending_of(answer.request))
             return
         is_ended = answer.finish_reason is not None
-        text = answer.take_text()
-        self._texts[answer.index] += text
+        written = self._take(answer)
         result = None
         if is_ended:
             self._outputs[answer.index] = self._output(answer)
@@ -421,8 +413,8 @@ class Call:
             except KukriError as error:  # activations that are larger than allowed
                 self.fail(error)
                 return
-        if self.streams and (text or is_ended or readouts):
-            self.chunks.append(self._chunk(answer, text, result, readouts))
+        if self.streams and (any(written) or is_ended or readouts):
+            self.chunks.append(self._chunk(answer, written, result, readouts))
         self.result = result  # last: a reader takes it for the end
         self.on_change()
 
@@ -439,26 +431,52 @@ class Call:
         self._readouts += found
         return found
 
-    def _chunk(self, answer: Answer, text: str, result: Result | None, readouts: list[Readout]) -> Chunk:
+    def _take(self, answer: Answer) -> _Written:
+        """Takes what the answer has gained since the last time, and adds it to the answer's parts."""
+        if self._choices is None:
+            new = _Written(answer.take_text())
+        else:
+            events = self._choices[answer.index].advance()
+            text, reasoning = (
+                "".join(event.text for event in events if event.part.kind == kind)
+                for kind in ("text", "reasoning")
+            )
+            ended = [event.part for event in events if event.what == "closed" and event.part.kind == "call"]
+            new = _Written(text, reasoning, tuple(ToolCall(c.call_id, c.name, c.text) for c in ended))
+        self._written[answer.index].append(new)
+        return new
+
+    def _reason(self, answer: Answer) -> FinishReason | None:
+        """Why an answer ended; None while it has not."""
+        ends = answer if self._choices is None else self._choices[answer.index]
+        return cast("FinishReason | None", ends.finish_reason)
+
+    def _chunk(
+        self, answer: Answer, written: _Written, result: Result | None, readouts: list[Readout]
+    ) -> Chunk:
         request, i = answer.request, answer.index
         first, stop = request.n_prompt + self._n_tokens_taken[i], request.n_prompt + answer.n_tokens
         self._n_tokens_taken[i] = answer.n_tokens
-        reason = cast("FinishReason | None", answer.finish_reason)
-        return Chunk(text, request.tokens[first:stop].tolist(), reason, result, i, readouts)
+        ids = request.tokens[first:stop].tolist()
+        reason = self._reason(answer)
+        return Chunk(written.text, ids, reason, result, i, readouts, written.reasoning, written.tool_calls)
 
     def _output(self, answer: Answer) -> Output:
-        request, params = answer.request, self._params
+        request, params, parts = answer.request, self._params, self._written[answer.index]
         request.cut(answer.n_tokens)
         has_logprobs = params.logprobs is not None or params.n_generated_answers > params.n
         return Output(
             index=answer.index,
-            text=self._texts[answer.index],
+            text="".join(written.text for written in parts),
+            reasoning="".join(written.reasoning for written in parts),
+            tool_calls=tuple(call for written in parts for call in written.tool_calls),
             token_ids=request.output_ids,
-            finish_reason=cast("FinishReason", answer.finish_reason),
+            finish_reason=cast("FinishReason", self._reason(answer)),
             stop_reason=request.stop_reason if answer.stop_string is None else answer.stop_string,
             logprobs=None if params.logprobs is None else request.sampled,
             cumulative_logprob=request.cumulative_logprob if has_logprobs else None,
             timings=request.timings,
+            raw_text=self._tokenizer.decode(request.output_ids),
         )
 
     def _result(self) -> Result:
@@ -484,7 +502,24 @@ class Call:
             activations=self._taps[0].activations(request) if self._taps and self._taps[0].captures else None,
             readouts=self._readouts,
             image_tokens=[] if request.images is None else request.images.n_tokens,
+            reasoning=best.reasoning,
+            tool_calls=best.tool_calls,
+            raw_text=best.raw_text,
+            usage=Usage(
+                prompt_tokens=request.n_prompt,
+                cached_tokens=request.n_prefix_hit,
+                completion_tokens=sum(answer.n_tokens for answer in self.answers),
+                reasoning_tokens=sum(choice.n_reasoning for choice in self._choices or ()),
+            ),
         )
+
+
+class _Written(NamedTuple):
+    """A stretch of an answer, by its parts; `tool_calls` are the calls that ended in it."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class _OutputBatch:
@@ -535,7 +570,8 @@ def is_many(prompt: Any) -> bool:
     return _first_is(prompt, (str, Sequence, ImagePrompt))
 
 
-def _is_chat(prompt: Any) -> bool:
+def is_chat(prompt: Any) -> bool:
+    """True if it is a conversation: a list of messages."""
     return _first_is(prompt, Mapping)
 
 

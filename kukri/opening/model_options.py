@@ -245,6 +245,11 @@ class ModelOptions:
         metavar="FILE",
     )
     chat_template: str | None = declared(as_text, "Source of a Jinja template that replaces the file's.")
+    raw_answers: bool = declared(
+        as_switch,
+        "Give answers to messages as text alone, with the reasoning and calls as the model writes them.",
+        default=False,
+    )
     control_vectors: Mapping[str, Any] | None = declared(
         _readers,
         "Control vector (GGUF) for requests to use by name; repeatable.",
@@ -319,6 +324,7 @@ class ModelKeywords(TypedDict, total=False):
     kv_bytes: int | None
     mmproj: str | os.PathLike[str] | None
     chat_template: str | None
+    raw_answers: bool
     control_vectors: Mapping[str, Any] | None
     probes: Mapping[str, Any] | None
     saes: Mapping[str, Any] | None

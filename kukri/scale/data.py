@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kukri.calls.results import Result
 from kukri.errors import ConfigError, RequestError
 from kukri.llm import LLM
 
@@ -53,7 +52,7 @@ class Predictor:
             inputs = list(zip(map(str, batch[self._query]), inputs, strict=True))
         many: dict[Task, Callable[[list[Any]], list[Any]]] = {
             "generate": lambda texts: self._llm.generate(texts, **self._sampling),
-            "chat": self._chat,
+            "chat": lambda conversations: self._llm.chat(conversations, **self._sampling),
             "embed": lambda texts: list(self._llm.embed(texts)),
             "classify": lambda texts: [self._llm.classify(text)[0] for text in texts],
             "rerank": self._scores,
@@ -66,11 +65,6 @@ class Predictor:
             return str(value)
         messages = json.loads(value) if isinstance(value, str) else value
         return [dict(message) for message in messages]
-
-    def _chat(self, conversations: list[Any]) -> list[Result]:
-        """The answers to conversations, as one batch."""
-        calls = self._llm.calls
-        return calls.run([calls.for_chat(messages, None, self._sampling) for messages in conversations])
 
     def _scores(self, pairs: list[tuple[str, str]]) -> list[float]:
         """The score of each pair of a query and a document; a query's documents are one batch."""

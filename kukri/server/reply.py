@@ -16,11 +16,11 @@ from uuid import uuid4
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kukri.calls.choice import Choice, Kind, PartEvent, PlacedToken
 from kukri.errors import KukriError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.interventions.request_taps import Readout
 from kukri.server.answer_facts import answer_facts
-from kukri.server.chat.choice import Choice, Kind, PartEvent, PlacedToken
 from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
 from kukri.server.models.bridge import LiveCall

@@ -16,16 +16,16 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from kukri.calls.results import Result
+from kukri.calls.results import Chunk, Result
 from kukri.calls.system_message import DEFAULT_SYSTEM, opening
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError, printable
 from kukri.host.os_calls import drop_typed, has_typed, no_echo
 from kukri.llm import LLM
 from kukri.sampling import SamplingParams, with_overrides
+from kukri.terminal.answer_writer import AnswerWriter
 from kukri.terminal.clipboard import copy
 from kukri.terminal.errors import one_line
-from kukri.terminal.markdown import MarkdownStream, has_colours
-from kukri.terminal.output import allow_any_text, describe_timings, write_text
+from kukri.terminal.output import allow_any_text, describe_timings
 from kukri.terminal.progress import loading_bar
 from kukri.terminal.remote_model import RemoteModel
 from kukri.terminal.saved_chat import Message, SavedChat, last_chat, read_chat, write_chat
@@ -51,6 +51,7 @@ def talk(
     interventions: Sequence[Mapping[str, Any]] = (),
     url: str | None = None,
     api_key: str | None = None,
+    hides_reasoning: bool = False,
 ) -> None:
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit.
 
@@ -58,14 +59,14 @@ def talk(
     several adapters the first answers until another is chosen. `interventions` are those of `LLM.stream`. The
     conversation is saved after each answer; with `resumes` it continues the last one, with its model and
     saved prefix unless others are given. Raises RequestError if there is none. With a `url` a server
-    answers, and the conversation is saved by /save alone.
+    answers, and the conversation is saved by /save alone. With `hides_reasoning` answers alone are shown.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
     SamplingParams(**given)
     allow_any_text()
     resumed = _last_chat() if resumes else None
     if url is not None:
-        _talk_to(url, api_key, model, system, given, resumed, loading, interventions)
+        _talk_to(url, api_key, model, system, given, resumed, loading, interventions, hides_reasoning)
         return
     start_early()
     if resumed is not None:
@@ -87,7 +88,7 @@ def talk(
     llm, params = opened(model)
     messages = opening(llm.chat_template, system) if resumed is None else resumed.messages
     adapter = next(iter(loading.get("adapters", {})), None)
-    chat = Chat(llm, params, messages, last_chat(), adapter, interventions, opened)
+    chat = Chat(llm, params, messages, last_chat(), adapter, interventions, opened, hides_reasoning)
     if resumed is not None and system not in ("", DEFAULT_SYSTEM):
         chat.set_system(system)
     _converse(chat, resumed)
@@ -102,6 +103,7 @@ def _talk_to(
     resumed: SavedChat | None,
     loading: dict[str, Any],
     interventions: Sequence[Mapping[str, Any]],
+    hides_reasoning: bool,
 ) -> None:
     """Holds a conversation with a model of a server."""
     if loading or interventions:
@@ -112,7 +114,8 @@ def _talk_to(
         return RemoteModel(url, api_key, name, sampling), SamplingParams(**sampling)
 
     llm, params = opened(model)
-    chat = Chat(llm, params, [] if resumed is None else resumed.messages, open_model=opened)
+    messages = [] if resumed is None else resumed.messages
+    chat = Chat(llm, params, messages, open_model=opened, hides_reasoning=hides_reasoning)
     if system not in ("", DEFAULT_SYSTEM):
         chat.set_system(system)
     _converse(chat, resumed)
@@ -150,8 +153,9 @@ class Chat:
         adapter: str | None = None,
         interventions: Sequence[Mapping[str, Any]] = (),
         open_model: Callable[[str | None], tuple[LLM | RemoteModel, SamplingParams]] | None = None,
+        hides_reasoning: bool = False,
     ) -> None:
-        self._open_model = open_model
+        self._open_model, self._hides_reasoning = open_model, hides_reasoning
         self.llm, self.params, self.adapter, self._own_copy = llm, params, adapter, own_copy
         self.interventions = interventions
         self.messages: list[Message] = list(messages)
@@ -181,33 +185,34 @@ class Chat:
 
     def _answer(self, messages: list[Message]) -> None:
         """Prints the answer to these messages, which become the conversation with it."""
-        pieces: list[str] = []
+        pieces: list[Chunk] = []
         result = None
-        markdown = MarkdownStream() if has_colours() else None
+        writer = AnswerWriter(shows_reasoning=not self._hides_reasoning, has_markdown=True)
         with _no_echo(), _interrupts() as interrupted:
             stream = self.llm.stream(
                 messages, self.params, adapter=self.adapter, interventions=self.interventions
             )
             for chunk in stream:
-                pieces.append(chunk.text)
-                write_text(chunk.text, markdown)
+                pieces.append(chunk)
+                writer.push(chunk)
                 result = chunk.result
                 if interrupted():
                     break
             close = getattr(stream, "close", None)
             if close is not None:
                 close()
-        answer = "".join(pieces)
-        if markdown is not None:
-            sys.stdout.write(markdown.flush())
-        write_text("\n" if answer.endswith("\n") else "\n\n")
+        writer.end(2)
         if result is None:
             print("(stopped)")
         else:
             self.last = result
             self._note_length(result)
-        if answer:
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
+        answer = "".join(piece.text for piece in pieces)
+        reasoning = "".join(piece.reasoning for piece in pieces)
+        if answer or reasoning:
+            # the template decides whether the next prompt shows it
+            thoughts = {"reasoning_content": reasoning} if reasoning else {}
+            self.messages = [*messages, {"role": "assistant", "content": answer, **thoughts}]
             self._keep()
 
     def _keep(self) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kukri.calls.conversation import DECLINED
 from kukri.calls.functions import FunctionTool, result_text
 from kukri.errors import ConfigError, printable
 
 _SHOWN = 400  # characters of a result
-DECLINED = "error: the user has declined this call"
 
 
 def functions_of(paths: Sequence[Path], *, asks: bool) -> list[Callable[..., Any]]:

@@ -164,6 +164,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print only a JSON object.")]
 System = Annotated[
     str, typer.Option("--system", "-s", metavar="TEXT", help="System message; '' for the template's default.")
 ]
+HideReasoning = Annotated[
+    bool, typer.Option("--hide-reasoning", help="Print answers without the reasoning before them.")
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Threads. [default: usable cores]")
 ]

@@ -69,31 +69,35 @@ class RemoteModel:
             "stream_options": {"include_usage": True}, **self._sampling,
         }  # fmt: skip
         start_s = first_s = perf_counter()
-        texts: list[str] = []
+        pieces: list[Chunk] = []
         usage: dict[str, Any] = {}
         reason: FinishReason = "stop"
         with self._opened("/v1/chat/completions", body, _TIMEOUT_S) as response:
             for event in _events(response):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
-                    text = (choice.get("delta") or {}).get("content") or ""
-                    if text and not texts:
+                    delta = choice.get("delta") or {}
+                    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                    piece = Chunk(delta.get("content") or "", reasoning=reasoning)
+                    if (piece.text or piece.reasoning) and not pieces:
                         first_s = perf_counter()
-                    if text:
-                        texts.append(text)
-                        yield Chunk(text)
+                    if piece.text or piece.reasoning:
+                        pieces.append(piece)
+                        yield piece
                     if choice.get("finish_reason") == "length":
                         reason = "length"
         end_s = perf_counter()
         timings = Timings(
             n_prompt_tokens=int(usage.get("prompt_tokens") or 0),
-            n_generated=int(usage.get("completion_tokens") or len(texts)),
+            n_generated=int(usage.get("completion_tokens") or len(pieces)),
             queue_s=0.0,
             prompt_s=first_s - start_s,
             first_token_s=first_s - start_s,
             decode_s=end_s - first_s,
         )
-        result = Result("".join(texts), [], reason, None, None, [], timings)
+        text = "".join(piece.text for piece in pieces)
+        reasoning = "".join(piece.reasoning for piece in pieces)
+        result = Result(text, [], reason, None, None, [], timings, reasoning=reasoning)
         yield Chunk("", finish_reason=reason, result=result)
 
     def close(self) -> None:

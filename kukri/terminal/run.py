@@ -19,9 +19,10 @@ from kukri.formats import hub
 from kukri.formats.digests import split_digest
 from kukri.llm import LLM
 from kukri.sampling import Grammar, SamplingParams, with_overrides
+from kukri.terminal.answer_writer import AnswerWriter
 from kukri.terminal.command import given as given_options
 from kukri.terminal.options import FormOptions, ModelName, ToolOptions
-from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict, write_text
+from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict
 from kukri.terminal.progress import loading_bar
 from kukri.tokenizer.template_process import start_early
 
@@ -62,7 +63,7 @@ def answer_or_chat(
     if is_chat:
         from kukri.terminal.chat import talk
 
-        talk(**shared)
+        talk(**shared, hides_reasoning=options["hides_reasoning"])
         return
     grammar = None
     if given_options(form):
@@ -96,15 +97,16 @@ def answer_prompt(
     interventions: Sequence[Mapping[str, Any]] = (),
     as_json: bool,
     with_stats: bool,
+    hides_reasoning: bool = False,
 ) -> None:
     """Prints the answer to `prompt` and piped text, streamed or as one JSON object.
 
     `sampling` are fields of SamplingParams over the model's defaults, `loading` are options of LLM; of
     several adapters the first is used. With `raw`, control tokens in the text count unless `parse_special`
     is False. `grammar` is the form of the answer; `functions` are tools, called in `max_rounds` rounds at
-    most before an answer that is printed whole. `images` are files, before the text. `interventions` are
-    those of `LLM.generate`. Errors of the request are raised before the model is loaded, those of the
-    grammar's source before a token is computed.
+    most. Reasoning is shown on a terminal alone, and not with `hides_reasoning`. `images` are files, before
+    the text. `interventions` are those of `LLM.generate`. Errors of the request are raised before the model
+    is loaded, errors of the grammar's source before a token is computed.
     """
     given = {"max_tokens": MAX_TOKENS, **sampling}
     SamplingParams(**given, grammar=grammar)
@@ -142,17 +144,13 @@ def answer_prompt(
         asked: dict[str, Any] = {"adapter": adapter, "interventions": interventions}
         if functions and raw:
             raise RequestError("the model has no chat template, which --tool needs", param="tools")
-        if functions:
-            result = llm.chat(request, params, tools=functions, max_rounds=max_rounds, **asked)
-        elif as_json:
-            result = (llm.generate if raw else llm.chat)(request, params, **asked)
-        else:
-            result = _stream(llm.stream(request, params, **asked))
+        if not raw:
+            asked |= {"tools": functions, "max_rounds": max_rounds}
         if as_json:
+            result = (llm.generate if raw else llm.chat)(request, params, **asked)
             print(json.dumps(_as_dict(llm, text, result), ensure_ascii=False))
-        elif functions:
-            allow_any_text()
-            write_text(result.text.rstrip("\n") + "\n")
+        else:
+            result = _stream(llm.stream(request, params, **asked), shows_reasoning=not hides_reasoning)
     if grammar is not None and result.finish_reason == "length":
         n_tokens = len(result.token_ids)
         print(f"the answer is cut off after {n_tokens} tokens: --max-tokens allows more", file=sys.stderr)
@@ -183,17 +181,14 @@ def is_typed() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
-def _stream(chunks: Iterator[Chunk]) -> Result:
+def _stream(chunks: Iterator[Chunk], *, shows_reasoning: bool) -> Result:
     allow_any_text()
-    result, ends_line = None, False
+    result, writer = None, AnswerWriter(shows_reasoning=shows_reasoning)
     for chunk in chunks:
-        if chunk.text:
-            write_text(chunk.text)
-            ends_line = chunk.text.endswith("\n")
+        writer.push(chunk)
         result = chunk.result or result
     assert result is not None, "a stream ends with its result"
-    if not ends_line:
-        write_text("\n")
+    writer.end(1)
     return result
 
 
@@ -248,6 +243,7 @@ def _as_dict(llm: LLM, prompt: str, result: Result) -> dict[str, Any]:
         "n_prompt_tokens": result.timings.n_prompt_tokens,
         "n_generated": result.timings.n_generated,
         "timings": timings_as_dict(result.timings),
-        **({"messages": result.messages} if result.messages else {}),
+        **({"reasoning": result.reasoning} if result.reasoning else {}),
+        **({"messages": result.messages} if len(result.messages) > 1 else {}),
         **({"image_tokens": result.image_tokens} if result.image_tokens else {}),
     }

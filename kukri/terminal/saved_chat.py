@@ -35,9 +35,9 @@ def read_chat(path: Path) -> SavedChat:
     """A saved conversation. Raises RequestError for any other file, OSError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        messages = [{"role": message["role"], "content": message["content"]} for message in found["messages"]]
+        messages = [_read(message) for message in found["messages"]]
         texts = [found.get(name) for name in ("path", "prefix_dir")]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise RequestError(f"{path} is not a saved conversation") from None
     if not all(text is None or isinstance(text, str) for text in texts):
         raise RequestError(f"{path} is not a saved conversation")
@@ -45,6 +45,13 @@ def read_chat(path: Path) -> SavedChat:
         if message["role"] not in ROLES[0 if i == 0 else 1 :] or not _is_content(message["content"]):
             raise RequestError(f"{path} is not a saved conversation: message {i + 1} is wrong")
     return SavedChat(messages, path=texts[0], prefix_dir=texts[1])
+
+
+def _read(message: Message) -> Message:
+    """The parts of a message that a conversation is continued with."""
+    reasoning = message.get("reasoning_content")
+    thoughts = {"reasoning_content": reasoning} if isinstance(reasoning, str) else {}
+    return {"role": message["role"], "content": message["content"], **thoughts}
 
 
 def _is_content(content: Any) -> bool:

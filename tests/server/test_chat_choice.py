@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kukri.calls.answer import Answer
+from kukri.calls.choice import Choice, PartEvent
 from kukri.dialects.answer_parser import PlainParser, parser_of
 from kukri.dialects.dialect import Dialect
 from kukri.dialects.families import HERMES
@@ -17,7 +18,6 @@ from kukri.dialects.thoughts import Thoughts
 from kukri.dialects.toolbox import Toolbox
 from kukri.engine import Request
 from kukri.sampling import SampledToken, SamplingParams
-from kukri.server.chat.choice import Choice, PartEvent
 
 ADD = {"name": "add", "parameters": {"properties": {"a": {}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kukri.calls.answer import Answer
+from kukri.calls.choice import Choice
 from kukri.dialects.answer_parser import parser_of
 from kukri.dialects.families import HERMES
 from kukri.dialects.toolbox import Toolbox
 from kukri.engine import Request
 from kukri.sampling import SampledToken, SamplingParams
-from kukri.server.chat.choice import Choice
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import Chat
 from kukri.server.openai.chat_completions import ChatWriter

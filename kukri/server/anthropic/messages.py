@@ -12,6 +12,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kukri.calls.choice import Part, PartEvent
 from kukri.errors import ContextLengthError, RequestError
 from kukri.server.anthropic.schema import (
     DocumentSource,
@@ -27,7 +28,6 @@ from kukri.server.anthropic.schema import (
     ToolUseBlock,
     TurnMessage,
 )
-from kukri.server.chat.choice import Part, PartEvent
 from kukri.server.chat.request import ChatRequest, ToolChoice, only_grammar
 from kukri.server.errors import message_error_body
 from kukri.server.intervention_bodies import steering

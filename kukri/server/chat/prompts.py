@@ -9,7 +9,7 @@ from typing import Any
 from kukri.calls.image_prompts import ImagePrompts, Prompt, Read
 from kukri.dialects.model_dialect import ModelDialect
 from kukri.errors import RequestError
-from kukri.sampling import Grammar, ReasoningLimit
+from kukri.sampling import ReasoningLimit
 from kukri.server.chat.request import ChatRequest
 from kukri.tokenizer import ChatTemplate, Tokenizer
 from kukri.tokenizer.image_marks import ImagePart
@@ -105,15 +105,6 @@ class ChatPrompts(ModelDialect):
         given = self._checked(variables)
         told = self.readable(messages, given, tools)
         return await asyncio.to_thread(self.template.render, **told, **options, **given)
-
-    def with_reasoning_of(self, grammar: Grammar, prompt_ids: Sequence[int], request: ChatRequest) -> Grammar:
-        """The grammar of an answer to a prompt, before which a model that can may reason.
-
-        With the effort "none", or in the middle of a message, it may not, unless the prompt has begun the
-        reasoning.
-        """
-        may_reason = request.effort != "none" and not request.continue_final_message
-        return self.with_reasoning(grammar, prompt_ids, may_reason=may_reason)
 
     def reasoning_limit(self, n_tokens: int | None, prompt_ids: Sequence[int]) -> ReasoningLimit | None:
         """The limit of the reasoning in the answer to a prompt; a model that does not reason keeps any.

@@ -72,6 +72,11 @@ class ChatRequest:
         return bool(self.template_variables.get("python_tools"))
 
     @property
+    def may_reason(self) -> bool:
+        """False if the effort is "none", or the answer continues a message."""
+        return self.effort != "none" and not self.continue_final_message
+
+    @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the chat template gets; None for none."""
         if not self.functions or self.tool_choice == "none":

@@ -11,13 +11,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.calls.choice import Choice, PartEvent, PlacedToken
 from kukri.calls.image_prompts import Prompt as ImagesPrompt
 from kukri.calls.image_prompts import ids_of
 from kukri.dialects.answer_parser import PlainParser
 from kukri.errors import RequestError
 from kukri.sampling import SamplingParams
 from kukri.server.answer_facts import answer_facts
-from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
 from kukri.server.llama_cpp.indent import IndentLimit
 from kukri.server.llama_cpp.schema import (
     NAMES,

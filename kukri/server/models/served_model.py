@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,10 +14,11 @@ from starlette.types import Scope
 
 from kukri import __version__
 from kukri.calls.answer import Answer
-from kukri.calls.image_prompts import ImagePrompts, ids_of
+from kukri.calls.choice import Choice
+from kukri.calls.image_prompts import ImagePrompts
+from kukri.calls.turn import Turn
 from kukri.config import EngineConfig
-from kukri.dialects.answer_parser import AnswerBeginning, shown_marks
-from kukri.dialects.toolbox import Toolbox
+from kukri.dialects.answer_parser import AnswerBeginning
 from kukri.engine import EngineLoop, RequestMaker
 from kukri.engine import Request as EngineRequest
 from kukri.errors import CapacityError, ContextLengthError, RequestError
@@ -27,7 +27,6 @@ from kukri.interp.interventions.request_taps import InterventionTaps
 from kukri.opening.model_options import ModelOptions
 from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
 from kukri.server.access import check_interp
-from kukri.server.chat.choice import Choice
 from kukri.server.chat.grammar_check import GrammarCheck
 from kukri.server.chat.images import ImageReader
 from kukri.server.chat.loosening import Functions, loosened, without_schemas
@@ -175,14 +174,15 @@ class ServedModel:
         """Queues a chat. Raises RequestError, in the client's names of fields, and CapacityError."""
         request = self._with_preset(request)
         try:
-            toolbox = request.toolbox(self.prompts.dialect)
             prompt = await self.prompts.of(request)
-            ids = ids_of(prompt)
-            if toolbox is not None:
-                grammar = await self._tool_grammar(toolbox, request, ids)
+            turn = Turn(
+                self.prompts, prompt, request.toolbox(self.prompts.dialect), may_reason=request.may_reason
+            )
+            if turn.toolbox is not None:
+                grammar = await self._call_grammar(turn, turn.toolbox.functions)
             else:
-                grammar = request.grammar and self.prompts.with_reasoning_of(request.grammar, ids, request)
-            limit = self.prompts.reasoning_limit(request.thinking_budget, ids)
+                grammar = request.grammar and turn.with_reasoning(request.grammar)
+            limit = self.prompts.reasoning_limit(request.thinking_budget, turn.prompt_ids)
             sampling = self.within_context(request, len(prompt))
             params = self.params({**sampling, "grammar": grammar, "reasoning_limit": limit})
             call = await self.submit(
@@ -193,44 +193,31 @@ class ServedModel:
                 priority=request.priority,
                 adapter=self.adapter_of(request.model, request.adapter),
                 interventions=request.interventions,
-                marks=None
-                if request.shows_control
-                else shown_marks(self.prompts.dialect, with_calls=toolbox is not None),
-                beginning=lambda: AnswerBeginning(self.prompts.parser(ids, None)),
+                marks=None if request.shows_control else turn.marks,
+                beginning=turn.beginning,
             )
         except RequestError as error:
             raise request.error(error) from None
         keep = self.bridge.loop.keep
-        choices = [
-            Choice(
-                answer,
-                self.prompts.parser(ids, toolbox),
-                toolbox=toolbox,
-                on_missed=self._on_missed,
-                on_called=partial(keep, answer.request),
-            )
-            for answer in call.answers
-        ]
-        return Chat(call, choices)
+        return Chat(
+            call,
+            [turn.choice(answer, self._on_missed, partial(keep, answer.request)) for answer in call.answers],
+        )
 
-    async def _tool_grammar(
-        self, toolbox: Toolbox, request: ChatRequest, prompt: Sequence[int]
-    ) -> Grammar | None:
+    async def _call_grammar(self, turn: Turn, functions: Functions) -> Grammar | None:
         """The grammar of calls, None for none. A schema that cannot be enforced is loosened."""
 
         async def checked(functions: Functions) -> Grammar | None:
-            grammar = replace(toolbox, functions=functions).grammar(self.prompts.spelling)
+            grammar = turn.call_grammar(functions)
             if grammar is not None:
-                if toolbox.dialect.body != "harmony":  # whose grammar of calls has the channels before them
-                    grammar = self.prompts.with_reasoning_of(grammar, prompt, request)
                 await self.grammars.check(grammar)
             return grammar
 
         with suppress(RequestError):
-            return await checked(toolbox.functions)
+            return await checked(functions)
         with suppress(RequestError):
-            return await checked(await loosened(toolbox.functions, self.grammars.check))
-        return await checked(without_schemas(toolbox.functions))
+            return await checked(await loosened(functions, self.grammars.check))
+        return await checked(without_schemas(functions))
 
     def _on_missed(self, marks: Sequence[str]) -> None:
         """Tells of what looks like tool calls and could not be read."""

@@ -12,10 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kukri.calls.choice import Choice, Part, PartEvent, PlacedToken
 from kukri.dialects.answer_parser import parser_of
 from kukri.dialects.families import GENERIC
 from kukri.errors import RequestError
-from kukri.server.chat.choice import Choice, Part, PartEvent, PlacedToken
 from kukri.server.chat.request import ChatRequest
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel

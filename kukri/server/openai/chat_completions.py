@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
+from kukri.calls.choice import Choice, PartEvent, PlacedToken
 from kukri.server.chat.request import ChatRequest, only_grammar
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel

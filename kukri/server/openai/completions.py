@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.calls.choice import Choice, PartEvent, PlacedToken
 from kukri.dialects.answer_parser import PlainParser
 from kukri.sampling import SampledToken, SamplingParams
-from kukri.server.chat.choice import Choice, PartEvent, PlacedToken
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import Chat, ServedModel

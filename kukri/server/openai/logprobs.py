@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kukri.calls.choice import PlacedToken
 from kukri.sampling import SampledToken
-from kukri.server.chat.choice import PlacedToken
 from kukri.tokenizer import Tokenizer
 
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kukri.calls.choice import Part, PartEvent
 from kukri.errors import KukriError, RequestError
-from kukri.server.chat.choice import Part, PartEvent
 from kukri.server.chat.request import ChatRequest, only_grammar
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel

@@ -23,6 +23,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from kukri import __version__
+from kukri.calls.choice import PartEvent
 from kukri.calls.system_message import DEFAULT_SYSTEM, opening
 from kukri.errors import KukriError
 from kukri.formats.repos import is_offline
@@ -31,7 +32,6 @@ from kukri.sampling import SampledToken
 from kukri.sampling.fields import FieldFacts
 from kukri.server.access import check_manages_models
 from kukri.server.body import Refused
-from kukri.server.chat.choice import PartEvent
 from kukri.server.chat.request import ChatRequest
 from kukri.server.errors import ForbiddenError, NotFoundError
 from kukri.server.models.bridge import LiveCall

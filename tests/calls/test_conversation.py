@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from kukri import LLM, AsyncLLM
+from kukri.calls.conversation import DECLINED
 from kukri.calls.functions import FunctionTool, result_text
 from kukri.errors import ConfigError, RequestError
 from kukri.terminal import function_files
-from kukri.terminal.function_files import DECLINED, functions_of
+from kukri.terminal.function_files import functions_of
 from kukri.terminal.run import answer_prompt
 from tests.dialects.families import FAMILIES, write_family
 from tests.tiny_gguf import TEMPLATE
@@ -101,6 +102,91 @@ def test_calls_are_made_and_the_answer_comes_after_them(llm: LLM, family: str) -
     # the conversation continues with what it returned
     again = llm.chat([*QUESTION, *result.messages, QUESTION[0]], max_tokens=1)
     assert "it has sunk" in llm.tokenizer.decode(again.prompt_token_ids)
+
+
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "when", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.full(only=["generic", "qwen_xml", "gpt_oss", "mistral"])
+def test_calls_of_schemas_are_returned(llm: LLM, family: str) -> None:
+    """Catches a call of a schema that is told to be unknown, and functions called beside it."""
+    made: list[str] = []
+
+    def weather(city: str) -> str:
+        made.append(city)
+        return "cold"
+
+    texts = [said(family, ("weather", {"city": "Oslo"})), said(family, ("when", {}))]
+    result = llm.chat(QUESTION, tools=[weather, SCHEMA], **script(llm, texts))
+    assert (result.finish_reason, made) == ("tool_calls", ["Oslo"])
+    (call,) = result.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("when", {})
+    assert [message["role"] for message in result.messages] == ["assistant", "tool", "assistant"]
+    assert result.messages[-1]["tool_calls"] == [call.message]
+    # the caller answers the call, and the conversation goes on
+    told = {"role": "tool", "tool_call_id": call.id, "name": "when", "content": "now"}
+    again = llm.chat([*QUESTION, *result.messages, told], **script(llm, [answered(family, "Fine.")]))
+    assert (again.text, again.finish_reason) == ("Fine.", "stop")
+
+
+@pytest.mark.full(only=["generic", "qwen_xml", "gpt_oss", "mistral"])
+def test_a_stream_calls_functions_between_its_answers(llm: LLM, family: str) -> None:
+    """Catches a stream that ends with the first call, and a place that stays taken when it is closed."""
+    texts = [said(family, ("weather", {"city": "Oslo"})), answered(family, "Fine.")]
+    chunks = list(llm.stream(QUESTION, tools=[weather], **script(llm, texts)))
+    assert "".join(chunk.text for chunk in chunks).strip() == "Fine."
+    assert [call.name for chunk in chunks for call in chunk.tool_calls] == ["weather"]
+    result = chunks[-1].result
+    assert result is not None
+    assert [message["role"] for message in result.messages] == ["assistant", "tool", "assistant"]
+    assert sum(chunk.result is not None for chunk in chunks) == 1
+    stream: Any = llm.stream(QUESTION, tools=[weather], **script(llm, texts))
+    next(stream)
+    stream.close()  # in the middle of the call, or before it
+    llm.generate("x", max_tokens=1)  # a step, after which the place is free
+    assert not llm.engine.has_work
+
+
+@pytest.mark.full(only=["qwen_xml"])
+def test_approve_allows_declines_or_answers_a_call(llm: LLM, family: str) -> None:
+    """Catches a call that is made against the verdict, and an error of `approve` told to the model."""
+    made: list[str] = []
+    asked: list[str] = []
+
+    def look(city: str) -> str:
+        made.append(city)
+        return "cold"
+
+    def approve(call: Any) -> bool | str:
+        asked.append(json.loads(call.arguments)["city"])
+        return {"Oslo": True, "Rome": False, "Bern": "ask again"}[asked[-1]]
+
+    async def approve_later(call: Any) -> bool | str:
+        await asyncio.sleep(0)
+        return approve(call)
+
+    texts = [said(family, ("look", {"city": city})) for city in ("Oslo", "Rome", "Bern")]
+    texts.append(answered(family, "Fine."))
+    told = ["cold", DECLINED, "ask again"]
+    result = llm.chat(QUESTION, tools=[look], approve=approve, **script(llm, texts))
+    assert [m["content"] for m in result.messages if m["role"] == "tool"] == told
+
+    async def main(approve: Any) -> Any:
+        async with AsyncLLM(llm) as made:
+            return await made.chat(QUESTION, tools=[look], approve=approve, **script(llm, texts))
+
+    for verdict in (approve, approve_later):
+        result = asyncio.run(main(verdict))
+        assert [m["content"] for m in result.messages if m["role"] == "tool"] == told
+    assert made == ["Oslo"] * 3
+    texts = [said(family, ("look", {"city": "Paris"}))]
+    with pytest.raises(KeyError, match="Paris"):
+        llm.chat(QUESTION, tools=[look], approve=approve, **script(llm, texts))
+    with pytest.raises(RequestError, match="approve"):
+        llm.chat(QUESTION, tools=[look], approve=approve_later)
 
 
 def test_async_functions_are_awaited(llm: LLM, family: str) -> None:

@@ -1,0 +1,237 @@
+"""A conversation that a model answers, after it has called any of the functions that it may call."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kukri.calls import MAX_ROUNDS
+from kukri.calls.functions import FunctionTool, result_text
+from kukri.calls.results import Chunk, Result, ToolCall
+from kukri.calls.turn import Turn
+from kukri.dialects.toolbox import Toolbox
+from kukri.errors import RequestError
+from kukri.sampling import Grammar
+
+if TYPE_CHECKING:
+    from kukri.calls.engine_calls import Call, EngineCalls, Intervene, Message
+    from kukri.sampling import SamplingParams
+
+# A function that the model may call, or a schema whose calls are returned, in OpenAI's form or by itself
+Tool = Callable[..., Any] | Mapping[str, Any]
+# Allows a call (True), declines it (False), or declines it with the text that the model reads as its result
+Approve = Callable[[ToolCall], "bool | str | Awaitable[bool | str]"]
+DECLINED = "error: this call was declined"
+
+
+@dataclass(frozen=True)
+class AskedCall:
+    """A call of a function that a model asks for. Both ways to run it give the text that the model reads.
+
+    An error of the function is such a text; an error of `approve` is raised.
+    """
+
+    call: ToolCall
+    tool: FunctionTool | str  # or why there is no such tool
+
+    def run(self, approve: Approve | None = None) -> str:
+        """Calls the function, if `approve` allows it."""
+        if (text := _declined(approve and approve(self.call))) is not None:
+            return text
+        try:
+            return result_text(self._begun())
+        except Exception as error:
+            return _error_text(error)
+
+    async def run_async(self, approve: Approve | None = None) -> str:
+        """The same; a function that is not async runs in a thread, as `approve` does."""
+        if approve is not None:
+            verdict = await _awaited(approve, self.call)
+            if (text := _declined(verdict)) is not None:
+                return text
+        try:
+            if isinstance(self.tool, str):
+                return result_text(self._begun())
+            return result_text(await _awaited(self._begun, is_async=self.tool.is_async))
+        except Exception as error:
+            return _error_text(error)
+
+    def _begun(self) -> Any:
+        if isinstance(self.tool, str):
+            raise LookupError(self.tool)
+        bound = self.tool.bound(self.call.arguments)
+        return self.tool.function(*bound.args, **bound.kwargs)
+
+
+class Conversation:
+    """One conversation. `next_call` asks the model, `read` finds the calls, `answer_calls` makes them.
+
+    It is over when `result` is set. Errors of the arguments are RequestErrors, raised by the constructor and
+    the first `next_call`.
+    """
+
+    def __init__(
+        self,
+        calls: EngineCalls,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        tools: Sequence[Tool] = (),
+        max_rounds: int = MAX_ROUNDS,
+        approve: Approve | None = None,
+        *,
+        adapter: str | None = None,
+        intervene: Intervene | None = None,
+        is_async: bool = False,
+        streams: bool = False,
+    ) -> None:
+        calls.check_messages(messages)
+        if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
+            raise RequestError(f"'max_rounds' must be at least 1, not {max_rounds!r}", param="max_rounds")
+        self._calls, self._params, self._adapter, self._intervene = calls, params, adapter, intervene
+        self._functions: dict[str, FunctionTool] = {}
+        self._streams, self._approve = streams, approve
+        self._toolbox = self._toolbox_of(tools, is_async) if tools else None
+        self._is_raw = calls.keeps_raw and self._toolbox is None
+        self._messages, self._n_before = [dict(one) for one in messages], len(messages)
+        self._n_rounds, self._max_rounds = 0, max_rounds
+        self.result: Result | None = None
+
+    def _toolbox_of(self, tools: Sequence[Tool], is_async: bool) -> Toolbox:
+        if self._params.grammar is not None:
+            raise RequestError("'grammar' cannot be combined with tools: leave one out", param="grammar")
+        schemas: list[Mapping[str, Any]] = []
+        for tool in tools:
+            if isinstance(tool, Mapping):
+                schemas.append(_schema(tool))
+                continue
+            function = FunctionTool.of(tool)
+            if function.is_async and not is_async:
+                raise RequestError("an async function is a tool of AsyncLLM.chat only", param="tools")
+            self._functions[function.name] = function
+            schemas.append(function.schema)
+        if len({schema["name"] for schema in schemas}) < len(schemas):
+            raise RequestError("two tools have the same name", param="tools")
+        if self._functions and self._params.n_generated_answers > 1:
+            raise RequestError("'n' cannot be combined with functions as tools: leave it out", param="n")
+        if not is_async and inspect.iscoroutinefunction(self._approve):
+            raise RequestError("an async 'approve' is for AsyncLLM.chat only", param="approve")
+        dialect = self._calls.dialect.dialect
+        has_grammars = importlib.util.find_spec("llguidance") is not None
+        is_strict = dialect.is_generic or has_grammars
+        return Toolbox(dialect, schemas, many=True, required=False, is_strict=is_strict)
+
+    def next_call(self) -> Call:
+        """The call for the model's next answer."""
+        dialect, toolbox, params = self._calls.dialect, self._toolbox, self._params
+        functions = [] if toolbox is None else toolbox.functions
+        shown = [{"type": "function", "function": function} for function in functions] or None
+        prompt = self._calls.image_prompts.prompt(
+            self._messages, lambda told, images: dialect.prompt_ids(told, {}, shown, images=images)
+        )
+        turn = Turn(dialect, prompt, toolbox)
+        if toolbox is not None:
+            params = replace(params, grammar=turn.call_grammar())
+        elif isinstance(params.grammar, Grammar) and not self._is_raw:
+            params = replace(params, grammar=turn.with_reasoning(params.grammar))
+        return self._calls.for_turn(
+            prompt,
+            params,
+            None if self._is_raw else turn,
+            adapter=self._adapter,
+            intervene=self._intervene,
+            streams=self._streams,
+        )
+
+    def read(self, result: Result) -> list[AskedCall]:
+        """The functions that an answer calls, each of which wants a result. Without any, it is the `result`.
+
+        Raises RequestError for calls after the last round.
+        """
+        message: dict[str, Any] = {"role": "assistant", "content": result.text}
+        if result.reasoning:
+            message["reasoning_content"] = result.reasoning
+        calls = [call for call in result.tool_calls if _is_whole(call)]
+        if calls:
+            message["tool_calls"] = [call.message for call in calls]
+        self._messages.append(message)
+        others = self._toolbox is not None and {f["name"] for f in self._toolbox.functions} - {
+            *self._functions
+        }
+        is_over = not calls or len(calls) < len(result.tool_calls) or not self._functions
+        if is_over or (others and any(call.name in others for call in calls)):
+            self.result = replace(result, messages=self._messages[self._n_before :])
+            return []
+        if self._n_rounds == self._max_rounds:
+            raise RequestError(
+                f"the model has called tools in {self._max_rounds} rounds and calls again: "
+                "max_rounds (--max-rounds) allows more",
+                param="max_rounds",
+            )
+        self._n_rounds += 1
+        missing = f"there is no such tool: there are {', '.join(self._functions)}"
+        return [AskedCall(call, self._functions.get(call.name, missing)) for call in calls]
+
+    def answer_calls(self, asked: Sequence[AskedCall]) -> None:
+        """Runs the functions that an answer calls, one after another."""
+        for one in asked:
+            self._messages.append(_result_message(one.call, one.run(self._approve)))
+
+    async def answer_calls_async(self, asked: Sequence[AskedCall]) -> None:
+        """The same, without holding up the event loop."""
+        for one in asked:
+            self._messages.append(_result_message(one.call, await one.run_async(self._approve)))
+
+    def last_chunk(self, chunk: Chunk) -> tuple[Chunk, list[AskedCall]]:
+        """Reads the result that a chunk carries; the chunk keeps it only if the conversation is over."""
+        assert chunk.result is not None, "it is the last of an answer"
+        asked = self.read(chunk.result)
+        return replace(chunk, result=self.result), asked
+
+
+def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function that a tool in OpenAI's form describes. Raises RequestError for another form."""
+    function = tool.get("function") if tool.get("type") == "function" and "function" in tool else tool
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RequestError(
+            "a tool must be a function, or a dictionary with the name and the parameters of one",
+            param="tools",
+        )
+    return function
+
+
+def _result_message(call: ToolCall, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+
+
+def _is_whole(call: ToolCall) -> bool:
+    """False if the answer ended within the arguments."""
+    try:
+        json.loads(call.arguments)
+    except ValueError:
+        return False
+    return True
+
+
+async def _awaited(function: Callable[..., Any], *given: Any, is_async: bool | None = None) -> Any:
+    """The result of a function, which runs in a thread if it is not async."""
+    if inspect.iscoroutinefunction(function) if is_async is None else is_async:
+        return await function(*given)
+    import asyncio  # which a program without it does not load
+
+    found = await asyncio.to_thread(function, *given)
+    return await found if inspect.isawaitable(found) else found
+
+
+def _declined(verdict: Any) -> str | None:
+    """The text that stands for the result of a declined call; None for a call that is allowed."""
+    if verdict is None or verdict is True:
+        return None
+    return verdict if isinstance(verdict, str) else DECLINED
+
+
+def _error_text(error: Exception) -> str:
+    return f"error: {type(error).__name__}: {error}"
