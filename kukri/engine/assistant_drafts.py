@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from kukri.engine.draft_model import CountedDrafts, sources_of
+from kukri.engine.draft_model import CountedDrafts, DraftSetup
 from kukri.engine.drafts import Drafts
 from kukri.engine.request import Request
 from kukri.engine.row_costs import MakingCost
 from kukri.engine.row_drafts import RowDrafts
-from kukri.engine.runner import Runner
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, PoolPages, StepLimits
@@ -41,31 +41,30 @@ class AssistantDrafts(RowDrafts, CountedDrafts):
 
 
 class AssistantModel:
-    """Computes drafts for the requests of a step, in one batch. Not for several threads at a time."""
+    """Computes drafts by an assistant. See Drafter."""
 
-    def __init__(
-        self, assistant: Assistant, runner: Runner, limits: StepLimits, relative_cost: float
-    ) -> None:
-        """`runner` is the larger model's, whose cache is read; a step has as many tokens as sequences."""
-        self.layer, self.cost = assistant, MakingCost(relative_cost)
+    def __init__(self, assistant: Assistant, setup: DraftSetup) -> None:
+        """The larger model's cache is read; a step has as many tokens as sequences."""
+        self.layer, self.cost = assistant, MakingCost(setup.cost_of(assistant))
+        runner, n = setup.runner, setup.config.max_requests
+        limits = StepLimits(n, n, n, setup.max_pages)
         self._n_vocab = min(assistant.config.n_vocab, runner.model.config.n_vocab)
         self._max_context = runner.model.config.max_context
         self._program = runner.backend.compile(assistant, runner.cache, limits, frozenset([RESULT]))
         self._results: FloatArray | None = None  # what the last run made
 
     def drafts_for(self, prompt: IntArray) -> Callable[[], AssistantDrafts]:
-        """A function that makes fresh draft state for an answer to a prompt. For any thread."""
+        """See Drafter.drafts_for."""
         return partial(AssistantDrafts, self._max_context, self._n_vocab, self.cost)
 
     def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
         """Nothing is read: the cache is the larger model's."""
 
-    def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
-        """Makes this many drafts for each request. Other kinds of drafts are skipped."""
-        own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, AssistantDrafts)]
-        rows = {drafts: drafts.rows(drafts.n_tokens - 2, 1) for drafts, _ in own}
+    def compute(self, wanted: Sequence[tuple[Any, int]]) -> None:
+        """See Drafter.compute."""
+        rows = {drafts: drafts.rows(drafts.n_tokens - 2, 1) for drafts, _ in wanted}
         depth = 0
-        while ready := [drafts for drafts, n in own if n > depth == len(drafts.drafts)]:
+        while ready := [drafts for drafts, n in wanted if n > depth == len(drafts.drafts)]:
             batch = self._batch(ready, np.concatenate([rows[drafts] for drafts in ready]))
             chosen = self._program(batch, self._keep).argmax()
             assert self._results is not None, "the program stops at the tap"

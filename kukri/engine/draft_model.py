@@ -9,9 +9,10 @@ that replaced rejected drafts are prefilled before the next drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,9 +23,10 @@ from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.row_costs import MakingCost
 from kukri.engine.runner import Runner
+from kukri.errors import ConfigError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, Logits
-from kukri.kernels.cache import without_windows
+from kukri.kernels.cache import has_states, without_windows
 from kukri.kernels.step import StepLimits
 from kukri.models import Model
 
@@ -198,45 +200,89 @@ def model_drafts(drafts: Drafts | None) -> CountedDrafts | None:
     return own if isinstance(own, CountedDrafts) else None
 
 
-def sources_of(wanted: Sequence[tuple[Drafts, int]]) -> list[tuple[Drafts, int]]:
-    """Drafts with what belongs to each, those of either kind as the kind that the step has."""
-    return [(each.source if isinstance(each, EitherDrafts) else each, n) for each, n in wanted]
+@dataclass(frozen=True)
+class DraftSetup:
+    """What a draft model is made for: the larger model's `runner`, and what it runs with itself.
+
+    `max_pages` are the pages of a sequence of the larger model, `n_pages` the pages of a cache of its own.
+    """
+
+    runner: Runner
+    backend: Backend
+    config: EngineConfig
+    max_context: int
+    max_pages: int
+    n_pages: int
+
+    def cost_of(self, model: Model) -> float:
+        """Return the time of a draft, in the larger model's steps of one token, until it is measured."""
+        return model.n_parameters / self.runner.model.n_parameters
+
+
+class Drafter(Protocol):
+    """Computes a model's drafts for the requests of a step, in one batch. Not for several threads at once."""
+
+    @property
+    def layer(self) -> RowReader | None:
+        """The model, if it reads rows that the larger model made, which has to be in one process then."""
+
+    @property
+    def cost(self) -> MakingCost:
+        """What a draft costs."""
+
+    def drafts_for(self, prompt: IntArray) -> Callable[[], CountedDrafts]:
+        """A function that makes fresh draft state for an answer to a prompt. For any thread."""
+
+    def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
+        """Reads what is known of a step's requests before their drafts are made, if that pays."""
+
+    def compute(self, wanted: Sequence[tuple[Any, int]]) -> None:
+        """Makes this many drafts for each draft state that `drafts_for` made, or fewer."""
+
+    def check_integrity(self, running: Iterable[Drafts | None]) -> None:
+        """Asserts that what it holds belongs to the requests that run."""
+
+
+class DraftSource(NamedTuple):
+    """A model that drafts, what makes its Drafter, and its backend if that is not the larger model's."""
+
+    model: Any
+    make: Callable[[Any, DraftSetup], Drafter]
+    backend: Backend | None = None
 
 
 class DraftModel:
-    """Computes drafts for the requests of a step, in one batch. Not for several threads at a time."""
+    """Computes drafts by a model that has a cache of its own. See Drafter."""
 
     kind: type[ModelDrafts] = ModelDrafts
     layer: RowReader | None = None  # what reads rows that the larger model made, if it does
     _activations: FloatArray | None = None  # [T, D] that a run reads besides its tokens
 
-    def __init__(
-        self,
-        model: Model,
-        backend: Backend,
-        config: EngineConfig,
-        max_context: int,
-        n_pages: int,
-        n_vocab: int,
-        relative_cost: float,
-    ) -> None:
-        """`n_vocab` is the larger model's. It may differ by rows at the end that stand for no token: those
-        are neither read nor drafted. `relative_cost`: the time of a draft, in the larger model's steps of one
-        token, until it is measured.
+    def __init__(self, model: Model, setup: DraftSetup) -> None:
+        """Raises ConfigError if the model has recurrent layers.
+
+        The vocabularies may differ by rows at the end that stand for no token: those are neither read nor
+        drafted.
         """
-        self._n_vocab = min(n_vocab, model.config.n_vocab)
-        self._max_context = min(max_context, model.config.max_context)
+        if has_states(model.cache_layout):
+            raise ConfigError(
+                "a model with recurrent layers cannot be the draft model (--draft-model): "
+                "after a rejected draft it has no state to continue from"
+            )
+        backend, config, n_pages = setup.backend, setup.config, setup.n_pages
+        self._n_vocab = min(setup.runner.model.config.n_vocab, model.config.n_vocab)
+        self._max_context = min(setup.max_context, model.config.max_context)
         self._max_pages = pages_for(self._max_context, backend.page_tokens)
         n_requests = config.max_requests
         self._max_tokens = max(config.max_step_tokens, n_requests)
         limits = StepLimits(self._max_tokens, n_requests, n_requests, self._max_pages)
         layout = without_windows(model.cache_layout)  # in one pool, whose pages stay
         self._runner = Runner(model, backend, layout, n_pages, limits, config.kv_type)
-        self.cost = MakingCost(max(relative_cost, _MIN_COST))
+        self.cost = MakingCost(max(setup.cost_of(model), _MIN_COST))
         self.pool = PagePool(n_pages, backend.page_tokens)
 
     def drafts_for(self, prompt: IntArray) -> Callable[[], ModelDrafts]:
-        """A function that makes fresh draft state for an answer to a prompt. For any thread."""
+        """See Drafter.drafts_for."""
         return self.drafts
 
     def drafts(self, *more: Any) -> ModelDrafts:
@@ -246,16 +292,14 @@ class DraftModel:
         return self.kind(self.pool, page_row, *sizes, *more)
 
     def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Reads what is known of a step's requests before their drafts are made, if that pays."""
+        """See Drafter.read_ahead."""
 
-    def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
-        """Makes this many drafts for each request, or none if its pages or context leave no room.
+    def compute(self, wanted: Sequence[tuple[Any, int]]) -> None:
+        """See Drafter.compute. Makes none if pages or context leave no room.
 
-        They are written after the request's tokens, if it has room for them. Other kinds of drafts are
-        skipped.
+        They are written after the request's tokens, if it has room for them.
         """
-        own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, ModelDrafts)]
-        ready = [(drafts, n) for drafts, n in self._prefill(own) if n > 1 == len(drafts.drafts)]
+        ready = [(drafts, n) for drafts, n in self._prefill(wanted) if n > 1 == len(drafts.drafts)]
         depth = 1
         while ready:
             chunks = [
@@ -324,20 +368,20 @@ def chunk_of(drafts: ModelDrafts, start: int, stop: int) -> Chunk:
 
 
 def make_drafts(
-    compute: Callable[[Sequence[tuple[Drafts, int]]], None],
-    cost: MakingCost,
+    drafter: Drafter,
     wanted: Sequence[tuple[Drafts, int]],
     clock: Callable[[], float],
     unit_s: float | None,
 ) -> float:
-    """Has a model compute so many drafts for each request; the seconds that took, which its cost takes in.
+    """Has a model compute its part of the drafts, and learn what they cost; returns the seconds that took.
 
     `unit_s`: seconds of the larger model's step of one token, if known.
     """
-    own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, CountedDrafts)]
+    sources = [(each.source if isinstance(each, EitherDrafts) else each, n) for each, n in wanted]
+    own = [(drafts, n) for drafts, n in sources if isinstance(drafts, CountedDrafts)]
     expected, began_s = sum(drafts.relative_cost * n + drafts.reading_cost for drafts, n in own), clock()
-    compute(wanted)
+    drafter.compute(own)
     made_s = clock() - began_s
     if unit_s is not None:
-        cost.observe(expected, made_s / unit_s)
+        drafter.cost.observe(expected, made_s / unit_s)
     return made_s

@@ -15,7 +15,7 @@ import numpy as np
 
 from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
-from kukri.engine.draft_model import DraftModel, EitherDrafts, make_drafts
+from kukri.engine.draft_model import Drafter, DraftSetup, DraftSource, EitherDrafts, make_drafts
 from kukri.engine.drafts import Drafts
 from kukri.engine.kv_allocator import KVAllocator
 from kukri.engine.kv_size import KVCost
@@ -45,9 +45,7 @@ from kukri.models.adapter import Adapter
 from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
-    from kukri.engine.assistant_drafts import AssistantModel
     from kukri.engine.encodings import Encodings
-    from kukri.tokenizer.translation import Translation
     from kukri.vision.encoder import VisionModel
 
 logger = logging.getLogger("kukri.engine")
@@ -75,10 +73,8 @@ class Engine(RequestMaker):
     """Runs requests on a model. Not for several threads at a time, but for `make_requests`.
 
     The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
-    pages in each pool of pages; its memory is taken as it is used. A `draft_model` has the same token ids, or
-    others and a `translation`; a pool of its own with as many pages, and the same backend unless
-    `draft_backend` is another. `vision`
-    encodes the images of prompts. `clock` times steps, in seconds.
+    pages in each pool of pages; its memory is taken as it is used. A model that is to `draft` may have a pool
+    of its own with as many pages. `vision` encodes the images of prompts. `clock` times steps, in seconds.
 
     Attributes: those of RequestMaker; model, config; arithmetic, equal for engines that compute the same
     bits.
@@ -92,9 +88,7 @@ class Engine(RequestMaker):
         *,
         eos_ids: Iterable[int] = (),
         n_pages: int | Sequence[int] | None = None,
-        draft_model: Model | None = None,
-        draft_backend: Backend | None = None,
-        translation: Translation | None = None,
+        draft: DraftSource | None = None,
         identity: bytes = b"",
         vision: VisionModel | None = None,
         clock: Callable[[], float] = perf_counter,
@@ -171,15 +165,12 @@ class Engine(RequestMaker):
             row_costs=backend.row_costs,
             earlier_answers=self.earlier_answers,
         )
-        self.models = [model] if draft_model is None else [model, draft_model]
-        self._draft_model: DraftModel | AssistantModel | None = None
-        if draft_model is not None:
-            from kukri.engine.drafting import make_draft_model
-
+        self.models = [model] if draft is None else [model, draft.model]
+        self._draft_model: Drafter | None = None
+        if draft is not None:
             own_sizes = self.max_context, self._max_pages, max(pool_sizes)
-            self._draft_model = make_draft_model(
-                draft_model, self.runner, draft_backend or backend, config, own_sizes, translation
-            )
+            setup = DraftSetup(self.runner, draft.backend or backend, config, *own_sizes)
+            self._draft_model = draft.make(draft.model, setup)
         elif config.speculation == "draft":
             raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
         self.encodings: Encodings | None = None
@@ -438,8 +429,7 @@ class Engine(RequestMaker):
         if self._draft_model is not None and planned:
             unit_s = self.scheduler.row_costs.unit_s(len(chunks))
             wanted = [(drafts, n) for _, drafts, n in planned]
-            model = self._draft_model
-            made_s = make_drafts(model.compute, model.cost, wanted, self._clock, unit_s)
+            made_s = make_drafts(self._draft_model, wanted, self._clock, unit_s)
         if planned:
             scheduled.can_repeat = scheduled.is_repeat = False
             scheduled.chunks = chunks = chunks.copy()  # the same list would be taken for a repeat

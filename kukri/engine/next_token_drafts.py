@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kukri.engine.batch_builder import Chunk
-from kukri.engine.draft_model import DraftModel, ModelDrafts, chunk_of, model_drafts
+from kukri.engine.draft_model import DraftModel, DraftSetup, ModelDrafts, chunk_of, model_drafts
 from kukri.engine.row_drafts import RowDrafts
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.kernels.arrays import FloatArray, IntArray
@@ -72,9 +72,8 @@ class LayerModel(DraftModel):
 
     kind = LayerDrafts
 
-    def __init__(self, layer: RowReader, *args: Any) -> None:
-        """`args` are those of DraftModel after the model."""
-        super().__init__(layer, *args)
+    def __init__(self, layer: RowReader, setup: DraftSetup) -> None:
+        super().__init__(layer, setup)
         self.layer: RowReader = layer
         self._results: FloatArray | None = None  # what the last run made
         self._runner.hooks.add({RESULT: self._keep})
@@ -179,9 +178,8 @@ class EagleModel(LayerModel):
 
     layer: Eagle3
 
-    def __init__(self, *args: Any) -> None:
-        """See LayerModel."""
-        super().__init__(*args)
+    def __init__(self, layer: Eagle3, setup: DraftSetup) -> None:
+        super().__init__(layer, setup)
         self._reduce = self._compiled(self.layer.reduced, self._runner.limits.max_tokens)
 
     def _read(self, rows: FloatArray) -> FloatArray:

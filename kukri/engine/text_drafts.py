@@ -7,13 +7,13 @@ so fewer drafts are accepted than with the same tokens, and no answer differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 import numpy as np
 
-from kukri.engine.draft_model import DraftModel, ModelDrafts, sources_of
-from kukri.engine.drafts import Drafts
+from kukri.engine.draft_model import DraftModel, DraftSetup, ModelDrafts
 from kukri.kernels.arrays import IntArray
 from kukri.models import Model
 from kukri.tokenizer.translation import TranslatedText, Translation
@@ -74,10 +74,10 @@ class TextDraftModel(DraftModel):
 
     kind = TextDrafts
 
-    def __init__(self, translation: Translation, small: Model, *args: Any) -> None:
-        """`translation` is from the larger model's tokens to the small one's; `args` as DraftModel's."""
-        super().__init__(small, *args)
-        self._translation = translation
+    def __init__(self, translation: Translation, small: Model, setup: DraftSetup) -> None:
+        """`translation` is from the larger model's tokens to the small one's, which may be more."""
+        super().__init__(small, replace(setup, max_context=2 * setup.max_context))
+        self._translation, self._n_vocab = translation, small.config.n_vocab
 
     def drafts_for(self, prompt: IntArray) -> Callable[[], ModelDrafts]:
         """See DraftModel.drafts_for. Translates the prompt, once for all answers."""
@@ -85,7 +85,6 @@ class TextDraftModel(DraftModel):
         text.push(prompt[: 2 * self._max_context].tolist())  # a longer one has too many tokens here too
         return lambda: self.drafts(self._translation, text.copy(), len(prompt))
 
-    def compute(self, wanted: Sequence[tuple[Drafts, int]]) -> None:
+    def compute(self, wanted: Sequence[tuple[Any, int]]) -> None:
         """See DraftModel.compute."""
-        own = [(drafts, n) for drafts, n in sources_of(wanted) if isinstance(drafts, TextDrafts)]
-        super().compute([(drafts, drafts.n_own(n)) for drafts, n in own])
+        super().compute([(drafts, drafts.n_own(n)) for drafts, n in wanted])

@@ -27,10 +27,8 @@ from kukri.kernels.backend import Backend
 from kukri.kernels.cache import pool_layouts, pool_windows, without_windows
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
 from kukri.models import Model, load_model
-from kukri.models.llama import Llama
 from kukri.models.rope import with_scaling
-from kukri.models.weights import WeightSource
-from kukri.opening.model_options import OWN_LAYER, READERS, ModelOptions
+from kukri.opening.model_options import READERS, ModelOptions
 from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
 from kukri.tasks.embedding import TextEncoder
@@ -38,9 +36,8 @@ from kukri.tasks.late_interaction import as_encoder
 from kukri.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
-    from kukri.models.next_token import NextTokenLayer
+    from kukri.engine.draft_model import DraftSource
     from kukri.stages.backend import StagedBackend
-    from kukri.tokenizer.translation import Translation
     from kukri.vision.encoder import VisionModel
     from kukri.vision.processors import ImageProcessor
 
@@ -68,7 +65,6 @@ class ReadModel:
     vision: VisionModel | None  # the encoder of images, of a model that sees
     image_processor: ImageProcessor | None  # which prepares images for it
     mmproj: Path | None  # the encoder's file, if it has one of its own
-    next_token: NextTokenLayer | None  # its own layer that drafts, if it is to
     default_params: SamplingParams  # as the files advise
     text_encoder: TextEncoder
 
@@ -83,7 +79,6 @@ class LoadedModel(ReadModel):
 
 
 _MAX_SPARE_THREADS = 32  # allowed on any machine, though more than it has cores only slow it down
-LAYER_TYPE: str | None = "Q8_0"  # EAGLE-3's layers are packed to it: half the bytes, and no answer differs
 _MAX_TEXTS = 64  # most texts that an encoder reads side by side: short ones share a step
 # models cut into stages
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
@@ -125,20 +120,25 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         engine_config = replace(engine_config, max_in_flight=_n_stages(options))
     read = read_model(options)
     _check_drafts(read.path, read.config, options)
+    draft = None if options.draft_model is None else _draft_source(options.draft_model, options, read)
     if not read.config.is_causal:
         engine_config = replace(engine_config, max_requests=options.max_requests or _MAX_TEXTS)
     try:
-        return _on_backend(options, read, engine_config, progress)
+        return _on_backend(options, read, draft, engine_config, progress)
     except KernelSizeError as error:
         backend_bytes = 4 * read.model.n_parameters
         if options.backend is not None or backend_bytes > available_bytes() // 2:
             raise
         logger.warning("%s: this model runs on the reference backend, which is slow", error)
-    return _on_backend(options, read, replace(engine_config, backend="reference"), None)
+    return _on_backend(options, read, draft, replace(engine_config, backend="reference"), None)
 
 
 def _on_backend(
-    options: ModelOptions, read: ReadModel, engine_config: EngineConfig, progress: Progress | None
+    options: ModelOptions,
+    read: ReadModel,
+    draft: DraftSource | None,
+    engine_config: EngineConfig,
+    progress: Progress | None,
 ) -> LoadedModel:
     """Loads a model that has been read onto the configuration's backend, and makes its engine."""
     tokenizer, model = read.tokenizer, read.model
@@ -147,15 +147,7 @@ def _on_backend(
     if options.stages != 1 or options.devices:
         backend = _staged(options, read, engine_config, local)
     model.bind(backend)
-    draft_model: Model | None = read.next_token
-    translation: Translation | None = None
-    if options.draft_model is not None and draft_model is None:
-        from kukri.models.next_token import RowReader
-
-        draft_model, translation = _draft_model(options.draft_model, tokenizer, model)
-        if isinstance(draft_model, RowReader) and backend is not local:
-            raise ConfigError("this draft model needs the whole model in one process, without --stages")
-    models: list[Model] = [model] if draft_model is None else [model, draft_model]
+    models = [model] if draft is None else [model, draft.model]
     if progress is not None:
         _report_packing(backend, models, progress)
     engine_config = _sized(engine_config, models, backend)
@@ -169,9 +161,7 @@ def _on_backend(
         backend,
         engine_config,
         eos_ids=tokenizer.eos_ids,
-        draft_model=draft_model,
-        draft_backend=local,
-        translation=translation,
+        draft=None if draft is None else draft._replace(backend=local),
         identity=identity,
         vision=read.vision if backend is local else None,
     )
@@ -198,16 +188,13 @@ def read_model(options: ModelOptions) -> ReadModel:
             )
         used = _within(config, options.max_context)
         model = load_model(checkpoint.weights(used), used)
-        next_token = None
-        if options.draft_model == OWN_LAYER:
-            next_token = _next_token_layer(checkpoint.weights(used), model, path)
         vision = checkpoint.load_vision()
         image_processor = None if vision is None else checkpoint.image_processor()
         text_encoder = TextEncoder(
             model, tokenizer, checkpoint.embedding, checkpoint.dense, options.max_context
         )
     return ReadModel(
-        *(path, config, tokenizer, model, vision, image_processor, checkpoint.mmproj, next_token, defaults),
+        *(path, config, tokenizer, model, vision, image_processor, checkpoint.mmproj, defaults),
         text_encoder,
     )
 
@@ -229,7 +216,6 @@ def read_weights(path: Path, options: ModelOptions) -> tuple[ModelConfig, Model]
 def _check_stages(options: ModelOptions) -> None:
     """Raises ConfigError on options that a model in several processes does not take."""
     given = [name for name in _ALONE if getattr(options, name)]
-    given += ["draft_model"] * (options.draft_model == OWN_LAYER)
     if given:
         names = ", ".join(given)
         raise ConfigError(f"{names}: these need the whole model in one process, without stages (--stages)")
@@ -241,6 +227,18 @@ def _check_drafts(path: Path, config: ModelConfig, options: ModelOptions) -> Non
     """Raises ConfigError on a draft model for an encoder."""
     if options.draft_model is not None and not config.is_causal:
         raise ConfigError(f"{path} is an encoder and generates no text: it takes no draft_model")
+
+
+def _draft_source(name: str | os.PathLike[str], options: ModelOptions, read: ReadModel) -> DraftSource:
+    """Reads what drafts for a model. Raises KukriError if it cannot."""
+    from kukri.engine.draft_kinds import LargerModel, read_draft_source
+    from kukri.models.next_token import RowReader
+
+    larger = LargerModel(read.path, options.quantize, read.model, read.tokenizer)
+    source = read_draft_source(name, larger)
+    if isinstance(source.model, RowReader) and (options.stages != 1 or options.devices):
+        raise ConfigError("this draft model needs the whole model in one process, without stages (--stages)")
+    return source
 
 
 def _n_stages(options: ModelOptions) -> int:
@@ -389,15 +387,21 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
         kv_bytes = cost.n_bytes(cost.wanted(n_requests, context))
         kv_bytes = kv_bytes if most_kv_bytes is None else min(kv_bytes, most_kv_bytes)
     weight_bytes = _weight_bytes(headers, options.quantize)
-    if options.draft_model not in (None, OWN_LAYER):
-        weight_bytes += _weight_bytes(
-            read_headers(hub.resolve(options.draft_model or "", compares=False)), None
-        )
+    if (draft := draft_file(options)) is not None:
+        weight_bytes += _weight_bytes(read_headers(hub.resolve(draft, compares=False)), None)
     weight_bytes += sum(_file_bytes(Path(adapter).expanduser()) for adapter in options.adapters.values())
     n_values = (n_requests + _LOGIT_ROWS) * config.n_vocab
     n_values += n_requests * state_bytes(layout) // 4
     n_values += options.max_step_tokens * (6 * config.d_model + 3 * config.d_ffn)
     return MemoryNeed(weight_bytes, 4 * n_values, kv_bytes, context if options.max_context else None)
+
+
+def draft_file(options: ModelOptions) -> str | None:
+    """The draft model that has files of its own; None without one."""
+    from kukri.engine.draft_kinds import is_own_part
+
+    name = options.draft_model
+    return None if name is None or is_own_part(name) else name
 
 
 def _file_bytes(path: Path) -> int:
@@ -464,49 +468,3 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
             f"max_context {max_context} is more than the model's {config.max_context} tokens: {remedy}"
         )
     return replace(config, max_context=max_context)
-
-
-def _draft_model(
-    model: str | os.PathLike[str], tokenizer: Tokenizer, larger: Model
-) -> tuple[Model, Translation | None]:
-    """Loads a draft model, with a translation if it has other tokens. Raises ConfigError if it is not a
-    language model.
-
-    Ids that only one of the two has a token for, as they pad their vocabularies differently, do not matter.
-    """
-    from kukri.formats.huggingface.assistant import is_assistant, read_assistant
-    from kukri.formats.huggingface.eagle3 import is_eagle3, read_eagle3
-    from kukri.tokenizer.translation import Translation
-
-    path = hub.resolve(model)
-    if is_assistant(path):
-        return read_assistant(path, larger), None
-    if is_eagle3(path):
-        return read_eagle3(path, larger, LAYER_TYPE), None
-    with open_checkpoint(path, None) as checkpoint:
-        config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)
-        if config.head.kind != "language_model":
-            raise ConfigError(f"{path} generates no text and cannot draft any")
-        are_same = all(a == b for a, b in zip(_texts(own), _texts(tokenizer), strict=False) if a and b)
-        translation = None if are_same else Translation(tokenizer, own)
-        return load_model(checkpoint.weights(config), config), translation
-
-
-def _next_token_layer(source: WeightSource, model: Model, path: Path) -> NextTokenLayer:
-    """The layer for multi-token prediction. Raises ConfigError if the files of the model have none."""
-    from kukri.models.next_token import NextTokenLayer
-
-    try:
-        if not isinstance(model, Llama):
-            raise UnsupportedError("its kind of model has none that kukri runs")
-        return NextTokenLayer(source, model)
-    except UnsupportedError as error:
-        raise ConfigError(
-            f"{path} cannot draft for itself (--draft-model {OWN_LAYER}): {error}; leave draft_model out"
-        ) from None
-
-
-def _texts(tokenizer: Tokenizer) -> list[str]:
-    """The text of each id, "" for rows that are padding: see the writers of GGUF files."""
-    tokens = tokenizer.vocabulary.tokens
-    return ["" if text == f"[PAD{i}]" else text for i, text in enumerate(tokens)]

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 BackendName = Literal["cpu", "portable", "torch", "gpu", "reference"]
 # commands have these groups of flags; an option of no group is set only in Python and in files
 Group = Literal["any", "generating", "many", "readers"]
-OWN_LAYER = "mtp"  # the draft model that is a layer of the model's own files
 READERS = ("control_vectors", "probes", "saes", "transcoders")  # options of the group "readers"
 
 _RAY_STAGES = "kukri.scale.pipeline:RayStages"  # by name: it stands above this module, and imports Ray

@@ -106,11 +106,10 @@ def _check_options(model: ModelSpec) -> None:
     """
     from kukri.formats import hub
     from kukri.formats.model_cache import cached_path
-    from kukri.opening.loading import memory_need
-    from kukri.opening.model_options import OWN_LAYER
+    from kukri.opening.loading import draft_file, memory_need
 
-    drafts = [model.options.draft_model] if model.options.draft_model not in (None, OWN_LAYER) else []
-    for name in (model.options.model, *drafts):
+    draft = draft_file(model.options)
+    for name in (model.options.model, *([] if draft is None else [draft])):
         try:
             cached_path(name)
         except UnsupportedError:

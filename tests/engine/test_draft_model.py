@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kukri import LLM
 from kukri.config import EngineConfig, ModelConfig
 from kukri.engine import Engine, Request
-from kukri.engine.draft_model import ModelDrafts, model_drafts
+from kukri.engine.draft_model import DraftModel, DraftSource, ModelDrafts, model_drafts
 from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.engine.text_drafts import TextDraftModel
 from kukri.errors import ConfigError, RequestError
@@ -70,7 +70,9 @@ def make(
     config = EngineConfig(speculation="draft", **{"max_step_tokens": 32, **options})
     model, small = FakeModel(max_context), FakeModel(small_context or max_context)
     model.n_parameters, small.n_parameters = 100, 5
-    engine = Engine(model, backend, config, eos_ids=[EOS], n_pages=n_pages, draft_model=small)  # type: ignore[arg-type]
+    engine = Engine(
+        model, backend, config, eos_ids=[EOS], n_pages=n_pages, draft=DraftSource(small, DraftModel)
+    )  # type: ignore[arg-type]
     backend.is_writable = lambda page, pool: engine.pool.is_writable(page)
     return engine
 

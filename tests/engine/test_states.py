@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kukri.config import EngineConfig
 from kukri.engine import Engine, Request
+from kukri.engine.draft_model import DraftModel, DraftSource
 from kukri.engine.states import StatePool, snapshot_places
 from kukri.errors import ConfigError
 from tests.engine.driving import (
@@ -147,8 +148,9 @@ def test_drafts_leave_the_state_of_what_was_accepted(
 def test_a_draft_model_has_no_state() -> None:
     """A draft model that cannot go back."""
     model: Any = FakeModel(64)
+    small = FakeModel(64, has_states=True)
     with pytest.raises(ConfigError, match="recurrent layers cannot be the draft model"):
-        Engine(model, make_engine()[1], EngineConfig(), draft_model=FakeModel(64, has_states=True))  # type: ignore[arg-type]
+        Engine(model, make_engine()[1], EngineConfig(), draft=DraftSource(small, DraftModel))  # type: ignore[arg-type]
 
 
 @pytest.mark.full

@@ -186,7 +186,7 @@ def test_chains_are_the_definitions_and_change_no_answer(
         found[tuple(drafts.tokens[: drafts.n_tokens].tolist())] = list(made)
         return made
 
-    monkeypatch.setattr("kukri.opening.loading.LAYER_TYPE", None)  # as the definition has it
+    monkeypatch.setattr("kukri.engine.draft_kinds.eagle3.LAYER_TYPE", None)  # as the definition has it
     monkeypatch.setattr(LayerDrafts, "propose", kept)
     monkeypatch.setattr(LayerDrafts, "reading_cost", 0.0)
     monkeypatch.setattr(LayerDrafts, "chances", lambda drafts, n: (1.0 for _ in chances(drafts, min(n, 3))))
