@@ -32,8 +32,8 @@ def cpu_model() -> str:
 
 
 def cpu_features() -> tuple[str, ...]:
-    """LLVM's names of the features that kernels care about and the CPU has; none are known without LLVM
-    where Linux does not list them.
+    """LLVM's names of the CPU's features that matter to kernels; empty without LLVM where Linux does not list
+    features.
     """
     listed = re.search(r"^flags\s*:(.*)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
     if listed:
@@ -102,7 +102,9 @@ def _machine_bytes_left(root: Path) -> int:
 
 
 def _group_bytes_left(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    """The bytes that one control group has left, in a list; an empty one if it has no limit."""
+    """Return the bytes that a control group has left, in a list, which is empty for a group without a
+    limit.
+    """
     limit, usage = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
     if not limit.isdecimal() or not usage.isdecimal():  # "max"
         return []
@@ -121,14 +123,14 @@ def peak_rss_bytes() -> int:
     """The most memory that this process has held so far, mapped files included."""
     try:
         status = Path("/proc/self/status").read_text()
-        # the system's call would also count what the parent held when it started this process
+        # the system call would also count memory that the parent held when it started this process
         return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
     except (OSError, IndexError, ValueError):
         return system.peak_rss_bytes()
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those packages that are installed, by name."""
+    """Return the versions of the packages that are installed, by name."""
     from importlib.metadata import PackageNotFoundError, version  # 10 ms, which a start does not need
 
     found = {}

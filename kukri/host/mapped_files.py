@@ -19,7 +19,7 @@ _HELD_AT_ONCE = 16 << 20  # bytes that lie in memory twice meanwhile
 
 
 class _Mapping(mmap.mmap):
-    """A mapped file, and the byte ranges of it that are in memory of their own."""
+    """A mapped file, and the byte ranges that were copied to this process' own memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.held: list[tuple[int, int]] = []
@@ -64,8 +64,9 @@ def release_pages(array: npt.NDArray[Any]) -> None:
 def hold_pages(array: npt.NDArray[Any]) -> None:
     """Copies the pages of an array that is a view of a mapped file to memory of this process, in place.
 
-    The file may shrink or be written over then. Other arrays, and systems that let nobody write to a mapped
-    file (Windows), are left alone. Nobody may read the pages meanwhile. Raises OSError without memory.
+    After that the file may shrink or be overwritten. Other arrays are left alone, and so are all on systems
+    that forbid writing to a mapped file (Windows). No other thread may read the pages meanwhile. Raises
+    OSError without memory.
     """
     found = _pages(array)
     if found is None or not hasattr(mmap, "MAP_ANONYMOUS"):

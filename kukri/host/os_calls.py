@@ -1,4 +1,4 @@
-"""The operating system: what only some have, and what is done elsewhere.
+"""Calls that only some operating systems have, with what is done on the others.
 
 Modules and calls that a system may lack are used only here, and in two worker programs, which limit
 themselves (`tokenizer/sandbox.py`, `server/chat/grammar_worker.py`). Windows has no affinity, locks, owners
@@ -49,7 +49,7 @@ def _windows_memory_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process, or an ancestor until it started it, has held; 0 if unknown."""
+    """The peak memory of this process, or of an ancestor before it started this process; 0 if unknown."""
     try:
         import resource
     except ImportError:
@@ -68,12 +68,12 @@ def cpu_s(process_id: int) -> float | None:
 
 
 def user_id() -> int | None:
-    """The user whom this process acts for; None if files have no owner and mode that say anything."""
+    """The user whom this process acts for; None on systems where a file's owner and mode mean nothing."""
     return os.geteuid() if hasattr(os, "geteuid") else None
 
 
 def open_carefully(path: Path) -> int:
-    """A descriptor to read, of the path itself and not of what a link there points to. Raises OSError."""
+    """Open a path for reading and return the descriptor. Raises OSError, also if the path is a link."""
     flags = sum(getattr(os, name, 0) for name in _CAREFUL)
     return os.open(path, os.O_RDONLY | flags)
 
@@ -120,7 +120,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that was started in a session of its own, with all that it started."""
+    """Kill a process that was started in a new session, with every process that it started."""
     if not hasattr(os, "killpg"):
         process.kill()
         return
@@ -132,7 +132,7 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def no_echo(descriptor: int) -> Iterator[None]:
-    """Within the block a terminal does not show what is typed, and hands it on before a line is whole."""
+    """Within the block the terminal does not echo keys, and passes them on before a line is complete."""
     try:
         import termios
     except ImportError:

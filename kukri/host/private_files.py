@@ -80,7 +80,9 @@ def write_private(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing_private(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to; it is at `path` once the block has ended without an exception. Raises OSError."""
+    """Open a file to write to, which appears at `path` if the block ends without an exception. Raises
+    OSError.
+    """
     handle, temporary = mkstemp(prefix=UNFINISHED, dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(handle, "wb") as file:

@@ -22,11 +22,12 @@ _TYPE = re.compile(r"""["']type["']|\.type\b""")  # how a template reads a part 
 
 
 class ChatTemplate:
-    """A model's chat template; `source` None when the model has none, which `render` then says.
+    """A model's chat template. `source` is None for a model without a template; `render` then raises an
+    error.
 
-    The template runs in a sandbox, in a process of its own that starts at the first `render`: one that takes
-    more than 0.8 s of processor time or 512 MiB is stopped. `bos_token` and `eos_token` are "" for a model
-    without.
+    The template runs in a sandbox, in a process of its own that starts at the first `render`. A process that
+    takes more than 0.8 s of processor time or 512 MiB is stopped. `bos_token` and `eos_token` are "" for a
+    model without such a token.
     """
 
     def __init__(self, source: str | None, bos_token: str = "", eos_token: str = "") -> None:
@@ -59,7 +60,7 @@ class ChatTemplate:
         return self._probes.shows(("system", "user"))
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Raises RequestError naming a message, or a part of one, that is malformed."""
+        """Raises RequestError that names the malformed message, or its malformed part."""
         checked_messages(messages, self._roles)
 
     def encode(
@@ -76,11 +77,11 @@ class ChatTemplate:
     ) -> list[int]:
         """The token ids of `render`; control tokens come only from the template.
 
-        Their texts inside messages, tools and `kwargs` stay text, so that a user cannot end a turn or begin
-        one of the system's; only between two `controls`, which nobody else may know, they count. `images` are
-        those whose marks stand in the messages. BOS is added if the model wants it and the template does not
-        write it. Errors as for `render`, and ContextLengthError if a long prompt has certainly more than
-        `max_tokens`.
+        The text of a control token inside messages, tools and `kwargs` stays text, so that a user cannot end
+        a turn or begin a turn of the system; only between two `controls`, which must be secret, it counts.
+        `images` are the images whose marks are in the messages. BOS is added if the model wants it and the
+        template does not write it. Errors as for `render`, and ContextLengthError if a long prompt has
+        certainly more than `max_tokens`.
         """
         specials = [*tokenizer.special_texts]
         if images is not None:
@@ -211,7 +212,9 @@ class ChatTemplate:
 
     @cached_property
     def _roles(self) -> frozenset[str]:
-        """The usual roles, and whatever words the template quotes: it may know others."""
+        """The usual roles, and every word that the template quotes, because a template may know other
+        roles.
+        """
         return frozenset(ROLES) | frozenset(re.findall(r"""["']([\w.-]+)["']""", self.source or ""))
 
     @cached_property
@@ -240,7 +243,7 @@ def _parts(pieces: Sequence[str | int]) -> list[dict[str, Any]]:
 
 
 def _with_placeholders(pieces: Sequence[str | int], written: str) -> str:
-    """A content as a text, in which placeholders stand for images."""
+    """Return the text of a content, with placeholders for images."""
     return "".join(piece if isinstance(piece, str) else written for piece in pieces)
 
 

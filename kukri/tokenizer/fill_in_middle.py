@@ -16,7 +16,7 @@ _FAMILIES = (
 )
 _REPOSITORIES = ("<|repo_name|>", "<repo_name>", "<reponame>")
 _FILES = ("<|file_sep|>", "<file_sep>")
-_REPOSITORY_NAME = "project"  # which nobody knows here
+_REPOSITORY_NAME = "project"  # a placeholder: the real name is unknown
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FillInMiddle:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> FillInMiddle | None:
-        """A model's tokens by its tokenizer; None if it does not fill in the middle."""
+        """Return the tokens by which a model fills in the middle; None if it has no such tokens."""
         id_of = tokenizer.vocabulary.id_of
         for family in _FAMILIES:
             if all(token in id_of for token in family):

@@ -83,7 +83,11 @@ def _metadata(files: TokenizerFiles) -> dict[str, Any]:
 
 
 def _flags(vocabulary: Vocabulary, *, among_marks: bool) -> dict[str, Any]:
-    """The lists of added tokens by their flags; readers look among marks for user-defined ones anyhow."""
+    """Return the lists of added tokens by their flags.
+
+    With `among_marks` the flag `normalized` is left out, because readers look among the marks for
+    user-defined tokens in any case.
+    """
     found = {name: sorted(ids) for name, ids in vocabulary.flags.items()}
     if among_marks:
         found.pop("normalized", None)
@@ -144,7 +148,7 @@ def _word_piece_keys(
 
 
 def _unigram_keys(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFiles) -> dict[str, Any]:
-    """The keys of a unigram tokenizer: scores, normalization, and the ways with spaces that it has."""
+    """Return the keys of a unigram tokenizer: scores, normalization, and how it treats spaces."""
     steps = steps_of(files.tokenizer.get("normalizer"), "normalizers")
     compiled = (step["precompiled_charsmap"] for step in steps if step.get("type") == "Precompiled")
     charsmap = b64decode(next(compiled, None) or "")
@@ -169,7 +173,7 @@ def _unigram_keys(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFile
 
 
 def _types(vocabulary: Vocabulary) -> list[int]:
-    """The types of tokens, that of unknown text its own."""
+    """Return the type of each token. The token for unknown text has a type of its own."""
     return [UNKNOWN if i == vocabulary.unk_id else kind for i, kind in enumerate(vocabulary.types)]
 
 
@@ -196,7 +200,7 @@ def _pre_tokenizer(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFil
 
 
 def _merges_reach_all(parts: Parts) -> bool:
-    """True if merges lead to each token of the model: taking one that is a word whole changes nothing."""
+    """Return True if merges reach every token, so that looking up whole words first changes nothing."""
     ids = parts.text_ids()
     model = tokenizers.models.BPE(vocab=ids, merges=parts.merges())
     words = ((token, i) for token, i in ids.items() if token not in parts.added)
@@ -217,7 +221,7 @@ def _stored_text(vocabulary: Vocabulary, i: int) -> str:
 
 
 def _scores(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """SentencePiece's scores in effect: the first merge scores highest."""
+    """Return scores that imply the merges, as in SentencePiece: the first merge scores highest."""
     scores = np.zeros(len(vocabulary.tokens), np.float32)
     for rank in range(len(merges) - 1, -1, -1):
         scores[vocabulary.id_of["".join(merges[rank])]] = -rank
@@ -225,7 +229,9 @@ def _scores(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> np.ndarray
 
 
 def _special_ids(vocabulary: Vocabulary, files: TokenizerFiles) -> dict[str, int]:
-    """Ids of special tokens; three may end an answer, and those that readers know by their text."""
+    """Return the ids of special tokens. Keys name three that may end an answer; readers know others by
+    text.
+    """
     stated = [] if vocabulary.eos_id is None else [vocabulary.eos_id]
     known = ends_by_text(vocabulary.id_of)
     others = [i for i in sorted(vocabulary.eos_ids) if i not in stated]

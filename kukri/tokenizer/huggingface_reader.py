@@ -36,7 +36,7 @@ _DECODERS: dict[str, tuple[tuple[str, Any], ...]] = {
     "Metaspace": (("replacement", SPACE_MARK),),
     "WordPiece": (("prefix", CONTINUATION),),
 }
-_JOINING = ("Fuse", "ByteLevel")  # what follows them sees the text whole
+_JOINING = ("Fuse", "ByteLevel")  # steps after these see the joined text
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -64,8 +64,8 @@ def _from_files(files: TokenizerFiles) -> Tokenizer:
 class Parts:
     """tokenizer.json taken apart: a vocabulary, and a tokenizer of text that knows no special token.
 
-    Added tokens take their ids from the model's vocabulary, so all but special ones are put there; nothing
-    that a user writes can become one that is not there.
+    Added tokens take their ids from the model's vocabulary, so all but special ones are put there; a user's
+    text can never become a token that is not there.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -137,7 +137,9 @@ class Parts:
             raise self._error(f"is not a tokenizer: {' '.join(str(error).split())[:200]}") from None
 
     def build_later(self, text: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
-        """The tokenizer of text after a special token, if that is another: no space is put before it."""
+        """Return the tokenizer for text after a special token, which puts no space before it; None if it is
+        the same.
+        """
         words = self.files.tokenizer.get("pre_tokenizer")
         first = [p for p in steps_of(words, "pretokenizers") if p.get("prepend_scheme") == "first"]
         if not first:
@@ -154,7 +156,7 @@ class Parts:
 
     @property
     def scores(self) -> list[float]:
-        """The score of each token of a unigram model; 0 for those that it does not have."""
+        """The score of each token of a unigram model; 0 for added tokens, which have no score."""
         return [score for _, score in self._pieces] + [0.0] * (len(self.tokens) - len(self._pieces))
 
     def adds_separator(self, text: tokenizers.Tokenizer) -> bool:
@@ -241,7 +243,7 @@ class Parts:
         return self._pieces[i][0]
 
     def _hidden_pieces(self) -> list[tuple[str, float]]:
-        """The pieces in order, "" in place of those that plain text cannot become."""
+        """Return the pieces in order, with "" for each piece that plain text cannot become."""
         ids = {token: i for token, i in self.text_ids().items() if token != self._unknown}
         texts = {i: token for token, i in ids.items()}
         return [(texts.get(i, ""), score) for i, score in enumerate(self.scores)]
@@ -288,7 +290,7 @@ class Parts:
         return text
 
     def _mask_id(self) -> int | None:
-        """The id of the mask token; models that do not use it may name one that they do not have."""
+        """Return the id of the mask token; None for models that name a mask token which they do not have."""
         stated = self.files.settings.get("mask_token")
         text = stated.get("content") if isinstance(stated, dict) else stated
         return self.id_of.get(text) if isinstance(text, str) else None

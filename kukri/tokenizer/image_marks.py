@@ -36,12 +36,12 @@ def has_images(messages: Any) -> bool:
 
 
 class ImageMarks:
-    """The images of one conversation.
+    """The images of a conversation.
 
-    `taken` puts a mark, which nobody can write, in the place of each, so that the conversation is texts.
-    Before the template runs, `pieces` finds them again. In the prompt the template's `placeholder` stands for
-    each image, and `expanded` puts one of `texts` there. `written` is what to write where the template knows
-    no images. `tokens` are the texts of control tokens that count nowhere else.
+    `taken` replaces each image by a secret mark, so that the conversation consists of texts. Before the
+    template runs, `pieces` finds them again. In the prompt the template's `placeholder` stands for each
+    image, and `expanded` puts one of `texts` there. `written` is what to write where the template knows no
+    images. `tokens` are the texts of control tokens that count nowhere else.
     """
 
     def __init__(self, placeholder: str, written: str, tokens: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class ImageMarks:
 
 
 def _joined(pieces: list[Any]) -> Any:
-    """A content of texts and marks as one text, in which neighbouring texts are on lines of their own.
+    """Join a content of texts and marks into one text, with neighbouring texts on separate lines.
 
     Parts of another kind stay, for the check of the messages.
     """

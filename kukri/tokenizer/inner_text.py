@@ -1,4 +1,4 @@
-"""Tokenizers of text in the middle of another text: nothing is put before it, nothing taken from its ends."""
+"""Tokenizers of text in the middle of another text: nothing is added or removed at its ends."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 
 
 def note(kind: str, param: str, *, is_new: bool) -> str:
-    """What stands in a conversation for a part of a kind that the model cannot read: "[image]".
+    """Return the text that replaces a part which the model cannot read, such as "[image]".
 
     Raises RequestError, naming `param`, if the part is in the newest turn: the answer would be about it.
     """
@@ -47,7 +47,7 @@ def checked_messages(messages: Sequence[Message], roles: frozenset[str]) -> list
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Copies of the tools. Raises RequestError unless each is an object."""
+    """Return copies of the tools. Raises RequestError unless every tool is an object."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

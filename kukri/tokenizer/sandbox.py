@@ -5,9 +5,9 @@ macro calls, and bounds numbers and texts that would grow without end. It runs i
 (`kukri.tokenizer.template_process`), whose processor time and memory the system limits, so that no filter or
 comparison keeps a server busy either.
 
-Run as a program, it reads a template and then variables, JSON, one message each, and answers each of the
-latter with a letter (T text, R raised by the template, S refused, B broken, E failed on these variables) and
-text. A message is its length in 8 bytes, little-endian, and its bytes.
+Run as a program, it reads a template and then JSON objects of variables, one in each message. It answers each
+object with a letter (T text, R raised by the template, S refused, B broken, E failed on these variables) and
+a text. A message is its length in 8 bytes, little-endian, and its bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jinja2.visitor import NodeTransformer
 MAX_STEPS = 1_000_000  # per rendering: an iteration of a loop is 1, a macro call 10
 MAX_CPU_S = 0.5  # per rendering, checked with every step; real ones take milliseconds
 _KILL_CPU_S = 0.8  # per rendering or compilation: the system then ends the process
-_MAX_MEMORY = 1 << 29  # bytes of address space beyond those of a worker that waits
+_MAX_MEMORY = 1 << 29  # bytes of address space beyond the address space of an idle worker
 MAX_TEXT = 10_000_000  # characters of any text, and of the whole result
 _MAX_NUMBER = 1_000_000  # for widths and counts
 _MAX_BITS = 10_000  # largest product or power
@@ -272,7 +272,7 @@ def _main() -> None:
 
 
 def _set_alarm(cpu_s: float) -> None:
-    """Lets SIGPROF end the process after so much processor time, in the middle of anything; 0: not."""
+    """Have SIGPROF end the process after `cpu_s` seconds of processor time; 0 switches the alarm off."""
     if hasattr(signal, "setitimer"):  # elsewhere the waiting process ends this one, later
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
 

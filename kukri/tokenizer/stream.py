@@ -61,10 +61,10 @@ class TextStream:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, holding back a possible beginning of one.
+    """Passes text on up to the first stop string, and holds back what may be the beginning of a stop string.
 
-    The stop string that is complete first wins; of those that end at the same character, the longest. So the
-    outcome does not depend on how the text is chopped. Raises RequestError for an empty stop string.
+    The stop string that is complete first wins. If several end at the same character, the longest wins, so
+    the outcome does not depend on how the text is chopped. Raises RequestError for an empty stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ class StopStrings:
 def n_partial(text: str, marks: Sequence[str]) -> int:
     """Length of the longest end of `text` with which one of the marks begins; 0 for none.
 
-    Marks are not empty, and none of them is whole in `text`.
+    Marks are not empty, and no complete mark is in `text`.
     """
     n = max(map(len, marks), default=1) - 1
     tail = text[-n:] if n else ""

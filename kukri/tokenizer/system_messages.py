@@ -1,7 +1,8 @@
-"""Where system and developer messages go when a chat template has no place for them: none is lost.
+"""Moves system and developer messages for which a chat template has no place, so that no message is lost.
 
-Those at the beginning are merged into one, or into the first user's message if the template knows no system.
-Later ones join the user's message next to them, so that they keep their place and the prompt its beginning.
+Messages at the beginning are merged into one, or into the first user's message if the template knows no
+system role. A later message joins the user's message next to it, so that the order of the texts, and with it
+a cached prefix, stays.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Shows = Callable[[Sequence[str]], bool]
 
 
 def placed(messages: list[dict[str, Any]], shows: Shows) -> list[dict[str, Any]]:
-    """The messages in places where the template shows them all; as they are if it shows not even a user's."""
+    """Return the messages in places where the template shows them all; unchanged if it shows no user's
+    message.
+    """
     if not any(message["role"] in SYSTEM_ROLES for message in messages) or not shows(["user"]):
         return messages
     n_lead = 0
@@ -26,7 +29,7 @@ def placed(messages: list[dict[str, Any]], shows: Shows) -> list[dict[str, Any]]
     lead, rest = messages[:n_lead], messages[n_lead:]
     done = _beginning(lead, ["user"] if rest else [], shows) if lead else []
     before = _roles(done) if done and done[-1]["role"] in SYSTEM_ROLES else []
-    following: list[str | None] = [None]  # the role after each message, those of the system left out
+    following: list[str | None] = [None]  # the role after each message, without system messages
     for message in reversed(rest):
         following.append(following[-1] if message["role"] in SYSTEM_ROLES else message["role"])
     for message, after in zip(rest, following[::-1], strict=False):
@@ -46,7 +49,7 @@ def as_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _beginning(lead: list[dict[str, Any]], after: list[str], shows: Shows) -> list[dict[str, Any]]:
-    """The messages before the first turn, in the first form of them that the template shows."""
+    """Return the messages before the first turn, in the first of three forms that the template shows."""
     same = [{**message, "role": "system"} for message in lead]
     merged = {**same[0], "content": "\n\n".join(message["content"] for message in lead)}
     for form in (lead, same, [merged]):
@@ -57,7 +60,7 @@ def _beginning(lead: list[dict[str, Any]], after: list[str], shows: Shows) -> li
 
 
 def _later_role(role: str, before: list[str], previous: str, after: str | None, shows: Shows) -> str:
-    """The role under which the template shows a later message: its own, the system's, or the user's."""
+    """Return the role under which the template shows a later message: unchanged, "system" or "user"."""
     context = ["user"] if previous == "user" else ["user", "assistant"]
     following = [] if after is None else ["user" if after == "user" else "assistant"]
     for one in dict.fromkeys((role, "system")):
@@ -67,12 +70,14 @@ def _later_role(role: str, before: list[str], previous: str, after: str | None, 
 
 
 def _roles(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """The roles in order; more than two in a row are as good as two."""
+    """Return the roles in order, without a third of the same role in a row: templates treat it as the
+    second.
+    """
     return [role for role, run in groupby(message["role"] for message in messages) for role in list(run)[:2]]
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, those that were moved together with their neighbours of one role; calls stay apart."""
+    """Return the messages, with moved messages joined to neighbours of the same role; calls stay separate."""
     joined: list[dict[str, Any]] = []
     texts: list[list[str]] = []  # the texts of each, put together once
     is_open = False  # the last message may take the next one

@@ -28,8 +28,8 @@ from kukri.tokenizer.vocabulary import (
 )
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_LONG = 8  # characters a token: a text with more for each token it may have is looked at in slices first
-_SLICE = 1 << 12  # characters: a prompt that is far too long is known as such after few of them
+_LONG = 8  # characters for each token allowed: a longer text is counted in slices before it is encoded
+_SLICE = 1 << 12  # characters a slice: a prompt that is far too long is refused after a few slices
 _SHARED = 1 << 12  # characters from which on encoding takes long enough to let other threads run
 TEXT_MARK = "\ufdd0"  # not a character: put inside the text of a special token, it keeps it text
 _MAX_SPLIT_WORK = (
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: str | os.PathLike[str] | GGUFFile) -> Tokenizer:
-        """The tokenizer in a GGUF file, given as a path or open; errors are those of `from_metadata`."""
+        """The tokenizer in a GGUF file, which is a path or open. Raises the errors of `from_metadata`."""
         if isinstance(file, GGUFFile):
             return cls.from_metadata(file.metadata, path=file.path)
         with GGUFFile(file) as opened:
@@ -99,7 +99,7 @@ class Tokenizer:
             is_gemma4 = keys.get("model") == GEMMA4
             adds_space = keys.flag("add_space_prefix", not is_gemma4)
             text = _sentencepiece(vocabulary, keys, adds_space)
-            if is_gemma4:  # line ends are words of their own
+            if is_gemma4:  # line ends are separate words
                 text.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")
         elif vocabulary.kind == "bert":
             text = _word_pieces(vocabulary, keys)
@@ -139,7 +139,7 @@ class Tokenizer:
         """The token ids of a text; lone surrogates count as U+FFFD.
 
         `add_special` adds BOS and EOS as the model wants them, BOS not twice. `parse_special` recognises
-        control tokens written in the text: it is for templates, never for what a user wrote. Raises
+        control tokens written in the text: it is for templates, never for a user's text. Raises
         RequestError unless `text` is a str, and ContextLengthError, without encoding it all, if a long text
         has certainly more than `max_tokens`.
         """
@@ -166,10 +166,10 @@ class Tokenizer:
     def encode_spans(
         self, text: str, before: str | None = None
     ) -> tuple[list[int], list[tuple[int, int] | None]]:
-        """The ids of a text, after those of `before` if given, with BOS and EOS as the model wants them.
+        """Return the ids of `before`, if given, and of `text`, with BOS and EOS as the model wants them.
 
-        With each token come its characters in `text`, (start, stop), or None for other tokens. Control tokens
-        written in either stay text. Raises RequestError unless both are str.
+        The second list has the characters of each token in `text`, (start, stop), or None for other tokens.
+        Control tokens written in either stay text. Raises RequestError unless both are str.
         """
         texts = [text] if before is None else [before, text]
         for given in texts:
@@ -192,7 +192,8 @@ class Tokenizer:
         return ids, spans
 
     def encode_marked(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """The ids of a prompt whose control tokens count, except those that a `TEXT_MARK` breaks.
+        """Return the ids of a prompt whose control tokens count, except control tokens broken by a
+        `TEXT_MARK`.
 
         The marks leave no trace. BOS is added as the model wants it, not twice. `max_tokens` as for `encode`.
         """
@@ -204,7 +205,7 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> list[str]:
-        """The control tokens as the file spells them, those without a text left out."""
+        """The texts of the control tokens as the file spells them; tokens without a text are left out."""
         return [text for i in self.special_ids if (text := self.token_text(i))]
 
     def decode(
@@ -258,13 +259,17 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
 
     def _encode_sections(self, text: str, first: tokenizers.Tokenizer, mark: str = "") -> list[int]:
-        """Special tokens and the text between them, before them by `first`; `mark` is removed from texts."""
+        """Return the ids of special tokens and of the text between them; `first` encodes the text before the
+        first.
+
+        `mark` is removed from texts.
+        """
         ids: list[int] = []
         marks = self._marks.encode(text, add_special_tokens=False)
         start = 0
         for special_id, (begin, end) in zip(marks.ids, marks.offsets, strict=True):
             if mark and end - begin == 1 and text.startswith(mark, end):
-                continue  # a token of one character, which has its mark after it
+                continue  # a token of one character has its mark after it
             ids += _ids(self._later_text if start else first, text[start:begin].replace(mark, ""))
             ids.append(special_id)
             start = end
@@ -272,7 +277,7 @@ class Tokenizer:
 
 
 def as_text(text: str, specials: Iterable[str]) -> str:
-    """A text with marks in these control tokens, by which `encode_marked` takes them for text."""
+    """Put marks into the given control tokens of a text, so that `encode_marked` takes them for text."""
     text = text.replace(TEXT_MARK, "")
     for special in specials:
         marked = special[0] + TEXT_MARK + special[1:]
@@ -284,7 +289,7 @@ def as_text(text: str, specials: Iterable[str]) -> str:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """The ids of a text. A batch of one lets other threads run meanwhile, which `encode` does not."""
+    """Return the ids of a text. A long text is encoded as a batch, since `encode` stops other threads."""
     with reading(None):  # a tokenizer.json may make the library panic only at some text
         if len(text) < _SHARED:
             return tokenizer.encode(text, add_special_tokens=False).ids
@@ -292,9 +297,9 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _special_finder(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """A tokenizer that knows only special tokens: it returns those in a text, leftmost and longest first.
+    """A tokenizer that knows only special tokens: it finds them in a text, leftmost and longest first.
 
-    They are kept out of the one that sees plain text, so that nothing a user writes can become one.
+    The tokenizer of plain text does not know them, so a user's text can never become a special token.
     """
     texts = {vocabulary.tokens[i]: i for i in vocabulary.special_ids if vocabulary.tokens[i]}
     finder = tokenizers.Tokenizer(models.BPE(vocab=texts, merges=[]))

@@ -1,4 +1,4 @@
-"""Text between two tokenizers: what tokens of one say in tokens of another, as a text grows, and back."""
+"""Translates the tokens of one tokenizer into tokens of another, as a text grows, and back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from copy import copy
 from kukri.tokenizer.stream import TextStream
 from kukri.tokenizer.tokenizer import Tokenizer
 
-# where a text is cut: no tokenizer of words and few others join what stands on either side
+# where a text is cut: no tokenizer of words, and few others, would join the two sides
 _CUT = re.compile(r"(?<=\w)(?= \S)")
 _SHORT, _LONG = 64, 512  # characters of the end that stay open to change, if it can be cut, and at most
 
 
 class Translation:
-    """Says in `target`'s tokens what `source`'s say.
+    """Translates between the tokens of `source` and of `target`.
 
-    Special tokens are those of the same text, and ends of text each other's; others of `source` are left out.
+    A special token becomes the special token of the same text, and an end of text the other's end of text.
+    Special tokens that `target` does not have are left out.
     """
 
     def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
@@ -45,8 +46,8 @@ class Translation:
 class TranslatedText:
     """A text that grows by tokens of `source`, as `ids` of `target`, with BOS as that model wants it.
 
-    Its end is encoded again as it grows; before that, tokens stay as they are, so that they can be kept in a
-    cache. So they may differ a little from those of the whole text.
+    The end is encoded again as the text grows. Earlier tokens stay, so that they can be kept in a cache, and
+    may therefore differ a little from the tokens of the whole text.
     """
 
     def __init__(self, translation: Translation) -> None:
@@ -91,7 +92,7 @@ class TranslatedText:
         return first
 
     def _fix(self, text: str) -> None:
-        """Adds the ids of a text to those that stay."""
+        """Append the ids of a text to the ids that no longer change."""
         self.ids[self._n_fixed :] = self._encoded(text)
         self._n_fixed = len(self.ids)
 
@@ -101,7 +102,7 @@ class TranslatedText:
 
 
 def _specials(source: Tokenizer, target: Tokenizer) -> dict[int, int]:
-    """The special token of `target` for each of `source` that has one."""
+    """Return the special tokens of `target` by the special tokens of `source` with the same text."""
     known = {target.token_text(i): i for i in target.special_ids}
     found = {i: known[text] for i in source.special_ids if (text := source.token_text(i)) in known}
     if target.vocabulary.eos_id is not None:

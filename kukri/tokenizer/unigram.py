@@ -55,7 +55,7 @@ def unigram(
 
 
 def check_charsmap(charsmap: bytes, error: Callable[[str], FormatError]) -> None:
-    """Raises an `error` for a compiled normalization that would lead a reader out of its bounds.
+    """Raises `error` for a compiled normalization with an offset outside of its bytes.
 
     Its size in bytes and units of a double array (darts-clone), then texts that end with 0: a unit has a
     label in bits 0 to 7, in bit 8 that a text belongs to it, and the way to its block from bit 10 on, times

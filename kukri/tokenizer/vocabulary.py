@@ -29,10 +29,11 @@ _END_TEXTS = (
     "<|file_sep|>",
 )
 GEMMA4 = "gemma4"  # SentencePiece with merges, as tokenizer.json has them, and no scores that count
-# How added tokens are found in a text, as tokenizer.json has it. GGUF has no such keys: each of these is
-# kukri's own, and lists the tokens that have the flag.
+# How added tokens are found in a text, as tokenizer.json has it. GGUF has no keys for this: each of these
+# keys is kukri's own, and lists the tokens that have the flag.
 FLAG_KEYS = {name: f"kukri.{name}" for name in ("single_word", "lstrip", "rstrip", "normalized")}
-DROPS_SPACE = "kukri.drops_leading_space"  # whether decoding does, where it is not as encoding adds one
+# whether decoding drops a leading space, if that does not follow from whether encoding adds one
+DROPS_SPACE = "kukri.drops_leading_space"
 PREPENDS_ONCE = "kukri.prepends_once"  # a space is put before a text, and not again after a special token
 _END_KEYS = ("eos", "eot", "eom")
 _DEFAULT_IDS = {
@@ -88,7 +89,9 @@ class Vocabulary:
 
     @property
     def user_defined(self) -> list[str]:
-        """Tokens that are matched in text before anything else; of those that end a text, none is."""
+        """Tokens that are matched in a text before anything else. Tokens that end a text are not among
+        them.
+        """
         found = {i for i, kind in enumerate(self.types) if kind == USER_DEFINED and self.tokens[i]}
         return [self.tokens[i] for i in sorted(found - self.special_ids)]
 
@@ -183,7 +186,9 @@ def read_vocabulary(keys: TokenizerKeys) -> Vocabulary:
 
 
 def word_piece(stored: str) -> str:
-    """A token of WordPiece as BERT spells it: GGUF marks beginnings of words, not what continues them."""
+    """Return a WordPiece token as BERT spells it: BERT marks continuations, GGUF marks beginnings of
+    words.
+    """
     return stored[len(SPACE_MARK) :] if stored.startswith(SPACE_MARK) else CONTINUATION + stored
 
 
