@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kukri.config import MultiplierConfig
 from kukri.errors import FormatError, UnsupportedError, brief, reading
@@ -28,11 +27,11 @@ from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.huggingface.weights import parts_of
 from kukri.formats.json_files import read_json
+from kukri.formats.tensor_forms import gguf_form, hf_form
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.weight_handles import LowRank, Weight
 from kukri.models import ARCHITECTURES, Adapter, Model
-from kukri.models.recurrent import tiled_heads
-from kukri.models.rope import rope_row_order
+from kukri.models.stored import Order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType
@@ -338,8 +337,7 @@ def _apart(matrix: str, part: _Part, model: Model, path: Path) -> Iterator[tuple
 # --- both
 
 
-_Order = npt.NDArray[np.int64] | None
-_Orders = Callable[[str, int], tuple[_Order, _Order]]
+_Orders = Callable[[str, int], tuple[Order, Order]]
 
 
 def _orders(model: Model, *, is_gguf: bool) -> _Orders:
@@ -347,19 +345,12 @@ def _orders(model: Model, *, is_gguf: bool) -> _Orders:
 
     None stands for as they are.
     """
-    own = model.config.recurrent
+    form_of = gguf_form if is_gguf else hf_form
 
-    def order(name: str, n_rows: int) -> tuple[_Order, _Order]:
-        rows = rope_row_order(name, n_rows, model.config) if is_interleaved else None
-        if is_gguf or own is None or not own.are_tiled:
-            return rows, None
-        # a GGUF file has the heads of a delta rule in another order than PEFT's
-        tiles, columns = tiled_heads(name, own)
-        tiles = rows if isinstance(tiles, slice) else tiles
-        return tiles, None if isinstance(columns, slice) else columns
+    def order(name: str, n_rows: int) -> tuple[Order, Order]:
+        form = form_of(name, model.config, n_rows)
+        return form.rows, form.columns
 
-    architecture = ARCHITECTURES[model.config.architecture]
-    is_interleaved = architecture.in_pairs(model.config) if is_gguf else architecture.hf_interleaved_rope
     return order
 
 

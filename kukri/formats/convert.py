@@ -21,7 +21,7 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.gguf.config import model_config, model_metadata
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.rope_keys import rope_tensors
-from kukri.formats.gguf.tensor_names import gguf_name, hf_name, in_layer
+from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.writer import TensorSource, write_gguf
 from kukri.formats.head_matrices import head_shape, joined_heads, parts_of_heads
 from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
@@ -31,23 +31,19 @@ from kukri.formats.huggingface.weights import (
     expert_tensors,
     first_row,
     follows_from_config,
-    is_convolution,
-    is_decay,
     is_of_images,
-    is_one_row,
     model_prefix,
-    norm_offset,
     of_next_token,
     parts_of,
 )
 from kukri.formats.imatrix import ImportanceMatrix
+from kukri.formats.tensor_forms import gguf_form, hf_form, inverse, row_of, table, taken
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts
 from kukri.models import ARCHITECTURES
 from kukri.models.next_token import is_after_last
-from kukri.models.recurrent import tiled_heads
-from kukri.models.rope import rope_row_order
+from kukri.models.stored import Order
 from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, dequantize
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
@@ -158,12 +154,12 @@ def of_directory(
     stacks: dict[str, None] = {}
     has_next_token = False
     for name, file in files.items():
-        canonical = of_next_token(canonical_name(name, prefix), config.n_layers)
+        canonical = of_next_token(canonical_name(name, prefix, architecture), config.n_layers)
         has_next_token |= architecture.next_token != "" and is_after_last(canonical, config.n_layers)
         is_unused = config.head.kind == "none" and re.fullmatch(architecture.unused, canonical)
         if follows_from_config(name, config.tie_embeddings) or is_unused or is_of_images(name):
             continue
-        if in_layer(canonical)[0] in architecture.gguf_vectors:
+        if row_of(canonical, architecture.name).gguf_key:
             continue
         if "self_attn.k_b_proj" in architecture.tensor_names and (heads := parts_of_heads(canonical)):
             stacks |= dict.fromkeys(heads)
@@ -188,10 +184,11 @@ def _lists(path: Path, config: ModelConfig) -> dict[str, FloatArray]:
     """The keys that list a number of each layer which is a tensor in the directory."""
     source = SafetensorsWeights(path, config)
     return {
-        key: np.concatenate(
+        row.gguf_key: np.concatenate(
             [source.vector(f"model.layers.{i}.{module}.weight", 1) for i in range(config.n_layers)]
         )
-        for module, key in ARCHITECTURES[config.architecture].gguf_vectors.items()
+        for module, row in table(config.architecture).items()
+        if row.gguf_key
     }
 
 
@@ -204,65 +201,40 @@ def _of_safetensors(
         raise UnsupportedError(
             f"{file.path}: tensor {name!r} is of type {tensor.dtype}, not F32, F16 or BF16"
         )
-    architecture = ARCHITECTURES[config.architecture]
-    first = first_row(name, architecture)
-    shape, type = ((tensor.shape[0] - first) // n_parts, *tensor.shape[1:]), QUANT_TYPES[tensor.dtype]
-    n_rows = shape[0]
-    order: Any = slice(None)
-    in_pairs = architecture.in_pairs(config)
-    if in_pairs and not architecture.hf_interleaved_rope:
-        half_split = rope_row_order(name, shape[0], config)
-        order = order if half_split is None else np.argsort(half_split)
-    elif architecture.hf_interleaved_rope and not in_pairs:
-        canonical = hf_name(stored_name, config.architecture)
-        half_split = rope_row_order(canonical, shape[0], config)
-        order = order if half_split is None else half_split
-
-    columns: Any = slice(None)
-    if architecture.recurrent is not None and architecture.recurrent.tiles:
-        assert config.recurrent is not None, "the configuration's readers see to that"
-        order, columns = tiled_heads(name, config.recurrent)  # no row of these has a second order
+    type, first = QUANT_TYPES[tensor.dtype], first_row(name, ARCHITECTURES[config.architecture])
+    n_rows = (tensor.shape[0] - first) // n_parts
+    model_name = hf_name(stored_name, config.architecture)
+    hf, gguf = (form(model_name, config, n_rows) for form in (hf_form, gguf_form))
+    shape = hf.transform.load_shape((n_rows, *tensor.shape[1:]))
+    order = _between(hf.rows, gguf.rows, n_rows)
 
     def read() -> ByteArray:
-        of_part = slice(first + part * n_rows, first + (part + 1) * n_rows)
-        rows: ByteArray = file.data(tensor).reshape(first + n_parts * n_rows, -1)[of_part][order]
-        if isinstance(columns, np.ndarray):
-            rows = np.take(rows.view(f"u{type.block_bytes}"), columns, axis=1).view(np.uint8)
-        return rows if len(tensor.shape) > 1 else rows.reshape(1, -1)
+        rows: ByteArray = file.data(tensor).reshape(first + n_parts * n_rows, -1)
+        rows = taken(rows[first + part * n_rows :][:n_rows], order)
+        numbers = taken(rows.view(f"u{type.block_bytes}"), None, inverse(gguf.columns))
+        return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(rows) if len(shape) > 1 else 1, -1)
 
-    factors = row_factors(config, hf_name(stored_name, config.architecture))
+    factors = row_factors(config, model_name)
 
-    def read_multiplied() -> ByteArray:
-        return (dequantize(read(), type) * np.float32(factors).reshape(-1, 1)).view(np.uint8)
+    def read_changed() -> ByteArray:
+        values = dequantize(read(), type)
+        values = values if hf.transform.load is None else hf.transform.load(values)
+        return (values if factors is None else values * np.float32(factors).reshape(-1, 1)).view(np.uint8)
 
-    def read_norm() -> ByteArray:
-        return (dequantize(read(), type) + offset).view(np.uint8)
+    is_small = len(shape) == 1 or row_of(model_name, config.architecture).is_small
+    target, stored_shape = _F32 if is_small else type, gguf.transform.store_shape(shape, config.recurrent)
+    if factors is not None or hf.transform.load is not None:
+        return Step(stored_name, stored_shape, _F32, target, read_changed, name)
+    return Step(stored_name, stored_shape, type, target, read, name)
 
-    def read_decay() -> ByteArray:
-        return (-np.exp(dequantize(read(), type))).view(np.uint8)
 
-    has_columns = architecture.recurrent is not None and architecture.recurrent.gguf_columns
-    if has_columns and stored_name.endswith((".ssm_a", ".ssm_d")):
-        shape = (n_rows, 1)
-    if has_columns and stored_name.endswith(".ssm_norm.weight") and config.recurrent is not None:
-        n_groups = config.recurrent.n_groups
-        shape = shape if n_groups == 1 else (n_groups, n_rows // n_groups)
-    if factors is not None:
-        return Step(stored_name, shape, _F32, type, read_multiplied, name)
-    if is_decay(name):
-        return Step(stored_name, shape, _F32, _F32, read_decay, name)
-    if offset := norm_offset(hf_name(stored_name, config.architecture), config):
-        return Step(stored_name, shape, _F32, _F32, read_norm, name)
-    if is_one_row(name):
-        shape = shape[1:]
-    is_small = (
-        len(shape) == 1
-        or is_convolution(name)
-        or stored_name.endswith((".ffn_gate_inp.weight", ".ssm_norm.weight"))
-    )  # convolutions and routers, as llama.cpp has them
-    if is_convolution(name) and len(shape) == 3:
-        shape = (shape[0], shape[2])
-    return Step(stored_name, shape, type, _F32 if is_small else type, read, name)
+def _between(hf: Order, gguf: Order, n_rows: int) -> Order:
+    """For each row of a GGUF file's, that of safetensors; None if all stay."""
+    if hf is None and gguf is None:
+        return None
+    order = np.arange(n_rows) if hf is None else hf
+    order = order if gguf is None else order[np.argsort(gguf)]
+    return None if np.array_equal(order, np.arange(n_rows)) else order
 
 
 def row_factors(config: ModelConfig, name: str) -> Any:

@@ -23,18 +23,16 @@ from kukri.formats.huggingface.safetensors import (
     write_safetensors,
 )
 from kukri.formats.huggingface.weights import canonical_name, model_prefix
+from kukri.formats.tensor_forms import Form, gguf_form, hf_form, inverse, taken
 from kukri.formats.unfinished import unfinished
 from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import LowRank
 from kukri.models import ARCHITECTURES, Adapter
-from kukri.models.recurrent import tiled_heads
-from kukri.models.rope import rope_row_order
 from kukri.models.weights import of_experts
 from kukri.quant.blocks import ByteArray, FloatArray, dequantize
 from kukri.quant.types import QUANT_TYPES
 
 _F32 = QUANT_TYPES["F32"]
-_ALL = (slice(None), slice(None))
 
 
 def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
@@ -44,11 +42,6 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
     for name, update in adapter.updates.items():
         whole, expert = of_experts(name)
         updates.setdefault(gguf_name(whole, config.architecture), []).append((name, expert, update))
-    in_pairs = ARCHITECTURES[config.architecture].in_pairs(config)
-    own, keys = config.recurrent, ARCHITECTURES[config.architecture].recurrent
-    # from a directory, whose heads the file to be has in another order
-    is_tiling = keys is not None and keys.tiles and own is not None and not own.are_tiled
-
     # a tied head that changes is a matrix of its own: the embedding stays
     embedding = gguf_name(f"{ARCHITECTURES[config.architecture].embedding}.weight", config.architecture)
     head = gguf_name("lm_head.weight", config.architecture)
@@ -67,10 +60,9 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
             n_out = step.shape[-2]
             rows = np.array(dequantize(step.read(), step.source))
             for name, expert, update in updates[step.name]:
-                order = rope_row_order(name, n_out, config) if in_pairs else None
+                form = gguf_form(name, config, n_out)
                 factors = row_factors(config, hf_name(step.name, config.architecture))
-                tiles = tiled_heads(name, own) if is_tiling and own is not None else _ALL
-                _add(rows[expert * n_out : (expert + 1) * n_out], update, order, factors, tiles)
+                _add(rows[expert * n_out : (expert + 1) * n_out], update, form, factors)
             return rows.view(np.uint8)
 
         return replace(step, source=_F32, read=read)
@@ -93,18 +85,17 @@ def write_merged_directory(
     prefix = model_prefix(files, architecture)
 
     def maker(name: str, file: SafetensorsFile) -> Callable[[], ByteArray]:
-        tensor, canonical = file.tensors[name], canonical_name(name, prefix)
+        tensor, canonical = file.tensors[name], canonical_name(name, prefix, architecture)
         update = adapter.updates.get(canonical)
         if update is None:
             return lambda: file.data(tensor)
-        in_pairs = architecture.hf_interleaved_rope
-        order = rope_row_order(canonical, tensor.shape[0], config) if in_pairs else None
+        form = hf_form(canonical, config, tensor.shape[0])
 
         def make() -> ByteArray:
             on_tensor(name)
             kind = QUANT_TYPES[tensor.dtype]
             rows = np.array(dequantize(file.data(tensor).reshape(tensor.shape[0], -1), kind))
-            _add(rows, update, order)
+            _add(rows, update, form)
             return requantize(rows.view(np.uint8), _F32, kind, tensor=name)
 
         return make
@@ -114,7 +105,7 @@ def write_merged_directory(
             f"{source}: an update of the tied head is not supported in a directory, whose embedding it would "
             "change: merge into a .gguf file"
         )
-    stored_names = {canonical_name(name, prefix) for name in files}
+    stored_names = {canonical_name(name, prefix, architecture) for name in files}
     lost = next((name for name in adapter.updates if name not in stored_names), None)
     if lost is not None:
         raise UnsupportedError(f"{source} has {lost} within another tensor: merge into a .gguf file")
@@ -132,19 +123,13 @@ def write_merged_directory(
         raise FormatError(f"cannot be written: {error.strerror}", path=target) from None
 
 
-def _add(
-    matrix: FloatArray,
-    update: LowRank,
-    order: npt.NDArray[np.int64] | None,
-    factors: Any = None,
-    tiles: tuple[Any, Any] = _ALL,
-) -> None:
-    """Adds scale * B A to W, in place; row i of B is row `order[i]` of W.
+def _add(matrix: FloatArray, update: LowRank, form: Form, factors: Any = None) -> None:
+    """Adds scale * B A to W, in place, whose rows and columns are in the order of a file.
 
-    `factors` are what W, or each of its rows, has been multiplied by; None for nothing. `tiles` index the
-    rows and columns of B A in the order that W has them in.
+    `factors` are what W, or each of its rows, has been multiplied by; None for nothing.
     """
     down, up = (dequantize(w.data, w.type).astype(np.float64) for w in (update.down, update.up))
-    rows: slice | npt.NDArray[np.int64] = slice(None) if order is None else order
+    down = taken(down, None, inverse(form.columns))
+    rows: slice | npt.NDArray[np.int64] = slice(None) if form.rows is None else form.rows
     factor = 1.0 if factors is None else np.reshape(factors, (-1, 1))
-    matrix[rows] += (update.scale * factor * (up[tiles[0]] @ down[:, tiles[1]])).astype(np.float32)
+    matrix[rows] += (update.scale * factor * (up @ down)).astype(np.float32)

@@ -13,6 +13,7 @@ from kukri.models.architecture import Architecture
 from kukri.models.layers import MLP
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
+from kukri.models.stored import ONE_NUMBER, PARAMETER, Stored
 from kukri.models.weights import WeightSource
 
 _LLAMA3 = {
@@ -69,8 +70,11 @@ APERTUS = Architecture(
     "apertus",
     Apertus,
     "ApertusForCausalLM",
-    tensor_names={"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
-    gguf_vectors={f"mlp.act_fn.{part}": f"xielu.{part}" for part in XIELU},
+    tensor_names={
+        **{"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+        **{f"mlp.act_fn.{x}": Stored("", PARAMETER, gguf_key=f"xielu.{x}") for x in XIELU[:2]},
+        **{f"mlp.act_fn.{x}": Stored("", PARAMETER, ONE_NUMBER, gguf_key=f"xielu.{x}") for x in XIELU[2:]},
+    },
     activation="xielu",
     respelled=_respelled,
     reads={"attention_bias"},

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from kukri.config import ModelConfig
 from kukri.models.keys import Keys
+from kukri.models.stored import Stored
 from kukri.models.weights import WeightSource
 
 
@@ -46,8 +47,7 @@ class RecurrentKeys:
     gguf: Mapping[str, str]
     hf: Mapping[str, str]
     gguf_interval: int = 0
-    tiles: bool = False  # in GGUF heads of a group lie n_groups apart
-    gguf_columns: bool = False  # numbers of heads are columns (heads, 1) in GGUF
+    tiles: bool = False  # in GGUF heads of a group lie n_groups apart: rows of `tensor_names` say how
     attention_type: str = "full_attention"  # the other name in config.json's list
 
 
@@ -86,10 +86,8 @@ class Architecture:
     n_dense: int = 0  # dense layers that files may hold on top of vectors
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)  # for absent keys, without their prefix
     gguf_reads: Set[str] = frozenset()  # keys that `read_gguf` reads, or that change nothing here
-    tensor_names: Mapping[str, str] = field(default_factory=dict)  # if they differ from Llama's
-    gguf_bare: tuple[str, ...] = ()  # ends of names of tensors without ".weight"
-    # modules of a layer with one number that is not in a tensor but in a list for all layers: its key
-    gguf_vectors: Mapping[str, str] = field(default_factory=dict)
+    # GGUF's names of modules, and what files do to their tensors, if they differ from Llama's
+    tensor_names: Mapping[str, str | Stored] = field(default_factory=dict)
 
     # layers with a window, in both formats
     full_interval: int = 0  # each n-th layer has none if a file does not list them; 0: all have one

@@ -11,6 +11,7 @@ from kukri.models.ernie4_5 import ERNIE4_5
 from kukri.models.keys import Keys
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
+from kukri.models.stored import BIAS_PARAMETER, ONE_ROW, Stored
 
 _LAST, _STEP = "moe_layer_end_index", "interleave_moe_layer_step"
 
@@ -48,6 +49,7 @@ ERNIE4_5_MOE = replace(
     hf_class="Ernie4_5_MoeForCausalLM",
     gguf="ernie4_5-moe",
     joined={"mlp.moe_statics.e_score_correction": ("mlp.gate.e_score_correction",)},
+    tensor_names={"mlp.gate.e_score_correction": Stored("exp_probs_b", BIAS_PARAMETER, ONE_ROW)},
     reads={"use_bias", _LAST},
     ignores={
         *("output_router_logits", "router_aux_loss_coef", "moe_norm_min", "moe_capacity", "moe_gate"),

@@ -14,10 +14,11 @@ from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.granite import Granite
-from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, STATE_KEYS, Mamba2, check_head_width
+from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2, check_head_width
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, GatedMLP, Scaled
 from kukri.models.llama import Block
+from kukri.models.stored import Stored
 from kukri.models.weights import WeightSource
 
 
@@ -198,19 +199,17 @@ def _gguf_factors(config: ModelConfig, module: str) -> float | FloatArray:
     }.get(module, 1.0)
 
 
-_MAMBA = {key: name for key, name in GRANITEMOEHYBRID.tensor_names.items() if key.startswith("mamba.")}
-
 FALCON_H1 = Architecture(
     "falcon_h1",
     FalconH1,
     "FalconH1ForCausalLM",
     gguf="falcon-h1",
     tensor_names={
-        **_MAMBA,
+        **MAMBA_NAMES,
         **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-        **{"pre_ff_layernorm": "ffn_norm", "model.final_layernorm": "output_norm"},
+        "pre_ff_layernorm": Stored("ffn_norm", is_bare=True),
+        "model.final_layernorm": "output_norm",
     },
-    gguf_bare=(".ffn_norm",),
     reads={
         *("mamba_conv_bias", "mamba_d_head", _NORM, _BEFORE),
         *(*_PARTS, *_FACTORS.values(), _EMBEDDING, _HEAD, _STATE_IN, _KEY),
@@ -236,7 +235,6 @@ FALCON_H1 = Architecture(
             **{"n_taps": "mamba_d_conv", "n_heads": "mamba_n_heads", "n_groups": "mamba_n_groups"},
             **{"d_state": "mamba_d_state", "d_inner": _D_STATE},
         },
-        gguf_columns=True,
     ),
     read_hf=_read_hf,
     write_hf=_write_hf,

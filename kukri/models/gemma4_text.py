@@ -30,6 +30,7 @@ from kukri.models.keys import Keys
 from kukri.models.layers import Embedding, HeadNorm, Linear, NoNorm, RMSNorm
 from kukri.models.mixture import Mixture, SharedMLP
 from kukri.models.qwen3 import Qwen3Attention
+from kukri.models.stored import PARAMETER, Stored
 from kukri.models.weights import WeightSource
 
 
@@ -352,7 +353,7 @@ GEMMA4_TEXT = Architecture(
         "per_layer_input_gate": "inp_gate",
         "per_layer_projection": "proj",
         "post_per_layer_input_norm": "post_norm",
-        "layer_scalar": "layer_output_scale",
+        "layer_scalar": Stored("layer_output_scale", PARAMETER),
         "model.embed_tokens_per_layer": "per_layer_token_embd",
         "model.per_layer_model_projection": "per_layer_model_proj",
         "model.per_layer_projection_norm": "per_layer_proj_norm",
@@ -401,8 +402,11 @@ GEMMA4_MOE_TEXT = replace(
     hf_mark=("enable_moe_block", True),
     tensor_names={
         **GEMMA4_TEXT.tensor_names,
-        "router.scale": "ffn_gate_inp.scale",
-        "router.per_expert_scale": "ffn_down_exps.scale",
+        "router.scale": Stored("ffn_gate_inp.scale", PARAMETER, is_bare=True),
+        "router.per_expert_scale": Stored("ffn_down_exps.scale", PARAMETER, is_bare=True),
+        "mlp.experts.gate_proj": Stored("ffn_gate_exps", PARAMETER),
+        "mlp.experts.up_proj": Stored("ffn_up_exps", PARAMETER),
+        "mlp.experts.down_proj": Stored("ffn_down_exps", PARAMETER),
         "post_feedforward_layernorm_1": "post_ffw_norm_1",
         "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
         "post_feedforward_layernorm_2": "post_ffw_norm_2",

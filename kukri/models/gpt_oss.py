@@ -15,6 +15,7 @@ from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.layers import Attention
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
+from kukri.models.stored import PARAMETER, Stored
 from kukri.models.weights import WeightSource
 
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -63,8 +64,8 @@ GPT_OSS = Architecture(
     full_interval=2,
     gguf_defaults={"rope.scaling.yarn_truncate": False},
     tensor_names={
-        "mlp.router": "ffn_gate_inp",
-        "self_attn.sinks": "attn_sinks",
+        "mlp.router": Stored("ffn_gate_inp", is_small=True),
+        "self_attn.sinks": Stored("attn_sinks", PARAMETER),
         "post_attention_layernorm": "post_attention_norm",
     },
     reads={"attention_bias", "sliding_window", "layer_types"},

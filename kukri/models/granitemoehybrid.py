@@ -25,6 +25,15 @@ from kukri.models.layers import Linear, Scaled
 from kukri.models.llama import Block
 from kukri.models.mixture import SharedMLP
 from kukri.models.recurrent import Convolution, state_layer
+from kukri.models.stored import (
+    CHANNELS,
+    COLUMN,
+    GROUPED,
+    LOG_OF_NEGATIVE,
+    PARAMETER,
+    STEP_BIAS,
+    Stored,
+)
 from kukri.models.weights import WeightSource
 
 
@@ -161,6 +170,15 @@ STATE_KEYS = {
     **{"d_state": "ssm.state_size", "d_inner": "ssm.inner_size"},
 }
 
+MAMBA_NAMES: dict[str, str | Stored] = {
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": Stored("ssm_conv1d", hf=CHANNELS, is_small=True),
+    "mamba.A_log": Stored("ssm_a", PARAMETER, LOG_OF_NEGATIVE, COLUMN, is_bare=True),
+    "mamba.D": Stored("ssm_d", PARAMETER, in_gguf=COLUMN, is_bare=True),
+    "mamba.dt_proj": Stored("ssm_dt", STEP_BIAS),
+    "mamba.norm": Stored("ssm_norm", in_gguf=GROUPED),
+    "mamba.out_proj": "ssm_out",
+}
 GRANITEMOEHYBRID = replace(
     GRANITE,
     name="granitemoehybrid",
@@ -172,13 +190,7 @@ GRANITEMOEHYBRID = replace(
     read_gguf=_read_gguf,
     write_gguf=_write_gguf,
     tensor_names={
-        "mamba.in_proj": "ssm_in",
-        "mamba.conv1d": "ssm_conv1d",
-        "mamba.A_log": "ssm_a",
-        "mamba.D": "ssm_d",
-        "mamba.dt_proj": "ssm_dt",
-        "mamba.norm": "ssm_norm",
-        "mamba.out_proj": "ssm_out",
+        **MAMBA_NAMES,
         "shared_mlp.gate_proj": "ffn_gate_shexp",
         "shared_mlp.up_proj": "ffn_up_shexp",
         "shared_mlp.down_proj": "ffn_down_shexp",
@@ -211,7 +223,6 @@ GRANITEMOEHYBRID = replace(
             **{"n_taps": "mamba_d_conv", "n_heads": "mamba_n_heads", "n_groups": "mamba_n_groups"},
             **{"d_state": "mamba_d_state", "expansion": "mamba_expand"},
         },
-        gguf_columns=True,
         attention_type="attention",
     ),
 )

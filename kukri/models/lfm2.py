@@ -18,6 +18,7 @@ from kukri.models.layers import GatedMLP, Linear
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution
+from kukri.models.stored import CHANNELS, Stored
 from kukri.models.weights import WeightSource
 
 
@@ -117,7 +118,7 @@ LFM2 = Architecture(
         "self_attn.q_layernorm": "attn_q_norm",
         "self_attn.k_layernorm": "attn_k_norm",
         "conv.in_proj": "shortconv.in_proj",
-        "conv.conv": "shortconv.conv",
+        "conv.conv": Stored("shortconv.conv", hf=CHANNELS, is_small=True),
         "conv.out_proj": "shortconv.out_proj",
         "feed_forward.w1": "ffn_gate",
         "feed_forward.w2": "ffn_down",

@@ -106,7 +106,6 @@ MAMBA2 = replace(
             **{"n_taps": "conv_kernel", "n_heads": "num_heads", "n_groups": "n_groups"},
             **{"d_state": "state_size", "expansion": "expand"},
         },
-        gguf_columns=True,
     ),
     read_hf=_read_hf,
     write_hf=_write_hf,

@@ -17,7 +17,7 @@ from kukri.errors import brief
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, ExpertKeys, RecurrentKeys, set_rotating
-from kukri.models.granitemoehybrid import GRANITEMOEHYBRID, STATE_KEYS, Mamba2
+from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, RMSNorm, SquaredReluMLP
 from kukri.models.llama import Llama
@@ -206,7 +206,7 @@ NEMOTRON_H = Architecture(
     gguf_epsilon="attention.layer_norm_epsilon",
     unused=r"mtp\..+",
     tensor_names={
-        **{key: name for key, name in GRANITEMOEHYBRID.tensor_names.items() if key.startswith("mamba.")},
+        **MAMBA_NAMES,
         "model.embeddings": "token_embd",
         "model.norm_f": "output_norm",
     },
@@ -241,7 +241,6 @@ NEMOTRON_H = Architecture(
             **{"n_taps": "conv_kernel", "n_heads": "mamba_num_heads", "n_groups": "n_groups"},
             **{"d_state": "ssm_state_size", "d_head": "mamba_head_dim"},
         },
-        gguf_columns=True,
     ),
     read_hf=_read_hf,
     write_hf=_write_hf,

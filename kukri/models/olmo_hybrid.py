@@ -14,6 +14,7 @@ from kukri.models.keys import Keys
 from kukri.models.llama import Block, Llama
 from kukri.models.olmo2 import Olmo2Block
 from kukri.models.qwen3_5_text import GatedDeltaNet
+from kukri.models.stored import CHANNELS, LOG_OF_NEGATIVE, PARAMETER, STEP_BIAS, Stored
 from kukri.models.weights import WeightSource
 
 
@@ -80,6 +81,11 @@ OLMO_HYBRID = Architecture(
     respelled=_respelled,
     read_hf=_read_hf,
     in_gguf=False,
+    tensor_names={
+        **{f"linear_attn.{part}_conv1d": Stored("", hf=CHANNELS, is_small=True) for part in "qkv"},
+        "linear_attn.A_log": Stored("", PARAMETER, LOG_OF_NEGATIVE),
+        "linear_attn.dt_proj": Stored("", STEP_BIAS),
+    },
     reads={"attention_bias", "full_attention_interval", _NOPE},
     ignores={
         *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kukri.config import ModelConfig
+from kukri.config import ModelConfig, RecurrentConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import DeltaSpec
 from kukri.kernels.weight_handles import Vector
@@ -20,6 +21,7 @@ from kukri.models.layers import HeadNorm, Linear
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution, state_layer
+from kukri.models.stored import CHANNELS, LOG_OF_NEGATIVE, PARAMETER, STEP_BIAS, Order, Stored
 from kukri.models.weights import WeightSource
 
 _L2_EPS = 1e-6  # epsilon of the norms of queries and keys
@@ -115,6 +117,28 @@ def _with_sections(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys.setdefault(_SECTIONS, np.array([11, 11, 10, 0], np.int32))  # which other readers want
 
 
+# In GGUF the value heads that read one key head lie n_groups apart.
+
+
+def _head_order(own: RecurrentConfig) -> npt.NDArray[np.int64]:
+    return np.arange(own.n_heads).reshape(own.n_groups, -1).T.reshape(-1)
+
+
+def _tiled_heads(own: RecurrentConfig) -> tuple[Order, Order]:
+    return _head_order(own), None
+
+
+def _tiled_values(own: RecurrentConfig) -> npt.NDArray[np.int64]:
+    """The numbers of all heads' values."""
+    return (_head_order(own)[:, None] * own.d_head + np.arange(own.d_head)).reshape(-1)
+
+
+def _tiled_qkv(own: RecurrentConfig) -> tuple[Order, Order]:
+    """Queries and keys, which stay, then values."""
+    n_keys = 2 * own.n_groups * own.d_state
+    return np.concatenate([np.arange(n_keys), n_keys + _tiled_values(own)]), None
+
+
 QWEN3_5_TEXT = Architecture(
     "qwen3_5_text",
     Qwen35,
@@ -129,15 +153,15 @@ QWEN3_5_TEXT = Architecture(
     partial_rotary=True,
     tensor_names={
         "post_attention_layernorm": "post_attention_norm",
-        "linear_attn.in_proj_qkv": "attn_qkv",
-        "linear_attn.in_proj_z": "attn_gate",
-        "linear_attn.in_proj_a": "ssm_alpha",
-        "linear_attn.in_proj_b": "ssm_beta",
-        "linear_attn.conv1d": "ssm_conv1d",
-        "linear_attn.A_log": "ssm_a",
-        "linear_attn.dt_proj": "ssm_dt",
-        "linear_attn.norm": "ssm_norm",
-        "linear_attn.out_proj": "ssm_out",
+        "linear_attn.in_proj_qkv": Stored("attn_qkv", tiles=_tiled_qkv),
+        "linear_attn.in_proj_z": Stored("attn_gate", tiles=lambda own: (_tiled_values(own), None)),
+        "linear_attn.in_proj_a": Stored("ssm_alpha", tiles=_tiled_heads),
+        "linear_attn.in_proj_b": Stored("ssm_beta", tiles=_tiled_heads),
+        "linear_attn.conv1d": Stored("ssm_conv1d", hf=CHANNELS, is_small=True, tiles=_tiled_qkv),
+        "linear_attn.A_log": Stored("ssm_a", PARAMETER, LOG_OF_NEGATIVE, is_bare=True, tiles=_tiled_heads),
+        "linear_attn.dt_proj": Stored("ssm_dt", STEP_BIAS, tiles=_tiled_heads),
+        "linear_attn.norm": Stored("ssm_norm"),
+        "linear_attn.out_proj": Stored("ssm_out", tiles=lambda own: (None, _tiled_values(own))),
     },
     reads={"attention_bias", "full_attention_interval"},
     ignores={

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from kukri.config import RecurrentConfig
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import StateLayer
 from kukri.kernels.specs import ConvSpec
@@ -48,24 +46,6 @@ class Convolution:
         taps = self.spec.taps
         data = (taps.data.reshape(self.spec.n_taps, -1) * factors).reshape(-1)
         self.spec = replace(self.spec, taps=Vector(data, taps.name))
-
-
-def tiled_heads(name: str, recurrent: RecurrentConfig) -> tuple[Any, Any]:
-    """The rows and columns of a delta rule's tensor in the order that GGUF files have its value heads in.
-
-    There the heads that read one key head lie n_groups apart. An index for each, of all where no head is cut.
-    """
-    everything, own = slice(None), recurrent
-    if own.n_heads == own.n_groups or "linear_attn." not in name or ".norm." in name:
-        return everything, everything
-    heads = np.arange(own.n_heads).reshape(own.n_groups, -1).T.reshape(-1)
-    values = (heads[:, None] * own.d_head + np.arange(own.d_head)).reshape(-1)
-    if ".out_proj." in name:
-        return everything, values
-    if ".in_proj_qkv." in name or ".conv1d." in name:
-        n_keys = 2 * own.n_groups * own.d_state
-        return np.concatenate([np.arange(n_keys), n_keys + values]), everything
-    return values if ".in_proj_z." in name else heads, everything
 
 
 def state_layer(*parts: tuple[tuple[str, tuple[int, ...]], ...]) -> StateLayer:

@@ -13,12 +13,13 @@ from kukri.errors import KukriError, UnsupportedError, printable
 from kukri.formats import hub
 from kukri.formats.facts import SCALING_FIELDS
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.gguf.tensor_names import gguf_name, hf_name, in_layer
+from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.headers import Headers, StoredTensor, read_headers
 from kukri.formats.huggingface.weights import SafetensorsWeights
+from kukri.formats.tensor_forms import row_of
 from kukri.kernels.paged_kv import state_bytes, token_bytes
-from kukri.models import ARCHITECTURES, load_model
+from kukri.models import load_model
 from kukri.models.rope import attention_factor
 from kukri.models.weights import TakenWeights
 from kukri.terminal.module_tree import Module, class_names, module_tree, tree_lines
@@ -83,8 +84,7 @@ def _names_of(headers: Headers) -> tuple[dict[str, str], KukriError | None]:
                 try:
                     load_model(taken, config)
                 finally:
-                    listed = ARCHITECTURES[architecture].gguf_vectors
-                    tensors = (name for name in taken.parameters if in_layer(name)[0] not in listed)
+                    tensors = (name for name in taken.parameters if not row_of(name, architecture).gguf_key)
                     names |= {gguf_name(name, architecture): name for name in tensors}
         else:
             load_model(SafetensorsWeights(headers.path, config), config)  # matrices are not read

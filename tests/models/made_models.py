@@ -18,7 +18,6 @@ from kukri.config import (
     RecurrentConfig,
     RopeConfig,
 )
-from kukri.formats.huggingface.weights import is_convolution
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
 from tests.models import bailing_class, minicpm_class, smallthinker_class, token_by_token  # noqa: F401
@@ -129,6 +128,11 @@ def make(
         rotated = [key for key in made.arrays if "q_proj" in key or "k_proj" in key]
         made.arrays |= {key: _half_split(made.arrays[key]) for key in rotated}
     return hf, config, made
+
+
+def is_convolution(key: str) -> bool:
+    """True for the taps of a convolution."""
+    return key.endswith((".conv.weight", "conv1d.weight"))
 
 
 def _hf_class(name: str) -> Any:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
 from kukri.formats.gguf.config import activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.rope_keys import ROPE_TENSORS
-from kukri.formats.gguf.tensor_names import gguf_name, in_layer, module_name
+from kukri.formats.gguf.tensor_names import gguf_name, module_name
 from kukri.formats.head_matrices import joined_heads, joined_shape, take_part
+from kukri.formats.tensor_forms import gguf_form, row_of
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import Architecture
 from kukri.models.keys import Keys
 from kukri.models.next_token import is_after_last
-from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name
 from kukri.quant.blocks import BLOCKS
 
@@ -47,7 +45,7 @@ class GGUFWeights:
         """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
         tensor = self._take(name, shape)
         data = self._gguf.data(tensor.name)
-        order = self._row_order(name, shape[0])
+        order = gguf_form(name, self._config, shape[0]).rows
         return Weight(data, tensor.type, shape, name, self._per_token, order)
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
@@ -84,11 +82,10 @@ class GGUFWeights:
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
-        module, layer = in_layer(name)
-        if key := self._architecture.gguf_vectors.get(module):
-            return self._listed(key, layer)
+        if key := row_of(name, self._architecture.name).gguf_key:
+            return self._listed(key, int(name.split(".")[2]))
         values = self._gguf.array(self._take(name, (size,)).name).reshape(size)
-        order = self._row_order(name, size)
+        order = gguf_form(name, self._config, size).rows
         return values if order is None else values[order]
 
     def _listed(self, key: str, layer: int) -> FloatArray:
@@ -119,11 +116,11 @@ class GGUFWeights:
         tensor = self._gguf.tensors.get(stored_name)
         if tensor is None:
             raise FormatError("is missing", path=self._gguf.path, tensor=stored_name)
-        # a vector may be a column, or one row, or the norm of a state space, which has a row for each group
-        is_vector = len(shape) == 1 and (
-            prod(tensor.shape) == max(tensor.shape) or stored_name.endswith(".ssm_norm.weight")
-        )
-        if (prod(tensor.shape),) != shape if is_vector else tensor.shape != shape:
+        # a vector may be a column, or one row
+        is_vector = len(shape) == 1 and prod(tensor.shape) == max(tensor.shape)
+        stored = (prod(tensor.shape),) if is_vector else tensor.shape
+        transform = gguf_form(name, self._config).transform
+        if stored not in (shape, transform.store_shape(shape, self._config.recurrent)):
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             path = self._gguf.file_of(stored_name)
             raise FormatError(message, path=path, offset=tensor.offset, tensor=stored_name)
@@ -134,11 +131,6 @@ class GGUFWeights:
             )
         self._taken.add(stored_name)
         return tensor
-
-    def _row_order(self, name: str, n_rows: int) -> npt.NDArray[Any] | None:
-        """The rows of a q or k projection in half-split order, None if the file's order is right."""
-        config = self._config
-        return rope_row_order(name, n_rows, config) if self._architecture.in_pairs(config) else None
 
 
 def _check_biases(gguf: GGUFFile, architecture: Architecture) -> None:

@@ -15,12 +15,12 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTenso
 from kukri.formats.head_matrices import joined_heads, joined_shape, take_part
 from kukri.formats.huggingface.safetensors import DTYPE_BYTES, SafetensorsFile, open_files
 from kukri.formats.huggingface.ternary import PER_BYTE, rounded_rows, ternary_rows
+from kukri.formats.tensor_forms import hf_form, parameters
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.next_token import is_after_last
-from kukri.models.rope import rope_row_order
 from kukri.models.weights import expert_name, of_experts
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, WRITTEN, QuantType, fitting_type
@@ -51,15 +51,9 @@ _EXPERTS = re.compile(
     r"(?P<layer>.+\.mlp\.experts)\.(?:\d+\.)?"
     r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight|_blocks|_scales|(?P<bias>_bias))?"
 )
-# Packing leaves them as they are: routers, which are small and of which an error chooses other experts; a
-# table of all layers' embeddings, which stays in the file, and their projections.
-_UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router)\.weight|.+per_layer.+")
-# parameters without a module
-_BARE = (
-    r"sinks|A_log|D|layer_scalar|router\.(?:per_expert_)?scale|(?<=\d\.)experts\.(?:gate_up|down)_proj"
-    r"|(?<=act_fn\.)(?:alpha_[pn]|beta|eps)"
-)
-
+# Packing leaves them as they are: routers, which are small and of which an error chooses other experts;
+# convolutions; a table of all layers' embeddings, which stays in the file, and their projections.
+_UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router|conv|\w*conv1d)\.weight|.+per_layer.+")
 # What joins the layer for multi-token prediction to the model, where its name is "mtp".
 _MTP = {
     "eh_proj": "fc",
@@ -67,8 +61,6 @@ _MTP = {
     "hnorm": "pre_fc_norm_hidden",
     "shared_head.norm": "norm",
 }
-
-_ONE_ROW = re.compile(r".+\.(?:shared_expert_gate\.weight|moe_statics\.e_score_correction[._]bias)")
 
 # The model below a head, or on its own, has other names in front than a language model's.
 _PREFIXES = (
@@ -120,10 +112,12 @@ class SafetensorsWeights:
         if (ternary := self._ternary(name, shape)) is not None:
             return self._packed(*ternary, shape, name)
         (n_out, n_in), (stored, part, n_parts) = shape, joined_name(name, self._architecture)
-        first = first_row(name, self._architecture)
-        data, kind = self._take(stored, (first + n_parts * n_out, n_in))
+        first, form = first_row(name, self._architecture), hf_form(name, self._config, n_out)
+        data, kind = self._take(
+            stored, form.transform.store_shape((first + n_parts * n_out, n_in), self._config.recurrent)
+        )
         rows = data.reshape(first + n_parts * n_out, -1)[first + part * n_out :][:n_out]
-        return self._packed(rows, kind, shape, name, self._row_order(name, n_out))
+        return self._packed(rows, kind, shape, name, form.rows)
 
     def _ternary(self, name: str, shape: tuple[int, int]) -> tuple[ByteArray, QuantType] | None:
         """The ternary rows of a layer's matrix of BitNet; None for others."""
@@ -198,11 +192,14 @@ class SafetensorsWeights:
 
     def vector(self, name: str, size: int) -> FloatArray:
         """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
-        data, kind = self._take(joined_name(name, self._architecture)[0], (size,))
-        values = dequantize(data.reshape(1, -1), kind).reshape(size) + norm_offset(name, self._config)
-        values = -np.exp(values) if is_decay(name) else values
-        order = self._row_order(name, size)
-        return values if order is None else values[order]
+        form = hf_form(name, self._config, size)
+        data, kind = self._take(
+            joined_name(name, self._architecture)[0],
+            form.transform.store_shape((size,), self._config.recurrent),
+        )
+        values = dequantize(data.reshape(1, -1), kind).reshape(size)
+        values = values if form.transform.load is None else form.transform.load(values)
+        return values if form.rows is None else values[form.rows]
 
     def has(self, name: str) -> bool:
         """True if the checkpoint has the tensor; does not take it."""
@@ -225,7 +222,7 @@ class SafetensorsWeights:
             for name in self.names
             if name not in self._taken
             and not follows_from_config(name, self._config.tie_embeddings)
-            and not self._is_unused(canonical_name(name, self._prefix))
+            and not self._is_unused(canonical_name(name, self._prefix, self._architecture))
         ]
         if unused:
             listed = brief_list([*map(brief, unused)])
@@ -255,13 +252,8 @@ class SafetensorsWeights:
             return weight
         return Weight(requantize(weight.data, kind, target, tensor=name), target, shape, name)
 
-    def _row_order(self, name: str, n_rows: int) -> npt.NDArray[np.int64] | None:
-        """The rows of a q or k projection in half-split order, None if the file's order is right."""
-        is_interleaved = ARCHITECTURES[self._config.architecture].hf_interleaved_rope
-        return rope_row_order(name, n_rows, self._config) if is_interleaved else None
-
     def _stored_name(self, name: str) -> str:
-        name = parameter_name(name)
+        name = parameter_name(name, self._architecture)
         if self._architecture.next_token == "mtp" and is_after_last(name, self._config.n_layers):
             return mtp_name(name)
         if name.startswith("model."):
@@ -271,7 +263,7 @@ class SafetensorsWeights:
     def _take(
         self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = RUNS
     ) -> tuple[ByteArray, QuantType]:
-        name, shape = self._stored_name(name), stored_shape(name, shape)
+        name = self._stored_name(name)
         file = self._files.get(name)
         if file is None:
             raise FormatError("is missing", path=self.path, tensor=name)
@@ -378,45 +370,20 @@ def mxfp4_rows(blocks: ByteArray, scales: ByteArray) -> ByteArray:
 
 def is_packed(name: str, shape: tuple[int, ...]) -> bool:
     """True for a tensor that packing while loading is for: a matrix other than a router or a convolution."""
-    return len(shape) > 1 and _UNPACKED.fullmatch(name) is None and not is_convolution(name)
+    return len(shape) > 1 and _UNPACKED.fullmatch(name) is None
 
 
-def is_convolution(name: str) -> bool:
-    """True for the weights of a convolution of single channels, which stay float32 in GGUF."""
-    return name.endswith((".conv.weight", "conv1d.weight"))
-
-
-def is_one_row(name: str) -> bool:
-    """True for a vector that safetensors hold as a matrix of one row."""
-    return _ONE_ROW.fullmatch(name) is not None
-
-
-def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor in safetensors, where a convolution is (channels, 1, taps)."""
-    if is_one_row(name):
-        return (1, *shape)
-    if re.search(r"\.act_fn\.(?:beta|eps)$", parameter_name(name)):
-        return ()
-    return (shape[0], 1, *shape[1:]) if is_convolution(name) else shape
-
-
-def parameter_name(name: str) -> str:
+def parameter_name(name: str, architecture: Architecture) -> str:
     """A tensor's name as models know it, as it is stored: parameters without a module have a short one."""
-    name = re.sub(rf"\.({_BARE})\.weight$", r".\1", name)
-    name = re.sub(r"\.(e_score_correction|(?:mlp|feed_forward|mlp\.gate)\.expert)\.bias$", r".\1_bias", name)
-    return re.sub(r"\.dt_proj\.bias$", ".dt_bias", name)
+    layer, rest = _apart(name)
+    return layer + parameters(architecture.name).get(rest, rest)
 
 
-def is_decay(name: str) -> bool:
-    """True for the logarithms of decays, whose negative exponentials models and GGUF files have."""
-    return name.endswith((".A_log", ".A_log.weight"))
-
-
-def norm_offset(name: str, config: ModelConfig) -> np.float32:
-    """The number that the weight of a norm lacks in safetensors; 0 for other vectors."""
-    is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
-    offset = ARCHITECTURES[config.architecture].hf_norm_offset if is_norm else 0.0
-    return np.float32(offset)
+def _apart(name: str) -> tuple[str, str]:
+    """The name of a layer and of a tensor in it; "" for a tensor outside of layers."""
+    match = re.fullmatch(r"(.*?\.\d+\.)?(.+)", name)
+    assert match is not None, "it has a name"
+    return match[1] or "", match[2]
 
 
 def follows_from_config(name: str, tied: bool) -> bool:
@@ -453,12 +420,12 @@ def of_next_token(name: str, n_layers: int) -> str:
     return f"model.layers.{n_layers}.{module}.{kind}"
 
 
-def canonical_name(name: str, prefix: str) -> str:
+def canonical_name(name: str, prefix: str, architecture: Architecture) -> str:
     """A stored tensor's name as models know it; `prefix` is that of `model_prefix`."""
     is_head = not prefix and name.partition(".")[0] in _HEADS
-    name = re.sub(rf"\.({_BARE})$", r".\1.weight", name)  # parameters without a module
-    name = re.sub(r"\.dt_bias$", ".dt_proj.bias", name)
-    name = re.sub(r"\.(e_score_correction|(?:mlp|feed_forward|mlp\.gate)\.expert)_bias$", r".\1.bias", name)
+    layer, rest = _apart(name)
+    own = {stored: ours for ours, stored in parameters(architecture.name).items()}
+    name = layer + own.get(rest, rest)
     if name.startswith(prefix) and not is_head:
         return f"model.{name.removeprefix(prefix)}"
     return name.removeprefix(_OUTER) if prefix == f"{_OUTER}model." else name

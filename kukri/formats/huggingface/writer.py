@@ -16,22 +16,14 @@ from kukri.errors import FormatError
 from kukri.formats.head_matrices import join_parts, joined_heads, joined_shape, parts_of_heads
 from kukri.formats.huggingface.config import hf_config
 from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
-from kukri.formats.huggingface.weights import (
-    is_decay,
-    is_stacked,
-    joined_name,
-    norm_offset,
-    parameter_name,
-    stored_shape,
-)
+from kukri.formats.huggingface.weights import is_stacked, joined_name, parameter_name
+from kukri.formats.tensor_forms import hf_form, inverse, taken
 from kukri.formats.unfinished import unfinished
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts, Weight
-from kukri.models import ARCHITECTURES, Architecture
-from kukri.models.recurrent import tiled_heads
-from kukri.models.rope import rope_row_order
+from kukri.models import ARCHITECTURES
 from kukri.models.weights import TakenWeights, expert_name
 from kukri.quant.types import QUANT_TYPES, QuantType
 
@@ -69,8 +61,9 @@ def _interleaved(weights: TakenWeights, target: QuantType, on_tensor: Callable[[
     return tensors
 
 
-def _joined(tensors: Tensors, architecture: Architecture) -> Tensors:
+def _joined(tensors: Tensors, config: ModelConfig) -> Tensors:
     """The tensors under the names that safetensors have them by, those that lie in one there together."""
+    architecture, own = ARCHITECTURES[config.architecture], config.recurrent
     together: dict[str, list[str]] = {}
     for name in tensors:
         together.setdefault(joined_name(name, architecture)[0], []).append(name)
@@ -84,10 +77,11 @@ def _joined(tensors: Tensors, architecture: Architecture) -> Tensors:
         dtype, shape, make = tensors[parts[0]]
         if len(parts) > 1:
             shape, make = (*shape[:-2], len(parts) * shape[-2], shape[-1]), maker(parts)
-        shape = stored_shape(name, shape) if len(shape) == 1 else shape
+        shape = hf_form(parts[0], config).transform.store_shape(shape, own) if len(shape) == 1 else shape
+        name = parameter_name(name, architecture)
         if name.startswith("model."):
             name = architecture.hf_prefix + name.removeprefix("model.")
-        joined[parameter_name(name)] = (dtype, shape, make)
+        joined[name] = (dtype, shape, make)
     return joined
 
 
@@ -104,38 +98,27 @@ def write_directory(
     `weights` are those a model has taken, `text` the contents of its tokenizer's files by their names.
     Matrices become `dtype` (F32, F16 or BF16), vectors stay F32.
     """
-    target, architecture = QUANT_TYPES[dtype], ARCHITECTURES[config.architecture]
-    in_pairs = architecture.hf_interleaved_rope
-
-    def stored_order(name: str, n_rows: int) -> tuple[Any, Any]:
-        """The rows and the columns as transformers has them."""
-        if (order := rope_row_order(name, n_rows, config) if in_pairs else None) is not None:
-            return np.argsort(order), slice(None)
-        orders = (slice(None), slice(None))
-        if config.recurrent is not None and config.recurrent.are_tiled:
-            orders = tiled_heads(name, config.recurrent)
-        rows, columns = (np.argsort(o) if isinstance(o, np.ndarray) else o for o in orders)
-        return rows, columns
+    target, architecture, own = QUANT_TYPES[dtype], ARCHITECTURES[config.architecture], config.recurrent
 
     def made(weight: Weight) -> ByteArray:
         on_tensor(weight.name)
-        order, columns = stored_order(weight.name, weight.shape[0])
-        rows = requantize(weight.data[order], weight.type, target, tensor=weight.name)
-        if isinstance(columns, np.ndarray):
-            rows = np.take(rows.view(f"u{target.block_bytes}"), columns, axis=1).view(np.uint8)
+        form = hf_form(weight.name, config, weight.shape[0])
+        rows = requantize(taken(weight.data, inverse(form.rows)), weight.type, target, tensor=weight.name)
         release_pages(weight.stored)
-        return rows
+        numbers = rows.view(f"u{target.block_bytes}")
+        return np.ascontiguousarray(taken(numbers, None, inverse(form.columns))).view(np.uint8)
 
     def all_made(experts: Experts) -> ByteArray:
         return np.stack([made(weight) for weight in experts.weights])
 
     def vector(name: str) -> ByteArray:
-        values = weights.vectors[name] - norm_offset(name, config)
-        values = np.log(-values) if is_decay(name) else values
-        return np.ascontiguousarray(values[stored_order(name, len(values))[0]]).view(np.uint8)
+        values = weights.vectors[name]
+        form = hf_form(name, config, len(values))
+        values = values if form.transform.store is None else form.transform.store(values)
+        return np.ascontiguousarray(taken(values, inverse(form.rows))).view(np.uint8)
 
     tensors: Tensors = {
-        name: (dtype, stored_shape(name, weight.shape), partial(made, weight))
+        name: (dtype, hf_form(name, config).transform.store_shape(weight.shape, own), partial(made, weight))
         for name, weight in weights.matrices.items()
     }
     if architecture.experts is not None and architecture.experts.is_interleaved:
@@ -158,7 +141,7 @@ def write_directory(
                 tensors[expert_name(name, i)] = (dtype, weight.shape, partial(made, weight))
     for name, values in weights.vectors.items():
         tensors[name] = ("F32", values.shape, partial(vector, name))
-    tensors = _joined(tensors, architecture)
+    tensors = _joined(tensors, config)
     torch_name = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
     stated = {**hf_config(config, weights.parameters.keys()), "torch_dtype": torch_name}
     try:
