@@ -26,7 +26,7 @@ SIGN_CODES = np.array([code | (code.bit_count() & 1) << 7 for code in range(128)
 
 
 def _bf16_bytes(weights: FloatArray) -> ByteArray:
-    """Rounded to nearest even; NaN stays NaN (made quiet)."""
+    """Round to nearest even; NaN stays NaN (made quiet)."""
     bits = weights.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
     quiet_nan = (bits >> 16) | np.uint32(0x40)

@@ -1,7 +1,7 @@
 """llama.cpp's mixes: which type each tensor of a "Q4_K_M" file gets.
 
-The rules and their names are those of src/llama-quant.cpp, as in llama-cpp-python 0.3.36: such a file holds
-Q4_K, and Q6_K where it pays most. Layers count by their place among those that have the tensor.
+The rules and their names are taken from src/llama-quant.cpp, as in llama-cpp-python 0.3.36: a "Q4_K_M" file
+holds Q4_K, and Q6_K where it pays most. A rule counts only the layers that have the tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIXES: dict[str, tuple[str, int]] = {
     "Q5_K_M": ("Q5_K", 17),
 }
 
-# the name of a file's mix by general.file_type, those that are only read included
+# the name of a file's mix by general.file_type, also for mixes that are only read
 FILE_TYPES = {number: name for name, (_, number) in MIXES.items()} | {
     19: "IQ2_XXS", 20: "IQ2_XS", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 26: "IQ3_S", 27: "IQ3_M",
     28: "IQ2_S", 29: "IQ2_M", 31: "IQ1_M", 38: "MXFP4_MOE", 39: "NVFP4",
@@ -46,9 +46,9 @@ _KEPT = ("cls.weight", "cls.output.weight", "qa_output.weight", "position_embd.w
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """True for the tensors that a mix touches: matrices other than norms. `name` is GGUF's.
+    """Return True for the tensors that a mix quantizes: matrices other than norms. `name` is GGUF's.
 
-    Heads for tasks and routers of experts stay as they are: a few rows on which much depends.
+    Heads for tasks and routers of experts are not quantized, because much depends on their few rows.
     """
     if name in _KEPT or name.endswith(".ffn_gate_inp.weight"):
         return False
@@ -56,7 +56,7 @@ def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def file_type(types: Mapping[str, QuantType], shapes: Shapes) -> int | None:
-    """GGUF's number (general.file_type) of the type that most weights of matrices are in, if it has one."""
+    """Return GGUF's number (general.file_type) of the most frequent type of weights; None if it has none."""
     n_weights: dict[str, int] = {}
     for name, type in types.items():
         if len(shapes[name]) > 1:
@@ -101,7 +101,7 @@ def _head_type(main: QuantType, n_columns: int) -> QuantType:
 
 
 def _places(shapes: Shapes) -> dict[str, tuple[str, int, int]]:
-    """(kind, place among its kind, their number) of each tensor of a kind whose type may differ."""
+    """Return (kind, place among the tensors of that kind, number of them) of each tensor with rules."""
     found: dict[str, list[tuple[int, str]]] = {}
     for name in shapes:
         if match := _LAYER.fullmatch(name):

@@ -19,7 +19,7 @@ from kukri.quant.blocks import ByteArray, FloatArray, dequantize
 from kukri.quant.types import QUANT_TYPES
 
 ACTIVATIONS_KEY = "kukri.activations"  # marks a GGUF file whose Q4_0 matrices run this way
-PER_TOKEN = "per-token"  # its value, and that of a recipe's `activations`
+PER_TOKEN = "per-token"  # the value of the key, and of a recipe's `activations`
 
 _ROWS = 256  # summed at a time
 

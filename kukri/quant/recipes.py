@@ -1,9 +1,9 @@
 """Recipes: which type each tensor gets, by patterns that users write.
 
-A recipe is a map, in JSON or YAML, from patterns to what becomes of the tensors in whose names, GGUF's or
-Hugging Face's, they are found:
+A recipe is a map, in JSON or YAML, from patterns of tensor names, GGUF's or Hugging Face's, to what is done
+with the tensors:
 
-    base: Q4_K_M                      # a mix for all that no pattern says; without it they are kept
+    base: Q4_K_M                      # a mix for tensors without a pattern; without it they are kept
     'self_attn\\.[qk]_proj': Q6_K
     ffn_down: {type: Q5_K, layers: '0-3, 28-31'}
     token_embd: keep                  # as it is in the source
@@ -11,7 +11,7 @@ Hugging Face's, they are found:
 
 Of several patterns that match, the last counts. A pattern that matches nothing is an error. Besides `base` a
 recipe may state `activations: per-token`, which files keep for their Q4_0 matrices (`kukri.quant.per_token`),
-and `about`, a line of description. `kukri quantize --list-recipes` shows those in the directory recipes/.
+and `about`, a line of description. `kukri quantize --list-recipes` shows the recipes in the folder recipes/.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FACTS = ("base", "activations", "about")  # keys that are not patterns
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the tensors in whose names a pattern is found. `type` None keeps them as they are."""
+    """A rule for tensors whose name has the pattern. `type` None keeps them unchanged."""
 
     pattern: re.Pattern[str]
     type: QuantType | None
-    layers: frozenset[int] | None = None  # None: all, and what is in no layer
+    layers: frozenset[int] | None = None  # None: tensors of all layers and outside the layers
     rename: str | None = None  # GGUF's name for them, \\1 and so on being the pattern's groups
 
     def matches(self, name: str, other_name: str) -> bool:
@@ -53,7 +53,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A mix, or None for types kept as they are, and rules of which the last that matches counts."""
+    """A mix, or None to keep types unchanged, and rules, of which the last that matches counts."""
 
     base: str | None
     rules: tuple[Rule, ...] = ()
@@ -174,7 +174,7 @@ def _layers(stated: Any, error: Any) -> frozenset[int] | None:
 def apply_recipe(
     recipe: Recipe, shapes: Shapes, queries_per_key: int, other_names: Mapping[str, str]
 ) -> tuple[dict[str, QuantType], dict[str, str]]:
-    """The types of the tensors that change, and the new names of those that get one, by GGUF name.
+    """Return the new types and the new names of the tensors that change, by GGUF name.
 
     `other_names` are Hugging Face's. Types are only for matrices, with stand-ins as in a mix. Raises
     ConfigError for a pattern that matches nothing it could change.

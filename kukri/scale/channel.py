@@ -44,7 +44,7 @@ class Channel:
         return made
 
     async def admits(self, secret: str) -> bool:
-        """Whether the other side is a replica that knows the secret; it is told so."""
+        """Return True if the other side is a replica that knows the secret, and send it the verdict."""
         host = Host(secret.encode())
         self._write(host.hello)
         try:

@@ -1,4 +1,4 @@
-"""The facts of a replica that a front must know, and those that must agree among replicas."""
+"""The facts of a replica that a front must know, and the facts in which replicas must agree."""
 
 from __future__ import annotations
 

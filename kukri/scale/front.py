@@ -110,7 +110,7 @@ class ReplicaLoop:
         """Does nothing: a replica forgets a request when it ends."""
 
     def drain(self, timeout_s: float | None) -> bool:
-        """Refuses new requests and waits for those there are; False if some were left at the end."""
+        """Refuse new requests and wait for the running ones; return False if some were left at the end."""
         with self._changed:
             self._is_draining = True
             return self._changed.wait_for(lambda: not self._live, timeout_s)
@@ -122,7 +122,7 @@ class ReplicaLoop:
 
     @property
     def is_stepping(self) -> bool:
-        """True if there are replicas, or were not long ago: others may be on their way."""
+        """True if there are replicas, or there were not long ago, because others may be starting."""
         return bool(self._replicas) or self._replicas.absent_s() < _ABSENT_S
 
     def status(self) -> EngineStatus:
@@ -154,7 +154,7 @@ class ReplicaLoop:
         task.add_done_callback(self._tasks.discard)
 
     async def _listen(self) -> None:
-        """Listens, invites replicas and sends those there are a sign of life, every second."""
+        """Listen, and every second invite replicas and send the connected replicas a sign of life."""
         self._server = await asyncio.start_server(self._meet, self._host, 0)
         host, port = self._server.sockets[0].getsockname()[:2]
         while True:
@@ -169,7 +169,7 @@ class ReplicaLoop:
             await asyncio.sleep(BEAT_S if self._replicas else BEAT_S / 5)
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Takes in a replica, and what it sends until it goes."""
+        """Take in a replica, and read its messages until it goes."""
         channel = Channel(reader, writer)
         if not await channel.admits(self._secret):
             log.warning("a connection without the secret was closed")
@@ -261,7 +261,7 @@ class ReplicaLoop:
     # News from replicas
 
     def _take(self, replica: Replica, news: Sequence[Mapping[str, Any]]) -> None:
-        """Delivers what a replica tells of its requests."""
+        """Deliver a replica's news about its requests."""
         now_s = perf_counter()
         outputs: list[StepOutput] = []
         has_room = False
@@ -338,7 +338,7 @@ class ReplicaLoop:
             live.span = None
 
     def _lose(self, replica: Replica) -> None:
-        """Has the requests of a replica that has gone run again, on others."""
+        """Run the requests of a lost replica again, on other replicas."""
         if not self._replicas.remove(replica):
             return
         extra = {"replica": replica.facts.name, "host": replica.facts.host, "n_requests": len(replica.live)}
@@ -350,7 +350,7 @@ class ReplicaLoop:
             if live.n_deaths >= _MAX_DEATHS or live.n_runs >= _MAX_RUNS:
                 failed.append(self._given_up(live))
                 continue
-            live.request.n_preemptions += 1  # so that it goes before those that never ran
+            live.request.n_preemptions += 1  # so that it goes before requests that never ran
             live.request.state = RequestState.WAITING
             self._queue.put(live.request)
             self.n_retries += 1

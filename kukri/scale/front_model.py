@@ -71,12 +71,12 @@ class RemoteRequestMaker(RequestMaker):
 
 
 class RemoteModel:
-    """A model whose engines are elsewhere. Attributes: those of `models.served_model.OpenModel`, identity."""
+    """A model whose engines are elsewhere. Attributes: identity, and `models.served_model.OpenModel`'s."""
 
     memory_bytes = 0  # here
 
     def __init__(self, options: ModelOptions, facts: ReplicaFacts) -> None:
-        """`facts` are those of one of the replicas. Raises KukriError if the files differ from theirs."""
+        """`facts` describe one of the replicas. Raises KukriError if its files differ from those here."""
         read = read_model(options)
         self.options, self.path, self.tokenizer = options, read.path, read.tokenizer
         self.default_params, self.text_encoder = read.default_params, read.text_encoder
@@ -92,4 +92,4 @@ class RemoteModel:
         self.chat_template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 
     def close(self) -> None:
-        """Does nothing: a model without weights holds nothing that needs an end."""
+        """Do nothing, because a model without weights holds nothing to release."""

@@ -57,7 +57,7 @@ class PlacedStages:
     is_remote = True
 
     def __init__(self, n: int, n_bytes: int, n_threads: int) -> None:
-        """`n` stages of so many bytes and threads each. Raises ConfigError if there is no room for them."""
+        """Place `n` stages, each of `n_bytes` and `n_threads`. Raises ConfigError if they find no room."""
         self._n, self._token = n, token_hex(32).encode()
         resources = {"CPU": float(n_threads), "memory": float(n_bytes + _PROCESS_BYTES)}
         own_machine = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -148,7 +148,7 @@ def _cpus() -> list[int]:
 
 
 def _threads_each(n_stages: int) -> int:
-    """The threads of a stage: those of the smallest machine, shared among the stages on it."""
+    """Return the threads of a stage: the smallest machine's threads, shared by the stages on it."""
     cpus = _cpus()
     n_together = -(-n_stages // max(len(cpus), 1))
     return max(min(cpus, default=1) // n_together, 1)

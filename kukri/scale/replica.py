@@ -114,7 +114,7 @@ class EngineReplica:
         self._run(self._serve(front, secret))
 
     async def drain(self, timeout_s: float) -> None:
-        """Has the fronts send no more requests, and waits until those there are have ended."""
+        """Have the fronts send no more requests, and wait until the running requests have ended."""
         self.is_draining = True
         self._tell({"kind": "draining"})
         with suppress(TimeoutError):
@@ -155,7 +155,7 @@ class EngineReplica:
             front.channel.send(message)
 
     async def _beat(self) -> None:
-        """Tells the fronts how the engine is, every second; leaves them if it is stuck."""
+        """Report the engine's counts to the fronts every second; disconnect if the engine is stuck."""
         while True:
             if self.is_well:
                 self._tell(self._status())
@@ -169,7 +169,7 @@ class EngineReplica:
             front.channel.close()
 
     async def _serve(self, front: _Front, secret: str) -> None:
-        """Runs a front's requests until it disconnects; those that still run then are aborted."""
+        """Run a front's requests until it disconnects; then abort the running requests."""
         try:
             while (message := await front.channel.receive()) is not None:
                 if message["kind"] == "run":
@@ -220,7 +220,7 @@ class EngineReplica:
                 self._send_soon(front)
 
     def _make(self, given: Sequence[dict[str, Any]]) -> list[Request | KukriError]:
-        """The requests, or the errors of those that are wrong; grammars are compiled."""
+        """Return each request, with its grammar compiled, or its error."""
         made: list[Request | KukriError] = []
         for fields in given:
             try:

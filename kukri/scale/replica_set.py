@@ -35,7 +35,7 @@ class LiveRequest:
     n_at_start: int = 0  # tokens generated when it was sent
     n_deaths: int = 0  # replicas that died running it, since its last token
     n_runs: int = 0
-    numerics: str | None = None  # those of the replica that made its tokens
+    numerics: str | None = None  # the numerics of the replica that made its tokens
     mirostat_mu: float | None = None
     queued_s: float = 0.0  # since when it waits
     span: Span | None = None  # its time on the replica
@@ -83,7 +83,7 @@ class ReplicaSet:
         return bool(self._by_name)
 
     def accepted(self, hello: Mapping[str, Any] | None) -> ReplicaFacts | None:
-        """The facts of a replica that may join; None for others."""
+        """Return the facts of a replica that may join; None for any other."""
         if hello is None:
             return None
         facts = ReplicaFacts(**hello["facts"])
@@ -106,7 +106,7 @@ class ReplicaSet:
         self._router.add(replica.facts.name, replica.facts.n_pages)
 
     def remove(self, replica: Replica) -> bool:
-        """Drops a replica that has gone; False if it was not there."""
+        """Drop a replica that has gone; return False if it was not there."""
         name = replica.facts.name
         if self._by_name.get(name) is not replica:
             return False

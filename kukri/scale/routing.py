@@ -39,7 +39,7 @@ class PrefixRouter:
     def choose(self, keys: Sequence[PageKey], loads: Mapping[str, int], free: Iterable[str]) -> str:
         """The replica for a prompt with these page keys, of the `free` ones, of which there is at least one.
 
-        `loads` are the requests that each replica runs, those that are not free included.
+        `loads` are the numbers of requests of all replicas, also of replicas that are not free.
         """
         names = list(free)
         most = max(ceil(_EXCESS * (sum(loads.values()) + 1) / max(len(loads), 1)), 2)
@@ -55,7 +55,7 @@ class PrefixRouter:
     def note(self, replica: str, keys: Sequence[PageKey]) -> None:
         """Remembers that a replica gets a prompt with these page keys."""
         known = self._known[replica]
-        for key in reversed(keys):  # a prefix outlives what comes after it, as in the cache
+        for key in reversed(keys):  # a prefix is forgotten after its continuations, as in the cache
             known[key] = None
             known.move_to_end(key)
         while len(known) > self._n_pages[replica]:

@@ -48,8 +48,8 @@ class ReplicaOptions:
 
     n_replicas: int = 1
     max_replicas: int | None = None
-    target_requests: int | None = None  # None: three quarters of what a replica computes at a time
-    cpus: float | None = None  # that Ray sets aside for each; None: its threads, or those of a machine
+    target_requests: int | None = None  # None: three quarters of `max_requests` of a replica
+    cpus: float | None = None  # that Ray reserves for each replica; None: its threads, or a machine's
     gpus: float = 0
     drain_s: float = 60.0  # for running requests of a replica that is removed
     spare_s: float = 120.0  # seconds
@@ -179,7 +179,7 @@ def server(
 ) -> FastAPI:
     """The ASGI application in front of the replicas of a Serve handle; it listens for them on `host`.
 
-    Raises KukriError if the model's files here are not those of the replicas.
+    Raises KukriError if the model's files here differ from the replicas' files.
     """
     model = RemoteModel(options, facts)
     make_loop = partial(ReplicaLoop, model_identity=model.identity, invite=inviting(handle), host=host)
@@ -241,7 +241,7 @@ def build(
     how = how or ReplicaOptions()
     front = serve.deployment(serve.ingress()(FrontActor)).options(
         name="KukriFront",
-        num_replicas=1,  # its queue and its counts are those of all clients
+        num_replicas=1,  # one queue and one set of counts for all clients
         max_ongoing_requests=1 << 12,
         ray_actor_options={"num_cpus": 0.5},
         graceful_shutdown_timeout_s=how.drain_s + _SLACK_S,
@@ -267,7 +267,7 @@ def from_arguments(given: dict[str, Any]) -> tuple[ModelOptions, ReplicaOptions,
 
 
 def _cpus(options: ModelOptions, how: ReplicaOptions) -> float:
-    """The processors that Ray sets aside for a replica: by default those of a machine, or its threads."""
+    """Return the processors that Ray reserves for a replica: by default its threads, or a machine's."""
     if how.cpus is not None:
         return how.cpus
     if options.n_threads is not None:

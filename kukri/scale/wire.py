@@ -78,7 +78,7 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 
 def request_from_json(given: Mapping[str, Any], maker: RequestMaker, params: SamplingParams) -> Request:
-    """The request of `request_to_json`; `params` are its own, with texts resolved. Raises KukriError."""
+    """Invert `request_to_json`. `params` are the request's, with texts resolved. Raises KukriError."""
     sender = {name: given[name] for name in ("priority", "client", "prefix_scope", "adapter")}
     if "output" in given:
         types = given["token_types"]

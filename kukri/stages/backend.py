@@ -34,7 +34,7 @@ _ALONE = "needs the whole model in one process: leave out stages (--stages) and 
 class StagedBackend:
     """Runs the steps of one model through a pipeline, and its sampling here.
 
-    A step is under way from the call of a program until somebody looks at its logits.
+    A step is under way from the call of a program until its logits are read.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class StagedBackend:
         cache_bytes: Sequence[int],
         rooms: Sequence[StageRoom],
     ) -> None:
-        """`openings` are what each stage of the pipeline opens the model with, `cache_bytes` those that the
-        cache of each layer needs, `rooms` those of all stages. Raises ConfigError if the model has none.
+        """`openings` are the options with which each stage of the pipeline opens the model, `cache_bytes` the
+        bytes that the cache of each layer needs, `rooms` the resources of each stage. Raises ConfigError for
+        a model that cannot be cut.
         """
         if model.config.d_per_layer or any(layer.kv_from is not None for layer in model.config.layers):
             raise ConfigError(
@@ -188,7 +189,7 @@ class StagedBackend:
 
 
 class StagedCache:
-    """See Cache. The stages do what is done to it in the order of the steps around."""
+    """See Cache. Changes reach the stages in order with the steps before and after."""
 
     def __init__(self, layout: CacheLayout, stage: Stage, pipeline: Pipeline) -> None:
         self.layout: tuple[KVLayer | StateLayer, ...] = tuple(layout)
@@ -287,9 +288,9 @@ class StagedProgram:
 
 
 class StagedLogits:
-    """See Logits: the first look at them waits for the step. Each of several steps under way has its own.
+    """See Logits. The first read waits for the step; each of several steps under way has logits of its own.
 
-    Attributes: stage_s, the seconds until the other stages had done the step, and those that they computed.
+    Attributes: stage_s, the seconds until the other stages had done the step, and the seconds they computed.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class LostError(StageError):
 class Connection:
     """One side of a connection. Raises LostError once it is lost.
 
-    Attributes: bounds, the most bytes of each kind of message that may come; name, of the other side; engine,
-    a connection whose end also ends the waiting for messages of this one.
+    Attributes: bounds, the maximum bytes of each kind of message; name, the other side; engine, a connection:
+    if it ends, waiting for messages of this one ends too.
     """
 
     def __init__(self, sock: socket.socket, name: str, engine: Connection | None = None) -> None:
@@ -40,8 +40,8 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, kind: Kind, *parts: bytes | memoryview, inbox: Inbox | None = None) -> None:
-        """Sends a message. While it waits for the other side to read, `inbox` takes in what comes: two sides
-        that send to each other in a circle would wait forever.
+        """Send a message. While the other side does not read, `inbox` takes in messages, because two sides
+        that send to each other would wait forever.
         """
         message = (_HEADER.pack(kind, sum(map(len, parts))), *parts)
         try:

@@ -13,9 +13,11 @@ from kukri.models import ARCHITECTURES, Model
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of a model's weights: of each layer, of what comes before them, and of what follows.
+    """The bytes of a model's weights: of each layer, of the weights before the layers, and of those after
+    them.
 
-    Tied embeddings are both. The rows of an embedding are looked up, which takes memory and no time.
+    Tied embeddings count before and after. Rows of an embedding are looked up, which takes memory and no
+    time.
     """
 
     layers: tuple[int, ...]
@@ -23,11 +25,11 @@ class ModelBytes:
     last: int
 
     def held(self, layers: range) -> int:
-        """The bytes of weights that a stage of these layers holds."""
+        """Return the bytes of weights that a stage with these layers holds."""
         return self.read(layers) + (self.first if layers.start == 0 else 0)
 
     def read(self, layers: range) -> int:
-        """The bytes of weights that such a stage reads in a step."""
+        """Return the bytes of weights that a stage with these layers reads in a step."""
         n_bytes = sum(self.layers[layers.start : layers.stop])
         return n_bytes + (self.last if layers.stop == len(self.layers) else 0)
 
@@ -63,9 +65,10 @@ class StageRoom:
 
 
 def cut_layers(weights: ModelBytes, cache_bytes: Sequence[int], rooms: Sequence[StageRoom]) -> list[range]:
-    """The layers of each stage, in order, one at least; `cache_bytes` are those that each layer needs.
+    """Return the layers of each stage, in order, at least one for each.
 
-    Of all cuts that fit into memory the one whose slowest stage takes the least time. Raises ConfigError if
+    `cache_bytes` are the bytes of each layer's cache. Of all cuts that fit into memory, the cut whose slowest
+    stage takes the least time is chosen. Raises ConfigError if
     none fits.
     """
     n_layers, n_stages = len(weights.layers), len(rooms)

@@ -20,7 +20,7 @@ from kukri.stages.processes import TOKEN_VARIABLE
 Role = Literal["engine", "stage", "replica"]  # who connects: an engine, the stage before, …
 _GREETING = b"kukri stage 2\n"
 _ROLES: dict[Role, bytes] = {"engine": b"E", "stage": b"S", "replica": b"R"}
-_ACCEPTED, _BUSY = b"A", b"B"  # what the proof of the listening side says
+_ACCEPTED, _BUSY = b"A", b"B"  # the verdicts of the listening side
 _NONCE, _PROOF = 32, 32  # bytes
 HELLO_BYTES, ANSWER_BYTES, VERDICT_BYTES = len(_GREETING) + _NONCE, 1 + _NONCE + _PROOF, _PROOF
 _GREETING_S = 10.0  # within which a peer must prove that it knows the token
@@ -82,13 +82,13 @@ class Door:
     def accept(
         self, role: Role, name: str, *, engine: Connection | None = None, timeout_s: float | None = None
     ) -> Connection:
-        """The next connection of a process with this role; others are turned away.
+        """Return the next connection of a process with this role; connections of other roles are refused.
 
         Raises StageError after `timeout_s`, and when `engine` hangs up.
         """
         now_s = monotonic()
         give_up_s = _NEVER_S if timeout_s is None else now_s + timeout_s
-        for guest in self._guests.values():  # those that came while nobody was at the door
+        for guest in self._guests.values():  # peers that connected before this call
             guest.until_s = now_s + _GREETING_S
         while now_s < give_up_s:
             for fd in self._ready(engine, give_up_s - now_s):
@@ -108,7 +108,7 @@ class Door:
         raise StageError(f"{name} has not connected within {timeout_s:g} s")
 
     def _ready(self, engine: Connection | None, timeout_s: float) -> list[int]:
-        """Waits for news; the file descriptors that have some."""
+        """Wait for input, and return the file descriptors that have input."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         if engine is not None:
@@ -145,7 +145,7 @@ class _Arrival:
         self.sock.close()
 
     def has_answered(self) -> bool:
-        """Reads what has come; True once that is a whole answer, or all there will be."""
+        """Read what has arrived. Return True once the answer is complete or the peer has hung up."""
         try:
             piece = self.sock.recv(ANSWER_BYTES - len(self._answer))
         except BlockingIOError:
@@ -156,7 +156,7 @@ class _Arrival:
         return not piece or len(self._answer) == ANSWER_BYTES
 
     def is_welcome(self, role: Role) -> bool:
-        """True if it knows the token and has the role; it is told so, and a peer of another role why not."""
+        """Return True if the peer knows the token and has the role, and send it the verdict."""
         verdict, is_welcome = self._host.verdict(self._answer, role)
         self.sock.sendall(verdict)
         self.sock.setblocking(True)

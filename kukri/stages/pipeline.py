@@ -30,7 +30,7 @@ _RETURN_S = 60.0  # for a lost stage on another machine to listen again
 
 @dataclass(frozen=True)
 class Opening:
-    """Settings that open stages: of each its own part, and the sizes that all have in common."""
+    """Settings that open the stages: a part for each stage, and the sizes that all have in common."""
 
     parts: tuple[Mapping[str, Any], ...]
     limits: StepLimits
@@ -39,7 +39,7 @@ class Opening:
 
 
 def open_pipeline(source: StageSource) -> Pipeline:
-    """Stages, connected. Raises ConfigError if one cannot be had."""
+    """Return the connected stages. Raises ConfigError if one cannot be reached."""
     try:
         return Pipeline(source)
     except StageError as error:
@@ -61,7 +61,7 @@ class Pipeline:
         self._stages: list[Connection] = []
         self._inbox: Inbox | None = None
         self._opening: Opening | None = None
-        self._loss: StageError | None = None  # that nobody has been told of
+        self._loss: StageError | None = None  # that has not been reported yet
         self.rooms = self._connect()
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Pipeline:
         return len(self.source)
 
     def open(self, opening: Opening) -> None:
-        """Has the stages load their layers; `wait` waits for that."""
+        """Have the stages load their layers. `wait` waits until they have."""
         self._opening = opening
         try:
             self._send_opening(opening)
@@ -78,7 +78,7 @@ class Pipeline:
             raise ConfigError(str(error)) from None
 
     def wait(self) -> list[dict[str, Any]]:
-        """Waits until all stages are open; the facts of each. Raises ConfigError if one cannot be."""
+        """Wait until all stages are open, and return the facts of each. Raises ConfigError if one fails."""
         try:
             return self._wait()
         except StageError as error:
@@ -122,7 +122,7 @@ class Pipeline:
             raise loss
 
     def _end(self, error: StageError) -> StageError:
-        """Ends the connections; the error to raise, of the stage that failed first as far as they tell."""
+        """Close the connections, and return the error of the stage that seems to have failed first."""
         if isinstance(error, LostError):  # stages in a row lose one another
             error = self._cause(error)
         self.close()
@@ -151,7 +151,7 @@ class Pipeline:
         self.source.end()
 
     def _connect(self) -> list[StageRoom]:
-        """Connects to all stages; the room that each has."""
+        """Connect to all stages, and return the resources of each."""
         try:
             self._found = self.source.start()
             rooms = []

@@ -37,7 +37,8 @@ class StageProgram:
 
 
 def stage_layout(layout: CacheLayout, layers: range, n_layers: int) -> tuple[KVLayer | StateLayer, ...]:
-    """The layout of a stage's cache: entries for all layers, of which those of others take no memory.
+    """Return the layout of a stage's cache. It has an entry for every layer, and only its own layers take
+    memory.
 
     A model of `n_layers` has an entry for each, or keys and values for each and then states.
     """
@@ -58,7 +59,7 @@ class _EndOfPartError(Exception):
 
 
 class _PartOps:
-    """An op set that passes over what comes before a layer, and ends the run at another."""
+    """An op set that skips the ops before a layer, and ends the run at a later layer."""
 
     def __init__(self, ops: StageOps, batch: Any, width: int, start: int, stop: int | None) -> None:
         self._ops, self._batch, self._width = ops, batch, width

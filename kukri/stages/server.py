@@ -39,7 +39,7 @@ _NEIGHBOUR_S = 60.0  # for the previous and the next stage to connect
 class StageOptions:
     """Settings that a stage decides for itself; None leaves it to the engine.
 
-    `speed` is what it says of itself, in bytes of weights a second.
+    `speed` is the speed that it reports, in bytes of weights a second.
     """
 
     device: str | None = None

@@ -21,13 +21,13 @@ class StageSource(Protocol):
         """The number of stages."""
 
     def start(self) -> list[tuple[Address, bytes]]:
-        """The address and the token of each, once it listens; those that were lost are started again.
+        """Return the address and the token of each stage, once it listens. Lost stages are started again.
 
         Raises StageError if one cannot be had.
         """
 
     def end(self) -> None:
-        """Called when the engine has hung up: ends those that serve nobody else."""
+        """Called when the engine has hung up: ends stages that serve no other engine."""
 
     def close(self) -> None:
         """Ends them for good."""
@@ -39,9 +39,10 @@ class StagePlacer(Protocol):
     n_stages: int
 
     def place(self, n_bytes: int, n_threads: int | None) -> StageSource:
-        """Stages before the last one, with room for so many bytes each. Raises ConfigError if there is none.
+        """Place the stages before the last, each with room for `n_bytes` bytes. Raises ConfigError without
+        room.
 
-        `n_threads` are those of each; None leaves them to who places.
+        `n_threads` is the number of threads of each stage; None leaves it to the placer.
         """
 
 
@@ -82,7 +83,7 @@ class OwnProcesses:
 
 
 class StagesAt:
-    """Stages that somebody else starts, and starts again, at addresses that stay."""
+    """Stages at fixed addresses, which are started, and started again, from outside."""
 
     is_remote = True
 

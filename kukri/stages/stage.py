@@ -38,7 +38,7 @@ class Stage:
         return self._backend.compile(part, self.cache, replace(limits, free_contexts=not config.is_causal))
 
     def change(self, kind: Kind, body: memoryview) -> None:
-        """Does a change to the cache. Raises StageError on pages and slots that there are not."""
+        """Change the cache. Raises StageError for pages and slots that do not exist."""
         numbers, cache = numbers_from_bytes(body).tolist(), self.cache
         match kind, len(numbers):
             case Kind.COPY_PAGE, 3:

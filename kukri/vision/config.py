@@ -29,18 +29,17 @@ class VisionConfig:
     image_token_id: int  # marks the places in a prompt that become rows of embeddings
     # layers of the text where the rows of a run (`ImageSpan`) attend to each other both ways: it is never cut
     attends_both_ways: BothWaysLayers = ""
-    whole_tokens: int = 0  # most rows of such a run; 0: those of a tile
+    whole_tokens: int = 0  # most rows of such a run; 0: the rows of a tile
     d_projector: int = 0  # width of the projector's MLP, if it is one
-    projector_eps: float = 0.0  # its norm's, if that is another than the encoder's
-    n_frames: int = 1  # how often a patch holds its picture, of families that see films
+    projector_eps: float = 0.0  # epsilon of the projector's norm, if it differs from the encoder's
+    n_frames: int = 1  # times that a patch repeats its picture, in families that also read videos
     # in the text a row has three positions: of the image, and of its place there (M-RoPE)
     has_places: bool = False
     deep_layers: tuple[int, ...] = ()  # whose states become rows for the text's first layers too (DeepStack)
     window: int = 0  # side, in rows of embeddings, of the squares that most layers attend within; 0: none
-    full_layers: tuple[int, ...] = ()  # those that attend to all nevertheless
-    blank_id: int | None = (
-        None  # the token that a row is where the text's layers have embeddings of their own
-    )
+    full_layers: tuple[int, ...] = ()  # layers that attend to all patches in spite of a window
+    # the token that stands for a row in texts whose layers have embeddings of their own
+    blank_id: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless tiles consist of whole patches, and rows of whole squares of patches."""

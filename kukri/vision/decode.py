@@ -33,9 +33,9 @@ _MAX_SCANS = 16  # full-sized pictures that a progressive JPEG may make its read
 _AT_ONCE = threading.BoundedSemaphore(2)  # a picture in work takes up to 16 bytes a pixel
 _SCAN = b"\xff\xda"
 _DATA_URL = re.compile(r"data:([^,]{0,200}),", re.IGNORECASE)
-# how Python and C write where in memory something is
+# how Python and C write memory addresses
 _ADDRESSES = re.compile(r"<[^<>]*\bat 0x[0-9a-f]+>|(?:at )?0x[0-9a-f]{6,}", re.IGNORECASE)
-_LETTERS = bytes.maketrans(b"-_", b"+/")  # letters as URLs have them, and as they are decoded
+_LETTERS = bytes.maketrans(b"-_", b"+/")  # from the alphabet of base64 in URLs to the usual alphabet
 _SPACES = b" \t\n\r\f\v"
 _AT_A_TIME = 1 << 16  # letters that are decoded in one call, which lets no other thread run: a multiple of 4
 
@@ -46,9 +46,9 @@ def decode(picture: Picture, param: str = "image") -> ByteArray:
     """The pixels of a picture: uint8 [H, W, 3].
 
     A path is a `Path` or a str that is not a data URL, so a str must come from this program's user, never
-    from a client. The turn in EXIF data is made, of an animation the first frame is taken, and alpha is laid
-    on white; 16-bit gray and CMYK become what Pillow's `convert` makes of them, as in the processors of
-    transformers. Raises RequestError, naming `param`, for what is not such a picture or is too large, and
+    from a client. The image is turned as its EXIF data says, an animation gives its first frame, and alpha is
+    laid on white. Pillow's `convert` converts 16-bit gray and CMYK, as in the processors of transformers.
+    Raises RequestError, which names `param`, for anything that is not a picture or is too large, and
     UnsupportedError without Pillow.
     """
     if isinstance(picture, str) and picture[:5].lower() == "data:":

@@ -17,7 +17,7 @@ from kukri.vision.image import ImageInput
 
 
 class ImagePart(NamedTuple):
-    """What the encoder sees at once, as a tile: its patches attend to each other and to no others."""
+    """A part of an image that is encoded at once, such as a tile: its patches attend only to each other."""
 
     patches: FloatArray  # float32 [T, values], row by row
     grid: tuple[int, int]  # (height, width) in patches
@@ -43,11 +43,12 @@ class VisionModel(Protocol):
         """Hidden states [T, D] of a part of this grid, the last or of a deep layer -> [R, width]."""
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """The gradient by hidden states [T, D], of that by what `merged` makes of them [R, width]."""
+        """Return the gradient [T, D] by the input of `merged`, given that [R, width] by its result."""
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """The batch's activations, what the last states and the deep ones merged to [R, (1 + n deep) * width]
-        -> rows [R, (1 + n deep) * d_text]: of embeddings, and of what the text's first layers add.
+        """Project the batch's activations [R, (1 + n deep) * width], which are the merged last states and
+        deep states, to rows [R, (1 + n deep) * d_text]: embeddings, and the rows that the text's first layers
+        add.
         """
 
     def check(self, image: ImageInput) -> None:
@@ -61,9 +62,9 @@ class VisionModel(Protocol):
 class VisionFamily:
     """The encoder of a kind of models of images and text, as the object next to its class states it.
 
-    `read_hf` makes the configuration of config.json's keys, the whole file's and those of its
-    `vision_config`, given the width of the text. `names` are Hugging Face's for the beginnings of the
-    tensors' names here, each with the spellings that checkpoints have.
+    `read_hf` reads the configuration from the keys of config.json and of its `vision_config`, given the width
+    of the text. `names` maps the beginnings of tensor names here to Hugging Face's, with every spelling that
+    checkpoints have.
     """
 
     name: str
@@ -73,13 +74,13 @@ class VisionFamily:
     names: Mapping[str, tuple[str, ...]]
     unused: str = ""  # pattern of names: tensors of images that files carry and the encoder may leave
     transposed: Set[str] = frozenset()  # matrices that are (in, out) in the files
-    lacks_one: Set[str] = frozenset()  # vectors that Hugging Face's files hold 1 too small
+    lacks_one: Set[str] = frozenset()  # norm weights that Hugging Face's files store as (w - 1)
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of config.json's keys
-    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # those in `vision_config`
+    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys in its `vision_config`
 
 
 class _VisionWeights(TakenWeights):
-    """The weights, those of 16 bits to be multiplied as int16: an encoder's time goes into arithmetic."""
+    """The weights, with 16-bit matrices multiplied as int16, since arithmetic takes an encoder's time."""
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
         """See WeightSource.matrix."""
@@ -87,7 +88,7 @@ class _VisionWeights(TakenWeights):
 
 
 def load_vision(source: WeightSource, family: VisionFamily, config: VisionConfig) -> VisionModel:
-    """The encoder with the weights of `source`. Raises what the source does."""
+    """Return the encoder with the weights of `source`. Raises the errors of the source."""
     taken = _VisionWeights(source)
     model = family.model(config, taken)
     source.done()

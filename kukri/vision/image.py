@@ -50,8 +50,8 @@ class ImageInput:
 class ImageSpan(NamedTuple):
     """A run of placeholder tokens: `n_tokens` of them from index `start` of the prompt's tokens on.
 
-    They take the next rows of embeddings of image number `image`. An image of several tiles has a run for
-    each, with tokens of text between them.
+    The tokens take the next rows of embeddings of image number `image`. An image of several tiles has a run
+    for each tile, with tokens of text between the runs.
     """
 
     start: int
@@ -63,10 +63,10 @@ class ImageSpan(NamedTuple):
 class ImagePrompt:
     """A prompt with images: it goes wherever a prompt of token ids goes, as in `LLM.generate(prompt)`.
 
-    `token_ids` are those of the whole prompt, as the model's processor lays it out: text, the family's tokens
-    around images and between tiles, and the image token at each place that becomes a row of an image. Only
-    `spans` say which those places are: an image token that a user wrote is text. Spans are in order, do not
-    overlap, name the images in order, and give each as many tokens as it has rows.
+    `token_ids` are the ids of the whole prompt, as the model's processor lays it out: text, the family's
+    tokens around images and between tiles, and the image token at each place that becomes a row of an image.
+    Only `spans` say where these places are, so an image token that a user wrote is text. Spans are in order,
+    do not overlap, name the images in order, and give each as many tokens as it has rows.
 
     Raises RequestError unless they do.
     """

@@ -43,7 +43,7 @@ class Scale:
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> Scale:
-        """The one that a configuration states; `mean` and `std` are the family's. Raises FormatError."""
+        """The scale that a configuration states; `mean` and `std` are the family's. Raises FormatError."""
         factor = stated.get("rescale_factor", 1 / 255) if stated.get("do_rescale", True) else 1.0
         mean, std = stated.get("image_mean") or mean, stated.get("image_std") or std
         if stated.get("do_normalize", True) is False:
@@ -81,7 +81,7 @@ def patches(planes: FloatArray, size: int, *, colour_last: bool = False) -> Floa
 
 
 def too_narrow(height: int, width: int, most: int) -> RequestError:
-    """The error of an image that is more than `most` times as long as it is wide."""
+    """Return the error for an image that is more than `most` times as long as it is wide."""
     return RequestError(
         f"the image has {width} x {height} pixels: this model reads none that is more than {most} times as "
         "long as wide",

@@ -1,4 +1,4 @@
-"""Pictures that have been decoded and prepared: those of a conversation come again with each turn."""
+"""Keeps decoded and prepared pictures, because each turn of a conversation sends them again."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """Values by digest, up to `max_bytes` of them, the least recently used forgotten first.
+    """Values by digest, up to `max_bytes` in all; the least recently used are forgotten first.
 
-    For several threads. Attributes: max_bytes; n_bytes, those of all that are kept.
+    Several threads may use it. Attributes: max_bytes; n_bytes, the bytes of all kept values.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -29,7 +29,7 @@ class Recent(Generic[T]):
             return self._kept[digest][0]
 
     def keep(self, digest: bytes, value: T, n_bytes: int) -> None:
-        """Keeps a value, unless it is kept already, and forgets what there is no room for."""
+        """Keep a value that is not kept already, and forget old values to make room."""
         with self._lock:
             if digest in self._kept:
                 return

@@ -1,4 +1,4 @@
-"""Gemma 3's eyes (Gemma team 2025): a SigLIP encoder of one size, its hidden states averaged by squares.
+"""The image encoder of Gemma 3 (Gemma team 2025): SigLIP of one size, its hidden states averaged by squares.
 
 The rows of an image attend to each other both ways in the text.
 """

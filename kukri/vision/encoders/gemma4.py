@@ -1,7 +1,7 @@
-"""Gemma 4's eyes (Google 2026), of any proportions: blocks like the text's.
+"""The image encoder of Gemma 4 (Google 2026), for images of any proportions, of blocks like the text's.
 
 Heads rotate by row and column. A patch has the sum of two learned embeddings, of its column and of its row.
-Matrices may clamp what they read and what they make. The hidden states of a square of patches are averaged.
+Matrices may clamp their inputs and their outputs. The hidden states of a square of patches are averaged.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Gemma4Vision(Gemma4Rows):
         super().__init__(config, source)
         self.take_ends(source)
         self._mean, self._factor = np.zeros(1, np.float32), np.ones(1, np.float32)
-        if source.has("model.std_bias"):  # what the projector reads is standardized
+        if source.has("model.std_bias"):  # the projector's input is standardized
             names = "model.std_bias", "model.std_scale"
             self._mean, self._factor = (source.vector(name, config.encoder.d_model) for name in names)
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """Patches from -1 to 1, and after each the embeddings of its place."""
+        """Return patches with values from -1 to 1, each followed by the embeddings of its place."""
         return super().values(2 * (patches - np.float32(0.5)), grid)
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:

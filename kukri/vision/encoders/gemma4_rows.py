@@ -1,4 +1,4 @@
-"""What Gemma 4's encoder and what stands in its place in 12B share: places, and the projector."""
+"""What Gemma 4's encoder shares with the layer that replaces it in 12B: places, and the projector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kukri.vision.image import ImageInput
 
 
 class Gemma4Rows(RotatedEncoder):
-    """A patch has the sum of two learned embeddings, of its column and of its row; rows are normed and
+    """A patch has the sum of the learned embeddings of its column and of its row. Rows are normed and
     multiplied. Files hold the tables of columns and rows along axis `tables_axis`.
     """
 
@@ -50,7 +50,7 @@ class Gemma4Rows(RotatedEncoder):
             )
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """Patches, and after each the embeddings of its place."""
+        """Return the patches, each followed by the embeddings of its place."""
         return np.concatenate([patches, self.places(grid)], axis=1)
 
     def places(self, grid: tuple[int, int]) -> FloatArray:

@@ -1,8 +1,8 @@
-"""Gemma 4 12B's eyes (Google 2026): no encoder, but squares of pixels that become the text's rows.
+"""Images in Gemma 4 12B (Google 2026): squares of pixels become rows of the text without an encoder.
 
-A square is normed, multiplied and normed, and has the embeddings of its place added. The rows of an image
-attend to each other both ways in the text, in all layers, as transformers' model does it: what that prepares
-for caches of a fixed size says layers with a window alone.
+A square is normed, multiplied and normed, and the embeddings of its place are added. The rows of an image
+attend to each other both ways in all layers of the text, as in transformers' model. (For caches of a fixed
+size transformers prepares masks that do so in layers with a window alone.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EPS = 1e-5  # PyTorch's
 
 
 class Gemma4UnifiedVision(Gemma4Rows):
-    """What stands in an encoder's place, in one layer without attention, and the projector."""
+    """A layer without attention in place of an encoder, and the projector."""
 
     tables_axis = 1
 

@@ -1,7 +1,7 @@
 """Idefics3 (Laurençon et al. 2024), and SmolVLM and Granite-Docling built like it.
 
 A SigLIP encoder sees tiles; the hidden states of neighbouring patches, side by side, are one row (pixel
-shuffle), and one matrix makes embeddings of them.
+shuffle), and one matrix turns rows into embeddings.
 """
 
 from __future__ import annotations

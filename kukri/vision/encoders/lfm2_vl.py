@@ -1,4 +1,5 @@
-"""LFM2-VL's eyes (Liquid AI 2025): a SigLIP 2 encoder (Tschannen et al. 2025) of any proportions.
+"""The image encoder of LFM2-VL (Liquid AI 2025): a SigLIP 2 encoder (Tschannen et al. 2025) of any
+proportions.
 
 Learned positions are resized to an image's own. The hidden states of neighbouring patches, side by side, go
 through an MLP.
@@ -48,7 +49,7 @@ class Lfm2Vision(PlacedEncoder):
         return self.projector(ops, ops.gelu(self.hidden(ops, x), is_exact=True))
 
     def grids(self, image: ImageInput) -> Sequence[tuple[int, int]]:
-        """The grid of each tile, then that of the whole picture."""
+        """Return the grid of each tile, and then the grid of the whole picture."""
         if len(image.grid) != 4:
             return []
         rows, columns, height, width = image.grid

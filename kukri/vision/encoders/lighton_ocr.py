@@ -1,4 +1,4 @@
-"""LightOnOCR's eyes (LightOn 2025): Pixtral's encoder and projector under other names."""
+"""The image encoder of LightOnOCR (LightOn 2025): Pixtral's encoder and projector under other names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PaddleOCR-VL's eyes (Cui et al. 2025): a SigLIP encoder of any proportions, whose heads rotate.
+"""The image encoder of PaddleOCR-VL (Cui et al. 2025), SigLIP for images of any proportions with RoPE.
 
 They do so by row and column, and learned positions are resized too. Squares of patches, normed and side by
 side, go through an MLP.
@@ -33,7 +33,7 @@ class _Block(RotatedBlock):
 
 
 class PaddleOcrVision(PlacedEncoder):
-    """The encoder and its projector, whose norm reads what the encoder's last one makes of a patch."""
+    """The encoder and its projector. The projector's norm reads the result of the encoder's last norm."""
 
     block_type, norm_type, aligned = _Block, LayerNorm, "centres"
 

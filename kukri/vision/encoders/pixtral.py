@@ -1,7 +1,8 @@
-"""Pixtral's encoder (Agrawal et al. 2024), of any proportions: that of Mistral 3 and Ministral 3.
+"""Pixtral's encoder (Agrawal et al. 2024), for images of any proportions; Mistral 3 and Ministral 3 have it
+too.
 
-Heads rotate by row and column. A matrix merges the states of a square of patches, and an MLP makes rows of
-embeddings of them.
+Heads rotate by row and column. A matrix merges the states of a square of patches, and an MLP makes them
+rows of embeddings.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Block(RotatedBlock):
 
 
 class Pixtral(RotatedEncoder):
-    """The encoder and its projector, whose norm reads what the last layer writes.
+    """The encoder and its projector, whose norm reads the result of the last layer.
 
     With `merges` a matrix merges the states of a square of patches.
     """

@@ -1,6 +1,6 @@
-"""Pixtral-12B's eyes (Agrawal et al. 2024): each patch is a row, without a norm before its MLP.
+"""The image encoder of Pixtral-12B (Agrawal et al. 2024): each patch is a row, without a norm before its MLP.
 
-Its checkpoints are LLaVA's with Pixtral's encoder; of those with other encoders none is read.
+Its checkpoints have LLaVA's class and Pixtral's encoder. LLaVA checkpoints with other encoders are not read.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Aligned = Literal["corners", "centres"]
 
 
 class PlacedEncoder(RotatedEncoder):
-    """The encoder, without what makes rows of embeddings."""
+    """The encoder without its projector."""
 
     adds_places = True
     aligned: Aligned  # see `between`

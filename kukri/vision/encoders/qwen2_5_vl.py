@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's eyes (Bai et al. 2025): a vision transformer most of whose layers attend within squares.
+"""The image encoder of Qwen2.5-VL (Bai et al. 2025). Most of its layers attend within squares.
 
 Heads rotate by row and column; squares of patches, side by side, go through an MLP.
 """

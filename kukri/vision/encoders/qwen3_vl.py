@@ -1,7 +1,7 @@
-"""Qwen3-VL's eyes, and Qwen3.5's (Qwen team 2025): a vision transformer of any proportions.
+"""The image encoder of Qwen3-VL and Qwen3.5 (Qwen team 2025), a vision transformer of any proportions.
 
-Heads rotate by row and column; learned positions are resized. Squares of patches go through an MLP, and so do
-those of earlier layers, for the text's first layers to add (DeepStack, Meng et al. 2024).
+Heads rotate by row and column; learned positions are resized. Squares of patches go through an MLP. So do
+squares of states of earlier layers, which the text's first layers add (DeepStack, Meng et al. 2024).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MOST_PATCHES = 1 << 15  # that are computed at once
 class RotatedAttention(SiglipAttention):
     """The first half of a head's frequencies turns by the row, the second by the column.
 
-    Both have the frequencies of half a head, or take turns among those of a whole one.
+    Both halves have the frequencies of half a head, or they alternate among the frequencies of a whole head.
     """
 
     fused_name, out_name = "qkv", "proj"
@@ -52,9 +52,9 @@ class RotatedBlock(Block):
 
 
 class RotatedEncoder:
-    """The encoder, without what makes rows of embeddings: see `VisionModel`.
+    """The encoder without its projector: see `VisionModel`.
 
-    Patches lie square by square of those that become one row of embeddings, or with `by_rows` row by row.
+    Patches are ordered by the squares that become one row of embeddings, or with `by_rows` row by row.
     """
 
     parameters: Sequence[Parameter] = ()
@@ -128,7 +128,7 @@ class RotatedEncoder:
         return grid_of_blocks(grid, 1 if self.by_rows else self.config.merge)
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """What the encoder reads of patches [T, values]."""
+        """Return the encoder's input for patches [T, values]."""
         return patches
 
 

@@ -1,6 +1,6 @@
 """SigLIP (Zhai et al. 2023): a vision transformer of learned positions, LayerNorm and GELU.
 
-Families that see through it differ in what becomes of its hidden states: they are subclasses.
+A family that uses this encoder is a subclass, which says what is done with the hidden states.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SiglipBlock(Block):
 
 
 class Siglip:
-    """The encoder, without what makes rows of embeddings: see `VisionModel`."""
+    """The encoder without its projector: see `VisionModel`."""
 
     parameters: Sequence[Parameter] = ()
 
@@ -103,7 +103,7 @@ def squares_of(hidden: FloatArray, grid: tuple[int, int], merge: int) -> FloatAr
 
 
 def from_squares(squares: FloatArray, grid: tuple[int, int], merge: int) -> FloatArray:
-    """What `squares_of` was given, of what it returned."""
+    """Invert `squares_of`."""
     n_rows, n_columns = grid[0] // merge, grid[1] // merge
     cut = squares.reshape(n_rows, n_columns, merge, merge, -1).transpose(0, 2, 1, 3, 4)
     return np.ascontiguousarray(cut).reshape(grid[0] * grid[1], -1)

@@ -27,7 +27,7 @@ class Gemma3Processor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The one of a checkpoint."""
+        """The processor of a checkpoint."""
         if stated.get("do_pan_and_scan"):
             raise FormatError("an image processor that crops (do_pan_and_scan) is not supported")
         size = size_of(stated, "size")
@@ -45,7 +45,7 @@ class Gemma3Processor(ImageProcessor):
         return self.made(image, planes[None], (0, 0), self.n_tokens)
 
     def text(self, image: ImageInput) -> str:
-        """The tokens between those of the beginning and the end, in lines of their own."""
+        """Return the image tokens between a token of the beginning and a token of the end, on a line."""
         return f"\n\n{self.placeholder}{self.token * image.n_tokens}<end_of_image>\n\n"
 
     def with_detail(self, detail: Literal["low", "high"]) -> Self:

@@ -32,7 +32,7 @@ class Idefics3Processor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The one of a checkpoint."""
+        """The processor of a checkpoint."""
         vision = model.get("vision_config") or {}
         edge = integer(size_of(stated, "max_image_size"), "longest_edge", 364)
         patches = integer(vision, "image_size", edge) // integer(vision, "patch_size", 16)
@@ -62,7 +62,7 @@ class Idefics3Processor(ImageProcessor):
         return self.made(image, planes, grid if cut else (0, 0), len(planes) * self.tokens_per_tile)
 
     def text(self, image: ImageInput) -> str:
-        """Each tile with its place, a line for each row of them, and the whole."""
+        """Return the tokens of tiles with their places, a line for each row of tiles, and of the whole."""
         rows, columns = image.grid
         around, run = "<fake_token_around_image>", self.token * self.tokens_per_tile
         lines = [
@@ -80,7 +80,7 @@ class Idefics3Processor(ImageProcessor):
         most = n_tokens // self.tokens_per_tile
         if most < 1:
             raise too_few(self.tokens_per_tile, n_tokens)
-        side = math.isqrt(most - 1)  # a square of so many tiles and the whole
+        side = math.isqrt(most - 1)  # a square of side * side tiles, and the whole image
         if not self.splits or side < 2:
             return replace(self, splits=False)
         return replace(self, longest_edge=min(self.longest_edge, side * self.tile))

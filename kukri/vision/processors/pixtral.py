@@ -24,7 +24,7 @@ from kukri.vision.processors.processor import (
 
 @dataclass(frozen=True)
 class PixtralProcessor(ImageProcessor):
-    """No side above `longest_edge`; `merge` x `merge` patches are a token, and each row of them ends."""
+    """Sides are at most `longest_edge`. A token is `merge` x `merge` patches, and each row of tokens ends."""
 
     placeholder: ClassVar[str] = "[IMG]"
     token: ClassVar[str] = "[IMG]"
@@ -36,7 +36,7 @@ class PixtralProcessor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The one of a checkpoint."""
+        """The processor of a checkpoint."""
         vision = model.get("vision_config") or {}
         return cls(
             patch=integer(processor, "patch_size", integer(vision, "patch_size", 16)),
@@ -55,7 +55,7 @@ class PixtralProcessor(ImageProcessor):
         return self.made(image, patches(planes, self.patch), grid, height * width // side**2)
 
     def text(self, image: ImageInput) -> str:
-        """Rows of tokens, each with a token after it, the last with that of the end."""
+        """Return rows of tokens. A break token follows each row, and the end token follows the last."""
         _, rows, columns = image.grid
         row = self.token * (columns // self.merge)
         return "[IMG_BREAK]".join([row] * (rows // self.merge)) + "[IMG_END]"
@@ -65,7 +65,7 @@ class PixtralProcessor(ImageProcessor):
         return replace(self, longest_edge=min(self.longest_edge, LOW_SIDE)) if detail == "low" else self
 
     def with_tokens(self, n_tokens: int) -> Self:
-        """No side above that of a square of so many tokens."""
+        """Return a processor whose sides are at most the side of a square of `n_tokens` tokens."""
         side = math.isqrt(n_tokens)
         if side < 1:
             raise too_few(1, n_tokens)

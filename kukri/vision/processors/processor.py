@@ -18,13 +18,13 @@ from kukri.vision.pixels import HAMMING
 Detail = Literal["auto", "low", "high"]
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALVES = (0.5, 0.5, 0.5)  # SigLIP's mean and deviation
-LOW_SIDE = 512  # pixels: of which a picture of low detail has no more than the square
-MAX_SIDE = 1 << 14  # pixels, of what a configuration may ask for
+LOW_SIDE = 512  # pixels: a picture of low detail has at most the square of this
+MAX_SIDE = 1 << 14  # pixels, the largest side that a configuration may ask for
 MAX_TOKENS = 1 << 14  # an image's
 
 
 class ImageProcessor(ABC):
-    """Makes what an encoder reads of a picture, and the text that stands for it in a prompt.
+    """Prepares pictures for an encoder, and makes the text that stands for a picture in a prompt.
 
     Processors are frozen dataclasses of the settings of a checkpoint. `placeholder` is what a chat template
     writes for an image; `token` is the token of which there is one for each row of an image's embeddings.
@@ -35,13 +35,14 @@ class ImageProcessor(ABC):
 
     @property
     def written(self) -> str:
-        """What to write for an image where no template does."""
+        """The text to write for an image where no template writes it."""
         return self.placeholder
 
     @classmethod
     @abstractmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The one that a checkpoint states: its image processor, its processor, its config.json.
+        """The processor of a checkpoint, by its preprocessor_config.json, processor_config.json and
+        config.json.
 
         Raises FormatError on values that no checkpoint has.
         """
@@ -52,18 +53,18 @@ class ImageProcessor(ABC):
 
     @abstractmethod
     def text(self, image: ImageInput) -> str:
-        """What stands in a prompt in place of the placeholder: `token` for each row, and what is around."""
+        """Return the text that replaces the placeholder in a prompt: `token` for each row, and its frame."""
 
     @abstractmethod
     def with_detail(self, detail: Literal["low", "high"]) -> Self:
-        """The processor of pictures of little detail, or of as much as the family can show."""
+        """Return a processor for pictures of little detail, or of as much detail as the family has."""
 
     @abstractmethod
     def with_tokens(self, n_tokens: int) -> Self:
-        """The processor whose images have at most so many tokens. Raises RequestError if none has as few."""
+        """Return a processor of images of at most `n_tokens` tokens. Raises RequestError if too few."""
 
     def budgeted(self, detail: Detail = "auto", image_tokens: int | None = None) -> Self:
-        """The processor of a request with these wishes; without any it is this one. Raises RequestError."""
+        """Return the processor for a request's options; without options this one. Raises RequestError."""
         chosen = self if detail == "auto" else self.with_detail(detail)
         if image_tokens is None:
             return chosen
@@ -74,7 +75,7 @@ class ImageProcessor(ABC):
         return chosen.with_tokens(image_tokens)
 
     def made(self, image: ByteArray, pixels: FloatArray, grid: tuple[int, ...], n_tokens: int) -> ImageInput:
-        """The input made of an image; its digest is of the image and of all settings."""
+        """Return the input for an image, whose digest covers the image and all settings."""
         if n_tokens > MAX_TOKENS:
             raise RequestError(f"the image becomes {n_tokens} tokens, more than {MAX_TOKENS}", param="image")
         digest = hashlib.sha256(f"{self!r} {image.shape}".encode())
@@ -83,7 +84,7 @@ class ImageProcessor(ABC):
 
 
 def too_few(least: int, n_tokens: int) -> RequestError:
-    """The error of a budget below what an image of the model has at least."""
+    """Return the error for a token budget below the model's minimum for an image."""
     return RequestError(
         f"image_tokens is {n_tokens}, and this image has at least {least} tokens with this model",
         param="image_tokens",
@@ -91,7 +92,7 @@ def too_few(least: int, n_tokens: int) -> RequestError:
 
 
 def integer(stated: Mapping[str, Any], key: str, default: int, most: int = MAX_SIDE) -> int:
-    """A whole number above 0 of a configuration. Raises FormatError."""
+    """Return a positive integer of a configuration. Raises FormatError."""
     value = stated.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
@@ -121,9 +122,10 @@ def filter_of(stated: Mapping[str, Any], default: int) -> int:
 
 
 def within_pixels(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Sides that are multiples of `factor`, near the image's, of `least` to `most` pixels together.
+    """Return sides near the image's that are multiples of `factor`, with an area of `least` to `most` pixels.
 
-    The order of the operations is that of the families' own processors: a rounding decides a whole row.
+    The order of the operations follows the families' own processors, because a rounding may decide a whole
+    row.
     """
     tall, wide = round(height / factor) * factor, round(width / factor) * factor
     if tall * wide > most:

@@ -39,7 +39,7 @@ class QwenProcessor(ImageProcessor):
     widens: ClassVar[bool] = False
     patch: int
     merge: int
-    n_frames: int  # a picture is a film of so many frames
+    n_frames: int  # a still image is repeated to this many frames
     min_pixels: int
     max_pixels: int
     resample: int
@@ -52,7 +52,7 @@ class QwenProcessor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The one of a checkpoint: `min_pixels` and `max_pixels` win over `size`."""
+        """The processor of a checkpoint. `min_pixels` and `max_pixels` win over `size`."""
         size, (own_least, own_most, n_frames) = size_of(stated, "size"), cls.class_sides
         least = integer(
             size, "shortest_edge", integer(size, "min_pixels", own_least, _MAX_PIXELS), _MAX_PIXELS
@@ -99,7 +99,7 @@ class QwenProcessor(ImageProcessor):
         return self._within(LOW_SIDE**2) if detail == "low" else self
 
     def with_tokens(self, n_tokens: int) -> Self:
-        """So many tokens at most, which may be more than the checkpoint says."""
+        """Return a processor for at most `n_tokens` tokens, which may be more than the checkpoint says."""
         least = max(self.min_pixels // (self.patch * self.merge) ** 2, 1)
         if n_tokens < least:
             raise too_few(least, n_tokens)
