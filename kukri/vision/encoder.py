@@ -76,7 +76,7 @@ class VisionFamily:
     transposed: Set[str] = frozenset()  # matrices that are (in, out) in the files
     lacks_one: Set[str] = frozenset()  # norm weights that Hugging Face's files store as (w - 1)
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of config.json's keys
-    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys in its `vision_config`
+    vision_defaults: Mapping[str, Any] = field(default_factory=dict)  # the same for keys of `vision_config`
 
 
 class _VisionWeights(TakenWeights):
