@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from kukri.engine.row_costs import MakingCost
 from kukri.engine.row_drafts import RowDrafts
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.step import ForwardBatch, PoolPages, StepLimits
+from kukri.kernels.step import ForwardBatch, StepLimits, plain_batch
 from kukri.models.assistant import Assistant
 from kukri.models.next_token import RESULT
 
@@ -49,7 +50,7 @@ class AssistantModel:
         runner, n = setup.runner, setup.config.max_requests
         limits = StepLimits(n, n, n, setup.max_pages)
         self._n_vocab = min(assistant.config.n_vocab, runner.model.config.n_vocab)
-        self._max_context = runner.model.config.max_context
+        self._max_context, self._page_tokens = runner.model.config.max_context, runner.cache.page_tokens
         self._program = runner.backend.compile(assistant, runner.cache, limits, frozenset([RESULT]))
         self._results: FloatArray | None = None  # what the last run made
 
@@ -79,19 +80,18 @@ class AssistantModel:
 
     def _batch(self, ready: Sequence[AssistantDrafts], rows: FloatArray) -> ForwardBatch:
         """A token of each: its last one or last draft, seeing what the model has computed."""
-        n = len(ready)
         requests = [drafts.request for drafts in ready if drafts.request is not None]
         tokens = [(drafts.drafts or [int(drafts.tokens[drafts.n_tokens - 1])])[-1] for drafts in ready]
         lengths = np.array([drafts.n_tokens - 1 for drafts in ready], np.int32)
-        slots = np.zeros(n, np.int32)
         tables = [np.stack(pages) for pages in zip(*(request.page_rows for request in requests))]
-        starts = np.arange(n + 1, dtype=np.int32)
-        return ForwardBatch(
-            *(np.array(tokens, np.int32), lengths - 1, slots, starts, lengths, tables[0], starts[:-1]),
-            rope_positions=lengths,
-            activations=rows,
-            other_pools=tuple(PoolPages(slots, table) for table in tables[1:]),
+        batch = plain_batch(
+            [1] * len(ready),
+            self._page_tokens,
+            tables,
+            starts=lengths - 1,
+            token_ids=np.array(tokens, np.int32),
         )
+        return replace(batch, rope_positions=lengths, activations=rows)
 
     def _keep(self, name: str, x: FloatArray) -> None:
         self._results = x.copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Protocol
 
@@ -80,7 +80,7 @@ class BatchBuilder:
         # memoryviews take less time for one number than NumPy
         arrays = inputs.token_ids, inputs.positions, inputs.slots, inputs.context_len
         self._token_ids, self._positions, self._slots, self._context_len = (a.data for a in arrays)
-        self._pages = inputs.pages
+        self._pools = inputs.pools
         others = enumerate(inputs.other_pools, 1)
         self._others = [(pages.slots.data, pages.page_table, pool) for pool, pages in others]
         self._counting = np.arange(inputs.page_table.shape[1] * page_tokens, dtype=np.int32)
@@ -108,7 +108,7 @@ class BatchBuilder:
                 inputs.positions[t : t + n_tokens] = positions
             if sequence.images is not None:
                 sequence.images.blank(inputs.token_ids[t : t + n_tokens], start)
-            for (slots, page_table), pages in zip(self._pages, cycle(sequence.page_rows)):
+            for (slots, page_table), pages in zip(self._pools, cycle(sequence.page_rows)):
                 page_table[s] = pages
                 if n_tokens == 1:
                     slots[t] = pages[start // page_tokens] * page_tokens + start % page_tokens
@@ -137,13 +137,10 @@ class BatchBuilder:
         if draft_rows:
             inputs.logit_rows[n_rows : n_rows + len(draft_rows)] = draft_rows
             n_rows += len(draft_rows)
-        batch = inputs.batch(t, len(chunks), n_rows)
-        rotated_by = _rotated_by(chunks, batch.positions) if self._has_axes else None
+        rotated_by = _rotated_by(chunks, inputs.positions[:t]) if self._has_axes else None
         is_plain = t == n_rows == len(chunks) and not (self._has_types or self._has_states)
         self._last = chunks if is_plain and rotated_by is None else None
-        if rotated_by is None and activations is None:
-            return batch
-        return replace(batch, rope_positions=rotated_by, activations=activations)
+        return inputs.batch(t, len(chunks), n_rows, rope_positions=rotated_by, activations=activations)
 
     def forget(self) -> None:
         """Keeps nothing of the last batch's requests."""

@@ -15,9 +15,9 @@ from time import perf_counter
 
 import numpy as np
 
-from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend, CompiledProgram
-from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.step import StepLimits, plain_batch, rows_batch
 from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
 from kukri.vision.recent import Recent
@@ -160,7 +160,7 @@ class _EncoderPrograms:
         first, n_rows = job.n_sliced, len(job.merged[None])
         own = slice(first, first + _PROJECTED_ROWS if is_brief else n_rows)
         following = np.concatenate([job.merged[name][own] for name in (None, *self._deep)], axis=1)
-        rows = projector(rows_batch(following, self._backend.page_tokens)).numpy().copy()
+        rows = projector(rows_batch(following)).numpy().copy()
         projected = job.add_slice(rows, n_rows)
         if projected is None:
             return False
@@ -191,8 +191,13 @@ class _EncoderPrograms:
                 job.deep.setdefault(name, []).append(x.copy())
 
         positions = None if part.positions is None else part.positions[:, rows]
-        page_tokens, first = self._backend.page_tokens, rows.start if n_context else 0
-        batch = rows_batch(part.patches[rows], page_tokens, lengths, positions, first, n_context)
+        patches, page_tokens = part.patches[rows], self._backend.page_tokens
+        batch = plain_batch(lengths or [len(patches)], page_tokens)
+        if n_context:
+            pages = np.arange(-(-n_rows // page_tokens), dtype=np.int32)
+            batch = plain_batch([len(patches)], page_tokens, [pages[None]], starts=[rows.start])
+            batch = replace(batch, context_len=np.array([n_context], np.int32))
+        batch = replace(batch, rope_positions=positions, activations=patches)
         result = encoder(batch, on_tap, start=start, stop=stop)
         if n_context == 1:
             job.n_stored = rows.stop
@@ -258,11 +263,11 @@ class _EncoderPrograms:
             most_pages = -(-self._n_patches // backend.page_tokens)
             n_pages = most_pages + self._n_windows  # each window's last may be full in part
             cache = backend.new_cache([model.cache_layer], n_pages, 0, backend.exact_kv_type)
-            limits = StepLimits(self._n_patches, self._n_windows, 1, most_pages, free_contexts=True)
-            n_rows = self._n_patches // model.config.merge**2
+            n = self._n_patches
+            limits = StepLimits(n, self._n_windows, n, most_pages, free_contexts=True)
             self._compiled = (
                 backend.compile(model.encode, cache, limits, self.taps.union(self._cuts, self._deep)),
-                backend.compile(model.project, cache, replace(limits, max_tokens=n_rows)),
+                backend.compile(model.project, None, StepLimits.of_rows(n // model.config.merge**2)),
             )
         return self._compiled
 
@@ -274,35 +279,3 @@ def _together(slices: Sequence[FloatArray]) -> FloatArray:
 
 def _ignore(name: str, x: FloatArray) -> None:
     """Listens to nothing."""
-
-
-def rows_batch(
-    activations: FloatArray,
-    page_tokens: int,
-    lengths: Sequence[int] = (),
-    rope_positions: IntArray | None = None,
-    first: int = 0,
-    n_context: int = 0,
-) -> ForwardBatch:
-    """Sequences of rows of these lengths, one without any, on pages of their own; no logits.
-
-    Given `n_context` the rows, of one sequence, are those from `first` on, and see its first so many.
-    """
-    n = len(activations)
-    sizes = np.array(lengths or [n], np.int32)
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    positions = np.arange(first, first + n, dtype=np.int32) - np.repeat(starts[:-1], sizes)
-    contexts = np.array([n_context], np.int32) if n_context else sizes
-    n_pages = -(-contexts // page_tokens)
-    first_pages = np.cumsum(n_pages) - n_pages
-    return ForwardBatch(
-        np.zeros(n, np.int32),
-        positions,
-        positions + np.repeat(first_pages * page_tokens, sizes).astype(np.int32),
-        starts,
-        contexts,
-        (first_pages[:, None] + np.minimum(np.arange(n_pages.max()), n_pages[:, None] - 1)).astype(np.int32),
-        starts[:0],
-        rope_positions=rope_positions,
-        activations=activations,
-    )

@@ -20,7 +20,7 @@ from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import CompiledProgram, Logits
 from kukri.kernels.op_set import Program
-from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.step import StepLimits, rows_batch
 from kukri.models.eagle3 import Eagle3
 from kukri.models.next_token import RESULT, NextTokenLayer, RowReader
 
@@ -117,9 +117,8 @@ class LayerModel(DraftModel):
         return rows
 
     def _compiled(self, program: Program, n_most: int) -> CompiledProgram:
-        """A program of rows alone, up to so many."""
-        limits = StepLimits(n_most, n_most, n_most, self._max_pages)
-        return self._runner.backend.compile(program, self._runner.cache, limits)
+        """A program of at most `n_most` rows."""
+        return self._runner.backend.compile(program, None, StepLimits.of_rows(n_most))
 
     def _keep(self, name: str, x: FloatArray) -> None:
         self._results = x.copy()
@@ -170,7 +169,7 @@ class NextTokenDraftModel(LayerModel):
     def _of_all(self, results: FloatArray) -> Sequence[int]:
         """The likeliest of all tokens by results [n, D]."""
         self._head = self._head or self._compiled(self.layer.of_all, self._runner.limits.max_sequences)
-        return self._head(_batch_of(results)).argmax()
+        return self._head(rows_batch(results)).argmax()
 
 
 class EagleModel(LayerModel):
@@ -183,13 +182,7 @@ class EagleModel(LayerModel):
         self._reduce = self._compiled(self.layer.reduced, self._runner.limits.max_tokens)
 
     def _read(self, rows: FloatArray) -> FloatArray:
-        return self._reduce(_batch_of(rows)).numpy().copy()
+        return self._reduce(rows_batch(rows)).numpy().copy()
 
     def _chosen(self, logits: Logits, drafting: Sequence[ModelDrafts]) -> Sequence[int]:
         return [int(self.layer.to_target[token]) for token in super()._chosen(logits, drafting)]
-
-
-def _batch_of(rows: FloatArray) -> ForwardBatch:
-    """The batch of a program that reads rows [N, width] alone, each as a sequence."""
-    counted, none = np.arange(len(rows) + 1, dtype=np.int32), np.zeros(len(rows), np.int32)
-    return ForwardBatch(*(none, none, none, counted, none + 1, none[:, None], counted[:-1]), activations=rows)

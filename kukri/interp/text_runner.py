@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from kukri.errors import ContextLengthError, KukriError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.cache import Cache, KVType, has_states
-from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.step import StepLimits, plain_batch
 from kukri.kernels.taps import Hook
 from kukri.kernels.weight_handles import AdapterSlots
 from kukri.models import Adapter, Model
@@ -104,29 +104,22 @@ class Texts:
 
         `logit_rows` None is all rows. `start` and `stop` are those of CompiledProgram. Writes the pages.
         """
-        starts = np.cumsum([0, *(len(piece.ids) for piece in pieces)], dtype=np.int32)
-        n_rows = int(starts[-1])
-        if logit_rows is None:
-            logit_rows = np.arange(n_rows, dtype=np.int32)
-        lengths = [piece.start + len(piece.ids) for piece in pieces]
-        n_pages = self.pages_for(max(lengths))
+        n_pages = self.pages_for(max(piece.start + len(piece.ids) for piece in pieces))
         table = np.zeros((len(pieces), n_pages), np.int32)
         for row, piece in zip(table, pieces):
             row[: len(piece.pages)] = piece.pages
-        positions = np.concatenate([np.arange(p.start, n, dtype=np.int32) for p, n in zip(pieces, lengths)])
-        row_of = np.repeat(np.arange(len(pieces)), np.diff(starts))
-        pages = table[row_of, positions // self.page_tokens]
-        batch = ForwardBatch(
+        batch = plain_batch(
+            [len(piece.ids) for piece in pieces],
+            self.page_tokens,
+            [table],
+            starts=[piece.start for piece in pieces],
             token_ids=np.concatenate([piece.ids for piece in pieces]).astype(np.int32),
-            positions=positions,
-            slots=(pages * self.page_tokens + positions % self.page_tokens).astype(np.int32),
-            query_start=starts,
-            context_len=np.array(lengths, np.int32),
-            page_table=table,
             logit_rows=logit_rows,
-            adapters=np.zeros(len(pieces), np.int32) if self._adapters else None,
         )
-        limits = StepLimits(_room(n_rows), _room(len(pieces)), _room(len(logit_rows)), _room(n_pages))
+        if self._adapters:
+            batch = replace(batch, adapters=np.zeros(len(pieces), np.int32))
+        sizes = batch.n_tokens, batch.n_sequences, batch.n_logit_rows, n_pages
+        limits = StepLimits(*map(_room, sizes))
         program = self._program(taps, limits)
         logits: FloatArray = program(batch, on_tap, start=start, stop=stop).numpy().copy()
         return logits

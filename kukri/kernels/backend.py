@@ -140,12 +140,13 @@ class Backend(Protocol):
     def compile(
         self,
         program: Program,
-        cache: Cache,
+        cache: Cache | None,
         limits: StepLimits,
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> CompiledProgram:
         """Binds a model to kernels and a cache of this backend. `taps` are the full names of those that its
         calls will show to a listener; the others cost nothing. `adapters` are those that its steps may name
-        (`ForwardBatch.adapters`).
+        (`ForwardBatch.adapters`). A program without a cache has neither attention nor recurrent layers; its
+        limits are `StepLimits.of_rows`, its steps are made by `rows_batch`.
         """

@@ -79,12 +79,9 @@ def state_steps(batch: ForwardBatch) -> Iterator[StateStep]:
     starts = batch.query_start.tolist()
     for s, n_context in enumerate(batch.context_len.tolist()):
         start, stop = starts[s], starts[s + 1]
-        slot = s if batch.state_slots is None else int(batch.state_slots[s])
-        saves: tuple[tuple[int, int], ...] = ()
-        if batch.state_saves is not None:
-            kept = enumerate(batch.state_saves[start:stop].tolist(), start)
-            saves = tuple((t, target) for t, target in kept if target >= 0)
-        yield StateStep(start, stop, slot, n_context == stop - start, saves)
+        kept = enumerate(batch.state_saves[start:stop].tolist(), start)
+        saves = tuple((t, target) for t, target in kept if target >= 0)
+        yield StateStep(start, stop, int(batch.state_slots[s]), n_context == stop - start, saves)
 
 
 class StoppedError(Exception):
@@ -119,16 +116,14 @@ def batch_activations(batch: ForwardBatch, width: int) -> FloatArray:
 
 def check_adapters(batch: ForwardBatch, adapters: AdapterSlots) -> None:
     """Raises ShapeError if a step names an adapter that its program does not have."""
-    if not adapters or batch.adapters is None:
-        return
-    for slot in set(batch.adapters.tolist()):
+    for slot in set(batch.adapters.tolist()) if adapters else ():
         if slot != -1 and not (0 <= slot < len(adapters) and adapters[slot] is not None):
             raise ShapeError(f"bad step: there is no adapter in slot {slot}")
 
 
 def row_adapters(batch: ForwardBatch) -> IntArray | None:
     """The slot of the adapter of each token of a step, int32 [T]; None without adapters."""
-    if batch.adapters is None or batch.adapters.max() < 0:
+    if batch.adapters.max() < 0:
         return None
     return np.repeat(batch.adapters, np.diff(batch.query_start))
 

@@ -37,7 +37,8 @@ from kukri.kernels.reference_kv import read_pages, store_tokens
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
-from kukri.kernels.step import ForwardBatch, PoolPages, StepInputs, StepLimits
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.step_arrays import PoolPages
 from kukri.kernels.taps import Hook, tap_name
 from kukri.kernels.weight_handles import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
 from kukri.quant.blocks import dequantize
@@ -87,12 +88,13 @@ class ReferenceBackend:
     def compile(
         self,
         program: Program,
-        cache: Cache,
+        cache: Cache | None,
         limits: StepLimits,
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> CompiledProgram:
         """The program as it is, bound to the cache. `limits` are checked at each step."""
+        cache = self.new_cache((), 1) if cache is None else cache
         assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
         ops = ReferenceOps(cache, taps, self._matrices, self._rope_rows, adapters)
         return _BoundProgram(program, ops, limits)
@@ -150,10 +152,7 @@ class ReferenceOps:
         residual: FloatArray | None = None,
     ) -> FloatArray:
         """Rows of `weight` [n, D] for the token ids, positions or token types, plus `residual` -> [T, D]."""
-        indices = getattr(batch, by)
-        rows: FloatArray = self._matrix(weight)[
-            np.zeros(batch.n_tokens, np.int32) if indices is None else indices
-        ]
+        rows: FloatArray = self._matrix(weight)[getattr(batch, by)]
         return rows if residual is None else rows + residual
 
     def activations(self, batch: ForwardBatch, width: int) -> FloatArray:
@@ -296,7 +295,7 @@ class ReferenceOps:
         out = attend(q, spec, batch)
         return rotate_heads(out.reshape(heads[0].shape)).reshape(q.shape) if is_rotated else out
 
-    def _pages(self, spec: AttentionSpec, batch: ForwardBatch) -> PoolPages:
+    def _pages(self, spec: AttentionSpec, batch: ForwardBatch) -> PoolPages[IntArray]:
         return batch.pages(self.cache.pool_of[spec.kv_layer])
 
     def _attend(self, q: FloatArray, spec: AttentionSpec, batch: ForwardBatch) -> FloatArray:

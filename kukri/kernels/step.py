@@ -1,74 +1,54 @@
-"""A step: the batch of new tokens, the arrays that hold it, and its largest sizes.
+"""A step: the batch of new tokens, the inputs that hold its arrays (`step_arrays`), and its largest sizes.
 
 Shape letters: T tokens in the step, S sequences, N rows with logits, B page size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.step_arrays import OPTIONAL_ARRAYS, PoolPages, StepArrays, StepCounts, arrays_of, by_field
 
 
-class PoolPages(NamedTuple):
-    """Where the tokens of a step lie in a pool of pages, int32: see `ForwardBatch`."""
+@dataclass(eq=False)  # a frozen one takes 2 us more to make
+class ForwardBatch(StepArrays[IntArray]):
+    """One step: T new tokens of S sequences, back to back, no padding.
 
-    slots: IntArray  # [T]
-    page_table: IntArray  # [S, max_pages]
+    Sequence s owns tokens query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the
+    new ones included. An encoder's last new tokens may lie beyond those: they see the others and are seen by
+    none; or those may lie beyond, amid tokens that are in the cache. In the page tables of `other_pools`
+    entries before the window are 0 too.
 
+    If RoPE is to rotate by other numbers than `positions`, `rope_positions` has them: one for each token, or
+    one for each of the axes of its frequencies.
+    `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): it is added to
+    scores in place of causality and windows; a token that sees nothing gets zeros.
 
-@dataclass(frozen=True)
-class ForwardBatch:
-    """One step: T new tokens of S sequences, back to back, no padding. All arrays int32.
+    Recurrent layers read and write the state in slot `state_slots[s]` of sequence s; it counts as zeros for a
+    sequence that begins, whose first token in the step has position 0. After token t they also copy it to
+    slot `state_saves[t]`.
 
-    `slots[t]` = page * B + offset says where token t's key and value go. Sequence s owns tokens
-    query_start[s] to query_start[s + 1]; its context_len[s] counts visible tokens, the new ones included. An
-    encoder's last new tokens may lie beyond those: they see the others and are seen by none; or those may lie
-    beyond, amid tokens that are in the cache.
-    `page_table[s]` lists its pages in order (unused entries are 0). Both are of the cache's first pool
-    (`cache.pool_windows`); `other_pools` has the others', where entries before the window are 0 too. Without
-    any the first pool's stand for all. `logit_rows` are the tokens (indices into T) whose logits are wanted.
-
-    `positions` count a sequence's tokens; if RoPE is to rotate by other numbers, `rope_positions` has them:
-    one for each token, or one for each of the axes of its frequencies.
-    `mask` is for a step of one sequence and a program compiled for it (StepLimits.mask_heads): float32
-    [1 or H, T, context_len[0]], added to scores in place of causality and windows; a token that sees nothing
-    gets zeros. `token_types` say to which of a pair of texts a token belongs; None: all to the first.
-    `adapters[s]` is the slot of sequence s's adapter, -1 for none; None: no sequence has one.
-
-    Recurrent layers read and write the state in slot `state_slots[s]` of sequence s (None: slot s); it counts
-    as zeros for a sequence that begins, whose first token in the step has position 0. After token t they
-    also copy it to slot `state_saves[t]`, -1 for no copy (None: none).
-
-    `activations` [T, D] are the output of the preceding layers, for a program that starts after them
-    (`StageOps`).
+    `activations` are the output of the preceding layers, for a program that starts after them (`StageOps`).
     """
 
-    token_ids: IntArray  # [T]
-    positions: IntArray  # [T]
-    slots: IntArray  # [T]
-    query_start: IntArray  # [S + 1]
-    context_len: IntArray  # [S]
-    page_table: IntArray  # [S, max_pages]
-    logit_rows: IntArray  # [N]
     rope_positions: IntArray | None = None  # [T], or [axes, T]
-    mask: FloatArray | None = None
-    token_types: IntArray | None = None  # [T]
-    adapters: IntArray | None = None  # [S]
-    state_slots: IntArray | None = None  # [S]
-    state_saves: IntArray | None = None  # [T]
+    mask: FloatArray | None = None  # [1 or H, T, context_len[0]]
     activations: FloatArray | None = None  # [T, D]
-    other_pools: tuple[PoolPages, ...] = ()
     inputs: StepInputs | None = None  # whose arrays these are, so that none is copied; None: others
 
-    def pages(self, pool: int) -> PoolPages:
-        """Slots and page table of a pool."""
-        if pool and self.other_pools:
-            return self.other_pools[pool - 1]
-        return PoolPages(self.slots, self.page_table)
+    def __post_init__(self) -> None:
+        for row in OPTIONAL_ARRAYS:
+            if getattr(self, row.name) is None:
+                setattr(self, row.name, row.filled(self.counts, 0))
+
+    @property
+    def counts(self) -> StepCounts:
+        """T, S and N."""
+        return StepCounts.of(self.n_tokens, self.n_sequences, self.n_logit_rows)
 
     @property
     def n_tokens(self) -> int:
@@ -102,85 +82,116 @@ class StepLimits:
     mask_heads: int = 0
     free_contexts: bool = field(default=False, kw_only=True)
 
+    @classmethod
+    def of_rows(cls, n_rows: int) -> StepLimits:
+        """The limits of a program that has no cache, for steps made by `rows_batch`."""
+        return cls(n_rows, n_rows, n_rows, 1)
+
+    @property
+    def counts(self) -> StepCounts:
+        """The largest T, S and N."""
+        return StepCounts.of(self.max_tokens, self.max_sequences, self.max_logit_rows)
+
 
 @dataclass(eq=False)
-class StepInputs:
-    """The arrays that a program reads its steps from, int32 at their largest sizes (see `ForwardBatch`).
+class StepInputs(StepArrays[IntArray]):
+    """The arrays that a program reads its steps from, at their largest sizes.
 
     Fill the beginning of each, and give the program a `batch` of that many: nothing is copied then.
     """
 
-    token_ids: IntArray
-    positions: IntArray
-    slots: IntArray
-    query_start: IntArray
-    context_len: IntArray
-    page_table: IntArray
-    logit_rows: IntArray
-    token_types: IntArray
-    adapters: IntArray
-    state_slots: IntArray
-    state_saves: IntArray
-    other_pools: tuple[PoolPages, ...] = ()
-    _batch: ForwardBatch | None = None
+    _batch: ForwardBatch | None = field(default=None, init=False)
 
     @classmethod
     def zeros(cls, limits: StepLimits, n_pools: int = 1) -> StepInputs:
-        """Arrays for steps within `limits`, of a cache with so many pools."""
-        t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
-        token_ids, positions, slots, logit_rows, types = (np.zeros(n, np.int32) for n in (t, t, t, n, t))
-        page_table = np.zeros((s, limits.max_pages), np.int32)
-        starts, lengths, adapters = (np.zeros(n, np.int32) for n in (s + 1, s, s))
-        states, saves = np.arange(s, dtype=np.int32), np.full(t, -1, np.int32)
-        others = tuple(PoolPages(np.zeros_like(slots), np.zeros_like(page_table)) for _ in range(1, n_pools))
-        more = (types, adapters, states, saves, others)
-        return cls(token_ids, positions, slots, starts, lengths, page_table, logit_rows, *more)
+        """Arrays for steps within `limits`, of a cache with this number of pools, with their defaults."""
+        arrays = [row.filled(limits.counts, limits.max_pages) for row in arrays_of(n_pools)]
+        return cls(**by_field(arrays))
 
-    @property
-    def pages(self) -> list[PoolPages]:
-        """Slots and page table of each pool."""
-        return [PoolPages(self.slots, self.page_table), *self.other_pools]
-
-    def batch(self, n_tokens: int, n_sequences: int, n_logit_rows: int) -> ForwardBatch:
+    def batch(
+        self,
+        n_tokens: int,
+        n_sequences: int,
+        n_logit_rows: int,
+        *,
+        rope_positions: IntArray | None = None,
+        activations: FloatArray | None = None,
+    ) -> ForwardBatch:
         """The arrays' contents as a step: views of them, valid until they are filled again.
 
-        Steps of one size share one batch: what belongs to one of them goes into a `replace` of it.
+        Steps of one size that bring no arrays of their own share one batch.
         """
+        is_shared = rope_positions is None and activations is None
         last, sizes = self._batch, (n_tokens, n_sequences, n_logit_rows)
-        if last is not None and (len(last.token_ids), len(last.context_len), len(last.logit_rows)) == sizes:
+        if (
+            is_shared
+            and last is not None
+            and (len(last.token_ids), len(last.context_len), len(last.logit_rows)) == sizes
+        ):
             return last
-        self._batch = batch = ForwardBatch(
-            self.token_ids[:n_tokens],
-            self.positions[:n_tokens],
-            self.slots[:n_tokens],
-            self.query_start[: n_sequences + 1],
-            self.context_len[:n_sequences],
-            self.page_table[:n_sequences],
-            self.logit_rows[:n_logit_rows],
-            token_types=self.token_types[:n_tokens],
-            adapters=self.adapters[:n_sequences],
-            state_slots=self.state_slots[:n_sequences],
-            state_saves=self.state_saves[:n_tokens],
-            other_pools=tuple(
-                PoolPages(pool.slots[:n_tokens], pool.page_table[:n_sequences]) for pool in self.other_pools
-            ),
+        batch = ForwardBatch(
+            **self.beginnings(StepCounts.of(*sizes)),
+            rope_positions=rope_positions,
+            activations=activations,
             inputs=self,
         )
+        if is_shared:
+            self._batch = batch
         return batch
 
     def copy(self, batch: ForwardBatch) -> None:
         """Copies a batch of other arrays in, but for its mask and RoPE positions."""
-        n_tokens, n_sequences, n_pages = batch.n_tokens, batch.n_sequences, batch.page_table.shape[1]
-        self.token_ids[:n_tokens] = batch.token_ids
-        self.positions[:n_tokens] = batch.positions
-        for i, (slots, page_table) in enumerate(self.pages):
-            slots[:n_tokens] = batch.pages(i).slots
-            page_table[:n_sequences, :n_pages] = batch.pages(i).page_table
-        self.query_start[: n_sequences + 1] = batch.query_start
-        self.context_len[:n_sequences] = batch.context_len
-        self.logit_rows[: batch.n_logit_rows] = batch.logit_rows
-        self.token_types[:n_tokens] = 0 if batch.token_types is None else batch.token_types
-        self.adapters[:n_sequences] = -1 if batch.adapters is None else batch.adapters
-        own = np.arange(n_sequences, dtype=np.int32)
-        self.state_slots[:n_sequences] = own if batch.state_slots is None else batch.state_slots
-        self.state_saves[:n_tokens] = -1 if batch.state_saves is None else batch.state_saves
+        if not batch.other_pools:
+            batch = replace(batch, other_pools=(batch.pages(0),) * len(self.other_pools))
+        for own, array in zip(self.flat(), batch.flat(), strict=True):
+            own[tuple(map(slice, array.shape))] = array
+
+
+def plain_batch(
+    lengths: Sequence[int] | IntArray,
+    page_tokens: int,
+    page_tables: Sequence[IntArray] = (),
+    *,
+    starts: Sequence[int] | IntArray = (),
+    token_ids: IntArray | None = None,
+    logit_rows: IntArray | None = None,
+) -> ForwardBatch:
+    """The batch of sequences of new tokens, `lengths` of them, the first at `starts` (0) in its sequence.
+
+    `page_tables` [S, max_pages] are those of each pool of the cache; without any, each sequence has pages of
+    its own, one after another. Without `token_ids` all are 0, without `logit_rows` all rows are wanted.
+    """
+    sizes = np.asarray(lengths, np.int32)
+    ends = sizes + np.asarray(starts, np.int32) if len(starts) else sizes
+    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    every = np.arange(bounds[-1], dtype=np.int32)
+    positions = every + np.repeat(ends - bounds[1:], sizes)
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    pools = [
+        PoolPages((table[rows, positions // page_tokens] * page_tokens + positions % page_tokens), table)
+        for table in page_tables or [_own_pages(-(-ends // page_tokens))]
+    ]
+    return ForwardBatch(
+        np.zeros_like(every) if token_ids is None else token_ids,
+        positions,
+        pools[0].slots,
+        bounds,
+        ends,
+        pools[0].page_table,
+        every if logit_rows is None else logit_rows,
+        other_pools=tuple(pools[1:]),
+    )
+
+
+def rows_batch(activations: FloatArray) -> ForwardBatch:
+    """The batch of a program that reads rows [N, width] and has no cache: each row is a sequence."""
+    counted, zeros = np.arange(len(activations) + 1, dtype=np.int32), np.zeros(len(activations), np.int32)
+    return ForwardBatch(
+        *(zeros, zeros, zeros, counted, zeros + 1, zeros[:, None], counted[:-1]), activations=activations
+    )
+
+
+def _own_pages(n_pages: IntArray) -> IntArray:
+    """A page table of sequences with these numbers of pages, one after another; the last is repeated."""
+    first = np.cumsum(n_pages, dtype=np.int32) - n_pages
+    return first[:, None] + np.minimum(np.arange(n_pages.max(), dtype=np.int32), n_pages[:, None] - 1)

@@ -8,6 +8,7 @@ of four dimensions run as a program of their own; ordinary steps know nothing of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.cache import CacheLayout, has_states
 from kukri.kernels.op_set import Ops, Program, Tensor
-from kukri.kernels.step import ForwardBatch, StepLimits
+from kukri.kernels.step import ForwardBatch, StepLimits, plain_batch
 from kukri.kernels.taps import Hook, Hooks
 
 _STEP_TOKENS = 128  # most tokens of a step without a mask: room is made for this many rows of logits
@@ -216,30 +217,29 @@ class _Call:
             self._refuse_holes()
 
     def batches(self) -> Iterator[tuple[IntArray, IntArray, ForwardBatch]]:
-        """(row, column, batch): where in [B, T] each token of a batch belongs."""
+        """(rows, columns, batch): where in [B, T] each token of a batch belongs."""
         columns = [np.flatnonzero(is_token) for is_token in self.is_token]
         n_stored = self.cache.stored().sum(axis=1)
         size = _STEP_TOKENS if self.mask is None and self.is_causal else 0
         for step in _steps([len(found) for found in columns], size):
-            row_of = np.concatenate([np.full(stop - start, row) for row, start, stop in step])
+            rows, starts, stops = np.array(step, np.int32).T
+            row_of = np.repeat(rows, stops - starts)
             column_of = np.concatenate([columns[row][start:stop] for row, start, stop in step])
-            places = np.concatenate([n_stored[row] + np.arange(start, stop) for row, start, stop in step])
-            page_tokens = self.cache.kv.page_tokens
-            pages = self.cache.page_table[row_of, places // page_tokens]
+            batch = plain_batch(
+                stops - starts,
+                self.cache.kv.page_tokens,
+                [self.cache.page_table[rows]],
+                starts=n_stored[rows] + starts,
+                token_ids=self.ids[row_of, column_of],
+            )
             yield (
                 row_of,
                 column_of,
-                ForwardBatch(
-                    token_ids=self.ids[row_of, column_of],
-                    positions=places.astype(np.int32),
-                    slots=(pages * page_tokens + places % page_tokens).astype(np.int32),
-                    query_start=np.cumsum([0, *(stop - start for _, start, stop in step)], dtype=np.int32),
-                    context_len=np.array([n_stored[row] + stop for row, _, stop in step], np.int32),
-                    page_table=self.cache.page_table[[row for row, _, _ in step]],
-                    logit_rows=np.arange(len(row_of), dtype=np.int32),
+                replace(
+                    batch,
                     rope_positions=self.positions[row_of, column_of],
                     mask=None if self.mask is None else self._mask_of(step[0][0], self.mask),
-                    state_slots=np.array([row for row, _, _ in step], np.int32),
+                    state_slots=rows,
                 ),
             )
 

@@ -122,15 +122,17 @@ class StagedBackend:
     def compile(
         self,
         program: Program,
-        cache: Cache,
+        cache: Cache | None,
         limits: StepLimits,
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
-    ) -> StagedProgram:
+    ) -> CompiledProgram:
         """See Backend.compile. The first time the other stages load their layers meanwhile.
 
         Raises UnsupportedError on taps and adapters.
         """
+        if cache is None:  # no layer of the model takes part
+            return self.local.compile(program, cache, limits, taps, adapters)
         assert isinstance(cache, StagedCache), "a cache belongs to the backend that made it"
         if taps or adapters or limits.mask_heads:
             what = (

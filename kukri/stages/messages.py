@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import IntEnum
 from operator import gt
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from kukri.errors import StageError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.step_arrays import StepCounts, arrays_of
 
 _STEP = struct.Struct("<5I")  # tokens, sequences, rows of logits, pages of the longest context, pools
 _ROWS = struct.Struct("<2If")  # rows, width, seconds that stages computed
@@ -46,12 +46,11 @@ def text_bounds() -> dict[Kind, int]:
 
 def step_bounds(limits: StepLimits, width: int, n_pools: int) -> dict[Kind, int]:
     """The most bytes of each message, for steps within `limits` of a model of this width."""
-    t, s, n = limits.max_tokens, limits.max_sequences, limits.max_logit_rows
     return {
         Kind.ERROR: _MAX_TEXT,
         Kind.LOST: _MAX_TEXT,
-        Kind.STEP: _STEP.size + 4 * (4 * t + (s + 1) + 2 * s + n_pools * (t + s * limits.max_pages) + n),
-        Kind.ACTIVATIONS: _ROWS.size + 4 * t * width,
+        Kind.STEP: _STEP.size + _n_bytes(limits.counts, limits.max_pages, n_pools),
+        Kind.ACTIVATIONS: _ROWS.size + 4 * limits.max_tokens * width,
         Kind.COPY_PAGE: 12,
         Kind.COPY_STATE: 8,
     }
@@ -74,25 +73,15 @@ def from_text(body: memoryview) -> dict[str, Any]:
 
 
 def step_to_bytes(batch: ForwardBatch, page_tokens: int) -> bytes:
-    """A step's batch, with the pages that its contexts use. A step has no mask, and no adapters."""
+    """A step's arrays, with the pages that its contexts use. A step has no mask."""
     n_pages = -(-int(batch.context_len.max()) // page_tokens)
-    t, s = batch.n_tokens, batch.n_sequences
-    types, saves, states = batch.token_types, batch.state_saves, batch.state_slots
-    pools = [batch.pages(pool) for pool in range(1 + len(batch.other_pools))]
-    arrays = (
-        *(batch.token_ids, batch.positions),
-        np.zeros(t, np.int32) if types is None else types,
-        np.full(t, -1, np.int32) if saves is None else saves,
-        *(batch.query_start, batch.context_len),
-        np.arange(s, dtype=np.int32) if states is None else states,
-        *(pages.slots for pages in pools),
-        *(pages.page_table[:, :n_pages].reshape(-1) for pages in pools),
-        batch.logit_rows,
-    )
-    return (
-        _STEP.pack(t, s, batch.n_logit_rows, n_pages, len(pools))
-        + np.concatenate(arrays, dtype="<i4").tobytes()
-    )
+    n_pools = 1 + len(batch.other_pools)
+    arrays = [
+        array[:, :n_pages].reshape(-1) if row.is_table else array
+        for row, array in zip(arrays_of(n_pools), batch.flat())
+    ]
+    sizes = batch.n_tokens, batch.n_sequences, batch.n_logit_rows, n_pages, n_pools
+    return _STEP.pack(*sizes) + np.concatenate(arrays, dtype="<i4").tobytes()
 
 
 def step_from_bytes(
@@ -106,32 +95,30 @@ def step_from_bytes(
         raise StageError("a step's message is too short")
     *sizes, n_pools = t, s, n, n_pages, _ = _STEP.unpack_from(body)
     largest = (limits.max_tokens, limits.max_sequences, limits.max_logit_rows, limits.max_pages)
-    n_numbers = 4 * t + s + 1 + 2 * s + n_pools * (t + s * n_pages) + n
+    counts = StepCounts.of(t, s, n)
     if (
         any(map(gt, sizes, largest))
-        or n_pools != len(inputs.pages)
-        or len(body) != _STEP.size + 4 * n_numbers
+        or n_pools != len(inputs.pools)
+        or len(body) != _STEP.size + _n_bytes(counts, n_pages, n_pools)
     ):
         raise StageError(
             f"a step of {t} tokens, {s} sequences, {n} rows, {n_pages} pages of {n_pools} pools in "
             f"{len(body)} bytes"
         )
+    batch = inputs.batch(t, s, n, activations=activations)
     numbers = np.frombuffer(body, "<i4", offset=_STEP.size)
     start = 0
-    for array, size in (
-        *((inputs.token_ids, t), (inputs.positions, t)),
-        *((inputs.token_types, t), (inputs.state_saves, t)),
-        *((inputs.query_start, s + 1), (inputs.context_len, s), (inputs.state_slots, s)),
-        *((slots, t) for slots, _ in inputs.pages),
-    ):
-        array[:size] = numbers[start : start + size]
-        start += size
-    for _, page_table in inputs.pages:
-        page_table[:s, :n_pages] = numbers[start : start + s * n_pages].reshape(s, n_pages)
-        start += s * n_pages
-    inputs.logit_rows[:n] = numbers[start:]
-    inputs.adapters[:s] = -1
-    return replace(inputs.batch(t, s, n), activations=activations)
+    for row, own in zip(arrays_of(n_pools), batch.flat(), strict=True):
+        own = own[:, :n_pages] if row.is_table else own
+        own[...] = numbers[start : start + own.size].reshape(own.shape)
+        start += own.size
+    return batch
+
+
+def _n_bytes(counts: StepCounts, n_pages: int, n_pools: int) -> int:
+    """Bytes of the arrays of a step."""
+    rows = arrays_of(n_pools)
+    return 4 * sum(counts[row.count] * (n_pages if row.is_table else 1) for row in rows)
 
 
 def rows_to_bytes(rows: FloatArray, computed_s: float = 0.0) -> tuple[bytes, memoryview]:

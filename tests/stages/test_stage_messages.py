@@ -142,7 +142,7 @@ def test_the_parts_of_a_model_are_the_model(name: str) -> None:
     inputs = StepInputs.zeros(limits, len(pool_windows(model.cache_layout)))
     inputs.token_ids[:7], inputs.positions[:7] = range(3, 10), range(7)
     inputs.query_start[1], inputs.context_len[0], inputs.logit_rows[:2] = 7, 7, (3, 6)
-    for i, (slots, page_table) in enumerate(inputs.pages):
+    for i, (slots, page_table) in enumerate(inputs.pools):
         slots[:7], page_table[0, 0] = range(16 + 16 * i, 23 + 16 * i), 1 + i
     batch = inputs.batch(7, 1, 2)
     whole = backend.compile(model, backend.new_cache(model.cache_layout, 3, 2, "f32"), limits)(batch).numpy()

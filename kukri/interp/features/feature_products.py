@@ -11,11 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from kukri.engine.encodings import rows_batch
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
-from kukri.kernels.cache import KVLayer
-from kukri.kernels.step import StepLimits
+from kukri.kernels.step import StepLimits, rows_batch
 from kukri.kernels.weight_handles import Weight
 from kukri.quant.blocks import FLOAT_BYTES
 from kukri.quant.types import QUANT_TYPES
@@ -44,9 +42,7 @@ class Product:
         def program(ops: Any, batch: Any) -> Any:
             return ops.linear(ops.activations(batch, matrix.shape[1]), [weight])
 
-        self._page_tokens, n_pages = backend.page_tokens, -(-_ROWS // backend.page_tokens)
-        cache = backend.new_cache([KVLayer(1, 16)], n_pages, 0, backend.exact_kv_type)
-        self._program = backend.compile(program, cache, StepLimits(_ROWS, 1, 1, n_pages))
+        self._program = backend.compile(program, None, StepLimits.of_rows(_ROWS))
         self._lock = Lock()  # a program runs one step at a time
 
     def __call__(self, x: FloatArray) -> FloatArray:
@@ -55,5 +51,5 @@ class Product:
         with self._lock:
             for start in range(0, len(x), _ROWS):
                 rows = np.ascontiguousarray(x[start : start + _ROWS], np.float32)
-                found[start : start + _ROWS] = self._program(rows_batch(rows, self._page_tokens)).numpy()
+                found[start : start + _ROWS] = self._program(rows_batch(rows)).numpy()
         return found

@@ -91,12 +91,13 @@ class CpuBackend:
     def compile(
         self,
         program: Program,
-        cache: Cache,
+        cache: Cache | None,
         limits: StepLimits,
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> CpuProgram:
         """See Backend.compile. Weights are packed on first use and shared by all programs."""
+        cache = self.new_cache((), 1) if cache is None else cache
         assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
         return CpuProgram(self, program, cache, limits, taps, adapters)
 

@@ -70,7 +70,7 @@ class GpuBackend(TorchBackend):
     def compile(
         self,
         program: Program,
-        cache: Cache,
+        cache: Cache | None,
         limits: StepLimits,
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
@@ -78,6 +78,7 @@ class GpuBackend(TorchBackend):
         """See Backend.compile. Decode steps are captured as graphs, unless something is tapped or there are
         adapters.
         """
+        cache = self.new_cache((), 1) if cache is None else cache
         assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
         ops = TritonOps(self.constants, cache, taps, adapters)
         return GpuProgram(program, ops, limits, None if taps or adapters else self._capture)

@@ -104,7 +104,7 @@ class DecodeGraphs:
         """Adds sequences of one token on the spare page of each pool."""
         host, padding = self._inputs.host, slice(n, size)
         host.token_ids[padding] = host.positions[padding] = 0
-        for (slots, page_table), spare in zip(host.pages, self._ops.cache.n_pages, strict=True):
+        for (slots, page_table), spare in zip(host.pools, self._ops.cache.n_pages, strict=True):
             slots[padding] = spare * PAGE_TOKENS
             page_table[padding, 0] = spare
         host.query_start[: size + 1] = np.arange(size + 1)

@@ -103,12 +103,13 @@ class TorchBackend:
     def compile(
         self,
         program: Program,
-        cache: Cache,
+        cache: Cache | None,
         limits: StepLimits,
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> CompiledProgram:
         """See Backend.compile. The program runs eagerly."""
+        cache = self.new_cache((), 1) if cache is None else cache
         assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
         return TorchProgram(program, TorchOps(self.constants, cache, taps, adapters), limits)
 

@@ -60,7 +60,7 @@ class TorchOps:
         if by == "token_ids":
             self.n_vocab = weight.shape[0]
         numbers = getattr(batch.host, by)
-        if numbers is not None and (numbers.min() < 0 or numbers.max() >= weight.shape[0]):
+        if numbers.min() < 0 or numbers.max() >= weight.shape[0]:
             what = by.removesuffix("s").replace("_", " ")
             raise ShapeError(
                 f"bad step: a {what} outside the {'vocabulary' if by == 'token_ids' else 'model'}"

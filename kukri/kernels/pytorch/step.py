@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
-from typing import Any
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -16,44 +15,30 @@ from kukri.errors import ShapeError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.specs import AttentionSpec
-from kukri.kernels.step import ForwardBatch, PoolPages, StepInputs, StepLimits
+from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.step_arrays import StepArrays, by_field
 
 _QUERY_TOKENS = 128  # tokens of a prompt that attend at a time, which bounds the memory of their scores
-_NAMES = (
-    *("token_ids", "positions", "slots", "query_start", "context_len", "page_table", "logit_rows"),
-    *("token_types", "adapters", "state_slots", "state_saves"),
-)
 
 
 class DeviceInputs:
     """The arrays that steps are written to, and their copies on the device. On the CPU both are one.
 
-    All lie in one block of memory, so that a step is one copy. Attributes: host, and device by name.
+    All lie in one block of memory, so that a step is one copy.
     """
 
     def __init__(self, limits: StepLimits, n_pools: int, device: torch.device) -> None:
-        sizes = StepInputs.zeros(limits)
-        shapes = {name: getattr(sizes, name).shape for name in _NAMES}
-        others = [(f"slots {i}", f"page_table {i}") for i in range(1, n_pools)]
-        for slots, page_table in others:
-            shapes[slots], shapes[page_table] = sizes.slots.shape, sizes.page_table.shape
-        flat = np.zeros(sum(map(prod, shapes.values())), np.int32)
+        arrays = StepInputs.zeros(limits, n_pools).flat()
+        flat = np.concatenate([array.reshape(-1) for array in arrays])
         self._source = torch.from_numpy(flat)
         self._target = self._source if device.type == "cpu" else torch.zeros_like(self._source, device=device)
         self._staging = _PinnedStaging(len(flat)) if device.type == "cuda" else None
-        arrays: dict[str, Any] = {}
-        self.device: dict[str, Tensor] = {}
-        start = 0
-        for name, shape in shapes.items():
-            stop = start + prod(shape)
-            arrays[name] = flat[start:stop].reshape(shape)
-            self.device[name] = self._target[start:stop].view(shape)
-            start = stop
-        pools = tuple(PoolPages(arrays.pop(slots), arrays.pop(page_table)) for slots, page_table in others)
-        self.host = StepInputs(**arrays, other_pools=pools)
-        self.host.state_slots[...], self.host.state_saves[...] = sizes.state_slots, sizes.state_saves
-        names = [("slots", "page_table"), *others]
-        self.pages = [(self.device[slots], self.device[page_table]) for slots, page_table in names]
+        places = pairwise(accumulate((array.size for array in arrays), initial=0))
+        spans = [(slice(*place), array.shape) for place, array in zip(places, arrays)]
+        self.host = StepInputs(**by_field([flat[span].reshape(shape) for span, shape in spans]))
+        self.device = StepArrays[Tensor](
+            **by_field([self._target[span].view(shape) for span, shape in spans])
+        )
 
     def upload(self) -> None:
         """Copies the host's arrays to the device, after the work that is under way there."""
@@ -85,29 +70,20 @@ class _PinnedStaging:
         self._copied[self._turn].record()
 
 
-class DeviceBatch:
+class DeviceBatch(StepArrays[Tensor]):
     """A ForwardBatch, `host`, on the device: int32 tensors under the same names."""
 
     def __init__(self, batch: ForwardBatch, inputs: DeviceInputs, device: torch.device) -> None:
         """`batch` lies in `inputs`, which are uploaded, but for its mask and RoPE positions."""
-        self.host, on_device = batch, inputs.device
-        n_tokens, n_sequences = batch.n_tokens, batch.n_sequences
-        self.token_ids = on_device["token_ids"][:n_tokens]
-        self.token_types = on_device["token_types"][:n_tokens]
-        self.positions = on_device["positions"][:n_tokens]
-        self.pools = [(slots[:n_tokens], table[:n_sequences]) for slots, table in inputs.pages]
-        self.query_start = on_device["query_start"][: n_sequences + 1]
-        self.context_len = on_device["context_len"][:n_sequences]
-        self.logit_rows = on_device["logit_rows"][: batch.n_logit_rows]
-        self.state_slots = on_device["state_slots"][:n_sequences]
-        self.state_saves = on_device["state_saves"][:n_tokens]
+        super().__init__(**inputs.device.beginnings(batch.counts))
+        self.host = batch
         rotated_by = batch.positions if batch.rope_positions is None else batch.rope_positions
         self.max_position = int(rotated_by.max())
         self.rope_positions = self.positions
         if batch.rope_positions is not None:
             self.rope_positions = torch.from_numpy(np.ascontiguousarray(rotated_by)).to(device)
         self.max_context = int(batch.context_len.max())
-        self.is_decode = n_tokens == n_sequences  # one token for each
+        self.is_decode = batch.n_tokens == batch.n_sequences  # one token for each
         self.kept: dict[object, Tensor] = {}  # what layers have in common
         self.mask = None if batch.mask is None else torch.from_numpy(batch.mask).to(device)
         self._device = device
@@ -282,7 +258,6 @@ def check_indices(
         if len(indices) and (indices.min() < 0 or indices.max() >= size):
             raise ShapeError(f"bad step: a {what}")
     if n_states is not None:
-        slots = np.arange(len(contexts)) if batch.state_slots is None else batch.state_slots
-        saves = slots if batch.state_saves is None else batch.state_saves
+        slots, saves = batch.state_slots, batch.state_saves
         if slots.min() < 0 or saves.min() < -1 or max(slots.max(), saves.max()) >= n_states:
             raise ShapeError("bad step: a state outside the cache")

@@ -13,6 +13,7 @@ from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.host_step import check_sizes
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
+from kukri.kernels.step_arrays import STEP_ARRAYS
 
 
 class BatchMemory:
@@ -28,15 +29,7 @@ class BatchMemory:
         self._last: ForwardBatch | None = None  # whose sizes the headers have, and that brought no more
         self.inputs = inputs = StepInputs.zeros(limits, n_pools)
         self._arrays: dict[int, np.ndarray[Any, Any]] = {
-            abi.TOKEN_IDS: inputs.token_ids,
-            abi.POSITIONS: inputs.positions,
-            abi.QUERY_START: inputs.query_start,
-            abi.CONTEXT_LEN: inputs.context_len,
-            abi.LOGIT_ROWS: inputs.logit_rows,
-            abi.TOKEN_TYPES: inputs.token_types,
-            abi.ADAPTERS: inputs.adapters,
-            abi.STATE_SLOTS: inputs.state_slots,
-            abi.STATE_SAVES: inputs.state_saves,
+            **{abi.ARRAY[row.name]: getattr(inputs, row.name) for row in STEP_ARRAYS},
             abi.ROPE_POSITIONS: np.zeros(n_tokens, np.int32),
             abi.MASK: np.zeros((limits.mask_heads, n_tokens, limits.max_pages * PAGE_TOKENS), np.float32),
         }
@@ -57,8 +50,8 @@ class BatchMemory:
 
     def _add_header(self, pool: int, has_work: bool) -> int:
         header = aligned_zeros(abi.BATCH_BYTES).view(np.int64)
-        slots, page_table = self.inputs.pages[pool]
-        arrays = {**self._arrays, abi.SLOTS: slots, abi.PAGE_TABLE: page_table}
+        of_pool = self.inputs.pages(pool)._asdict()
+        arrays = {**self._arrays, **{abi.ARRAY[name]: array for name, array in of_pool.items()}}
         if has_work:
             n_tokens = self._limits.max_tokens
             n_entries = n_tokens + max_partials(self._limits)

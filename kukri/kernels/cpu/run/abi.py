@@ -7,6 +7,7 @@ attention results, and the codes of a failed check.
 from __future__ import annotations
 
 from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.step_arrays import STEP_ARRAYS
 
 # The executor's shared state: int64, in cache lines of their own if several threads write them
 DONE = 0  # finished tiles of the current op
@@ -35,33 +36,35 @@ PAUSES_BEFORE_YIELD = 2000  # a twentieth of a millisecond or so
 STALL_NS = 1_000_000  # longer than most tiles take
 PARK_NS = 5_000_000  # idle this long, a worker goes to sleep
 
-# The step's batch as kernels see it: int64 numbers and addresses of int32 arrays (see ForwardBatch).
+# The step's batch as kernels see it: int64 numbers and addresses of arrays
 N_TOKENS = 0
 N_SEQUENCES = 8
 N_LOGIT_ROWS = 16
-TOKEN_IDS = 24
-POSITIONS = 32
-SLOTS = 40
-QUERY_START = 48
-CONTEXT_LEN = 56
-PAGE_TABLE = 64  # int32 [S, MAX_PAGES]
-MAX_PAGES = 72
-LOGIT_ROWS = 80
+MAX_PAGES = 24  # columns of PAGE_TABLE
 # Filled by the kernel `attention_work` at the start of a step
-N_WORK = 88
-WORK = 96  # address of entries of WORK_BYTES
-TOKEN_PARTS = 104  # address of PARTS_BYTES per token
-ROPE_POSITIONS = 112  # address of what RoPE rotates by: those of POSITIONS, unless the batch says otherwise
+N_WORK = 32
+WORK = 40  # address of entries of WORK_BYTES
+TOKEN_PARTS = 48  # address of PARTS_BYTES per token
+ROPE_POSITIONS = 56  # address of what RoPE rotates by: those of POSITIONS, unless the batch says otherwise
 # A plan's masks, float32 [heads, T, context padded to whole pages], and strides in bytes (0 for one head)
-MASK = 120
-MASK_STRIDE = 128
-MASK_HEAD_STRIDE = 136
-N_POSITIONS = 144  # filled by `check_batch`: positions that RoPE rotates by, 0 to one less
-TOKEN_TYPES = 152
-ADAPTERS = 160
-STATE_SLOTS = 168
-STATE_SAVES = 176
-BATCH_BYTES = 192
+MASK = 64
+MASK_STRIDE = 72
+MASK_HEAD_STRIDE = 80
+N_POSITIONS = 88  # filled by `check_batch`: positions that RoPE rotates by, 0 to one less
+# Addresses of the arrays of `StepArrays`, in their order
+ARRAY = {row.name: 96 + 8 * i for i, row in enumerate(STEP_ARRAYS)}
+BATCH_BYTES = 96 + 8 * len(STEP_ARRAYS)
+TOKEN_IDS = ARRAY["token_ids"]
+POSITIONS = ARRAY["positions"]
+SLOTS = ARRAY["slots"]
+QUERY_START = ARRAY["query_start"]
+CONTEXT_LEN = ARRAY["context_len"]
+PAGE_TABLE = ARRAY["page_table"]
+LOGIT_ROWS = ARRAY["logit_rows"]
+TOKEN_TYPES = ARRAY["token_types"]
+ADAPTERS = ARRAY["adapters"]
+STATE_SLOTS = ARRAY["state_slots"]
+STATE_SAVES = ARRAY["state_saves"]
 
 # One attention work entry (int64 each): some new tokens of one sequence against some of its chunks, or one
 # new token each of several sequences against a chunk that they share.
