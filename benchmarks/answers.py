@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
 from kukri.calls.system_message import opening
-from kukri.sampling import with_overrides
 
 if TYPE_CHECKING:
     from kukri.calls.results import Result
@@ -92,7 +91,7 @@ def measure(
     from kukri.llm import LLM
 
     with LLM(model_path(model, 1024), n_threads=n_threads, max_requests=_AT_ONCE, max_context=1024) as llm:
-        params = with_overrides(llm.default_params, sampling)
+        params = llm.default_params.replace(**sampling)
         say("open questions")
         texts = _answers(llm, _OPEN, params, n_seeds, 300)
         pieces = [_pieces(result.token_ids) for result in texts]

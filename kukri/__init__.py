@@ -16,23 +16,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kukri import errors
     from kukri.async_llm import AsyncLLM
-    from kukri.calls.results import Chunk, Output, Result
+    from kukri.calls.decide import Decision
+    from kukri.calls.results import Chunk, Output, Result, ToolCall, Usage
     from kukri.engine import Timings
+    from kukri.interp.cache import ActivationCache
+    from kukri.interp.interventions.intervention import Intervention
     from kukri.llm import LLM, load
     from kukri.opening.model_options import ModelOptions
     from kukri.sampling import Grammar, SampledToken, SamplingOptions, SamplingParams
     from kukri.tasks import Label, Span, TokenLabel
+    from kukri.tasks.embedding import Ranked
+    from kukri.tokenizer import Tokenizer
+    from kukri.vision.image import ImagePrompt
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "ActivationCache",
     "AsyncLLM",
     "Chunk",
+    "Decision",
     "Grammar",
+    "ImagePrompt",
+    "Intervention",
     "Label",
     "ModelOptions",
     "Output",
+    "Ranked",
     "Result",
     "SampledToken",
     "SamplingOptions",
@@ -40,6 +51,9 @@ __all__ = [
     "Span",
     "Timings",
     "TokenLabel",
+    "Tokenizer",
+    "ToolCall",
+    "Usage",
     "__version__",
     "errors",
     "load",
@@ -47,19 +61,27 @@ __all__ = [
 
 _HOMES = {
     "LLM": "kukri.llm",
+    "ActivationCache": "kukri.interp.cache",
     "AsyncLLM": "kukri.async_llm",
-    "Label": "kukri.tasks",
-    "Span": "kukri.tasks",
-    "TokenLabel": "kukri.tasks",
     "Chunk": "kukri.calls.results",
+    "Decision": "kukri.calls.decide",
+    "Grammar": "kukri.sampling",
+    "ImagePrompt": "kukri.vision.image",
+    "Intervention": "kukri.interp.interventions.intervention",
+    "Label": "kukri.tasks",
     "ModelOptions": "kukri.opening.model_options",
     "Output": "kukri.calls.results",
+    "Ranked": "kukri.tasks.embedding",
     "Result": "kukri.calls.results",
-    "Grammar": "kukri.sampling",
     "SampledToken": "kukri.sampling",
     "SamplingOptions": "kukri.sampling",
     "SamplingParams": "kukri.sampling",
+    "Span": "kukri.tasks",
     "Timings": "kukri.engine",
+    "TokenLabel": "kukri.tasks",
+    "Tokenizer": "kukri.tokenizer",
+    "ToolCall": "kukri.calls.results",
+    "Usage": "kukri.calls.results",
     "load": "kukri.llm",
 }
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
 from kukri.calls import MAX_ROUNDS
 from kukri.calls.engine_calls import Call, Message, Prompt, is_chat, is_many
 from kukri.calls.results import Chunk, Result
 from kukri.errors import KukriError, RequestError
 from kukri.llm import LLM
+from kukri.opening.model_options import ModelKeywords
 from kukri.sampling import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,6 +29,23 @@ if TYPE_CHECKING:
     from kukri.vision.image import ImagePrompt
 
     Interventions = Sequence[Intervention | Mapping[str, Any]]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_thread(
+    method: Callable[Concatenate[LLM, P], R],
+) -> Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, R]]:
+    """A method of `LLM` that runs in a thread; a task that is cancelled does not wait for its end."""
+
+    @wraps(method)
+    async def run(self: AsyncLLM, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._check_open()
+        return await asyncio.to_thread(method, self.llm, *args, **kwargs)
+
+    return run
 
 
 class AsyncLLM:
@@ -42,10 +61,23 @@ class AsyncLLM:
         options: The other arguments of `LLM`.
 
     Attributes:
-        llm: The LLM, for everything else; its methods block.
+        llm: The LLM, for hooks and what else belongs to one thread; its methods block.
     """
 
-    def __init__(self, model: LLM | str | os.PathLike[str] | None = None, **options: Any) -> None:
+    logits = _in_thread(LLM.logits)
+    decide = _in_thread(LLM.decide)
+    embed = _in_thread(LLM.embed)
+    embed_tokens = _in_thread(LLM.embed_tokens)
+    rerank = _in_thread(LLM.rerank)
+    answer = _in_thread(LLM.answer)
+    classify = _in_thread(LLM.classify)
+    classify_tokens = _in_thread(LLM.classify_tokens)
+    load_adapter = _in_thread(LLM.load_adapter)
+    unload_adapter = _in_thread(LLM.unload_adapter)
+
+    def __init__(
+        self, model: LLM | str | os.PathLike[str] | None = None, **options: Unpack[ModelKeywords]
+    ) -> None:
         if isinstance(model, LLM) and options:
             raise KukriError(f"the LLM is already open and does not take {', '.join(options)}")
         self._owns_llm = not isinstance(model, LLM)

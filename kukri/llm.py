@@ -25,7 +25,7 @@ from kukri.kernels.cache import KVType
 from kukri.kernels.taps import Hook
 from kukri.models import Forward
 from kukri.opening.loading import Progress, open_model
-from kukri.opening.model_options import ModelKeywords, ModelOptions
+from kukri.opening.model_options import ModelKeywords, ModelOptions, check_names
 from kukri.sampling import SamplingOptions, SamplingParams
 from kukri.tasks.embedding import Ranked, check_pooling, ranked
 from kukri.tasks.late_interaction import max_sim
@@ -84,6 +84,7 @@ class LLM:
         progress: Progress | None = None,
         **options: Unpack[ModelKeywords],
     ) -> None:
+        check_names(options, "LLM")
         self.options = ModelOptions(**{"model": model, **cast(dict[str, Any], options)})
         loaded = open_model(self.options, progress)
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config

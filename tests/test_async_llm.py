@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kukri import LLM, AsyncLLM, SamplingParams
@@ -204,3 +205,20 @@ def test_closing_ends_calls_and_what_was_opened(tiny_path: Path, slow: LLM) -> N
     run(main())
     assert_idle(slow)
     assert slow.generate("a", GREEDY).text
+
+
+def test_every_method_that_computes_is_there(llm: LLM) -> None:
+    """Catches a method of LLM that asyncio's users have to run in a thread of their own."""
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as made:
+            ids = llm.tokenizer.encode("Hello")
+            assert np.array_equal(await made.logits(ids), llm.logits(ids))
+            assert np.array_equal(await made.embed("Hello"), llm.embed("Hello"))
+            assert (await made.decide("Hello", ["a", "b"])).choice == llm.decide("Hello", ["a", "b"]).choice
+
+    asyncio.run(main())
+    here = {"hooks", "attribute", "ask_about", "run_with_cache", "run_with_hooks", "generate_with_hooks"}
+    here |= {"add_hook", "reset_hooks", "intervene", "chat_prompt", "close"}  # one thread's, or at once
+    methods = {name for name in vars(LLM) if callable(getattr(LLM, name)) and not name.startswith("_")}
+    assert methods - here <= set(vars(AsyncLLM))

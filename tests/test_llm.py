@@ -75,8 +75,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 def test_the_public_names() -> None:
     """A name that is promised and missing, or comes by accident."""
     promised = (
-        "LLM AsyncLLM Chunk Grammar Label ModelOptions Output Result SampledToken SamplingOptions "
-        "SamplingParams Span Timings TokenLabel __version__ errors load"
+        "LLM ActivationCache AsyncLLM Chunk Decision Grammar ImagePrompt Intervention Label ModelOptions "
+        "Output Ranked Result SampledToken SamplingOptions SamplingParams Span Timings TokenLabel Tokenizer "
+        "ToolCall Usage __version__ errors load"
     )
     assert kukri.__all__ == promised.split()
     for name in kukri.__all__:
@@ -523,6 +524,25 @@ def test_the_context_is_kept(tiny_path: Path) -> None:
         assert llm.logits([1] * 20).shape == (20, N_VOCAB)
     with pytest.raises(ConfigError, match=r"max_context 129 .* 128"):
         LLM(tiny_path, backend="reference", max_context=129)
+
+
+def test_wrong_options_name_the_right_one(tiny_path: Path) -> None:
+    """Catches a TypeError of another class for an option that other programs name differently."""
+    for name, words in {
+        "n_ctx": "LLM has no option 'n_ctx': use 'max_context'",
+        "max_model_len": "use 'max_context'",
+        "max_contxt": "did you mean max_context",
+        "colour": "LLM has no option 'colour'",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            LLM(tiny_path, **{name: 512})  # type: ignore[arg-type]
+
+
+def test_defaults_are_replaced_and_kept(fresh: LLM) -> None:
+    """Catches a way to set one parameter that drops the model's advice on the others."""
+    made = fresh.default_params.replace(max_tokens=3)
+    assert made.max_tokens == 3
+    assert made.replace(max_tokens=fresh.default_params.max_tokens) == fresh.default_params
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:

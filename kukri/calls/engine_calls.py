@@ -21,7 +21,7 @@ from kukri.engine.turns import EngineTurns
 from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
 from kukri.kernels.arrays import FloatArray
 from kukri.opening.loading import LoadedModel
-from kukri.sampling import SampledToken, SamplingParams, resolve_texts, with_overrides
+from kukri.sampling import SampledToken, SamplingParams, resolve_texts
 from kukri.tokenizer import ChatTemplate, Tokenizer
 from kukri.vision.image import ImagePrompt
 
@@ -196,7 +196,7 @@ class EngineCalls:
             if name not in names:
                 raise RequestError(f"there is no parameter {name!r}{close_matches(name, names)}", param=name)
         if params is None:
-            return with_overrides(self._default_params, overrides)
+            return self._default_params.replace(**overrides)
         return replace(params, **overrides) if overrides else params
 
     def _encode(self, prompt: Any) -> Any:

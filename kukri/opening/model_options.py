@@ -5,13 +5,13 @@ all read an option by `ModelOptions`, so a value means the same everywhere and a
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from kukri.config import KV_TYPE_SIZES, KVType, Speculation
-from kukri.errors import UnsupportedError
+from kukri.errors import ConfigError, UnsupportedError, close_matches
 from kukri.opening.option_fields import (
     as_integer,
     as_names,
@@ -294,6 +294,34 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         read_fields(self)
+
+
+# What other programs call options of `ModelOptions`
+_ELSEWHERE = {
+    "max_context": ("n_ctx", "num_ctx", "max_model_len", "max_seq_len", "max_seq_length", "context_length"),
+    "n_threads": ("num_threads", "num_thread", "threads"),
+    "quantize": ("quantization", "load_in_4bit", "load_in_8bit"),
+    "kv_type": ("kv_cache_dtype", "type_k", "type_v", "cache_type_k", "cache_type_v"),
+    "kv_bytes": ("kv_cache_memory_bytes",),
+    "max_requests": ("max_num_seqs", "n_parallel"),
+    "max_step_tokens": ("n_batch", "n_ubatch", "max_num_batched_tokens"),
+    "adapters": ("lora_path", "lora", "lora_modules"),
+    "draft_model": ("speculative_model", "assistant_model"),
+    "prefix_cache": ("enable_prefix_caching",),
+    "mmproj": ("clip_model_path", "chat_handler"),
+    "device": ("device_map", "main_gpu", "n_gpu_layers"),
+}
+
+
+def check_names(names: Iterable[str], what: str) -> None:
+    """Raise ConfigError if an option of `what` is unknown; the error names the option that is meant."""
+    known = option_fields()
+    for name in names:
+        if name in known:
+            continue
+        meant = [own for own, others in _ELSEWHERE.items() if name in others]
+        hint = f": use {meant[0]!r}" if meant else close_matches(name, known)
+        raise ConfigError(f"{what} has no option {name!r}{hint}")
 
 
 class ModelKeywords(TypedDict, total=False):

@@ -24,7 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kukri.sampling.defaults import default_params, with_overrides
+    from kukri.sampling.defaults import default_params
     from kukri.sampling.grammar import CompiledGrammar, Grammar
     from kukri.sampling.params import ReasoningLimit, SamplingOptions, SamplingParams
     from kukri.sampling.sampler import (
@@ -49,7 +49,6 @@ __all__ = [
     "resolve_texts",
     "sample_rows",
     "token_logprobs",
-    "with_overrides",
 ]  # fmt: skip
 
 _HOMES = {
@@ -57,7 +56,7 @@ _HOMES = {
     "ReasoningLimit": "params", "SamplingOptions": "params", "SamplingParams": "params",
     "RequestSampler": "sampler", "SampledToken": "sampler", "SamplingError": "sampler",
     "sample_rows": "sampler", "token_logprobs": "sampler",
-    "default_params": "defaults", "with_overrides": "defaults", "resolve_texts": "text_params",
+    "default_params": "defaults", "resolve_texts": "text_params",
 }  # fmt: skip
 
 

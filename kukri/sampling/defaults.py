@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from kukri.errors import RequestError
-from kukri.kernels.sampling_stages import STAGES
 from kukri.sampling.params import SamplingParams
 
 logger = logging.getLogger("kukri.sampling")
@@ -25,23 +23,8 @@ def default_params(advice: Mapping[str, Any]) -> SamplingParams:
     params, n_taken = SamplingParams(), 0
     for name, value in sorted(advice.items(), key=lambda item: item[0] == "mirostat"):
         try:
-            params = with_overrides(params, {name: value})
+            params = params.replace(**{name: value})
             n_taken += 1
         except RequestError as error:
             logger.warning("the model's advice on sampling is left out: %s", error)
     return params if n_taken else SamplingParams(**OWN_DEFAULTS)
-
-
-def with_overrides(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """`defaults` with the fields that are given.
-
-    A given `mirostat` or `samplers` switches off the default stages that it rules out. Raises RequestError on
-    values that do not work, as SamplingParams does.
-    """
-    samplers = given.get("samplers")
-    off: dict[str, Any] = {}
-    for stage in STAGES:
-        is_replaced = given.get("mirostat") and stage.kind == "filter"
-        if is_replaced or (isinstance(samplers, list | tuple) and stage.name not in samplers):
-            off |= {name: getattr(SamplingParams, name) for name in stage.switches}
-    return replace(defaults, **off | dict(given)) if given else defaults

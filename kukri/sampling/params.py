@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import indent
-from typing import Any, TypedDict, cast, get_args
+from typing import Any, TypedDict, Unpack, cast, get_args
 
 from kukri.config import Speculation
 from kukri.kernels.sampling_stages import STAGES
@@ -118,8 +118,9 @@ class SamplingParams:
     """Sampling parameters and stop conditions of one request; `kukri.sampling` has the order.
 
     Checked when made: RequestError names the field and its allowed values. The defaults draw from the model's
-    own distribution. With `max_tokens` None an answer may fill the context. `stop` and `stop_token_ids`
-    become tuples without repeats.
+    own distribution, without the model's advice, which `LLM.default_params` has: begin with
+    `llm.default_params.replace(max_tokens=64)` to keep it. With `max_tokens` None an answer may fill the
+    context. `stop` and `stop_token_ids` become tuples without repeats.
     """
 
     # fmt: off
@@ -322,6 +323,20 @@ class SamplingParams:
         self._set("samplers", _checked_samplers(self.samplers))
         self._check_stages()
         self._check_grammar()
+
+    def replace(self, **changes: Unpack[SamplingOptions]) -> SamplingParams:
+        """Return these parameters with other values for some fields.
+
+        A `mirostat` or `samplers` among the changes switches off the stages that it rules out, unless they
+        are among the changes too. Raises RequestError on values that do not work.
+        """
+        samplers = changes.get("samplers")
+        off: dict[str, Any] = {}
+        for stage in STAGES:
+            is_replaced = changes.get("mirostat") and stage.kind == "filter"
+            if is_replaced or (isinstance(samplers, list | tuple) and stage.name not in samplers):
+                off |= {name: getattr(SamplingParams, name) for name in stage.switches}
+        return replace(self, **off | cast("dict[str, Any]", changes)) if changes else self
 
     @property
     def is_greedy(self) -> bool:

@@ -21,7 +21,7 @@ from kukri.calls.system_message import DEFAULT_SYSTEM, opening
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError, printable
 from kukri.host.os_calls import drop_typed, has_typed, no_echo
 from kukri.llm import LLM
-from kukri.sampling import SamplingParams, with_overrides
+from kukri.sampling import SamplingParams
 from kukri.terminal.answer_writer import AnswerWriter
 from kukri.terminal.clipboard import copy
 from kukri.terminal.errors import one_line
@@ -83,7 +83,7 @@ def talk(
                 f"{llm.path.name} has no chat template (a base model?): continue a text with "
                 '`kukri run -m MODEL --raw "…"`, or chat with the instruct version'
             )
-        return llm, with_overrides(llm.default_params, given)
+        return llm, llm.default_params.replace(**given)
 
     llm, params = opened(model)
     messages = opening(llm.chat_template, system) if resumed is None else resumed.messages

@@ -18,7 +18,7 @@ from kukri.errors import RequestError
 from kukri.formats import hub
 from kukri.formats.digests import split_digest
 from kukri.llm import LLM
-from kukri.sampling import Grammar, SamplingParams, with_overrides
+from kukri.sampling import Grammar, SamplingParams
 from kukri.terminal.answer_writer import AnswerWriter
 from kukri.terminal.command import given as given_options
 from kukri.terminal.options import FormOptions, ModelName, ToolOptions
@@ -134,7 +134,7 @@ def answer_prompt(
             from kukri.terminal.answer_form import compiled_in_time
 
             given["grammar"] = compiled_in_time(grammar, llm.tokenizer)
-        params = with_overrides(llm.default_params, given)
+        params = llm.default_params.replace(**given)
         request: Any = text if parse_special else llm.tokenizer.encode(text, add_special=True)
         if not raw:
             shown = [{"type": "image", "image": image, "param": f"--image {image}"} for image in images]

@@ -22,7 +22,7 @@ from kukri.formats.sampling_advice import (
     gguf_advice,
     huggingface_advice,
 )
-from kukri.sampling import default_params, with_overrides
+from kukri.sampling import default_params
 from kukri.sampling.defaults import OWN_DEFAULTS
 from tests.tiny_gguf import write_tiny
 
@@ -106,20 +106,18 @@ def test_advice_that_cannot_be_is_left_out(caplog: pytest.LogCaptureFixture) -> 
 def test_given_values_win() -> None:
     """A request refused because of a default, or a default that is kept against it."""
     defaults = SamplingParams(temperature=0.6, top_p=0.9, min_p=0.1, frequency_penalty=0.5)
-    assert with_overrides(defaults, {}) is defaults
-    assert with_overrides(defaults, {"temperature": 0}) == SamplingParams(
+    assert defaults.replace() is defaults
+    assert defaults.replace(temperature=0) == SamplingParams(
         temperature=0, top_p=0.9, min_p=0.1, frequency_penalty=0.5
     )
-    assert with_overrides(defaults, {"mirostat": 2}) == SamplingParams(
-        temperature=0.6, frequency_penalty=0.5, mirostat=2
-    )
-    assert with_overrides(defaults, {"samplers": ["top_p", "temperature"]}) == SamplingParams(
+    assert defaults.replace(mirostat=2) == SamplingParams(temperature=0.6, frequency_penalty=0.5, mirostat=2)
+    assert defaults.replace(samplers=["top_p", "temperature"]) == SamplingParams(
         temperature=0.6, top_p=0.9, samplers=["top_p", "temperature"]
     )
     with pytest.raises(RequestError, match="samplers must be"):
-        with_overrides(defaults, {"samplers": ["top_p", "temperature"], "top_k": 3})
+        defaults.replace(samplers=["top_p", "temperature"], top_k=3)
     with pytest.raises(RequestError, match="mirostat must be 0"):
-        with_overrides(defaults, {"mirostat": 2, "top_k": 3})
+        defaults.replace(mirostat=2, top_k=3)
 
 
 def test_a_model_brings_its_defaults(tmp_path: Path) -> None:
@@ -144,7 +142,7 @@ def test_the_default_model_has_measured_ones(smollm2_path: Path) -> None:
         if known:  # else $KUKRI_TEST_MODEL is another file
             assert llm.default_params == SamplingParams(**known)
         request = [{"role": "user", "content": "Write a short poem about rain."}]
-        params = with_overrides(llm.default_params, hub.MODELS[hub.DEFAULT_MODEL].sampling)
+        params = llm.default_params.replace(**hub.MODELS[hub.DEFAULT_MODEL].sampling)
         for seed in range(3):
             ids = llm.chat(request, params, seed=seed, max_tokens=160).token_ids
             pieces = [tuple(ids[i : i + 6]) for i in range(len(ids) - 5)]

@@ -16,7 +16,6 @@ from kukri.kernels.reference_sampling import Candidates, Record, ReferenceSampli
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.kernels.sampling_stages import STAGES
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams
-from kukri.sampling.defaults import with_overrides
 
 N = 300
 
@@ -71,7 +70,7 @@ def test_every_stage_does_what_its_fields_say() -> None:
             left = candidates_of(row, *text, seed=1, **given)
             is_same = len(left.ids) == len(plain.ids) and np.array_equal(left.depths(), plain.depths())
             assert not is_same, f"{given} changes nothing"
-            switched_off = with_overrides(SamplingParams(**given), {"samplers": []})
+            switched_off = SamplingParams(**given).replace(samplers=[])
             assert not switched_off.active_stages, f"{given} is left on by samplers=[]"
 
 

@@ -25,7 +25,7 @@ from kukri.errors import CapacityError, ContextLengthError, RequestError
 from kukri.interp import Session
 from kukri.interp.interventions.request_taps import InterventionTaps
 from kukri.opening.model_options import ModelOptions
-from kukri.sampling import Grammar, SamplingParams, resolve_texts, with_overrides
+from kukri.sampling import Grammar, SamplingParams, resolve_texts
 from kukri.server.access import check_interp
 from kukri.server.chat.grammar_check import GrammarCheck
 from kukri.server.chat.images import ImageReader
@@ -273,7 +273,7 @@ class ServedModel:
 
     def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """The fields that a client set, on top of the model's defaults."""
-        return with_overrides(self.llm.default_params, sampling)
+        return self.llm.default_params.replace(**sampling)
 
     def check_answers(self, n_prompts: int, n_each: int) -> None:
         """Raises RequestError if a request asks for more answers than the queue holds."""
