@@ -28,6 +28,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 
+import numpy as np
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -43,7 +44,9 @@ from kukri.kernels.gpu import (
     row_kernels,
     tiles,
 )
-from kukri.kernels.gpu.pack import PACKED_TYPES
+from kukri.kernels.gpu.pack import PACKED_TYPES, form_of, pack
+from kukri.kernels.weight_handles import Weight
+from kukri.quant.types import QUANT_TYPES
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -51,30 +54,20 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-BITS = {  # bits of a weight with its scales, as `pack.py` lays them out
-    "Q4_0": 4.5,
-    "Q4_1": 5,
-    "Q5_0": 5.5,
-    "Q5_1": 6,
-    "Q8_0": 8.5,
-    "IQ4_NL": 4.5,
-    "Q2_K": 2.625,
-    "Q3_K": 3.625,
-    "Q4_K": 4.5,
-    "Q5_K": 5.5,
-    "Q6_K": 6.625,
-    "IQ4_XS": 4.25,
-    "MXFP4": 4.25,
-}
 KV_NUMBERS = {"f16": "*fp16", "q8_0": "*i8", "fp8": "*u8", "fp8_native": "*u8"}
 MAX_SLOTS = {
     "IQ4_XS": 2.7,
     "MXFP4": 2.6,
     "Q5_K": 2.55,
     "Q6_K": 3.0,  # small programs load activations more often, and were measured to be faster
+    "IQ3_XXS": 2.7,
+    "IQ3_S": 2.7,
+    "NVFP4": 2.6,
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS"), 3.35),  # of 3 bits that choose from 8 levels
+    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), 3.5),
 }  # per weight of a GEMV for one token: what these reach
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):  # and with an older assembler
-    MAX_SLOTS = {"IQ4_XS": 2.95, "MXFP4": 2.85, "Q5_K": 2.95, "Q6_K": 3.3, "IQ4_NL": 2.7, "Q5_0": 2.55}
+    MAX_SLOTS |= {"IQ4_XS": 2.95, "MXFP4": 2.85, "Q5_K": 2.95, "Q6_K": 3.3, "IQ4_NL": 2.7, "Q5_0": 2.55}
     MAX_SLOTS |= {"Q2_K": 2.6, "Q3_K": 2.85}
 MAX_SLOTS_OTHERS = 2.5  # the aim
 # issue slots of a card for each byte that it reads at full bandwidth: SMs * lanes * clock / bandwidth
@@ -158,13 +151,14 @@ def linear_cases() -> list[Case]:
     none = {"HAS_BIAS": False, "HAS_RESIDUAL": False}
     cases = []
     for name in PACKED_TYPES:
+        form = form_of(QUANT_TYPES[name])
         for m in (1, 8) if name in ("Q4_K", "Q8_0", "IQ4_XS") else (1,):
             for kind in ("q8", "plain", "rms_norm", "silu_mul"):
                 if kind not in ("q8", "rms_norm") and name != "Q4_K":
                     continue  # what one type shows of those is true of all
-                tile = tiles.gemv_tile(name, m) if kind == "q8" else tiles.fused_tile(m)
+                tile = tiles.gemv_tile(form, m) if kind == "q8" else tiles.fused_tile(m)
                 columns = 0 if kind == "q8" else tiles.fused_columns(1536, m, kind == "rms_norm")
-                constants = dict(TYPE=name, M=m, BN=tile.rows, ASM=True, INPUT=kind, W=columns, **none)
+                constants = dict(TYPE=form, M=m, BN=tile.rows, ASM=True, INPUT=kind, W=columns, **none)
                 constants["UNROLL"] = tile.unroll
                 weights = tile.rows * tiles.LANES * 64 * tile.unroll
                 label = f"gemv {name} M={m}" + ("" if kind == "q8" else f" {kind}")
@@ -173,15 +167,15 @@ def linear_cases() -> list[Case]:
                 cases.append(case)
         has_experts = name in ("Q4_K", "MXFP4")
         if has_experts:
-            tile = tiles.gemv_tile(name, 1)
-            constants = dict(TYPE=name, BN=tile.rows, ASM=True, UNROLL=tile.unroll, **none)
+            tile = tiles.gemv_tile(form, 1)
+            constants = dict(TYPE=form, BN=tile.rows, ASM=True, UNROLL=tile.unroll, **none)
             weights, kernel = tile.rows * tiles.LANES * 64 * tile.unroll, linear_kernels.gemv_of_experts
             label = f"gemv {name} of experts, M=1"
             cases.append(Case(label, kernel, constants, tile.n_warps, 3, weights, name))
         for by_expert in (False, True) if has_experts else (False,):
             for n_tokens in (16, 512):
-                tile = tiles.expert_tile(n_tokens) if by_expert else tiles.gemm_tile(name, n_tokens)
-                constants = dict(TYPE=name, BN=tile.rows, BM=tile.tokens, ASM=True, EXPERTS=by_expert, **none)
+                tile = tiles.expert_tile(n_tokens) if by_expert else tiles.gemm_tile(form, n_tokens)
+                constants = dict(TYPE=form, BN=tile.rows, BM=tile.tokens, ASM=True, EXPERTS=by_expert, **none)
                 constants |= {"UNROLL": tile.unroll, "SPLIT": False}
                 label = f"gemm {name} {tile.rows}x{tile.tokens}{' of experts' if by_expert else ''}"
                 most, sizes = (
@@ -449,12 +443,19 @@ def failures(row: Row) -> list[str]:
     return [f"{row.case} {row.target}: {what}" for what in broken]
 
 
+def bytes_per_weight(type_name: str) -> float:
+    """Bytes of a weight with its scales, as `pack.py` lays them out."""
+    type, shape = QUANT_TYPES[type_name], (1, 1 << 16)
+    (row,) = pack(Weight(np.zeros((1, type.row_bytes(shape[1])), np.uint8), type, shape))
+    return sum(plane.nbytes for plane in row.planes if plane.ndim > 1) / shape[1]
+
+
 def share_of_slots(row: Row) -> str | None:
     """For a GEMV for one token: the share of a card's issue slots that it takes at full bandwidth."""
     kernel, *rest = row.case.split()
     if kernel != "gemv" or rest[1:] != ["M=1"] or row.target not in SLOTS_PER_BYTE or row.slots is None:
         return None
-    n_bytes = BITS[rest[0]] / 8
+    n_bytes = bytes_per_weight(rest[0])
     there = SLOTS_PER_BYTE[row.target] * n_bytes
     share = f"{row.slots:.2f} of {there:.1f} slots per weight, {row.slots / there:.2f}"
     return f"{rest[0]} {row.target}: {n_bytes:.3f} bytes per weight, {share}"

@@ -12,19 +12,21 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from unittest import mock
 
+import numpy as np
 import torch
 
 from benchmarks.harness import Experiment, Table, run
 from kukri.errors import UnsupportedError
 from kukri.kernels.gpu import products, tiles
-from kukri.kernels.gpu.pack import PACKED_TYPES, PAIR
-from kukri.kernels.gpu.products import Matrix, Output
+from kukri.kernels.gpu.pack import Matrix, form_of, pack
+from kukri.kernels.gpu.products import Output
 from kukri.kernels.gpu.rows import quantize
 from kukri.kernels.gpu.tiles import Tile
+from kukri.kernels.weight_handles import Weight
+from kukri.quant.types import QUANT_TYPES
 
 SHAPES = {"q k v": (3072, 2048), "output": (2048, 2048), "gate up": (22016, 2048), "down": (2048, 11008)}
 _BYTES = 1 << 28  # of matrices read in turn: more than a cache holds
-_WORDS = {"Q4_K": (8, 0, 4), "Q6_K": (8, 4, 5), "Q8_0": (16, 0, 0)}  # quants, high bits a pair; scales of 256
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,18 @@ def candidates(n_tokens: int) -> Iterator[tuple[Tile, bool]]:
 
 def matrices(type_name: str, n_rows: int, n_columns: int) -> list[Matrix]:
     """Packed matrices of random bits with small scales."""
-    words, high, scales = _WORDS[type_name]
-    n_pairs = n_columns // PAIR
+    type = QUANT_TYPES[type_name]
+    (row,) = pack(Weight(np.zeros((1, type.row_bytes(n_columns)), np.uint8), type, (1, n_columns)))
 
-    def bits(*shape: int) -> torch.Tensor:
+    def bits(plane: torch.Tensor) -> torch.Tensor:
+        shape = n_rows, *plane.shape[1:]
         return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32, device="cuda")
 
     def matrix() -> Matrix:
-        width = n_pairs // 4 * scales or n_pairs
-        scale = torch.full((n_rows, width), 0x1C001C00, dtype=torch.int32, device="cuda")
-        quants, top = bits(n_rows, n_pairs, words), bits(n_rows, n_pairs, high) if high else bits(1)
-        return Matrix(type_name, n_rows, n_columns, n_pairs, quants, top, scale)
+        scales = torch.full((n_rows, row.scales.shape[1]), 0x1C001C00, dtype=torch.int32, device="cuda")
+        return Matrix(row.form, n_rows, n_columns, bits(row.quants), bits(row.high), scales)
 
-    return [matrix() for _ in range(max(1, _BYTES // (n_rows * n_pairs * 4 * words)))]
+    return [matrix() for _ in range(max(1, _BYTES // (n_rows * row.quants.nbytes)))]
 
 
 def microseconds(launch: Callable[[int], None], n_launches: int) -> float:
@@ -108,8 +109,8 @@ def measure(type_name: str, shape: str, n_tokens: int) -> Iterator[Timed]:
 def in_use(type_name: str, shape: str, n_tokens: int) -> tuple[Tile, bool]:
     """The tile that is launched, and whether its sums are split."""
     if n_tokens <= tiles.MAX_GEMV_TOKENS:
-        return tiles.gemv_tile(type_name, n_tokens), False
-    tile = tiles.gemm_tile(type_name, n_tokens)
+        return tiles.gemv_tile(form_of(QUANT_TYPES[type_name]), n_tokens), False
+    tile = tiles.gemm_tile(form_of(QUANT_TYPES[type_name]), n_tokens)
     n_programs = -(-SHAPES[shape][0] // tile.rows) * -(-n_tokens // tile.tokens)
     return tile, tiles.splits_sums(n_programs, n_tokens)
 
@@ -122,7 +123,6 @@ def main() -> None:
     given = experiment.parse()
     if not torch.cuda.is_available():
         raise UnsupportedError("gpu_tiles needs a GPU that PyTorch sees")
-    assert set(_WORDS) <= set(PACKED_TYPES)
     found, rows = [], []
     for name, shape, n_tokens in product(given.types.split(","), SHAPES, map(int, given.tokens.split(","))):
         experiment.say(f"{name}, {shape}, {n_tokens} tokens")

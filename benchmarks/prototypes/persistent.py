@@ -88,7 +88,7 @@ def layer(
         d_model,
         d_ffn,
         spec.n_kv_heads,
-        TYPE=matrices.qkv.type_name,
+        TYPE=matrices.qkv.form,
         GROUP=spec.group,
         K=spec.d_head,
         KW=attention.head_width(spec),

@@ -107,3 +107,17 @@ def iq4_values(within, half, t0, t1, t2, t3, C: tl.constexpr, ASM: tl.constexpr)
             word = tl.where(is_high, tl.where(index < 4, t2, t3), tl.where(index < 4, t0, t1))
             result |= ((word >> (8 * (index & 3))) & 255) << (8 * i)
         return result
+
+
+@triton.jit
+def levels_of_bytes(q, t0, t1, ASM: tl.constexpr):
+    """The signed bytes that the bytes of q, 0 to 7, stand for; t0 and t1 hold the 8 values."""
+    if ASM:
+        pairs = (q | (q >> 4)) & 0x00FF00FF
+        return _prmt(q * 0 + t0, q * 0 + t1, pairs | (pairs >> 8))
+    else:
+        result = q * 0
+        for i in tl.static_range(4):
+            index = (q >> (8 * i)) & 7
+            result |= ((tl.where(index < 4, t0, t1) >> (8 * (index & 3))) & 255) << (8 * i)
+        return result

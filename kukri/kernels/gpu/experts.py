@@ -13,7 +13,8 @@ from torch import Tensor
 from kukri.kernels.expert_choice import Routes
 from kukri.kernels.gpu import expert_kernels, linear_kernels, products, tiles
 from kukri.kernels.gpu.assembler import launch_options
-from kukri.kernels.gpu.products import Matrix, Output, RowsByExpert
+from kukri.kernels.gpu.pack import Matrix
+from kukri.kernels.gpu.products import Output, RowsByExpert
 from kukri.kernels.gpu.rows import Q8Rows
 from kukri.kernels.specs import Routing
 
@@ -78,7 +79,7 @@ def _output(routes: Routes, n_rows: int, bias: Tensor | None) -> tuple[Output, i
 def _gemv(x: Q8Rows, experts: Tensor, matrix: Matrix, out: Output) -> None:
     """The product for few tokens: a GEMV for each row."""
     n_all, n_rows = out.y.shape
-    tile = tiles.gemv_tile(matrix.type_name, 1)
+    tile = tiles.gemv_tile(matrix.form, 1)
     linear_kernels.gemv_of_experts[triton.cdiv(n_rows, tile.rows), n_all](
         *products.gemv_tensors(matrix, x),
         *out.tensors[:2],

@@ -16,7 +16,15 @@ is one run of memory. Padding columns are zeros.
 import triton
 import triton.language as tl
 
-from kukri.kernels.gpu.bits import dp4a, high_half, iq4_selectors, iq4_values, low_half, tree_sum
+from kukri.kernels.gpu.bits import (
+    dp4a,
+    high_half,
+    iq4_selectors,
+    iq4_values,
+    levels_of_bytes,
+    low_half,
+    tree_sum,
+)
 from kukri.kernels.gpu.overlap import await_inputs
 from kukri.kernels.gpu.row_kernels import prepare_rows
 
@@ -40,13 +48,12 @@ def _pick(words, i: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
     """The words of `scales` that a pair needs, three or fewer; its shape is that of row, pair and mask."""
-    at = row * n_pairs + pair
     of_256 = row * (n_pairs // 4) + pair // 4
-    if TYPE == "Q4_1" or TYPE == "Q5_1":
-        words = _load_words(scales, at * 2, mask, 2)
-        a, b = _pick(words, 0, 2), _pick(words, 1, 2)
+    if TYPE.has_steps and TYPE.group == 16:
+        a = tl.load(scales + of_256 * 5 + (pair & 3), mask=mask, other=0)
+        b = tl.load(scales + of_256 * 5 + 4, mask=mask, other=0)
         return a, b, a
-    elif TYPE == "Q4_K" or TYPE == "Q5_K":
+    elif TYPE.has_steps and TYPE.has_minimum:
         words = _load_words(scales, of_256 * 4, mask, 4)
         a, b, c, d = _pick(words, 0, 4), _pick(words, 1, 4), _pick(words, 2, 4), _pick(words, 3, 4)
         # scales and minimums of 4 groups a word, then those of this pair in the low 16 bits
@@ -55,52 +62,56 @@ def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
         t = tl.where(first, c & 0x3F3F3F3F, ((d >> 4) & _NIBBLES) | ((c >> 2) & 0x30303030))
         shift = (pair & 1) * 16
         return a, s >> shift, t >> shift
-    elif TYPE == "Q2_K" or TYPE == "Q3_K" or TYPE == "Q6_K":
-        a = tl.load(scales + of_256 * 5 + (pair & 3), mask=mask, other=0)
-        b = tl.load(scales + of_256 * 5 + 4, mask=mask, other=0)
-        return a, b, a
-    elif TYPE == "MXFP4":
-        a = tl.load(scales + row * ((n_pairs + 1) // 2) + pair // 2, mask=mask, other=0) >> ((pair & 1) * 16)
-        return a, a, a
-    elif TYPE == "IQ4_XS":
+    elif TYPE.has_steps:
         words = _load_words(scales, of_256 * 2, mask, 2)
         a, b = _pick(words, 0, 2), _pick(words, 1, 2)
         return a, b >> ((pair & 3) * 8), a >> (12 + (pair & 3) * 4)
+    elif TYPE.has_powers:
+        a = tl.load(scales + row * ((n_pairs + 1) // 2) + pair // 2, mask=mask, other=0) >> ((pair & 1) * 16)
+        return a, a, a
+    elif TYPE.has_minimum or TYPE.group == 16:
+        words = _load_words(scales, (row * n_pairs + pair) * 2, mask, 2)
+        a, b = _pick(words, 0, 2), _pick(words, 1, 2)
+        return a, b, a
     else:
+        at = row * (n_pairs // TYPE.pairs) + pair // TYPE.pairs
         a = tl.load(scales + at, mask=mask, other=0)
         return a, a, a
 
 
 @triton.jit
 def _block_scales(a, b, c, TYPE: tl.constexpr, C: tl.constexpr):
-    """For block C of a pair: its scale, its minimum (for types that have one), and the two multipliers of
-    types with a scale for 16 weights (of Q2_K above them in 4 bits those of the minimum).
+    """For block C of a pair: its scale, its minimum or the scale of its last half, and the steps of both
+    halves, in whose upper 4 bits are the multiples of the minimum if there is one.
 
     Products of a float16 and a whole number of 6 bits are exact in float32.
     """
-    if TYPE == "Q4_1" or TYPE == "Q5_1":
-        w = a if C == 0 else b
-        return low_half(w), high_half(w), w, w
-    elif TYPE == "Q4_K" or TYPE == "Q5_K":
+    if TYPE.has_steps and TYPE.group == 16:
+        s0, s1 = (a << (24 - 16 * C)) >> 24, (a << (16 - 16 * C)) >> 24
+        if TYPE.has_minimum:
+            return low_half(b), -high_half(b), s0, s1
+        else:
+            d = b.to(tl.float32, bitcast=True)
+            return d, d, s0, s1
+    elif TYPE.has_steps and TYPE.has_minimum:
         s, t = ((b >> (8 * C)) & 63).to(tl.float32), ((c >> (8 * C)) & 63).to(tl.float32)
         return low_half(a) * s, -high_half(a) * t, a, a
-    elif TYPE == "Q2_K":
-        return low_half(b), -high_half(b), (a >> (16 * C)) & 255, (a >> (16 * C + 8)) & 255
-    elif TYPE == "Q3_K" or TYPE == "Q6_K":
-        d = b.to(tl.float32, bitcast=True)
-        return d, d, (a << (24 - 16 * C)) >> 24, (a << (16 - 16 * C)) >> 24
-    elif TYPE == "IQ4_XS":
+    elif TYPE.has_steps:
         s = ((b >> (4 * C)) & 15 | (c >> (2 * C)) & 0x30) - 32
         d = low_half(a) * s.to(tl.float32)
+        if TYPE.factor != 1:
+            d = d * TYPE.factor
         return d, d, a, a
-    elif TYPE == "MXFP4":
+    elif TYPE.has_powers:
         exponent = (a >> (8 * C)) & 255
         d = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23).to(tl.float32, bitcast=True)
         return d, d, a, a
+    elif TYPE.has_minimum or TYPE.group == 16:
+        w = a if C == 0 else b
+        return low_half(w), high_half(w), w, w
     else:
         d = low_half(a) if C == 0 else high_half(a)
-        offset: tl.constexpr = 8.0 if TYPE == "Q4_0" else 16.0
-        return d, d * -offset, a, a
+        return d, d * -TYPE.offset, a, a
 
 
 @triton.jit
@@ -110,23 +121,17 @@ def _fold(acc, e0, e1, x_scale, x_min, x_sums, d, m, s0, s1, TYPE: tl.constexpr)
 
     Each integer that becomes a float is below 2^24, so it is not rounded.
     """
-    if TYPE == "Q3_K" or TYPE == "Q6_K":
-        OFFSET: tl.constexpr = 4 if TYPE == "Q3_K" else 32
-        e0 = s0 * (e0 - OFFSET * ((x_sums << 16) >> 16)) + s1 * (e1 - OFFSET * (x_sums >> 16))
-    elif TYPE == "Q2_K":
-        least = (s0 >> 4) * ((x_sums << 16) >> 16) + (s1 >> 4) * (x_sums >> 16)
-        acc = tl.fma(least.to(tl.float32) * m, x_scale, acc)
-        e0 = (s0 & 15) * e0 + (s1 & 15) * e1
+    if TYPE.has_steps and TYPE.group == 16:
+        if TYPE.has_minimum:
+            least = ((s0 >> 4) & 15) * ((x_sums << 16) >> 16) + ((s1 >> 4) & 15) * (x_sums >> 16)
+            acc = tl.fma(least.to(tl.float32) * m, x_scale, acc)
+            e0 = (s0 & 15) * e0 + (s1 & 15) * e1
+        else:
+            e0 = s0 * (e0 - TYPE.offset * ((x_sums << 16) >> 16)) + s1 * (e1 - TYPE.offset * (x_sums >> 16))
     acc = tl.fma(e0.to(tl.float32) * d, x_scale, acc)
-    if (
-        TYPE != "Q2_K"
-        and TYPE != "Q3_K"
-        and TYPE != "Q6_K"
-        and TYPE != "Q8_0"
-        and TYPE != "IQ4_NL"
-        and TYPE != "IQ4_XS"
-        and TYPE != "MXFP4"
-    ):
+    if TYPE.group == 16 and not TYPE.has_steps:
+        acc = tl.fma(e1.to(tl.float32) * m, x_scale, acc)
+    elif TYPE.group == 32 and (TYPE.has_minimum or TYPE.offset != 0):
         acc = tl.fma(m, x_min, acc)
     return acc
 
@@ -210,8 +215,8 @@ def gemv_rows(
     lane, word = tl.arange(0, LANES), tl.arange(0, 4)
     column = row + expert * n_rows
     row64 = column.to(tl.int64)[:, None]
-    WORDS: tl.constexpr = 16 if TYPE == "Q8_0" else 4 if TYPE == "Q2_K" or TYPE == "Q3_K" else 8
-    if TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
+    WORDS: tl.constexpr = 2 * TYPE.low
+    if TYPE.n_levels == 16:
         t0, t1, t2, t3 = tl.load(high), tl.load(high + 1), tl.load(high + 2), tl.load(high + 3)
     q_row = quants + row64 * n_pairs * WORDS  # [BN, 1]
     sums = ()  # float32 [BN, LANES] for each token
@@ -223,42 +228,42 @@ def gemv_rows(
         mask = (row < n_rows)[:, None] & inside[None, :]  # [BN, LANES]
         at = row64 * n_pairs + pair[None, :]
         pq = (q_row + (pair * WORDS)[None, :])[:, :, None] + word
-        q0 = tl.load(pq, mask=mask[:, :, None], other=0)  # [BN, LANES, 4]
+        if WORDS > 0:
+            q0 = tl.load(pq, mask=mask[:, :, None], other=0)  # [BN, LANES, 4]
         if WORDS > 4:
             q1 = tl.load(pq + 4, mask=mask[:, :, None], other=0)
-        if TYPE == "Q8_0":
+        if TYPE.low == 8:
             q2 = tl.load(pq + 8, mask=mask[:, :, None], other=0)
             q3 = tl.load(pq + 12, mask=mask[:, :, None], other=0)
-        elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
+        elif TYPE.n_levels == 16:
             q0, half0 = iq4_selectors(q0)
             q1, half1 = iq4_selectors(q1)
         a, b, c = _scale_words(scales, row64, pair[None, :], n_pairs, mask, TYPE)
-        if TYPE == "Q3_K" or TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
-            top = _load_words(high, at * 2, mask, 2)
-        elif TYPE == "Q6_K":
-            top = _load_words(high, at * 4, mask, 4)
+        if TYPE.high > 0:
+            top = _load_words(high, at * (2 * TYPE.high), mask, 2 * TYPE.high)
         for C in tl.static_range(2):
-            if TYPE == "Q8_0":
+            if TYPE.low == 8:
                 w0, w1 = (q0, q1) if C == 0 else (q2, q3)
-            elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
+            elif TYPE.n_levels == 16:
                 w0 = iq4_values(q0, half0, t0, t1, t2, t3, C, ASM)
                 w1 = iq4_values(q1, half1, t0, t1, t2, t3, C, ASM)
-            elif TYPE == "Q2_K" or TYPE == "Q3_K":
-                w0, w1 = (q0 >> (4 * C)) & 0x03030303, (q0 >> (4 * C + 2)) & 0x03030303
-                if TYPE == "Q3_K":
-                    h = _pick(top, C, 2)[:, :, None]
-                    w0 |= (h >> (word + 2)) & 0x04040404
-                    w1 |= ((h << (4 - word)) >> 2) & 0x04040404
-            else:
+            elif TYPE.low == 4:
                 w0, w1 = (q0 >> (4 * C)) & _NIBBLES, (q1 >> (4 * C)) & _NIBBLES
-                if TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
-                    h = _pick(top, C, 2)[:, :, None]
-                    w0 |= (h >> word) & 0x10101010
-                    w1 |= (h << (4 - word)) & 0x10101010
-                elif TYPE == "Q6_K":
-                    h0, h1 = _pick(top, 2 * C, 4)[:, :, None], _pick(top, 2 * C + 1, 4)[:, :, None]
-                    w0 |= tl.where(word < 2, h0 >> (2 * word), h0 << (8 - 2 * word)) & 0x30303030
-                    w1 |= tl.where(word < 2, h1 >> (2 * word), h1 << (8 - 2 * word)) & 0x30303030
+            elif TYPE.low == 2:
+                w0, w1 = (q0 >> (4 * C)) & 0x03030303, (q0 >> (4 * C + 2)) & 0x03030303
+            else:
+                w0, w1 = tl.zeros([BN, LANES, 4], tl.int32), tl.zeros([BN, LANES, 4], tl.int32)
+            if TYPE.high == 1:
+                h = _pick(top, C, 2)[:, :, None]
+                w0 |= (h >> (word + (4 - TYPE.left))) & (0x01010101 << TYPE.left)
+                w1 |= ((h << (4 - word)) >> (4 - TYPE.left)) & (0x01010101 << TYPE.left)
+            elif TYPE.high == 2:
+                h0, h1 = _pick(top, 2 * C, 4)[:, :, None], _pick(top, 2 * C + 1, 4)[:, :, None]
+                w0 |= tl.where(word < 2, h0 >> (2 * word), h0 << (8 - 2 * word)) & 0x30303030
+                w1 |= tl.where(word < 2, h1 >> (2 * word), h1 << (8 - 2 * word)) & 0x30303030
+            if TYPE.n_levels == 8:
+                w0 = levels_of_bytes(w0, TYPE.levels[0], TYPE.levels[1], ASM)
+                w1 = levels_of_bytes(w1, TYPE.levels[0], TYPE.levels[1], ASM)
             d, m, s0, s1 = _block_scales(a, b, c, TYPE, C)
             folded = ()
             for i in tl.static_range(M):
@@ -272,7 +277,7 @@ def gemv_rows(
                 x_min = tl.load(xm + at_block, mask=x_mask, other=0)[None]
                 x_sums = tl.load(xs + at_block, mask=x_mask, other=0)[None]
                 zero = tl.zeros([BN, LANES, 4], tl.int32)
-                if TYPE == "Q2_K" or TYPE == "Q3_K" or TYPE == "Q6_K":
+                if TYPE.group == 16:
                     e0 = tl.sum(dp4a(w0, x0, zero, ASM), axis=2)
                     e1 = tl.sum(dp4a(w1, x1, zero, ASM), axis=2)
                 else:
@@ -290,36 +295,36 @@ def gemv_rows(
 @triton.jit
 def _block_bytes(quants8, high, row_pair, k, mask, TYPE: tl.constexpr, C: tl.constexpr, ASM: tl.constexpr):
     """Block C of pairs `row_pair` [BN] as int8 [BN, 32], quants without their offset."""
-    if TYPE == "Q8_0":
+    if TYPE.low == 8:
         q = tl.load(quants8 + row_pair[:, None] * 64 + 32 * C + k[None, :], mask=mask[:, None], other=0)
-        return q.to(tl.int8, bitcast=True)
-    elif TYPE == "IQ4_NL" or TYPE == "IQ4_XS" or TYPE == "MXFP4":
+    elif TYPE.n_levels == 16:
         # 4 weights from 16 bits of a word, then the 4 bytes of each
         p = (quants8 + row_pair[:, None] * 32).to(tl.pointer_type(tl.int32)) + tl.arange(0, 8)[None, :]
         within, half = iq4_selectors(tl.load(p, mask=mask[:, None], other=0))
         t0, t1, t2, t3 = tl.load(high), tl.load(high + 1), tl.load(high + 2), tl.load(high + 3)
         values = iq4_values(within, half, t0, t1, t2, t3, C, ASM)  # [BN, 8]
         shifts = tl.arange(0, 4) * 8
-        return tl.reshape((values[:, :, None] >> shifts[None, None, :]).to(tl.int8), [values.shape[0], 32])
-    elif TYPE == "Q2_K" or TYPE == "Q3_K":
-        q = tl.load(quants8 + row_pair[:, None] * 16 + (k % 16)[None, :], mask=mask[:, None], other=0)
-        q = (q >> (4 * C + 2 * (k // 16))[None, :]) & 3
-        if TYPE == "Q3_K":
-            h = tl.load(high + row_pair * 2 + C, mask=mask, other=0)[:, None]
-            q |= (((h >> (8 * (k % 4) + (k // 4 + 4) % 8)[None, :]) & 1) << 2).to(tl.uint8)
-        return q.to(tl.int8)
-    else:
+        q = tl.reshape((values[:, :, None] >> shifts[None, None, :]).to(tl.int8), [values.shape[0], 32])
+    elif TYPE.low == 4:
         q = tl.load(quants8 + row_pair[:, None] * 32 + k[None, :], mask=mask[:, None], other=0)
         q = (q >> (4 * C)) & 15
-        if TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
-            h = tl.load(high + row_pair * 2 + C, mask=mask, other=0)[:, None]
-            q |= (((h >> (8 * (k % 4) + (k // 4 + 4) % 8)[None, :]) & 1) << 4).to(tl.uint8)
-        elif TYPE == "Q6_K":
-            h0 = tl.load(high + row_pair * 4 + 2 * C, mask=mask, other=0)[:, None]
-            h1 = tl.load(high + row_pair * 4 + 2 * C + 1, mask=mask, other=0)[:, None]
-            h = tl.where((k < 16)[None, :], h0, h1)
-            q |= (((h >> (8 * (k % 4) + (2 * (k // 4) + 4) % 8)[None, :]) & 3) << 4).to(tl.uint8)
-        return q.to(tl.int8)
+    elif TYPE.low == 2:
+        q = tl.load(quants8 + row_pair[:, None] * 16 + (k % 16)[None, :], mask=mask[:, None], other=0)
+        q = (q >> (4 * C + 2 * (k // 16))[None, :]) & 3
+    else:
+        q = tl.zeros([row_pair.shape[0], 32], tl.uint8)
+    if TYPE.high == 1:
+        h = tl.load(high + row_pair * 2 + C, mask=mask, other=0)[:, None]
+        q |= (((h >> (8 * (k % 4) + (k // 4 + 4) % 8)[None, :]) & 1) << TYPE.left).to(tl.uint8)
+    elif TYPE.high == 2:
+        h0 = tl.load(high + row_pair * 4 + 2 * C, mask=mask, other=0)[:, None]
+        h1 = tl.load(high + row_pair * 4 + 2 * C + 1, mask=mask, other=0)[:, None]
+        h = tl.where((k < 16)[None, :], h0, h1)
+        q |= (((h >> (8 * (k % 4) + (2 * (k // 4) + 4) % 8)[None, :]) & 3) << 4).to(tl.uint8)
+    if TYPE.n_levels == 8:
+        levels = tl.where(q < 4, TYPE.levels[0], TYPE.levels[1])
+        q = levels >> (8 * (q & 3)).to(tl.int32)
+    return q.to(tl.int8)
 
 
 @triton.jit
@@ -382,7 +387,7 @@ def gemm(
                 x_scale = tl.load(xd + at_block, mask=ok_t, other=0)[None, :]
                 x_min = tl.load(xm + at_block, mask=ok_t, other=0)[None, :]
                 x_sums = tl.load(xs + at_block, mask=ok_t, other=0)[None, :]
-                if TYPE == "Q2_K" or TYPE == "Q3_K" or TYPE == "Q6_K":
+                if TYPE.group == 16:
                     e0 = tl.dot(w8, tl.where((k < 16)[:, None], x8, 0).to(tl.int8), out_dtype=tl.int32)
                     e1 = tl.dot(w8, tl.where((k < 16)[:, None], 0, x8).to(tl.int8), out_dtype=tl.int32)
                 else:

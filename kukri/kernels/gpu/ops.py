@@ -18,8 +18,8 @@ from kukri.kernels.expert_choice import Routes
 from kukri.kernels.gpu import attention, products, recurrent, rows, tiles
 from kukri.kernels.gpu import experts as route_experts
 from kukri.kernels.gpu.attention import NewTokens, PagedTensors
-from kukri.kernels.gpu.pack import PACKED_TYPES
-from kukri.kernels.gpu.products import Matrix, Output
+from kukri.kernels.gpu.pack import Matrix
+from kukri.kernels.gpu.products import Output
 from kukri.kernels.gpu.rows import Q8Rows, Recipe
 from kukri.kernels.op_set import GateBy
 from kukri.kernels.pytorch.cache import LayerKV, TensorCache
@@ -278,10 +278,10 @@ class TritonOps(TorchOps):
     def expert_linear(
         self, x: Any, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Tensor:
-        """See Ops.expert_linear. Adapters, matrices of several types side by side, and types that no kernel
-        reads have a product for each expert in use, whose numbers the host reads.
+        """See Ops.expert_linear. Adapters, and matrices of several types side by side, have a product for
+        each expert in use, whose numbers the host reads.
         """
-        if self._adapter_rows or not _have_kernel(experts):
+        if self._adapter_rows or len({each.type.name for each in experts}) > 1:
             self.is_capturable = self.constants.is_batch_invariant = False
             return super().expert_linear(self.floats(x), routes, experts, bias)
         source = x if isinstance(x, Deferred) else Deferred(Recipe("plain", x, x))
@@ -293,7 +293,7 @@ class TritonOps(TorchOps):
         """`expert_linear` by the kernel of the experts' type."""
         added = None if bias is None else self.constants.vector(bias)
         name = experts[0].type.name
-        if name in PACKED_TYPES:
+        if name != "F32" and name not in _HALVES:
             matrix = self.constants.packed_experts(tuple(experts))
             return route_experts.linear(source.q8, routes, matrix, added)
         w = self.constants.float_experts(tuple(experts))
@@ -304,9 +304,6 @@ class TritonOps(TorchOps):
     def head_linear(self, x: Any, heads: Experts) -> Tensor:
         """See Ops.head_linear: a product of experts, each of which gets a row of every token."""
         x, n_heads = self.floats(x), heads.shape[0]
-        if not _have_kernel([heads]):
-            self.constants.is_batch_invariant = False
-            return super().head_linear(x, heads)
         rows = x.reshape(len(x) * n_heads, -1)
         numbers = torch.arange(n_heads, dtype=torch.int32, device=x.device).expand(len(x), -1)
         routes = Routes(torch.empty_like(numbers, dtype=torch.float32), numbers.contiguous())
@@ -372,14 +369,8 @@ class TritonOps(TorchOps):
         name = weights[0].type.name
         if name == "F32" or name in _HALVES:
             self._float_product(x.floats, weights, out)
-        elif name in PACKED_TYPES:
+        else:
             x.product(self.constants.packed(weights), out)
-        else:  # no Triton kernel reads it: plain ops dequantize it at each use
-            self.constants.is_batch_invariant = False
-            out.y.copy_(self.product(x.floats, weights))
-            for added in (out.bias, out.residual):
-                if added is not None:
-                    out.y.add_(added)
 
     def _float_product(self, x: Tensor, weights: tuple[Weight, ...], out: Output) -> None:
         is_f32 = weights[0].type.name == "F32"
@@ -401,12 +392,6 @@ class TritonOps(TorchOps):
             work = attention.prefill_tiles(batch.host.query_start.tolist(), spec, rows)
             batch.kept[key] = torch.tensor(work, dtype=torch.int32, device=self.constants.device)
         return batch.kept[key]
-
-
-def _have_kernel(experts: Sequence[Experts]) -> bool:
-    """True for experts of one type that a kernel reads."""
-    types = {each.type.name for each in experts}
-    return len(types) == 1 and types <= {*PACKED_TYPES, "F32", *_HALVES}
 
 
 def _by_number(experts: tuple[Experts, ...]) -> list[Weight]:

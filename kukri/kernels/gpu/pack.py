@@ -1,198 +1,207 @@
-"""Weights for the Triton kernels: a file's blocks as planes of 32-bit words, repacked once when a model is
-loaded.
+"""Weights for the Triton kernels: a file's blocks as planes of 32-bit words, packed on the device once when a
+model is loaded.
 
 Blocks of 18, 22, 34 or 210 bytes cannot be read by aligned 128-bit loads, so quants and scales become planes.
-The unit is a pair: two consecutive blocks of 32 weights, c = 0 and 1. An odd last block gets a partner of
-zeros.
+Their order, and the constants that kernels are compiled for, follow from the facts of a type (`Form`). The
+unit is a pair: two consecutive blocks of 32 weights, c = 0 and 1. An odd last block gets a partner of zeros.
 
-`quants`, int32 words [rows, n_pairs, 4, 8 or 16]:
-  low 4 bits of Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K: byte k of a pair has weight k of both blocks, block
-  0 in the low nibble. (That is the file's own order for Q4_K and Q5_K.)
-  IQ4_NL, IQ4_XS, MXFP4: word w has weights 4w … 4w + 3 of block 0 in its low 4 nibbles, of block 1 in its
-  high ones.
-  Q8_0: 16 words, block 0 then block 1.
-  Q2_K, Q3_K: 4 words, byte k has weights k and k + 16 of block 0 and those of block 1, from the lowest bits.
-`high`, the bits above those: Q3_K, Q5 [rows, n_pairs, 2], a word a block, weight k in bit (k div 4 + 4) mod
-  8 of byte k mod 4; Q6_K [rows, n_pairs, 4], a word for 16 weights, weight k in the 2 bits from
+`quants`, int32 words [rows, n_pairs, 0, 4, 8 or 16], the low bits:
+  4 bits: byte k of a pair has weight k of both blocks, block 0 in the low nibble. If they choose from 16
+  levels, word w has weights 4w … 4w + 3 of block 0 in its low 4 nibbles, of block 1 in its high ones.
+  8 bits: 16 words, block 0 then block 1.
+  2 bits: 4 words, byte k has weights k and k + 16 of block 0 and those of block 1, from the lowest bits.
+`high`, the bits above those: of 1 bit [rows, n_pairs, 2], a word a block, weight k in bit (k div 4 + 4) mod
+  8 of byte k mod 4; of 2 bits [rows, n_pairs, 4], a word for 16 weights, weight k in the 2 bits from
   (2 (k div 4) + 4) mod 8 of byte k mod 4. So one shift brings bits to where a mask finds them next to the
-  low 4. IQ4 and MXFP4: the 16 values, 4 words.
-`scales`: Q4_0, Q5_0, Q8_0, IQ4_NL one word a pair, d of both blocks; Q4_1, Q5_1 two, d and m of each;
-  Q4_K, Q5_K the file's first 16 bytes of each 256 weights, IQ4_XS its first 8; Q6_K and Q3_K five, 16 int8
-  and d as float32; Q2_K five, the file's 16 bytes and d, dmin; MXFP4 one for two pairs, the four exponents.
+  low 4. Of types with 16 levels: these, 4 words.
+`scales`, words [rows, …]:
+  without steps a word a pair, d of both blocks (or a word for the pairs of a larger block, d twice); with
+  minimums two words, d and m of each block; with scales of 16 weights two, d of each half. Scales that are
+  powers of two: a word for two pairs, the four exponents.
+  with steps, for each 256 weights: of 32 weights two words, as in IQ4_XS with 32 added, or four with
+  minimums, as in Q4_K; of 16 weights five, 16 int8 and d as float32, or with minimums the nibbles of both,
+  and d and m.
 
-Planes have as many bytes as the file, but for Q6_K (212 bytes instead of 210), Q3_K (116 instead of 110) and
-padding.
+Planes have as many bytes as the file, but for Q6_K (212 bytes instead of 210), Q3_K (116 instead of 110),
+types that choose quants from tables, d of more than 32 weights, and padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, reduce
+from math import prod
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from kukri.errors import UnsupportedError
-from kukri.kernels.arrays import ByteArray, IntArray
+from kukri.kernels.pytorch.weights import float_of_half, numbers_of, quants_of, tensor_of
 from kukri.kernels.weight_handles import Weight
-from kukri.quant.types.fp4 import FP4_VALUES
-from kukri.quant.types.iq4 import IQ4_VALUES
+from kukri.quant.types import PACKED
+from kukri.quant.types.fp4 import POWERS
+from kukri.quant.types.schema import Bits, Block, Codebook, QuantType, n_numbers
 
+PACKED_TYPES = tuple(type.name for type in PACKED)
 PAIR = 64  # weights of two blocks
 _PIECE_WEIGHTS = 1 << 20  # repacked at a time
-_OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
-_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
-PACKED_TYPES = (*_OF_32, *_OF_256)
-_TABLES = {"IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES, "MXFP4": FP4_VALUES}
+_PARTS = {1: (0, 1), 2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}  # low and high bits
+
+
+@dataclass(frozen=True)
+class Form:
+    """The facts of a weight type that kernels are compiled for, and that decide the order of its planes."""
+
+    low: int  # bits of a quant in `quants`
+    high: int  # bits of it in `high`
+    left: int  # how far kernels move those to the left
+    n_levels: int  # entries of the table that quants choose from, 8 or 16; 0: a weight is quant - offset
+    levels: tuple[int, int]  # a table of 8, in two words
+    offset: int
+    group: int  # weights that share a step, or a scale: 16 or 32 (which stands for more)
+    pairs: int  # pairs that share a word of scales
+    has_steps: bool
+    has_minimum: bool
+    has_powers: bool
+    factor: float
+
+
+@cache
+def form_of(type: QuantType) -> Form:
+    """The form in which kernels read a type in blocks."""
+    block = type.layout
+    n_scales, n_steps = (n_numbers(block.places(which)) for which in (block.scale, block.scales))
+    n_bits, values, offset = _quant_bits(block), block.values or (), block.offset
+    low, high = _PARTS[n_bits]
+    left = low
+    if n_bits == 1 and values:  # -1 and 1: twice the bit, less 1
+        left, offset, values = (values[1] - values[0]).bit_length() - 1, -values[0], ()
+    first, last = np.array(values, np.int8).view(np.int32).tolist() if len(values) == 8 else (0, 0)
+    return Form(
+        *(low, high, left, len(values), (first, last), offset),
+        group=min(type.block_size // max(n_scales, n_steps), 32),
+        pairs=max(type.block_size // n_scales // PAIR, 1),
+        has_steps=n_steps > 0,
+        has_minimum=bool(block.minimum),
+        has_powers=block.scale_values is POWERS,
+        factor=block.factor,
+    )
+
+
+def _quant_bits(block: Block) -> int:
+    if isinstance(block.quants, Codebook):
+        return (2 * block.quants.sign - 1).bit_length()
+    return max(part.left + part.n_bits if isinstance(part, Bits) else 2 for part in block.quants)
 
 
 @dataclass(frozen=True, eq=False)
-class Planes:
-    """Rows of a packed matrix: see the module. `high` is empty for types that need none."""
+class Matrix:
+    """A packed matrix, or rows of one, on a device. `high` is empty for types that need none."""
 
-    type_name: str
+    form: Form
     n_rows: int
     n_columns: int
-    quants: IntArray
-    high: IntArray
-    scales: IntArray
+    quants: Tensor
+    high: Tensor
+    scales: Tensor
 
     @property
     def n_pairs(self) -> int:
         """Pairs of blocks in a row, padding included."""
-        return int(self.quants.shape[1])
+        return self.quants.shape[1]
 
     @property
-    def n_bytes(self) -> int:
-        """ByteArray of all planes."""
-        return self.quants.nbytes + self.high.nbytes + self.scales.nbytes
+    def planes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All planes."""
+        return self.quants, self.high, self.scales
 
 
-def pack(weight: Weight) -> Iterator[Planes]:
-    """The planes of a quantized matrix, some rows at a time, so that the host never holds all of them.
+def pack(weight: Weight, device: torch.device | str = "cpu") -> Iterator[Matrix]:
+    """Some rows of a quantized matrix at a time, packed: the host and the device hold few rows besides these.
 
     Raises UnsupportedError for types that the kernels do not read.
     """
-    name, (n_rows, n_columns) = weight.type.name, weight.shape
-    if name not in PACKED_TYPES:
-        raise UnsupportedError(f"no Triton kernel reads {name}: they read {', '.join(PACKED_TYPES)}")
-    pack_blocks = _pack_32 if name in _OF_32 else _pack_256
+    type, (n_rows, n_columns) = weight.type, weight.shape
+    if type.block is None:
+        raise UnsupportedError(f"no Triton kernel reads {type.name}: they read {', '.join(PACKED_TYPES)}")
+    form, data = form_of(type), weight.data
     step = max(1, _PIECE_WEIGHTS // n_columns)
-    data = weight.data
     for start in range(0, n_rows, step):
-        rows = np.ascontiguousarray(data[start : start + step])
-        quants, high, scales = pack_blocks(name, rows.reshape(len(rows), -1, weight.type.block_bytes))
-        if name in _TABLES:
-            high = np.array(_TABLES[name], np.int8).view(np.int32)
-        yield Planes(name, len(rows), n_columns, quants, high, scales)
+        rows = tensor_of(np.ascontiguousarray(data[start : start + step])).to(device)
+        if n_columns % PAIR:
+            rows = F.pad(rows, (0, type.block_bytes))
+        blocks, n = rows.reshape(-1, type.block_bytes), len(rows)
+        quants, high = _quant_planes(quants_of(blocks, type.layout).to(torch.uint8).reshape(n, -1), form)
+        if form.n_levels == 16:
+            high = torch.tensor(type.layout.values, dtype=torch.int8, device=device).view(torch.int32)
+        yield Matrix(form, n, n_columns, quants, high, _scale_plane(blocks, type, form, n))
 
 
-def _pack_32(name: str, blocks: ByteArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Planes of blocks uint8 [rows, n_blocks, bytes] of 32 weights."""
-    if blocks.shape[1] % 2:
-        blocks = np.pad(blocks, ((0, 0), (0, 1), (0, 0)))
-    if name == "MXFP4":
-        return _pack_mxfp4(blocks)
-    has_min, has_high = name in ("Q4_1", "Q5_1"), name.startswith("Q5")
-    at = 4 if has_min else 2
-    scales = _words(blocks[:, :, :at].reshape(len(blocks), -1, 2 * at))
-    no_high = np.zeros((*scales.shape[:2], 0), np.int32)
-    if name == "Q8_0":
-        return _words(blocks[:, :, 2:].reshape(len(blocks), -1, PAIR)), no_high, scales
-    high = no_high
-    if has_high:
-        bits = np.unpackbits(blocks[:, :, at : at + 4], axis=-1, bitorder="little")  # [rows, n_blocks, 32]
-        high, at = _words(_spread(bits, 1)), at + 4
-    packed = blocks[:, :, at:]
-    quants = np.concatenate([packed & 15, packed >> 4], axis=-1)
-    join = _join_for_tables if name == "IQ4_NL" else _join
-    return _words(join(quants)), high, scales
+def _quant_planes(quants: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """`quants` and `high` of uint8 [rows, columns]."""
+    n_rows = len(quants)
+    if form.low == 8:
+        low = quants
+    elif form.n_levels == 16:  # word, block, byte, place in it
+        parts = quants.reshape(n_rows, -1, 2, 8, 2, 2).transpose(2, 3)
+        low = parts[..., 0] | parts[..., 1] << 4
+    elif form.low:
+        n_parts = 8 // form.low
+        parts = (quants & (1 << form.low) - 1).reshape(n_rows, -1, n_parts, PAIR // n_parts)
+        low = _joined(parts, [form.low * i for i in range(n_parts)])
+    else:
+        low = quants[:, :0]
+    high = quants[:, :0]
+    if form.high:
+        per_byte = 8 // form.high
+        parts = (quants >> form.low).reshape(n_rows, -1, per_byte, 4)
+        high = _joined(parts, [(form.high * i + 4) % 8 for i in range(per_byte)])
+    n_pairs = quants.shape[1] // PAIR
+    return _words(low, n_rows, n_pairs), _words(high, n_rows, n_pairs)
 
 
-def _pack_mxfp4(blocks: ByteArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Planes of an even number of blocks: an exponent, then 16 bytes of two quants each."""
-    exponents = np.pad(blocks[:, :, 0], ((0, 0), (0, -blocks.shape[1] % 4)))
-    quants = _words(_join_for_tables(np.concatenate([blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4], axis=-1)))
-    no_high = np.zeros((*quants.shape[:2], 0), np.int32)
-    return quants, no_high, _words(exponents.reshape(len(blocks), -1, 4))
+def _joined(parts: Tensor, shifts: list[int]) -> Tensor:
+    """uint8 […, parts, n] -> […, n], each part moved left."""
+    moved = (part << left for part, left in zip(parts.unbind(-2), shifts, strict=True))
+    return reduce(torch.bitwise_or, moved)
 
 
-def _pack_256(name: str, blocks: ByteArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Planes of blocks uint8 [rows, n_blocks, bytes] of 256 weights."""
-    no_high = np.zeros((len(blocks), blocks.shape[1] * 4, 0), np.int32)
-    if name == "Q2_K":
-        quants = _fields(blocks[..., 16:80], 2, 32).reshape(len(blocks), -1, 32)
-        scales = np.concatenate([blocks[..., :16], blocks[..., 80:]], axis=-1)
-        return _words(_join_quarters(quants)), no_high, _words(scales)
-    if name == "Q3_K":
-        return _pack_q3_k(blocks)
-    if name == "Q4_K":
-        return _words(blocks[..., 16:], 4), no_high, _words(blocks[..., :16])
-    if name == "Q5_K":
-        bits = _fields(blocks[..., 16:48], 1, 32).reshape(len(blocks), -1, 32)
-        return _words(blocks[..., 48:], 4), _words(_spread(bits, 1)), _words(blocks[..., :16])
-    if name == "IQ4_XS":
-        packed = blocks[..., 8:].reshape(len(blocks), -1, 16)
-        quants = np.concatenate([packed & 15, packed >> 4], axis=-1)
-        return _words(_join_for_tables(quants)), no_high, _words(blocks[..., :8])
-    low = _fields(blocks[..., :128], 4, 64).reshape(len(blocks), -1, 32)
-    top = _fields(blocks[..., 128:192], 2, 32).reshape(len(blocks), -1, 32)
-    d = np.ascontiguousarray(blocks[..., 208:210]).view(np.float16).astype(np.float32)
-    scales = np.concatenate([_words(blocks[..., 192:208]), d.view(np.int32)], axis=-1)
-    return _words(_join(low)), _words(_spread(top, 2)), scales
+def _words(data: Tensor, *shape: int) -> Tensor:
+    """Numbers as int32 words [*shape, …]."""
+    return data.contiguous().reshape(-1).view(torch.int32).reshape(*shape, data.nbytes // (4 * prod(shape)))
 
 
-def _pack_q3_k(blocks: ByteArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Planes of blocks of 32 bytes of high bits, 64 of low ones, 16 scales of 6 bits in 12, and d."""
-    quants = _fields(blocks[..., 32:96], 2, 32).reshape(len(blocks), -1, 32)
-    bits = _fields(blocks[..., :32], 1, 32).reshape(len(blocks), -1, 32)
-    low, top = _fields(blocks[..., 96:104], 4, 8), _fields(blocks[..., 104:108], 2, 4)
-    scales = ((low | (top << np.uint8(4))).view(np.int8) - np.int8(32)).view(np.int32)
-    d = np.ascontiguousarray(blocks[..., 108:]).view(np.float16).astype(np.float32).view(np.int32)
-    return _words(_join_quarters(quants)), _words(_spread(bits, 1)), np.concatenate([scales, d], axis=-1)
-
-
-def _fields(packed: ByteArray, n_bits: int, run: int) -> ByteArray:
-    """[…, bytes] -> […, bytes * 8 / n_bits]: fields that share bytes, the lowest of `run` bytes first."""
-    shifts = np.arange(0, 8, n_bits, dtype=np.uint8)
-    fields = packed.reshape(*packed.shape[:-1], -1, 1, run) >> shifts[:, None]
-    return (fields & np.uint8((1 << n_bits) - 1)).reshape(*packed.shape[:-1], -1)
-
-
-def _join(quants: ByteArray) -> ByteArray:
-    """Low nibbles [rows, n_blocks, 32] -> bytes [rows, n_pairs, 32]: weight k of both blocks in byte k."""
-    pairs = quants.reshape(len(quants), -1, 2, 32)
-    joined: ByteArray = np.bitwise_or(pairs[:, :, 0], pairs[:, :, 1] << np.uint8(4), dtype=np.uint8)
-    return joined
-
-
-def _join_quarters(quants: ByteArray) -> ByteArray:
-    """2 bits [rows, n_blocks, 32] -> bytes [rows, n_pairs, 16]: weights k and k + 16 of both blocks."""
-    quarters = quants.reshape(len(quants), -1, 4, 16) << np.array([[0], [2], [4], [6]], np.uint8)
-    joined: ByteArray = np.bitwise_or.reduce(quarters, axis=2)
-    return joined
-
-
-def _join_for_tables(quants: ByteArray) -> ByteArray:
-    """Nibbles [rows, n_blocks, 32] -> bytes [rows, n_pairs, 32]: 4 of block 0, then 4 of block 1."""
-    pairs = quants.reshape(len(quants), -1, 2, 8, 2, 2).swapaxes(
-        2, 3
-    )  # [rows, n_pairs, word, block, byte, 2]
-    joined: ByteArray = np.bitwise_or(pairs[..., 0], pairs[..., 1] << np.uint8(4), dtype=np.uint8)
-    return joined.reshape(*pairs.shape[:2], 32)
-
-
-def _spread(fields: ByteArray, n_bits: int) -> ByteArray:
-    """Top bits [rows, n_blocks, 32] of 1 or 2 bits -> bytes [rows, n_pairs, 8 n_bits], as the module says."""
-    per_byte = 8 // n_bits
-    grouped = fields.reshape(
-        *fields.shape[:2], -1, per_byte, 4
-    )  # weight k: word, place in a byte, byte k mod 4
-    shifts = ((np.arange(per_byte, dtype=np.uint8) * n_bits + 4) % 8)[:, None]
-    packed: ByteArray = np.bitwise_or.reduce(grouped << shifts, axis=-2)
-    return packed.reshape(len(fields), -1, 8 * n_bits)
-
-
-def _words(data: ByteArray, split: int = 1) -> IntArray:
-    """uint8 […, n] -> int32 […, n / 4]; with `split`, each block becomes that many entries."""
-    words = np.ascontiguousarray(data).view(np.int32)
-    return words.reshape(words.shape[0], words.shape[1] * split, -1)
+def _scale_plane(blocks: Tensor, type: QuantType, form: Form, n_rows: int) -> Tensor:
+    """`scales` of blocks uint8 [n, block_bytes]."""
+    block = type.layout
+    found = numbers_of(blocks, block, block.scale)
+    if form.has_powers:
+        exponents = found.reshape(n_rows, -1)
+        return _words(F.pad(exponents, (0, -exponents.shape[1] % 4)), n_rows)
+    table = block.scale_values
+    d = float_of_half(found) if table is None else torch.from_numpy(table).to(blocks.device)[found.int()]
+    halves = d.half()
+    if form.has_minimum:
+        m = float_of_half(numbers_of(blocks, block, block.minimum)).half()
+        halves = torch.cat([halves, m], 1)
+    if not form.has_steps:
+        has_one_for_pairs = type.block_size > 32 and halves.shape[1] == 1
+        return _words(halves.repeat_interleave(2, 1) if has_one_for_pairs else halves, n_rows)
+    steps = numbers_of(blocks, block, block.scales).int() * block.times + block.plus
+    minimums = numbers_of(blocks, block, block.minimums).int() if form.has_minimum else steps
+    if form.group == 16 and form.has_minimum:
+        parts = [steps | minimums << 4, halves]
+    elif form.group == 16:
+        parts = [steps, d * block.factor]
+    elif form.has_minimum:
+        tops = [x[:, :4] | x[:, 4:] >> 4 << 6 for x in (steps, minimums)]
+        parts = [halves, *tops, steps[:, 4:] & 15 | (minimums[:, 4:] & 15) << 4]
+    else:
+        steps = steps + 32
+        fours = (steps >> 4).reshape(-1, 2, 4).transpose(1, 2)
+        parts = [halves, _joined(fours, [0, 2, 4, 6]), steps[:, ::2] & 15 | steps[:, 1::2] << 4]
+    data = [part.to(torch.uint8) if part.dtype == torch.int32 else part.view(torch.uint8) for part in parts]
+    return _words(torch.cat(data, 1), n_rows)

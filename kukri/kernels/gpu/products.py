@@ -14,25 +14,11 @@ import triton
 from torch import Tensor
 
 from kukri.host.mapped_files import release_pages
-from kukri.kernels.arrays import IntArray
 from kukri.kernels.gpu import linear_kernels, tiles
 from kukri.kernels.gpu.assembler import has_ptx, launch_options
-from kukri.kernels.gpu.pack import PAIR, pack
+from kukri.kernels.gpu.pack import PAIR, Matrix, pack
 from kukri.kernels.gpu.rows import Q8Rows, Recipe, empty_q8
 from kukri.kernels.weight_handles import Weight
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A packed matrix on the device."""
-
-    type_name: str
-    n_rows: int
-    n_columns: int
-    n_pairs: int
-    quants: Tensor  # int32 [rows, n_pairs, 8 or 16]
-    high: Tensor
-    scales: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,32 +65,29 @@ def to_device(weights: Sequence[Weight], device: torch.device | str) -> Matrix:
     n_rows, start = sum(weight.shape[0] for weight in weights), 0
     planes: list[Tensor] = []
     for weight in weights:
-        for part in pack(weight):
-            if not planes:
-                planes = [_room(plane, n_rows, device) for plane in (part.quants, part.high, part.scales)]
-                first = part
+        for part in pack(weight, device):
+            planes = planes or [_room(plane, n_rows) for plane in part.planes]
             stop = start + part.n_rows
-            for target, plane in zip(planes, (part.quants, part.high, part.scales), strict=True):
-                (target if plane.ndim == 1 else target[start:stop]).copy_(torch.from_numpy(plane))
+            for target, plane in zip(planes, part.planes, strict=True):
+                (target if plane.ndim == 1 else target[start:stop]).copy_(plane)
             start = stop
         release_pages(weight.stored)
-    return Matrix(first.type_name, n_rows, first.n_columns, first.n_pairs, *planes)
+    return Matrix(part.form, n_rows, part.n_columns, *planes)
 
 
-def _room(plane: IntArray, n_rows: int, device: torch.device | str) -> Tensor:
+def _room(plane: Tensor, n_rows: int) -> Tensor:
     """Memory for n_rows rows of such planes; a table is one for all."""
-    shape = plane.shape if plane.ndim == 1 else (n_rows, *plane.shape[1:])
-    return torch.empty(shape, dtype=torch.int32, device=device)
+    return torch.empty_like(plane) if plane.ndim == 1 else plane.new_empty((n_rows, *plane.shape[1:]))
 
 
 def linear(x: Q8Rows, matrix: Matrix, out: Output) -> None:
     """Writes x Wᵀ. A row of the result is bit-identical for any T."""
     n_tokens = len(x.quants)
     if n_tokens <= tiles.MAX_GEMV_TOKENS:
-        tile = tiles.gemv_tile(matrix.type_name, triton.next_power_of_2(n_tokens))
+        tile = tiles.gemv_tile(matrix.form, triton.next_power_of_2(n_tokens))
         gemv(x, matrix, out, tile)
     else:
-        gemm(x, matrix, out, tiles.gemm_tile(matrix.type_name, n_tokens))
+        gemm(x, matrix, out, tiles.gemm_tile(matrix.form, n_tokens))
 
 
 def gemm(
@@ -219,7 +202,7 @@ def gemm_tensors(matrix: Matrix, x: Q8Rows) -> tuple[Tensor, ...]:
 
 def product_constants(matrix: Matrix, out: Output) -> dict[str, Any]:
     """The constants that all products with packed matrices have."""
-    return {"TYPE": matrix.type_name, "ASM": has_ptx(out.y), **out.constants}
+    return {"TYPE": matrix.form, "ASM": has_ptx(out.y), **out.constants}
 
 
 def linear_f32(x: Tensor, w: Tensor, out: Output, experts: Tensor | None = None) -> None:

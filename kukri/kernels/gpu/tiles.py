@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kukri.kernels.gpu.pack import Form
+
 LANES = 8  # sums of a row in a product: see linear_kernels.py
 MAX_GEMV_TOKENS = 4  # beyond, a GEMM with one program for each sum is faster
 MAX_EXPERT_GEMV_TOKENS = 8
@@ -41,15 +43,15 @@ class Tile:
     unroll: int = 1  # steps of a row that are under way at once
 
 
-def gemv_tile(type_name: str, n_tokens: int) -> Tile:
+def gemv_tile(form: Form, n_tokens: int) -> Tile:
     """A product for a few tokens. The first two were measured: small programs, or several steps at once, as
     the latency of loads bounds them. The others were chosen by their machine code.
     """
-    if type_name in ("Q4_0", "Q4_1", "Q4_K"):
+    if form.low == 4 and not (form.high or form.n_levels):
         return Tile(16, n_tokens, 4, unroll=4) if n_tokens == 1 else Tile(8, n_tokens, 2)
-    if type_name == "Q6_K":
+    if form.high == 2:
         return Tile(8, n_tokens, 2)
-    if type_name in ("IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K"):
+    if form.low == 4 and (form.n_levels or form.has_steps):
         return Tile(64 if n_tokens == 1 else 16, n_tokens, 8)
     return Tile(32 if n_tokens <= 2 else 16, n_tokens, 4)
 
@@ -76,13 +78,12 @@ def quantizes_input(n_rows: int, n_columns: int, n_tokens: int) -> bool:
     return n_tokens <= MAX_GEMV_TOKENS and is_small
 
 
-def gemm_tile(type_name: str, n_tokens: int) -> Tile:
+def gemm_tile(form: Form, n_tokens: int) -> Tile:
     """A product for more."""
-    return (
-        Tile(64, 16, 4)
-        if n_tokens <= 32
-        else Tile(64, 32 if type_name in ("Q2_K", "Q3_K", "Q4_1", "Q6_K") else 64, 4)
-    )
+    if n_tokens <= 32:
+        return Tile(64, 16, 4)
+    needs_registers = form.group == 16 or (form.has_minimum and not (form.has_steps or form.high))
+    return Tile(64, 32 if needs_registers else 64, 4)
 
 
 def splits_sums(n_programs: int, n_tokens: int) -> bool:

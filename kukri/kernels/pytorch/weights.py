@@ -95,34 +95,36 @@ def _aligned(data: Tensor) -> Tensor:
 
 def _weights(blocks: Tensor, block: Block) -> Tensor:
     """uint8 [n, block_bytes] -> float32 [n, block_size]."""
-    quants = _quants(blocks, block)
+    quants = quants_of(blocks, block)
     level = (
         quants.float() - block.offset
         if block.values is None
         else _table(block, 0, blocks.device)[quants.int()]
     )
-    found = _numbers(blocks, block, block.scale)
-    scale = _of_half(found) if block.scale_values is None else _table(block, 1, blocks.device)[found.int()]
+    found = numbers_of(blocks, block, block.scale)
+    scale = (
+        float_of_half(found) if block.scale_values is None else _table(block, 1, blocks.device)[found.int()]
+    )
     if block.factor != 1:
         scale = scale * block.factor
     if block.scales:
-        scale = scale * (_numbers(blocks, block, block.scales).float() * block.times + block.plus)
+        scale = scale * (numbers_of(blocks, block, block.scales).float() * block.times + block.plus)
     groups = level.reshape(*scale.shape, -1) * scale[..., None]
     if block.minimum:
-        low = _of_half(_numbers(blocks, block, block.minimum))
+        low = float_of_half(numbers_of(blocks, block, block.minimum))
         if not block.minimums:
             return groups + low[..., None]
-        return groups - (low * _numbers(blocks, block, block.minimums))[..., None]
+        return groups - (low * numbers_of(blocks, block, block.minimums))[..., None]
     return groups
 
 
-def _quants(blocks: Tensor, block: Block) -> Tensor:
+def quants_of(blocks: Tensor, block: Block) -> Tensor:
     """uint8 [n, block_bytes] -> the quants [n, block_size]."""
-    found, book = _numbers(blocks, block, block.quant_numbers), block.quants
+    found, book = numbers_of(blocks, block, block.quant_numbers), block.quants
     if not isinstance(book, Codebook):
         return found
     quants = _table(block, 2, blocks.device)[found.int()]
-    signs = _numbers(blocks, block, book.signs)
+    signs = numbers_of(blocks, block, book.signs)
     if book.has_codes:
         signs = _numbers_of_units(_table(block, 3, blocks.device)[signs.int()], 1, 0, 1, 8, 1)
     by_sign = quants.reshape(*signs.shape, -1)
@@ -143,12 +145,12 @@ def _table(block: Block, which: int, device: torch.device) -> Tensor:
     return torch.from_numpy(SIGN_CODES).to(device)
 
 
-def _of_half(bits: Tensor) -> Tensor:
+def float_of_half(bits: Tensor) -> Tensor:
     """float16 numbers by their bits, as float32."""
     return bits.to(torch.int16).view(torch.float16).float()
 
 
-def _numbers(blocks: Tensor, block: Block, which: Numbers) -> Tensor:
+def numbers_of(blocks: Tensor, block: Block, which: Numbers) -> Tensor:
     """uint8 [n, block_bytes] -> whole numbers [n, numbers]."""
     places = block.places(which)
     if len(places) == 1:

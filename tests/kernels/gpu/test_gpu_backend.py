@@ -147,15 +147,6 @@ def test_logits_are_those_of_the_reference(name, monkeypatch):
     assert not (shapes and backend.is_batch_invariant)
 
 
-@pytest.mark.full
-def test_types_that_no_kernel_reads_are_dequantized():
-    """Bytes of blocks taken for planes or floats; a promise of bits that plain ops may break."""
-    model, backend = model_of("qwen3", 1, "Q2_0"), GpuBackend(DEVICE)
-    got = Driver(model, backend, kv_type="f16").step(IDS[:2])
-    assert not backend.is_batch_invariant  # so there are such matrices
-    assert_near(got, Driver(model, ReferenceBackend(), kv_type="f16").step(IDS[:2]))
-
-
 def test_attention_has_the_fields_that_its_kernels_know():
     """A kind of attention that plain ops compute and kernels leave out without a word."""
     known = {"layer", "n_heads", "n_kv_heads", "d_head", "scale", "window", "softcap", "sinks", "reads"}

@@ -19,9 +19,11 @@ from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE
 from tests.quick import COMMON, quick
-from tests.random_blocks import random_rows
+from tests.random_blocks import random_rows, set_scales
 
 N_ROWS = 37
+# whose planes are like those of another type
+LATER = ("Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
 def case(type_name, n_tokens, n_columns=None, seed=0):
@@ -62,7 +64,7 @@ def bits(x):
     return x.numpy().view(np.int32)
 
 
-@pytest.mark.full(only=["Q3_K-11", "IQ4_XS-11"])
+@pytest.mark.full(only=["Q3_K-11", "IQ4_XS-11", *(f"{name}-11" for name in LATER)])
 @pytest.mark.parametrize("n_tokens", quick([1, 3, 11], kept=[11]))  # which others are equal to the bit
 @pytest.mark.parametrize("type_name", PACKED_TYPES)
 def test_linear_is_the_product_of_the_dequantized_matrix(type_name, n_tokens):
@@ -152,6 +154,7 @@ def test_odd_numbers_of_blocks(n_tokens, n_columns):
     assert np.abs(product(matrix, rows).numpy() - want).max() <= 1e-6 * np.abs(want).max()
 
 
+@pytest.mark.full(only=LATER)
 @pytest.mark.parametrize("type_name", PACKED_TYPES)
 def test_extreme_quants(type_name):
     """Catches integers that overflow or are rounded when they become floats: all bits of a block set."""
@@ -160,13 +163,8 @@ def test_extreme_quants(type_name):
     data = np.full((4, type.row_bytes(256)), 255, np.uint8)
     for value, row in zip((255, 127, 128, 0), data, strict=True):
         row[:] = value
-    blocks = data.reshape(4, -1, type.block_bytes)
-    from tests.random_blocks import HALVES
-
-    if type_name == "MXFP4":
-        blocks[:, :, 0] = 127  # a scale of 1/2; with 2^127 sums overflow
-    for at in HALVES[type_name]:
-        blocks[:, :, at : at + 2] = np.float16([1.0]).view(np.uint8)
+    blocks = data.reshape(-1, type.block_bytes)
+    set_scales(blocks, type_name, np.ones((len(blocks), 1)))  # with 2^127 in MXFP4 sums overflow
     w = dequantize(data, type).astype(np.float64)
     matrix = to_device([Weight(data, type, (4, 256))], DEVICE)
     rows = quantize(torch.as_tensor(np.repeat(np.float32([[127.0], [-127.0]]), 256, axis=1)))
@@ -176,12 +174,15 @@ def test_extreme_quants(type_name):
 
 
 def test_packing_keeps_the_size():
-    """Catches planes that take more memory than the file's bytes."""
+    """Catches planes that take more memory than the file's bytes, or the CPU's tiles."""
+    more = {"Q6_K": 1.01, "Q3_K": 1.06, "IQ1_TILES": 1.06, "IQ2_TILES": 1.06, "TQ2_0": 1.04}
+    more |= dict.fromkeys(("Q1_0", "Q2_0"), 1.12)  # a float16 has a word
     for name in PACKED_TYPES:
         type = QUANT_TYPES[name]
-        (planes,) = pack(Weight(random_rows(np.random.default_rng(1), name, (8, 512)), type, (8, 512)))
-        table = 16 if name.startswith(("IQ4", "MXFP4")) else 0
-        assert planes.n_bytes <= 8 * type.row_bytes(512) * {"Q6_K": 1.01, "Q3_K": 1.06}.get(name, 1) + table
+        (matrix,) = pack(Weight(random_rows(np.random.default_rng(1), name, (8, 512)), type, (8, 512)))
+        n_bytes = sum(plane.nbytes for plane in matrix.planes)
+        table = 16 if len(type.layout.values or ()) == 16 else 0
+        assert n_bytes <= 8 * type.tiles.row_bytes(512) * more.get(type.tiles.name, 1) + table
 
 
 def test_the_host_holds_some_rows_at_a_time():
