@@ -11,8 +11,7 @@ from torch import Tensor
 from benchmarks.prototypes import layer_kernel
 from kukri.kernels.gpu import attention, tiles
 from kukri.kernels.gpu.assembler import has_ptx
-from kukri.kernels.gpu.pack import PAIR
-from kukri.kernels.gpu.products import Matrix
+from kukri.kernels.gpu.pack import PAIR, Matrix
 from kukri.kernels.specs import AttentionSpec
 
 
