@@ -19,12 +19,12 @@ PosSlice = int | slice | None | list[int]
 class ActivationCache(Mapping[str, Any]):
     """Values of a run by name: float32 NumPy arrays [batch, pos, ...], padded on the right with zeros.
 
-    `cache["blocks.3.attn.hook_q"]`, `cache["q", 3]` and `cache["q3"]` are the same. What taps saw is held,
-    and all else computed from it when asked for. `lengths` has the tokens of each text; `tokens` [batch, pos]
-    the ids. Arrays are NumPy's, which `torch.from_dlpack` takes without a copy.
+    `cache["blocks.3.attn.hook_q"]`, `cache["q", 3]` and `cache["q3"]` are the same. It holds the values of
+    taps, and computes all others from them when asked. `lengths` has the tokens of each text; `tokens`
+    [batch, pos] the ids. Arrays are NumPy's, which `torch.from_dlpack` takes without a copy.
 
-    A cache can be pickled. What is read from the pickle has the values of its names, and no model: methods
-    that need weights raise RequestError there.
+    A cache can be pickled. The unpickled cache has the values of its names but no model, so methods
+    that need weights raise RequestError.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ActivationCache(Mapping[str, Any]):
         return find(name, self._model.points).form
 
     def __contains__(self, key: object) -> bool:
-        """True if it was captured, or can be computed of what was."""
+        """True if the value was captured, or can be computed from captured values."""
         try:
             name = full_name(key, self._model.config.n_layers)  # type: ignore[arg-type]
             return self._model.has(find(name, self._model.points), self._taps)
@@ -77,7 +77,7 @@ class ActivationCache(Mapping[str, Any]):
         return len(self._names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The values of its names as rows: nothing of the model but its configuration."""
+        """Pickle the values of its names, as rows, and of the model only the configuration."""
         model, rows, kept = self._model, self._rows, dict[Any, str]()
         for name in filter(self.__contains__, self):
             kept.setdefault(_source(model.points[name]), name)
@@ -115,7 +115,7 @@ class ActivationCache(Mapping[str, Any]):
         return self._with(self._taps, self._rows, self._ids, has_batch_dim=False)
 
     def apply_slice_to_batch_dim(self, batch_slice: int | slice) -> ActivationCache:
-        """The cache of some of the texts; of one, without the batch dimension, if it is an index."""
+        """Return the cache of some of the texts; an index gives one text, without the batch dimension."""
         is_one = not isinstance(batch_slice, slice)
         chosen = np.arange(self._rows.n_batch)[batch_slice].reshape(-1)
         ends = np.cumsum(self.lengths)
@@ -146,9 +146,9 @@ class ActivationCache(Mapping[str, Any]):
     ) -> Any:
         """The residual stream before each layer up to `layer`, [components, batch, pos, D]; None: to the end.
 
-        `incl_mid` adds the stream between attention and MLP, `mlp_input` that of `layer` itself. `apply_ln`
-        applies the norm that reads the stream at `layer`: the final norm whole, with each component's own
-        scale; another divides by the scale it had. With `return_labels`, (stack, labels).
+        `incl_mid` adds the stream between attention and MLP, `mlp_input` the MLP's input in `layer` itself.
+        `apply_ln` applies the norm that reads the stream at `layer`: the final norm whole, with each
+        component's own scale; another divides by the scale it had. With `return_labels`, (stack, labels).
         """
         n_layers = self._model.config.n_layers
         layer = self._layer(layer)
@@ -216,7 +216,7 @@ class ActivationCache(Mapping[str, Any]):
         incl_remainder: bool,
         apply_ln: bool,
     ) -> FloatArray:
-        """Summands of the stream before `layer`, and what they leave of it if that is wanted."""
+        """Return the summands of the stream before `layer`, and on request the remainder."""
         if incl_remainder:
             at = ("resid_post", layer - 1) if layer else ("resid_pre", 0)
             stream = _at(self[at], pos_slice)
@@ -244,7 +244,7 @@ class ActivationCache(Mapping[str, Any]):
     ) -> Any:
         """The summand of each head of the layers before `layer`: [layer * head, batch, pos, D].
 
-        Labels are L0H0, L0H1 and so on. `incl_remainder` adds what is left of the stream: MLPs, embedding,
+        Labels are L0H0, L0H1 and so on. `incl_remainder` adds the rest of the stream: MLPs, embedding,
         biases.
         """
         self._check_sum()
@@ -322,7 +322,7 @@ class ActivationCache(Mapping[str, Any]):
     ) -> Any:
         """The summand of each neuron of the MLPs before `layer`: [layer * neuron, batch, pos, D].
 
-        Labels are L0N0, L0N1 and so on. `incl_remainder` adds what is left of the stream: attention,
+        Labels are L0N0, L0N1 and so on. `incl_remainder` adds the rest of the stream: attention,
         embedding, biases, neurons that `neuron_slice` leaves out. Raises RequestError if the stream is no sum
         of neurons: mixtures, norms after the MLP.
         """
@@ -393,8 +393,8 @@ class ActivationCache(Mapping[str, Any]):
         """Logits of the stream before each layer, by the final norm and the head: [layer, batch, V].
 
         Of the last position; with another `pos_slice` than an index [layer, batch, pos, V]. They are capped
-        or divided as the model's own. `translators` are those of a tuned lens (Belrose et al. 2023): (weight
-        [D, D], bias [D]) of each layer, whose x W^T + b is added to the stream before it.
+        or divided as the model's logits are. `translators` belong to a tuned lens (Belrose et al. 2023):
+        (weight [D, D], bias [D]) of each layer, whose x W^T + b is added to the stream before it.
         """
         stack = self.accumulated_resid(layer, pos_slice=pos_slice)
         for i, (weight, bias) in enumerate(translators or ()):
@@ -417,14 +417,14 @@ class ActivationCache(Mapping[str, Any]):
         return self._model.trace.norms["ln_final.hook_normalized"]
 
     def _check_sum(self) -> None:
-        """Raises RequestError if the stream is not the sum of what the layers add."""
+        """Raises RequestError if the stream is not the sum of the layers' outputs."""
         if "blocks.0.ln2.hook_in" in self._model.trace.taps:
             raise RequestError(
                 "norms follow each sum in this encoder: its stream cannot be split into parts that sum to it"
             )
 
     def _mixer(self, layer: int) -> str:
-        """The name of what a layer adds before its MLP: attn_out, or mixer_out of a recurrent layer."""
+        """Return the name of a layer's output before its MLP: attn_out, or mixer_out of a recurrent layer."""
         return "attn_out" if layer in self._model.trace.heads else "mixer_out"
 
     def _layer(self, layer: int | None) -> int:
@@ -447,7 +447,7 @@ class ActivationCache(Mapping[str, Any]):
 
 
 class _KeptValues:
-    """What stands for the model in a cache from a pickle, whose taps are values of names as rows."""
+    """Replaces the model in an unpickled cache, whose taps are the values of names, as rows."""
 
     def __init__(self, config: ModelConfig, points: Mapping[str, Point]) -> None:
         self.config, self.points = config, points
@@ -480,14 +480,14 @@ def _restored(
     names: list[str],
     has_batch_dim: bool,
 ) -> ActivationCache:
-    """A cache from its pickle."""
+    """Return a cache from its pickled parts."""
     found = ActivationCache(model, values, Rows(lengths), ids, names)
     found.has_batch_dim = has_batch_dim
     return found
 
 
 def _source(point: Point) -> tuple[Any, ...]:
-    """What a point's value is computed from: the same for all of its names."""
+    """Return the key of a point's computation, which all names of one value share."""
     return point.tap, point.form, point.layer, id(point.norm), id(point.matrix)
 
 

@@ -29,11 +29,11 @@ from kukri.vision.encoder import ImagePart
 from kukri.vision.image import ImageInput, ImagePrompt
 from kukri.vision.processors import ImageProcessor
 
-PREFIX = "vision."  # before names of the encoder, where names of the text stand alongside
+PREFIX = "vision."  # begins names of the encoder, where names of the text may be too
 
 
 class Seeing(Protocol):
-    """What is read of an LLM."""
+    """The part of an LLM that runs with images need."""
 
     image_processor: ImageProcessor | None
 
@@ -78,10 +78,10 @@ class EncoderSession(Names):
     def run_with_cache(
         self, images: Any, names: NamesFilter = None, fwd_hooks: FwdHooks = ()
     ) -> tuple[Any, ActivationCache]:
-        """Encodes images; returns (rows, activations). Rows are float32 [n_tokens, D], what the text reads.
+        """Encodes images; returns (rows, activations). Rows, which the text reads, are float32 [n_tokens, D].
 
         An image is a path, the bytes of a file, an array uint8, one of Pillow's, or an `ImageInput`; the rows
-        of a list are a list. `names` and `fwd_hooks` are those of `LLM.run_with_cache`; a hook is called once
+        of a list are a list. `names` and `fwd_hooks` are as in `LLM.run_with_cache`; a hook is called once
         for each part. Nothing is looked up or kept. Raises HookError, RequestError.
         """
         prepared, is_one = self.prepared(images)
@@ -139,7 +139,7 @@ class EncoderSession(Names):
     ) -> FloatArray:
         """How much a token of a text attends to each place of an image: [head, rows, columns].
 
-        `cache` is that of `LLM.run_with_cache(prompt)` with the pattern of the layer, `query` the token's
+        `cache` comes from `LLM.run_with_cache(prompt)` and has the pattern of the layer; `query` the token's
         position. Of an image in tiles it is the last, which shows all of it. Raises KeyError without the
         pattern, RequestError for tokens that do not lie in rows and columns.
         """
@@ -191,7 +191,7 @@ def run_images(
     interventions: Interventions,
     adapter: str | None,
 ) -> tuple[FloatArray | None, ActivationCache]:
-    """`LLM.run_with_cache` of one prompt with images, in the engine: hooks see it in chunks.
+    """Run one prompt with images in the engine, where hooks see it in chunks: see `LLM.run_with_cache`.
 
     Hooks whose names begin with `vision.` are the encoder's. Raises HookError, RequestError.
     """
@@ -214,7 +214,7 @@ def run_images(
 
 
 class _InTurn:
-    """Taps of one request: edits, and then what reads them."""
+    """Taps of one request, in order: edits, and then the taps that read."""
 
     def __init__(self, taps: Sequence[InterventionTaps | SequenceTaps]) -> None:
         self._taps = taps
@@ -228,7 +228,7 @@ class _InTurn:
 
 
 def _split(fwd_hooks: FwdHooks) -> tuple[list[Any], list[Any]]:
-    """The encoder's hooks, without the prefix, and those of the text."""
+    """Return the encoder's hooks, without the prefix, and the text's hooks."""
     of_encoder, of_text = [], []
     for name, hook in fwd_hooks:
         if isinstance(name, str) and name.startswith(PREFIX):

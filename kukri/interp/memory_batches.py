@@ -1,4 +1,4 @@
-"""Batches that fit into memory: how many things at a time, and gradients group by group of texts."""
+"""Batches that fit into memory: sizes of batches, and gradients group by group of texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kukri.interp.tapes.tape import TextRows
 from kukri.kernels.arrays import FloatArray, IntArray
 
 _SHARE = 0.4  # part of the free memory to take
-_TIMES = 3  # what a tape keeps, with gradients: about so many times what taps show of it
+_TIMES = 3  # memory of a tape with gradients, as a multiple of the memory of its taps
 _Metric = Callable[[FloatArray], tuple[float, FloatArray]]
 
 
@@ -28,15 +28,13 @@ class GradedRun(NamedTuple):
 
 
 def most_that_fit(session: Session, n_bytes: int, most: int, left: int | None = None) -> int:
-    """How many things of so many bytes fit into a share of the memory that is `left`, or free: at least one
-    and `most` at most.
-    """
+    """Return how many things of `n_bytes` fit into a share of the memory `left`, or free: 1 to `most`."""
     free = session.texts.backend.free_bytes() if left is None else left
     return min(max(int(_SHARE * free) // max(n_bytes, 1), 1), most)
 
 
 def text_groups(session: Session, texts: Sequence[IntArray], more: int = 0) -> list[slice]:
-    """Texts, in order, whose tapes fit into memory together; `more` are further bytes of each token."""
+    """Return groups of texts, in order, whose tapes fit into memory, with `more` bytes for each token."""
     config, heads = session.config, session.trace.heads.values()
     free = most_that_fit(session, 1, 1 << 62)
     of_token = 4 * (_TIMES * sum(session.trace.widths.values()) + 2 * config.n_vocab) + more

@@ -1,8 +1,8 @@
-"""Activation patching and ablation: what becomes of a metric if one activation is another run's?
+"""Activation patching and ablation: how a metric changes if one activation comes from another run.
 
-A cell of a sweep is one such run. The text is run once as it is; a cell then computes only the layers from
-its own on, and the tokens from its own on, with the stream and the cached keys and values of that run before
-them. The cells of a layer are sequences of one batch. Names are those of `transformer_lens.patching`.
+A cell of a sweep is one such run. The unpatched text is run once. A cell then computes only the layers and
+the tokens from its own on, with the stream and the cached keys and values of the unpatched run before them.
+The cells of a layer are sequences of one batch. Names are those of `transformer_lens.patching`.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def ablate(
     reference: ActivationCache | None = None,
     **options: Any,
 ) -> FloatArray:
-    """The metric if each activation is replaced: by zeros, by its mean over the texts and positions of
-    `reference`, or by that of the text before in `reference`, which has as many. Options are `sweep`'s.
+    """Return the metric if each activation is replaced: by zeros, by its mean over the texts and positions of
+    `reference`, or by the activation of the text before it in `reference`, which has as many texts. Options
+    are `sweep`'s.
     """
     if by not in ("zero", "mean", "resample"):
         raise RequestError(f"by must be zero, mean or resample, not {by!r}", param="by")
@@ -156,7 +157,7 @@ class _Cell:
 
 
 class _Sweep:
-    """The run as it is, and the cells that differ from it."""
+    """The unpatched run, and the cells that differ from it."""
 
     def __init__(
         self, session: Session, tokens: Any, name: str, axes: Axes, logits: str, layers: Iterable[int]
@@ -178,11 +179,11 @@ class _Sweep:
         starts = [f"blocks.{i}.hook_resid_pre" for i in range(session.config.n_layers)]
         self.taps = frozenset([*starts, *self.edits.values()])
         self.starts = starts
-        self.streams: dict[str, FloatArray] = {}  # in the run as it is, [B, T, D]
+        self.streams: dict[str, FloatArray] = {}  # from the unpatched run, [B, T, D]
         self.logits: FloatArray = np.empty((0, 0, 0), np.float32)
 
     def prepare(self) -> None:
-        """Runs the text as it is; its keys and values stay in the first pages."""
+        """Run the unpatched text, whose keys and values stay in the first pages."""
         texts, n, b = self.session.texts, self.n_tokens, self.n_batch
         self.base_pages = texts.pages_for(n)
         self.n_cells = most_that_fit(self.session, self._cell_bytes(), self._most_cells())
@@ -202,7 +203,7 @@ class _Sweep:
         return min(max(_STEP_TOKENS // (shortest * self.n_batch), 1), _STEP_CELLS)
 
     def _cell_bytes(self) -> int:
-        """What a cell takes at most: pages, activations and logits, which are copied once."""
+        """Return the most bytes that a cell takes: pages, activations and logits, which are copied once."""
         texts, config = self.session.texts, self.session.config
         rows = self.n_tokens * self.n_batch
         page = texts.backend.page_bytes(self.session.model.cache_layout, texts.kv_type)
@@ -238,7 +239,7 @@ class _Sweep:
     def _tap_values(self, layer: int, values: FloatArray) -> tuple[FloatArray, int]:
         """Values in the form of the tap, [B, T, width], and the width of a head there."""
         session = self.session
-        if self.name == "pattern":  # the values that the text as it is has, mixed by another pattern
+        if self.name == "pattern":  # the values of the unpatched text, mixed by another pattern
             values = self._mixed(layer, np.asarray(values, np.float32))
         values = np.asarray(values, np.float32)
         is_plain, tap = self.axes == "layer pos", self.edits[layer]
@@ -254,7 +255,7 @@ class _Sweep:
         return np.broadcast_to(flat, (self.n_batch, self.n_tokens, width)), d_head
 
     def _mixed(self, layer: int, pattern: FloatArray) -> FloatArray:
-        """z [B, T, H*K] of the text as it is, but by this pattern [B, H, T, T]."""
+        """Return z [B, T, H*K] of the unpatched text with this pattern [B, H, T, T]."""
         tap = self.session.point(("pattern", layer)).values_tap
         kept: dict[str, FloatArray] = {}
 
@@ -323,7 +324,7 @@ class _Sweep:
     def _pieces(self, cells: list[_Cell]) -> tuple[list[Piece], IntArray]:
         """The sequences of cells, a text after another, and the first row of each.
 
-        Whole pages before a cell's first token are shared with the text as it is, the next is copied.
+        Whole pages before a cell's first token are shared with the unpatched text; the next page is copied.
         """
         texts = self.session.texts
         pieces: list[Piece] = []

@@ -60,7 +60,7 @@ class Session(Names):
         kv_type: KVType | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        """`kv_type` is that of the keys and values of runs, None for the backend's `exact_kv_type`.
+        """`kv_type` is the type of keys and values in runs; None is the backend's `exact_kv_type`.
 
         With an `adapter` the session is about the model as it changes it.
         """
@@ -224,7 +224,7 @@ class Session(Names):
         interventions: Interventions,
         max_bytes: int | None = None,
     ) -> list[InterventionTaps]:
-        """Makes the new requests for one prompt do what interventions say. Raises RequestError."""
+        """Apply interventions to the new requests for one prompt. Raises RequestError."""
         first = requests[0]
         prompt = Prompt(first.tokens[: first.n_prompt], self._token_bytes)
         found = resolve(interventions, self.values, self.catalog, prompt)
@@ -267,7 +267,7 @@ class Session(Names):
         kept: dict[str, list[FloatArray]] = {}
         outputs: list[FloatArray] = []
         with self.alone():
-            # hooks see the whole batch; what is only read may take several steps
+            # hooks see the whole batch; a run that is only read may take several steps
             for group in [texts] if hooks else _groups(texts):
                 edits, steered = steered[: len(group)], steered[len(group) :]
                 found = self._step(group, hooks, edits, keep, last, needs_logits, outputs)

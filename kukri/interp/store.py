@@ -1,4 +1,4 @@
-"""An activation store: what a model computes on many texts, in files that autoencoders are trained on.
+"""An activation store: a model's activations on many texts, in files for training autoencoders.
 
 A directory has `store.json` and shards in safetensors. A shard holds, row by row, `tokens` and `positions`
 (int32) and each hook's activations, float16 [rows, width], under its full name.
@@ -57,7 +57,7 @@ def write_store(
 
     A store that was begun with the same texts and options resumes where it stopped; each shard, of about
     `shard_bytes`, appears whole or not at all. `shuffle` is the seed of a random order of windows, and of
-    rows within a shard; None keeps that of the texts. `model` is noted. `progress(done, total)` counts
+    rows within a shard; None keeps the order of the texts. `model` is noted. `progress(done, total)` counts
     tokens. Raises ConfigError on a directory with another store, names without rows of tokens, no texts.
     """
     session, target = llm.interp, Path(folder)
@@ -124,7 +124,8 @@ class ActivationStore:
     def batches(self, name: str, size: int, *, seed: int | None = None) -> Iterator[FloatArray]:
         """Batches [size, width] of a hook, float32; with a seed, shards and their rows in random order.
 
-        What is left of a shard, less than a batch, comes with the next; the last rows are left out.
+        The rest of a shard that is smaller than a batch comes with the next shard; the last rows are left
+        out.
         """
         rng = None if seed is None else np.random.default_rng(seed)
         order = np.arange(len(self.shards)) if rng is None else rng.permutation(len(self.shards))
@@ -164,7 +165,7 @@ def _shard(
 
 
 def _begin(folder: Path, facts: dict[str, Any]) -> None:
-    """Makes the directory, or checks that what is there was begun with the same facts."""
+    """Make the directory, or check that an existing one was begun with the same facts."""
     index = folder / _INDEX
     if index.exists():
         if read_json(index) != facts:

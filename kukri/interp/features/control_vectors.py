@@ -27,8 +27,8 @@ _MAX_LAYERS = 4096
 class ControlVector:
     """Directions by layer. Attribute: directions, float32 [D] that belong to `blocks.N.hook_resid_post`.
 
-    `directions` may be a mapping of arrays, or have one under that name, as repeng's ControlVector. Raises
-    ConfigError if they are not finite vectors of one length.
+    `directions` may be a mapping of arrays, or an object with such an attribute, as repeng's ControlVector.
+    Raises ConfigError if they are not finite vectors of one length.
     """
 
     def __init__(self, directions: Any) -> None:

@@ -22,7 +22,7 @@ _ROWS = 64  # tokens that are multiplied at a time
 
 
 def product_backend(backend: Backend) -> Backend | None:
-    """A backend for products alongside a model's, on the same threads; None if BLAS is to multiply."""
+    """Return a backend for products on the threads of a model's backend; None if BLAS is to multiply."""
     if backend.name != "cpu":
         return None
     from kukri.kernels.cpu import CpuBackend

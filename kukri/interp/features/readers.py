@@ -46,11 +46,11 @@ class FeatureReader(Protocol):
         ...
 
     def features(self, x: FloatArray) -> FloatArray:
-        """The activations of its features [rows, n_features] for x [rows, width]."""
+        """Return the activations of the features [rows, n_features] for x [rows, width]."""
         ...
 
     def chooser(self, features: Sequence[int]) -> Choose:
-        """A function that computes some features alone, each row for itself."""
+        """Return a function that computes only these features, each row by itself."""
         ...
 
     def decoders(self, features: Sequence[int]) -> FloatArray:
@@ -58,18 +58,18 @@ class FeatureReader(Protocol):
         ...
 
     def output_scale(self, x: FloatArray) -> FloatArray:
-        """What outputs of rows x are multiplied by, [rows, 1]: 1 unless inputs are normalized."""
+        """Return the factor of each row's output, [rows, 1], which is 1 unless inputs are normalized."""
         ...
 
     def reconstruct(self, x: FloatArray) -> FloatArray:
-        """What the reader gives in place of the hooks that it writes, [writes, rows, width]: for hooks after
-        the first only this reader's part.
+        """Return the reader's output for the hooks that it writes, [writes, rows, width]. For hooks after the
+        first it is only this reader's part.
         """
         ...
 
 
 def keep_largest(x: FloatArray, k: int) -> None:
-    """Sets all but the k largest numbers of each row of x [rows, n] to 0. Those that equal the k-th stay."""
+    """Set all but the k largest numbers of each row of x [rows, n] to 0. Numbers equal to the k-th stay."""
     n_columns = 4 * k  # the k-th largest of their maxima is no larger than the k-th of all
     for row in x:
         found = row
@@ -132,7 +132,7 @@ class SparseAutoencoder:
     """An autoencoder as SAELens saves it: a directory with cfg.json and sae_weights.safetensors.
 
     Attributes: name (of the hook), kind, width, n_features. The architectures are standard, gated, topk and
-    jumprelu (batchtopk and Matryoshka's are saved as that). Formulas are those of SAELens 6.
+    jumprelu (batchtopk and Matryoshka's are saved as that). Formulas follow SAELens 6.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class SparseAutoencoder:
         rescales: bool = False,
         activation: str = "relu",
     ) -> None:
-        """`rescales` says that activations are multiplied by the lengths of their decoder's directions,
-        `activation` what makes them: "relu", or "tanh-relu", the tanh of that.
+        """`rescales` multiplies activations by the lengths of their decoder's directions. `activation` is
+        "relu", or "tanh-relu", the tanh of it.
         """
         needed = {"W_enc", "b_dec", *_BIASES[kind]}
         if missing := sorted(needed - arrays.keys()):

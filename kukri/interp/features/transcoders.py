@@ -1,9 +1,9 @@
 """Transcoders: sparse features that take the place of each layer's MLP, per layer or across layers.
 
-A feature of layer l is active where the encoder's product with what the MLP reads says so, and writes its
-decoder's direction to the MLP's output: of its own layer, or of each layer from its own on (a cross-layer
-transcoder). Matrices stay on their mapped files, in the type that they are stored in: an encoder is read as
-a layer is encoded, of a decoder the rows of active features alone.
+The encoder's product with the MLP's input says where a feature is active. There it writes its decoder's
+direction to the output of its own layer's MLP, or of the MLPs of its own and all later layers (a cross-layer
+transcoder). Matrices stay on their mapped files, in their stored type: an encoder is read when its layer is
+encoded, and of a decoder only the rows of active features are read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Active(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor on a mapped file, or in memory: float32 as it is read."""
+    """A tensor on a mapped file or in memory, which is converted to float32 when it is read."""
 
     name: str
     dtype: str
@@ -77,9 +77,9 @@ class Stored:
 
 
 class Layer:
-    """A layer's transcoder. `encoder` is [F, D], or [D, F] if it is transposed, `decoder` [F, D], or
-    [F, layers, D] of `n_before` layers before this one, which it does not write, and of all from this one
-    on; `skip` is [D out, D in], or transposed.
+    """A layer's transcoder. `encoder` is [F, D], or [D, F] if it is transposed, `decoder` [F, D], or [F,
+    layers, D]: the first `n_before` entries are earlier layers, to which it does not write, the others this
+    layer and all later ones. `skip` is [D out, D in], or transposed.
     """
 
     def __init__(
@@ -119,14 +119,12 @@ class Layer:
 
     @property
     def n_written(self) -> int:
-        """How many layers' outputs its features write to, from its own on."""
+        """The number of layers to whose outputs its features write, from its own layer on."""
         shape = self._parts["decoder"].shape
         return shape[1] - self._n_before if len(shape) == 3 else 1
 
     def keep_encoder(self, backend: Backend | None = None) -> None:
-        """Keeps the encoder in memory for many products: in float32, or as it is stored, for a backend's
-        kernels.
-        """
+        """Keep the encoder in memory for many products: in float32, or as stored for a backend's kernels."""
         if backend is not None and not isinstance(self._multiply, Product):
             self._multiply = Product(backend, self._read_encoder().T, self._parts["encoder"].dtype)
         elif self._multiply is None:
@@ -186,8 +184,8 @@ class Layer:
         return Active(positions, features, found[positions, features])
 
     def reconstruct(self, x: FloatArray) -> FloatArray:
-        """What features, bias and skip give in place of the MLPs' outputs, [layers, pos, D]: of layers after
-        its own only what its features write there.
+        """Return what replaces the MLPs' outputs, [layers, pos, D]: features, bias and skip of its own layer,
+        and only its features in later layers.
         """
         found = sparse_product(self.features(x), self.decoders)
         found[0] += self.bias
@@ -237,14 +235,14 @@ class Transcoders:
         self.reader = cache(self._reader)
 
     def _reader(self, layer: int) -> TranscoderReader:
-        """What reads and writes the features of a layer."""
+        """Return the reader of a layer's features."""
         return TranscoderReader(self, layer)
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], reads: str | None = None, writes: str | None = None
     ) -> Transcoders:
-        """Reads a directory of one of these forms, whose layers are counted from 0:
+        """Read a directory of one of these forms, with layers counted from 0:
 
         - circuit-tracer's, per layer: layer_0.safetensors ...; or across layers: W_enc_0.safetensors and
           W_dec_0.safetensors ...
@@ -252,7 +250,7 @@ class Transcoders:
           sae_weights.safetensors) or as Gemma Scope 2 does (config.json and params.safetensors), per layer or
           across layers; or one such folder.
 
-        The hooks are `reads` and `writes`, or those that config.json, config.yaml or cfg.json name, or
+        The hooks are `reads` and `writes`, or the hooks that config.json, config.yaml or cfg.json name, or
         "mlp.hook_in" and "hook_mlp_out". Raises FormatError and ConfigError.
         """
         with reading(path):
@@ -316,7 +314,7 @@ class TranscoderReader:
 
 
 def _find_layers(folder: Path) -> tuple[dict[int, Layer], dict[str, Any]]:
-    """The layers by number, and what the configuration says."""
+    """Return the layers by number, and the facts of the configuration."""
     across = {int(p.stem[6:]): p for p in folder.glob("W_enc_*.safetensors") if p.stem[6:].isdecimal()}
     facts = _facts(folder)
     if across:

@@ -1,8 +1,8 @@
 """AtP*: attribution patching without its two blind spots (Kramár et al. 2024).
 
-Of queries and keys the new attention pattern is computed, where a gradient fails once the softmax is
-saturated. Of all nodes the effect is averaged over backward passes each of which leaves out one layer's heads
-and MLP (GradDrop), so that effects that cancel each other are seen. Estimates are absolute.
+For queries and keys the new attention pattern is computed, because a gradient fails once the softmax is
+saturated. Effects are averaged over backward passes, each of which drops one layer's heads and MLP
+(GradDrop), so that effects that cancel each other are seen. Estimates are absolute.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class NodeScores:
 def atp_star(
     llm: HasInterp, corrupted_tokens: Any, clean_tokens: Any, metric: Metric, grad_drop: bool = True
 ) -> NodeScores:
-    """An estimate of what patching each head's queries, keys, values and outputs and each MLP's output of the
-    clean run into the corrupted one changes of the metric, from two runs and a backward pass for each layer;
-    without `grad_drop` one in all. All texts must have one length. Raises RequestError, UnsupportedError.
+    """Estimate how the metric changes if a head's queries, keys, values or outputs, or an MLP's output, of
+    the clean run is patched into the corrupted run. It takes two runs and a backward pass for each layer;
+    without `grad_drop` one backward pass in all. All texts must have one length. Raises RequestError,
+    UnsupportedError.
     """
     session = llm.interp
     corrupted, clean = session.tokens(corrupted_tokens), session.tokens(clean_tokens)
@@ -53,7 +54,7 @@ def atp_star(
     if any(f"blocks.{i}.attn.hook_v" not in session.points for i in layers):
         raise UnsupportedError("AtP* needs attention in every layer, whose values are made of the stream")
     dropped: Sequence[int | None] = layers if grad_drop else [None]
-    # signed effects of the layers' nodes, with each of these dropped: summed over texts
+    # signed effects of the layers' nodes with each layer dropped, summed over texts
     sums: dict[tuple[int | None, int], list[FloatArray]] = {}
     groups = text_groups(session, corrupted, 4 * sum(session.trace.widths.values()))
     for run in graded_runs(session, corrupted, metric, groups, session.array_tape):
@@ -94,7 +95,7 @@ class _Layer:
         seen = np.isfinite(scores)
         rise = np.zeros_like(scores)
         rise[seen] = by_k[seen] - scores[seen]
-        grown = self._pattern * np.exp(np.clip(rise, -80, 80))  # for one key, the others as they are
+        grown = self._pattern * np.exp(np.clip(rise, -80, 80))  # for one key; the others are unchanged
         self._left, self._grown = 1 - self._pattern + grown, grown
         self._changes = {
             name: clean.value(self._block + name) - corrupted.value(self._block + name)

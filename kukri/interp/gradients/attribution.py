@@ -1,6 +1,6 @@
 """Gradients of a metric by every activation, attribution patching and integrated gradients.
 
-They are of the model in float32 on its dequantized weights, whatever the backend: see `tape.py`.
+Gradients belong to the model in float32 on its dequantized weights, whatever the backend: see `tapes/`.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def run_with_gradients(
 ) -> tuple[float, ActivationCache, ActivationCache]:
     """(the metric, the activations, the gradient of the metric by each) of whole texts.
 
-    Both caches are of TransformerLens' names and shapes; `names` as in `LLM.run_with_cache`. Names of which
-    others are computed (scores, patterns, scales and what only they need) are left out, or a RequestError
-    if they are asked for. A prompt with images (`ImagePrompt`) has those of its text, of the images as the
-    encoder sees them; `LLM.vision.run_with_gradients` has the encoder's.
+    Both caches have TransformerLens' names and shapes; `names` as in `LLM.run_with_cache`. Names without a
+    gradient (scores, patterns, scales and what only they need) are left out; asking for one raises
+    RequestError. A prompt with images (`ImagePrompt`) has the gradients of its text, given the encoder's rows
+    of its images; `LLM.vision.run_with_gradients` has the encoder's gradients.
     """
     if isinstance(prompt, ImagePrompt):
         from kukri.interp.gradients.image_gradients import text_gradients
@@ -115,7 +115,7 @@ def attribution_patch(
     name: str = "resid_pre",
     axes: Axes = "layer pos",
 ) -> FloatArray:
-    """An estimate of what patching each clean activation into the corrupted run changes of the metric.
+    """Estimate how the metric changes if each clean activation is patched into the corrupted run.
 
     (clean - corrupted) times the gradient of the corrupted run, summed: float32 [layer, pos], [layer, head]
     or [layer, pos, head], from two runs and one backward pass in all (Nanda 2023; Syed et al. 2023). `name`
@@ -144,8 +144,8 @@ def integrated_gradients(
     """Each token's share in the metric, float32 [batch, pos]: gradients by its embedding, averaged on the
     straight way from a baseline, times the difference (Sundararajan et al. 2017).
 
-    `baseline` is a prompt of as many tokens, or None for embeddings of zero. The sum is the metric less that
-    of the baseline, up to the error of `n_steps` midpoints.
+    `baseline` is a prompt of as many tokens, or None for embeddings of zero. The sum is the metric less the
+    baseline's metric, up to the error of `n_steps` midpoints.
     """
     if n_steps < 1:
         raise RequestError(f"n_steps must be at least 1, not {n_steps}", param="n_steps")

@@ -1,8 +1,8 @@
-"""Attribution graphs: which features, errors and tokens make each feature and logit of a prompt what it is.
+"""Attribution graphs: how features, errors and tokens contribute to each feature and logit of a prompt.
 
-The model is taken with transcoders in its MLPs' places, with what they miss as errors, and with attention
-patterns and norms as they are in this run: then each node adds a number to each later one, exactly (Ameisen
-et al. 2025). Graphs are pruned by influence on the logits, and saved in circuit-tracer's JSON.
+Transcoders replace the MLPs, what they miss is kept as errors, and attention patterns and norms are frozen to
+this run. Each node then adds a number to each later node, exactly (Ameisen et al. 2025). Graphs are pruned by
+influence on the logits, and saved in circuit-tracer's JSON.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _BLOCK = 256  # rows of edges that are made absolute at a time
 
 @dataclass(frozen=True, eq=False)
 class AttributionGraph:
-    """The graph of one prompt. Nodes are in this order: features, errors (layer by layer, each of all
-    positions), tokens, logits.
+    """The graph of one prompt. Nodes are in this order: features, errors (layer by layer, for all positions
+    each), tokens, logits.
 
     `features` [n, 3] are layer, position and number, `activations` [n] their values; `edges` [nodes, nodes]
-    is what the column adds to the row: to a feature's pre-activation, to a logit less the mean of all.
-    Rows of errors and tokens are zero, as are those of features that were not among the most influential.
-    `constants` [nodes] are what biases add, so that a row's sum and its constant are the target's value.
+    is the number that the column adds to the row: to a feature's pre-activation, to a logit less the mean of
+    all. Rows of errors, of tokens and of less influential features are zero. `constants` [nodes] are what
+    biases add, so that a row's sum and its constant are the target's value.
     """
 
     prompt: str
@@ -108,16 +108,16 @@ class AttributionGraph:
                 return nodes, edges
 
     def effects(self, factors: Mapping[int, float], held: Held = "attention") -> FloatArray:
-        """What multiplying features does to each node, [nodes], as the graph predicts it.
+        """Predict the change of each node, [nodes], if features are multiplied.
 
-        Those are changes of features' activations, and of logits less their mean. `factors` are by node: 0
+        Changes are of features' activations, and of logits less their mean. `factors` are by node: 0
         ablates, 2 doubles.
 
-        A feature changes the later ones that were traced, which do not fall below 0, and through them the
-        logits; attention, norms and errors stay. With `held` "features" those stay too, so that only direct
-        effects are seen, of features on what they have before their activation function. What happens in
-        the model says `kukri.interp.gradients.graph_effects.GraphMeasure`. Raises RequestError for a node
-        that is no feature.
+        A feature changes later features that were traced, which do not fall below 0, and through them the
+        logits; attention, norms and errors stay. With `held` "features" the features stay too, so that only
+        direct effects are seen, before the features' activation function.
+        `kukri.interp.gradients.graph_effects.GraphMeasure` measures the change in the model. Raises
+        RequestError for a node that is no feature.
         """
         check_held(held)
         self.check_factors(factors)
@@ -267,11 +267,11 @@ def attribute(
 ) -> AttributionGraph:
     """The attribution graph of a text, or of token ids [T].
 
-    Logits are the `targets`' (token ids), or the likeliest at the end that have `logit_share` of the
-    probability, `max_logits` at most. Edges into features are computed for the `max_features` that have most
-    influence on them. Positions before `n_ignored` have no features or errors, as in circuit-tracer: what
-    attention makes of a first token is of no text. A graph that would take more memory than `max_bytes` is
-    refused before that is taken. Raises RequestError, ConfigError and
+    The logits are those of `targets` (token ids), or the likeliest at the end that have `logit_share` of the
+    probability, at most `max_logits`. Edges into features are computed for the `max_features` features with
+    the most influence on the logits. Positions before `n_ignored` have no features or errors, as in
+    circuit-tracer, because a first token's activations say nothing about the text. A graph that would take
+    more memory than `max_bytes` is refused before memory is taken. Raises RequestError, ConfigError and
     UnsupportedError.
     """
     session = llm.interp
@@ -289,13 +289,13 @@ def attribute(
 
 
 def check_held(held: str) -> None:
-    """Raises RequestError unless effects can be predicted or measured with this held."""
+    """Raises RequestError for a `held` that does not exist."""
     if held not in get_args(Held):
         raise RequestError(f"held must be {', '.join(get_args(Held))}, not {held!r}", param="held")
 
 
 def likeliest(logits: FloatArray, most: int, share: float) -> tuple[Indices, FloatArray]:
-    """The fewest tokens that have a share of the probability, `most` at most, and theirs, of logits [V]."""
+    """Return the fewest tokens with a share of the probability, at most `most`, and their probabilities."""
     shares = _probabilities(logits)
     tokens = np.argsort(-shares, kind="stable")[:most]
     n = int(np.searchsorted(np.cumsum(shares[tokens]), share)) + 1
@@ -309,7 +309,7 @@ def _probabilities(logits: FloatArray) -> npt.NDArray[np.float64]:
 
 
 class _Run:
-    """The frozen run of a text, its sources, and what targets get from them."""
+    """The frozen run of a text, its sources, and their contributions to targets."""
 
     def __init__(
         self, session: Session, ids: Any, transcoders: Transcoders, n_ignored: int, max_bytes: int | None
@@ -430,7 +430,7 @@ class _Run:
         return self.reads[layer], position, self.encoders[layer][feature - self.starts[layer]]
 
     def _values(self, nodes: Indices, directions: FloatArray, n_sources: int) -> FloatArray:
-        """What targets are: pre-activations, logits less their mean."""
+        """Return the values of targets: pre-activations, and logits less their mean."""
         final = self.tape.value(FINAL)[-1]
         found = np.empty(len(nodes), np.float32)
         for row, node in enumerate(nodes.tolist()):
@@ -442,7 +442,7 @@ class _Run:
         return found
 
     def _sources(self, targets: Sequence[tuple[str, int, FloatArray]]) -> FloatArray:
-        """What every source adds to each target (tap, position, direction), [targets, sources]."""
+        """Return how much every source adds to each target (tap, position, direction), [targets, sources]."""
         n_rows = max(position for _, position, _ in targets) + 1
         begin: dict[str, FloatArray] = {}
         for i, (tap, position, direction) in enumerate(targets):
@@ -461,7 +461,7 @@ class _Run:
         return found
 
     def _add_features(self, found: FloatArray, layer: int, grad: FloatArray) -> None:
-        """Adds what features write to a layer's output, whose gradient is [targets, rows, D], to `found`."""
+        """Add to `found` what features write to a layer's output, whose gradient is [targets, rows, D]."""
         for i, written in enumerate(self.written[: layer + 1]):
             if layer - i >= written.shape[1]:
                 continue

@@ -194,7 +194,7 @@ def _checked(
 
 
 class _Pair:
-    """What differs between a clean and a corrupted run of some texts."""
+    """The differences between a clean and a corrupted run of some texts."""
 
     def __init__(self, session: Session, corrupted: list[IntArray], clean: list[IntArray]) -> None:
         self.session = session
@@ -210,12 +210,12 @@ class _Pair:
         self._ends = runs[1]["hook_embed"], runs[0]["hook_embed"]
 
     def embedded(self, share: np.float32) -> dict[str, FloatArray]:
-        """Embeddings on the way from the corrupted run's to the clean one's."""
+        """Return embeddings between the corrupted run's and the clean run's."""
         start, end = self._ends
         return {"hook_embed": start + share * (end - start)}
 
     def sources(self) -> list[tuple[str, FloatArray]]:
-        """What each source writes in the clean run less what it writes in the corrupted one, [rows, D]."""
+        """Return each source's output in the clean run less its output in the corrupted run, [rows, D]."""
         session = self.session
         found = [("embed", self._changes["blocks.0.hook_resid_pre"])]
         total = found[0][1].copy()
@@ -255,7 +255,7 @@ def _targets(session: Session, tape: Any) -> Iterator[tuple[list[str], int, Floa
 
 
 def _head_gradients(point: Point, grad: FloatArray, stream: FloatArray) -> Iterator[FloatArray]:
-    """The gradient at the stream that each head reads, [rows, D], from that at what it makes of it."""
+    """Yield each head's gradient by the stream, [rows, D], given the gradient by its query, key or value."""
     shared, of_heads = head_steps(point.steps, grad.shape[2], grad.shape[1])
     for h, steps in enumerate(of_heads):
         yield gradient([*shared, *steps], stream, grad[:, h])

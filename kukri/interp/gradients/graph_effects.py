@@ -1,7 +1,7 @@
-"""What interventions on the nodes of an attribution graph do, measured: the check of what the graph predicts.
+"""Measures what interventions on the nodes of an attribution graph do, to check the graph's predictions.
 
-A graph is a linear model of one run. How far it holds is seen by letting go of what it takes as given, one
-thing after the other: see `Held`.
+A graph is a linear model of one run, which holds some things constant. Releasing these one after the other
+shows how far it can be trusted: see `Held`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FINAL_POINT = "ln_final.hook_out"
 
 
 class GraphMeasure:
-    """Measures on the model of an LLM what interventions on a graph's nodes do.
+    """Measures in an LLM's model what interventions on a graph's nodes do.
 
     `transcoder` is the name that the LLM has for the graph's transcoders: `LLM(transcoders={name: DIR})`.
     Raises RequestError if the graph is not of this model and these transcoders.
@@ -52,10 +52,11 @@ class GraphMeasure:
         self._before: tuple[Mapping[int, FloatArray], FloatArray] | None = None
 
     def effects(self, factors: Mapping[int, float], held: Held = "nothing") -> FloatArray:
-        """What multiplying features does to each node, [nodes], as `AttributionGraph.effects` has it.
+        """Measure the change of each node, [nodes], if features are multiplied: see
+        `AttributionGraph.effects`.
 
         With `held` "nothing" the model runs with `AttributionGraph.interventions`, on the LLM's backend and
-        weights; else in float32, with what is held as it was. Nodes of errors and tokens are 0.
+        weights; else it runs in float32, with the held parts frozen. Nodes of errors and tokens are 0.
         """
         check_held(held)
         self._graph.check_factors(factors)
@@ -67,7 +68,7 @@ class GraphMeasure:
         reads, writes = first.reads, first.writes
         changes: dict[int, FloatArray] = {}
         shape = first.value(writes[0]).shape
-        features: dict[int, FloatArray] = {}  # how those of the graph change
+        features: dict[int, FloatArray] = {}  # how the graph's features change
 
         def output(tap: str, own: FloatArray) -> FloatArray:
             i = writes.index(tap)
@@ -95,8 +96,8 @@ class GraphMeasure:
     def _changes(
         self, i: int, before: FloatArray, x: FloatArray, factors: Mapping[int, float], held: Held
     ) -> tuple[FloatArray, FloatArray]:
-        """How a layer's features change by what the MLP reads: those of its nodes [n], and all that write
-        something else then, [T, F].
+        """Return how a layer's features change with the MLP's input: the features of its nodes [n], and all
+        features that write something else, [T, F].
         """
         layer, nodes = self._transcoders.layers[i], self._nodes[i]
         positions, numbers = (place[nodes] for place in self._places)
@@ -111,7 +112,7 @@ class GraphMeasure:
         if held == "features":
             moved = _products(layer, positions, numbers, x - before)
         moved[given] = wanted
-        if held == "patterns":  # what the MLP writes has the other changes in it, and the feature's own
+        if held == "patterns":  # the MLP's output has the other changes in it, and the feature's own
             wanted = wanted - change[places]
             change[:] = 0
         change[places] = wanted
@@ -166,13 +167,13 @@ class GraphMeasure:
 
 
 def _products(layer: Layer, positions: Any, numbers: Any, x: FloatArray) -> FloatArray:
-    """The products of features' encoders and rows of x, [n]."""
+    """Return the products of features' encoders and rows of x, [n]."""
     found: FloatArray = np.einsum("nd,nd->n", layer.encoders(numbers), x[positions])
     return found
 
 
 def _of_active(layer: Layer, was: FloatArray, moved: FloatArray) -> FloatArray:
-    """How features [T, F] change if what they read does by `moved`, and no other becomes active."""
+    """Return how features [T, F] change if their input changes by `moved` and no other becomes active."""
     positions, numbers = np.nonzero(was)
     values = was[positions, numbers]
     change = np.zeros_like(was)

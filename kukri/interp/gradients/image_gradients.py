@@ -26,12 +26,12 @@ from kukri.vision.image import ImageInput, ImagePrompt
 # a number of an encoder's rows or activations, and its gradient by them
 EncoderMetric = Callable[[Any], tuple[float, Any]]
 Metric = Callable[[FloatArray], tuple[float, FloatArray]]  # a number of logits, and its gradient
-_KEPT = 3  # what a tape keeps, with gradients: about so many times what taps show of it
-_PATTERNS = 5  # those of a layer that are alive at a time
+_KEPT = 3  # memory of a tape with gradients, as a multiple of the memory of its taps
+_PATTERNS = 5  # patterns of a layer that are alive at a time
 
 
 class Encoder(Protocol):
-    """What is read of an `EncoderSession`."""
+    """The part of an `EncoderSession` that gradients need."""
 
     trace: Trace
     values: Values
@@ -52,7 +52,7 @@ class Encoder(Protocol):
 
 
 class Seeing(Protocol):
-    """What is read of an LLM."""
+    """The part of an LLM that gradients need."""
 
     @property
     def engine(self) -> Engine:
@@ -137,11 +137,11 @@ def text_gradients(
 
 
 def of_answer(llm: Seeing, prompt: ImagePrompt, metric: Metric) -> EncoderMetric:
-    """A metric of the logits of a prompt with images, as one of its images' rows.
+    """Turn a metric of the logits of a prompt with images into a metric of its images' rows.
 
     `llm.vision.run_with_gradients(list(prompt.images), of_answer(llm, prompt, metric))` gives its gradient by
     the encoder's activations; called with the rows of all images, [n_tokens, width] each, it returns the
-    number and its gradient by those.
+    number and its gradient by the rows.
     """
 
     def found(rows: Any) -> tuple[float, Any]:
@@ -155,7 +155,7 @@ def of_answer(llm: Seeing, prompt: ImagePrompt, metric: Metric) -> EncoderMetric
 def _text_run(
     llm: Seeing, prompt: ImagePrompt, rows: Sequence[FloatArray], metric: Metric
 ) -> tuple[float, SeeingTape]:
-    """The metric of a prompt whose images have these rows, and the tape that has gone back."""
+    """Return the metric of a prompt whose images have these rows, and the tape after its backward pass."""
     session, n = llm.interp, len(prompt)
     images = llm.engine.make_output_request(prompt, "logits").images
     if images is None or len(rows) != len(prompt.images):
@@ -180,8 +180,8 @@ def _checked(grad: Any, of: Any) -> FloatArray:
 
 
 def _require_room(encoder: Encoder, rows: Rows, width: int) -> None:
-    """Raises RequestError if gradients of parts with these patches need more memory than there is, those by
-    `width` numbers of a patch returned.
+    """Raises RequestError if gradients of parts with these patches need more memory than is free. Gradients
+    by `width` numbers of a patch are returned.
     """
     n, widths = rows.n_tokens, encoder.trace.widths.values()
     n_heads = max((one.spec.n_heads for one in encoder.trace.heads.values()), default=0)

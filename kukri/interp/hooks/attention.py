@@ -18,7 +18,7 @@ _F16_MAX = np.float32(np.finfo(np.float16).max)
 
 
 def as_cached(x: FloatArray, kv_type: KVType) -> FloatArray:
-    """Keys or values as an f16 cache gives them back, clamped to its range; of f32 as they are."""
+    """Return keys or values as the cache stores them: f16 rounds and clamps, f32 changes nothing."""
     return x if kv_type == "f32" else x.clip(-_F16_MAX, _F16_MAX).astype(np.float16).astype(np.float32)
 
 

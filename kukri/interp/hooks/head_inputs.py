@@ -1,4 +1,4 @@
-"""What makes a head's query, key or value of the stream: the steps, forward and back."""
+"""The steps from the stream to a head's query, key or value, forward and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kukri.models.trace import Matrix, Norm, Step
 
 
 def head_steps(steps: Sequence[Step], d_head: int, n_heads: int) -> tuple[list[Step], list[list[Step]]]:
-    """The steps that heads share, and those of each: its rows of the last matrix, and what follows."""
+    """Return the steps that heads share, and each head's own: its rows of the last matrix, and the rest."""
     last = max(i for i, step in enumerate(steps) if isinstance(step, Matrix))
     matrix = steps[last]
     assert isinstance(matrix, Matrix)
@@ -24,7 +24,7 @@ def head_steps(steps: Sequence[Step], d_head: int, n_heads: int) -> tuple[list[S
 
 
 def through(steps: Sequence[Step], x: FloatArray) -> FloatArray:
-    """What steps make of x [n, D]: [n, K]."""
+    """Return the result of steps on x [n, D]: [n, K]."""
     for step in steps:
         x = _after(step, x)
     return x
@@ -64,5 +64,5 @@ def _back(step: Step, x: FloatArray, grad: FloatArray) -> FloatArray:
 
 
 def _parts(norm: Norm, x: FloatArray) -> FloatArray:
-    """x [n, width] as what is normed: [n, 1, width], or [n, heads, K]."""
+    """Return x [n, width] in the shape that is normed: [n, 1, width], or [n, heads, K]."""
     return x.reshape(len(x), -1, len(norm.weight))

@@ -23,7 +23,7 @@ Form = Literal[
     "plain",  # [.., width], as the tap has it
     "heads",  # [.., head, d_head]
     "head_inputs",  # [.., head, d_model]: the stream, once for each head that reads it
-    "scale",  # [.., 1]: what a norm divides by
+    "scale",  # [.., 1]: the divisor of a norm
     "normalized",  # [.., width]: divided, before the norm's weight
     "norm_out",  # [.., width]: with the weight and the bias
     "head_in", "head_scale", "head_normalized", "head_out",  # a norm of heads: [batch, head, pos, ..]
@@ -54,7 +54,7 @@ class _Row(NamedTuple):
 
 
 def _rows(tap: str, *names: str, form: Form = "plain", is_editable: bool = True) -> tuple[_Row, ...]:
-    """All names of what one tap shows."""
+    """Return all names of one tap."""
     return tuple(_Row(name, tap, form, is_editable) for name in names)
 
 
@@ -170,7 +170,7 @@ def points(trace: Trace, n_layers: int) -> dict[str, Point]:
         add(_block_points(trace, layer))
         add(_product_points(trace, layer))
         add(_head_input_points(trace, layer))
-        for tap in trace.taps:  # taps that the tables do not know have their own name
+        for tap in trace.taps:  # a tap that the tables do not know keeps its name
             if tap.startswith(f"blocks.{layer}.") and tap not in found:
                 add([Point(tap.replace("hook_normalized", "hook_out"), tap, "plain", layer, tap)])
     add(_final_points(trace))
@@ -318,7 +318,7 @@ def _norm(trace: Trace, prefix: str, name: str, source: str) -> list[_Row]:
 
 
 def _normed(name: str, source: str, tap: str, norm: Norm) -> list[_Row]:
-    """What a norm makes of `source`; `tap` shows its result."""
+    """Return the rows of a norm of `source` whose result is `tap`."""
     return [
         _Row(f"{name}.hook_scale", source, "scale", False, norm),
         _Row(f"{name}.hook_normalized", tap, "normalized", True, norm),
@@ -327,7 +327,7 @@ def _normed(name: str, source: str, tap: str, norm: Norm) -> list[_Row]:
 
 
 def _post_norm_block(trace: Trace, layer: int) -> list[_Row]:
-    """The rows of a block whose norms follow each sum, as in BERT: its stream is what the second makes."""
+    """Return the rows of a block whose norms follow each sum, as in BERT: the second gives its stream."""
     prefix = f"blocks.{layer}."
     rows = [
         *_rows("hook_resid_pre", "hook_in", "hook_resid_pre"),

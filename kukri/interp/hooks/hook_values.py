@@ -1,4 +1,4 @@
-"""The values of points from what taps saw, and edits of a point as edits of its tap."""
+"""Computes the values of points from the values of taps, and turns edits of a point into edits of its tap."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Rows:
         return x.reshape(self.n_rows, *x.shape[2:]) if self._is_full else x[self._is_token]
 
     def seen_ahead(self, window: int | None) -> npt.NDArray[np.bool_] | bool:
-        """Which keys a query sees besides those before it, in a layer with this window: bool [B, T, T]."""
+        """Return which later keys a query sees, in a layer with this window: bool [B, T, T]."""
         if not any(self.images):
             return False
         found = np.zeros((self.n_batch, self.n_tokens, self.n_tokens), np.bool_)
@@ -68,8 +68,8 @@ class Model:
     """The sources of values besides taps.
 
     Attributes: config; trace; weights; points, every name; kv_type, which rounds keys and values;
-    encode(text, add_special), which gives token ids; adjust_logits, which caps or divides those of the head
-    as the model does.
+    encode(text, add_special), which gives token ids; adjust_logits, which caps or divides the logits of the
+    head as the model does.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Model:
         """cos or sin of the first positions, [1, T, rotary_dim]: each frequency twice."""
         heads = self.trace.heads
         rotary = [i for i in heads if heads[i].rope is not None]
-        # outside the layers those of full attention, if windows have others
+        # outside the layers the frequencies of full attention, if windows have others
         layer = min(rotary, key=lambda i: heads[i].spec.window is not None)
         if point.layer is not None:
             layer = point.layer

@@ -179,7 +179,7 @@ class StepListener:
         point = listening.point
         where = HookPoint(point.name, point.layer, self._start, listening.ctx)
         try:
-            found = listening.hook(value.view(), hook=where)  # resized, it leaves the value as it is
+            found = listening.hook(value.view(), hook=where)  # resized, it leaves the value unchanged
             after = value if found is None else np.asarray(found)
         except Exception as error:
             raise HookError(f"the hook on {point.name} raised {type(error).__name__}: {error}") from error
@@ -199,7 +199,7 @@ def _replace_heads(x: FloatArray, wanted: Any, values: FloatArray) -> None:
 
 
 def usable_points(model: Selects, names: NamesFilter) -> list[Point]:
-    """The points of names whose gradient is that of a tap. Raises RequestError, HookError."""
+    """Return the points of names whose gradient is a tap's gradient. Raises RequestError, HookError."""
     found = model.select(names)
     usable = [p for p in found if p.form in ("plain", "heads") and p.tap == p.edit_tap and p.tap != LOGITS]
     if names is not None and not callable(names) and len(usable) < len(found):

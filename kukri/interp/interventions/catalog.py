@@ -1,4 +1,4 @@
-"""What is loaded for requests to use by name: control vectors, probes, autoencoders and transcoders."""
+"""The files that requests use by name: control vectors, probes, autoencoders and transcoders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Catalog:
             self.transcoders[_checked(name)] = found
 
     def check(self, model: Model) -> None:
-        """Raises ConfigError if something reads or writes what the model does not have."""
+        """Raises ConfigError if a file reads or writes a hook that the model does not have."""
         for kind, name, reader in self._readers():
             for hook in {reader.name, *([] if kind != "transcoder" else reader.writes)}:  # type: ignore[union-attr]
                 try:
@@ -68,7 +68,7 @@ class Catalog:
 
     @cached_property
     def product_backend(self) -> Backend | None:
-        """What multiplies by encoders: see `kukri.interp.features.feature_products.product_backend`."""
+        """The backend for products with encoders: see `product_backend`."""
         return None if self.backend is None else product_backend(self.backend)
 
     def _readers(self) -> Iterator[tuple[str, str, Probe | FeatureReader]]:

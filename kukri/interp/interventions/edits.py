@@ -1,4 +1,4 @@
-"""What resolved interventions do to the rows of a request: edits, the conditions of edits, and readings."""
+"""Resolved interventions on the rows of a request: edits, the conditions of edits, and readings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class When:
     below: float
 
     def holds(self, x: FloatArray) -> npt.NDArray[np.bool_]:
-        """For each row of x [rows, width], whether it holds: [rows]."""
+        """Return for each row of x [rows, width] whether the condition holds: [rows]."""
         if isinstance(self.reader, Probe):
             found = self.reader.scores(x)[:, self.index]
         else:
@@ -45,7 +45,7 @@ class When:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What edits need of a hook before theirs: `read` of its rows at some positions, [..., rows, n]."""
+    """An input of edits from an earlier hook: `read` of its rows at some positions, [..., rows, n]."""
 
     point: Point
     spans: Spans
@@ -59,7 +59,7 @@ _NOTHING: Found = {}
 def _wanted(
     spans: Spans, start: int, n_tokens: int, chosen: npt.NDArray[np.bool_] | None
 ) -> npt.NDArray[np.bool_]:
-    """Which of the tokens from `start` on an edit changes, [n_tokens]: those at its places, and `chosen`."""
+    """Return which tokens from `start` on an edit changes, [n_tokens]: those at its places and `chosen`."""
     wanted = spans.mask(start, n_tokens)
     if chosen is not None:
         wanted &= chosen
@@ -120,7 +120,7 @@ class Edit:
             parts += vector
         elif self.op == "replace":
             parts[...] = vector
-        else:  # a product of whole rows, whose bits do not depend on how many rows there are
+        else:  # a product of whole rows, whose bits do not depend on the number of rows
             by = np.float32(self.strength - 1 if self.op == "scale" else -1)
             parts += (parts * vector).sum(-1, keepdims=True) * (by * vector)  # the vector has length 1
 

@@ -1,4 +1,4 @@
-"""Interventions: edits, captures and readings of a request's activations, said in data and not in code.
+"""Interventions: edits, captures and readings of a request's activations, as data instead of code.
 
 So they may come over HTTP. Each belongs to one request; in a step it touches only that request's rows.
 """
@@ -252,7 +252,7 @@ def _strength(one: Intervention) -> float:
 
 
 def _of_features(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[AnyEdit]:
-    """Edits of an autoencoder's or a transcoder's features, or by what they give."""
+    """Return edits of an autoencoder's or a transcoder's features, or by their output."""
     if (one.sae is None) == (one.transcoder is None):
         raise RequestError(f"{one.op} needs an sae or a transcoder, not both")
     for name in _NOT_OF_FEATURES:
@@ -282,7 +282,7 @@ def _of_features(one: Intervention, model: Model, catalog: Catalog, spans: Spans
 
 
 def _replacements(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[AnyEdit]:
-    """An autoencoder's output in place of what it reads, or transcoders' in place of MLPs' outputs."""
+    """Replace a hook by its autoencoder's output, or MLPs' outputs by transcoders' outputs."""
     if one.sae is not None:
         reader = catalog.feature_reader(one.sae, None, None)
         reader.decoders([0])  # an error if there are none
@@ -415,7 +415,7 @@ def _numbers(given: Any, n: int, what: str) -> tuple[int, ...]:
 
 
 def _vector(given: Any, lengths: set[int]) -> FloatArray:
-    """A vector of one of these lengths, of finite numbers."""
+    """Return a vector of finite numbers, of one of these lengths."""
     try:
         array = np.asarray(given, np.float64)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Places: the positions of a request at which an intervention works, said in data.
+"""The positions of a request at which an intervention works, as data.
 
 A place is "all", "prompt", "last" (of the prompt) or "generated"; a number, from the prompt's end if it is
 negative; a list of numbers and of spans [first, stop], whose stop may be None; {"text": "Paris"}, the tokens
@@ -73,7 +73,7 @@ class Spans:
 
 
 def find_places(given: Any, prompt: Prompt) -> Spans:
-    """The positions of a place. Raises RequestError on what is no place, or is not in the prompt."""
+    """Return the positions of a place. Raises RequestError for others, and places outside the prompt."""
     n = len(prompt.ids)
     named = {"all": (0, END), "prompt": (0, n), "last": (n - 1, n), "generated": (n, END)}
     if isinstance(given, str):
@@ -92,7 +92,7 @@ def find_places(given: Any, prompt: Prompt) -> Spans:
 
 
 def _span(given: Any, n: int, end: int) -> tuple[int, int]:
-    """The span of a number or of [first, stop]; negative ones count from `end`, of n that there are."""
+    """Return the span of a number or of [first, stop]; negative numbers, to -n, count from `end`."""
     first, stop = given if isinstance(given, (list, tuple)) and len(given) == 2 else (given, given)
     if type(first) is not int or (stop is not None and type(stop) is not int):
         raise RequestError(f"a position is a number or [first, stop], not {brief(given)}")

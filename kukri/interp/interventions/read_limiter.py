@@ -7,8 +7,8 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_TIMES = 25  # what it took that a reading waits for each request that is read: 4% of the time in all
-_FREE_S = 0.0005  # a reading that takes less never waits
+_TIMES = 25  # a reading waits this many times its duration for each request, so readings take 4% of the time
+_FREE_S = 0.0005  # a shorter reading never waits
 _MOST_S = 1.0
 
 
@@ -24,7 +24,7 @@ class Pace:
         self._next: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when a request may be read again
 
     def allows(self, request: Any) -> bool:
-        """True if the request, or what stands for it, may be read now."""
+        """Return True if the request, or its stand-in, may be read now."""
         return self._clock() >= self._next.get(request, 0)
 
     def took(self, request: Any, since: float) -> None:
@@ -35,7 +35,7 @@ class Pace:
             self._next[request] += min(_TIMES * len(self._next) * (now - since), _MOST_S)
 
     def now(self) -> float:
-        """Seconds of its clock."""
+        """Return the seconds of its clock."""
         return self._clock()
 
     def forget(self, request: Any) -> None:

@@ -116,7 +116,7 @@ class Readout:
 class InterventionTaps:
     """The interventions of one request: see `kukri.kernels.taps.SequenceTaps`.
 
-    Edits of a tap come first, so that captures and readouts see what they left. `max_bytes` as in
+    Edits of a tap come first, so that captures and readouts see the edited values. `max_bytes` as in
     RequestTaps. Readings that take long are computed at the `pace`.
     """
 

@@ -148,8 +148,8 @@ def attention_heads(
 def image_attention(
     weights: FloatArray, picture: ByteArray, path: PathLike | None = None, *, title: str = ""
 ) -> Picture:
-    """What heads look at: weights [head, rows, columns], of `LLM.vision.attention`, over the picture uint8
-    [height, width, 3]. Each head has colours of its own, from none to its largest weight.
+    """Draw what heads look at: weights [head, rows, columns], of `LLM.vision.attention`, over the picture
+    uint8 [height, width, 3]. Each head has colours of its own, from none to its largest weight.
     """
     if weights.ndim != 3 or picture.ndim != 3:
         raise RequestError(
@@ -228,7 +228,7 @@ def attribution_graph(graph: Mapping[str, Any], path: PathLike | None = None) ->
 
 
 def _places(nodes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """(x, y) of each node: those of one position and layer next to one another, embeddings below layer 0."""
+    """Return (x, y) of each node: those of a position and layer are side by side, embeddings below."""
     together: dict[tuple[int, int], list[str]] = {}
     for node in nodes:
         layer = -1 if node["layer"] == "E" else int(node["layer"])
@@ -257,7 +257,7 @@ def _draw_values(axes: Any, values: FloatArray, are_shares: bool) -> Any:
 
 
 def _written(texts: Sequence[str]) -> list[str]:
-    """Texts on one line each. A lone space is marked, and what would be a formula stays as it is."""
+    """Texts on one line each. A lone space is marked, and a formula's signs are plain text."""
     return [repr(text)[1:-1].replace("$", r"\$") if text.strip(" ") else "␣" for text in texts]
 
 

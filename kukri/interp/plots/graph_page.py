@@ -48,7 +48,7 @@ def _direction(transcoders: Transcoders, layer: int, feature: int) -> FloatArray
 
 
 def graph_page(graph: Mapping[str, Any]) -> str:
-    """The page of a graph in circuit-tracer's JSON, with those of `add_written_tokens` if it has them."""
+    """Return the page of a graph in circuit-tracer's JSON, with tokens of `add_written_tokens`, if any."""
     data = json.dumps(graph, ensure_ascii=True)
     for character in "<>&":  # in a text that would end the script
         data = data.replace(character, f"\\u{ord(character):04x}")

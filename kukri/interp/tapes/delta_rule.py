@@ -46,7 +46,7 @@ class DeltaRule:
             self.result[t] = np.einsum("hk,hkp->hp", self._q[t], self._states[t + 1]).reshape(-1)
 
     def backward(self, grad: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-        """The gradients of q, k, v, decay and beta by that of the result."""
+        """Return the gradients of q, k, v, decay and beta, given the gradient of the result."""
         spec, n = self._spec, len(grad)
         to_result = grad.reshape(n, spec.n_heads, spec.d_head)
         to_q, to_k, to_v = np.empty_like(self._q), np.empty_like(self._k), np.empty_like(to_result)

@@ -1,8 +1,8 @@
-"""A tape of the model as a linear one: attention patterns, norms' scales and gates are those of the run.
+"""A tape of the model as a linear map: attention patterns, norms' scales and gates are constants of the run.
 
-Between the outputs of MLPs, which are given, everything that is left is linear in the residual stream, so a
-gradient times a source is exactly what the source adds to a target (Ameisen et al. 2025). Gradients of many
-targets go back at once, [targets, rows, width]; of a target only the rows up to its own are looked at.
+Between the outputs of MLPs, which are given, all ops are then linear in the residual stream, so a gradient
+times a source is exactly what the source adds to a target (Ameisen et al. 2025). Gradients of many targets
+are computed at once, [targets, rows, width], for rows up to the targets' last.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kukri.quant.blocks import dequantize
 
 
 class FrozenTape(Tape):
-    """Runs one text. `skips` are linear maps [D out, D in] by layer, from what an MLP reads to its output.
+    """Runs one text. `skips` are linear maps [D out, D in] by layer, from an MLP's input to its output.
 
-    Outputs of MLPs are the tap `writes`, what they read is `reads`.
+    The taps `reads` are the inputs of MLPs, `writes` their outputs.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FrozenTape(Tape):
         self._at: dict[str, int] = {}  # the node of a tap
         self._constants: list[FloatArray] = []  # patterns, scales and gates, in the order of the run
         self._is_running = False
-        self.keeps_matrices = False  # those of MLPs too, for many runs
+        self.keeps_matrices = False  # True: matrices of MLPs too, for many runs
 
     def run(self, program: Program, batch: TextRows) -> Variable:
         """See Tape.run."""
@@ -48,7 +48,7 @@ class FrozenTape(Tape):
 
     def pull_back(self, targets: Mapping[str, FloatArray]) -> Iterator[tuple[str, FloatArray]]:
         """Gradients [targets, rows, width] at the taps that MLPs write and at "hook_embed", by name, from the
-        last to the first; those that are zero are left out.
+        last to the first, without gradients that are zero.
 
         `targets` are the gradients to begin with, by tap: [targets, rows, width] with the same rows.
         """
@@ -101,7 +101,7 @@ class FrozenTape(Tape):
         raise UnsupportedError("attribution graphs of models with recurrent layers are not supported")
 
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:
-        """x under its name; what an MLP writes is a constant, but for a linear skip."""
+        """Note x under its name. An MLP's output is a constant, apart from a linear skip."""
         full_name = tap_name(name, layer)
         if full_name not in self.writes:
             found = super().tap(name, layer, x)
@@ -123,11 +123,11 @@ class FrozenTape(Tape):
         return self._constants[-1]
 
     def _output(self, tap: str, x: FloatArray) -> FloatArray:
-        """What an MLP writes."""
+        """Return an MLP's output."""
         return x
 
     def _matrix(self, weight: Weight) -> FloatArray:
-        """A matrix in float32, kept if gradients need it: most of a model is MLPs, which they go around."""
+        """Return a matrix in float32, kept if gradients need it. They pass by MLPs, most of a model."""
         if self._is_running and not self.keeps_matrices and weight not in self.matrices:
             return dequantize(weight.data, weight.type)
         return super()._matrix(weight)
@@ -154,7 +154,7 @@ class ReplayedTape(FrozenTape):
     """The same run again, with patterns, scales and gates of `first`, or with its patterns alone, and MLPs
     that write something else.
 
-    `output(tap, x)` is what one writes in the place of x, once what it reads is known: `value` of that tap.
+    `output(tap, x)` replaces an MLP's output x once its input is known, which is the `value` of its tap.
     """
 
     def __init__(

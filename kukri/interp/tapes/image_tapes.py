@@ -1,4 +1,4 @@
-"""Tapes of what sees: an encoder of images with its projector, and a text with rows of images in it."""
+"""Tapes of an encoder of images with its projector, and of a text with rows of images in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kukri.vision.image import ImageSpan
 class EncoderTape(Tape):
     """An encoder and its projector on one part of an image.
 
-    Patterns are computed again on the way back: those of thousands of patches are larger than all else.
+    Patterns are computed again on the way back, because for thousands of patches they are larger than all
+    else.
     """
 
     keeps_patterns = False
@@ -51,7 +52,7 @@ class EncoderTape(Tape):
         return self.run(self._model.project, batch)
 
     def activations(self, batch: TextRows, width: int) -> Variable:
-        """Patches, or what the projector reads."""
+        """Return the patches, or the projector's input."""
         return self._read
 
     def attention(
