@@ -109,14 +109,14 @@ AFMOE = Architecture(
         "self_attn.gate_proj": "attn_gate",
     },
     joined={"mlp.router.gate": ("mlp.gate",), "mlp.expert": ("mlp.gate.e_score_correction",)},
-    reads={"sliding_window", "layer_types", "attention_bias", _MUP},
-    ignores={"output_router_logits", "global_attn_every_n_layers", "load_balance_coeff", "use_grouped_mm"},
+    reads={"sliding_window", "layer_types", _MUP},
+    ignores={"global_attn_every_n_layers", "load_balance_coeff", "use_grouped_mm"},
     fixed={
         **{"n_group": 1, "topk_group": 1, "num_expert_groups": 1, "num_limited_groups": 1},
         **{"score_func": "sigmoid", "route_norm": True},
     },
     defaults={
-        **{"num_key_value_heads": None, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024},
+        **{"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024},
         **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
         **{"num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 1.0},
     },

@@ -77,8 +77,7 @@ APERTUS = Architecture(
     },
     activation="xielu",
     respelled=_respelled,
-    reads={"attention_bias"},
     ignores={"mlp_bias", "post_norm", "qk_norm"},
-    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     biases={"self_attn": "attention_bias"},
 )

@@ -25,7 +25,6 @@ ARCEE = Architecture(
     "ArceeForCausalLM",
     interleaved_rope=True,
     activation="relu2",
-    reads={"attention_bias", "mlp_bias"},
-    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
 )

@@ -37,7 +37,7 @@ BAILING_MOE = Architecture(
     },
     partial_rotary=True,
     ignores={
-        *("output_router_logits", "router_dtype", "mtp_loss_scaling_factor", "embedding_dropout"),
+        *("router_dtype", "mtp_loss_scaling_factor", "embedding_dropout"),
         *("output_dropout", "max_window_layers", "use_rmsnorm", "moe_shared_expert_intermediate_size"),
     },
     fixed={

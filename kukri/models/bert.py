@@ -118,7 +118,6 @@ BERT = Architecture(
     reads={"type_vocab_size"},
     ignores={"attention_probs_dropout_prob", "hidden_dropout_prob"},
     defaults={
-        "num_key_value_heads": None,
         "layer_norm_eps": 1e-12,
         "hidden_act": "gelu",
         "type_vocab_size": 2,

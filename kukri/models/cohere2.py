@@ -56,14 +56,14 @@ COHERE2 = Architecture(
     hf_interleaved_rope=True,
     full_interval=4,
     hf_epsilon="layer_norm_eps",
-    reads={"sliding_window", "sliding_window_pattern", "layer_types", "attention_bias", _SCALE},
+    reads={"sliding_window", "sliding_window_pattern", "layer_types", _SCALE},
     ignores={
         *("_sliding_window_pattern", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct"),
         *("use_embedding_sharing", "use_gated_activation"),
     },
     fixed={"use_qk_norm": False, "use_parallel_block": True, "use_parallel_embedding": False},
     defaults={
-        **{"num_key_value_heads": None, "layer_norm_eps": 1e-5, "tie_word_embeddings": True, _SCALE: 0.0625},
+        **{"layer_norm_eps": 1e-5, "tie_word_embeddings": True, _SCALE: 0.0625},
         "sliding_window": 4096,
     },
     biases={"self_attn": "attention_bias"},

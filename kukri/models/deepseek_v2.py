@@ -44,14 +44,14 @@ DEEPSEEK_V2 = Architecture(
     keys={"d_head": ("attention.key_length", latent.ROTARY)},
     gguf_reads=latent.GGUF_READS,
     tensor_names=latent.TENSOR_NAMES,
-    reads={*latent.HF_READS, "attention_bias", "mlp_bias", "norm_topk_prob"},
+    reads={*latent.HF_READS, "norm_topk_prob"},
     ignores={
-        *("head_dim", "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size"),
-        *("router_aux_loss_coef", "n_group", "topk_group", "rope_interleave", "qk_head_dim"),
+        *("head_dim", "aux_loss_alpha", "seq_aux", "ep_size"),
+        *("n_group", "topk_group", "rope_interleave", "qk_head_dim"),
     },
     fixed={"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
     defaults={
-        **{"num_key_value_heads": None, "kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128},
+        **{"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128},
         **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "n_routed_experts": 64, "n_shared_experts": 2},
         **{"moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     },

@@ -11,7 +11,6 @@ ERNIE4_5 = Architecture(
     "Ernie4_5ForCausalLM",
     interleaved_rope=True,
     hf_interleaved_rope=True,
-    reads={"use_bias"},
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 128,

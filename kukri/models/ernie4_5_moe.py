@@ -50,9 +50,9 @@ ERNIE4_5_MOE = replace(
     gguf="ernie4_5-moe",
     joined={"mlp.moe_statics.e_score_correction": ("mlp.gate.e_score_correction",)},
     tensor_names={"mlp.gate.e_score_correction": Stored("exp_probs_b", BIAS_PARAMETER, ONE_ROW)},
-    reads={"use_bias", _LAST},
+    reads={_LAST},
     ignores={
-        *("output_router_logits", "router_aux_loss_coef", "moe_norm_min", "moe_capacity", "moe_gate"),
+        *("moe_norm_min", "moe_capacity", "moe_gate"),
         *("moe_use_aux_free", "num_nextn_predict_layers"),
     },
     unused=r"model\.mtp_.+",

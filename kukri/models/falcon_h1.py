@@ -211,7 +211,7 @@ FALCON_H1 = Architecture(
         "model.final_layernorm": "output_norm",
     },
     reads={
-        *("mamba_conv_bias", "mamba_d_head", _NORM, _BEFORE),
+        *("mamba_d_head", _NORM, _BEFORE),
         *(*_PARTS, *_FACTORS.values(), _EMBEDDING, _HEAD, _STATE_IN, _KEY),
     },
     ignores={"mamba_expand", "mamba_chunk_size", "num_logits_to_keep", "layers_block_type", "mamba_use_mlp"},

@@ -36,7 +36,6 @@ GEMMA = Architecture(
     respelled=_respelled,
     hf_norm_offset=1.0,
     activation=_GELU,
-    reads={"attention_bias"},
     ignores={"hidden_activation"},
     fixed={"use_bidirectional_attention": False},
     defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},

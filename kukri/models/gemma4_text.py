@@ -366,7 +366,7 @@ GEMMA4_TEXT = Architecture(
     respelled=_respelled,
     hf_layers={"n_kv_heads", "d_ffn"},
     reads={
-        *("sliding_window", "layer_types", "attention_bias", "head_dim", _SHARED, _WIDE, _FULL_KV),
+        *("sliding_window", "layer_types", "head_dim", _SHARED, _WIDE, _FULL_KV),
         *("attention_k_eq_v", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
         "use_bidirectional_attention",
     },

@@ -37,7 +37,6 @@ GLM4 = Architecture(
         "post_mlp_layernorm": "post_ffw_norm",
         "mlp.gate_up_proj": "ffn_up",
     },
-    reads={"attention_bias"},
     defaults={
         **{"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
         "partial_rotary_factor": 0.5,

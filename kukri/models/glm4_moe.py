@@ -39,8 +39,8 @@ GLM4_MOE = Architecture(
     next_token="layer",
     partial_rotary=True,
     tensor_names={"post_attention_layernorm": "post_attention_norm"},
-    reads={"attention_bias", _NORMED},
-    ignores={"output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers"},
+    reads={_NORMED},
+    ignores={"num_nextn_predict_layers", "num_mtp_layers"},
     defaults={
         **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_group": 1},
         **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},

@@ -102,11 +102,10 @@ GPT_NEOX = Architecture(
     activation="gelu",
     partial_rotary=True,
     respelled=_respelled,
-    reads={"attention_bias"},
     ignores={"head_dim"},
     fixed={_PARALLEL: True},
     defaults={
-        **{"num_key_value_heads": None, "partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        **{"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
         **{"attention_bias": True, "hidden_act": "gelu"},
     },
     biases={"self_attn": "attention_bias", "attention": "attention_bias", "mlp": True},

@@ -68,9 +68,9 @@ GPT_OSS = Architecture(
         "self_attn.sinks": Stored("attn_sinks", PARAMETER),
         "post_attention_layernorm": "post_attention_norm",
     },
-    reads={"attention_bias", "sliding_window", "layer_types"},
+    reads={"sliding_window", "layer_types"},
     ignores={
-        *("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length"),
+        *("experts_per_token", "initial_context_length"),
         "quantization_config",  # MXFP4, which the tensors show
     },
     fixed={"swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT},

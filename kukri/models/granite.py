@@ -42,7 +42,6 @@ GRANITE = Architecture(
     "GraniteForCausalLM",
     interleaved_rope=True,
     numbers={"attention_scale", "embedding_scale", "residual_scale", "logits_divisor"},
-    reads={"attention_bias", "mlp_bias"},
-    defaults={"num_key_value_heads": None, "attention_multiplier": 1.0},
+    defaults={"attention_multiplier": 1.0},
     biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
 )

@@ -202,11 +202,11 @@ GRANITEMOEHYBRID = replace(
         "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
     },
     keys={"d_ffn": ("expert_shared_feed_forward_length", "shared_intermediate_size")},
-    reads={_POSITION, "attention_bias", "mamba_conv_bias", "mamba_proj_bias", "mamba_d_head"},
-    ignores={"output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method"},
+    reads={_POSITION, "mamba_d_head"},
+    ignores={"mamba_chunk_size", "init_method"},
     fixed={"time_step_limit": [0.0, inf], "normalization_function": "rmsnorm"},
     defaults={
-        **{"num_key_value_heads": None, "shared_intermediate_size": 1024, "attention_multiplier": 1.0},
+        **{"shared_intermediate_size": 1024, "attention_multiplier": 1.0},
         **{"num_local_experts": 8, "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_n_groups": 1},
         **{"mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_d_head": "auto"},
         **{"mamba_conv_bias": True},
@@ -235,6 +235,8 @@ GRANITEMOEHYBRID_DENSE = replace(
     hf_mark=("num_local_experts", 0),
     joined={stored: tuple(f"mlp.{part}" for part in parts) for stored, parts in _MLP.items()},
     keys={"d_ffn": ("feed_forward_length", "shared_intermediate_size")},
-    ignores=GRANITEMOEHYBRID.ignores | {"intermediate_size", "num_local_experts", "num_experts_per_tok"},
+    ignores=GRANITEMOEHYBRID.ignores
+    | {"intermediate_size", "num_local_experts", "num_experts_per_tok"}
+    | {"output_router_logits", "router_aux_loss_coef"},
     experts=None,
 )

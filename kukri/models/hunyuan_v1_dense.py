@@ -57,7 +57,6 @@ HUNYUAN_V1_DENSE = Architecture(
     "HunYuanDenseV1ForCausalLM",
     gguf="hunyuan-dense",
     tensor_names={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
-    reads={"attention_bias"},
     ignores={
         *("eod_token_id", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
         *("attention_head_dim", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id", "norm_type"),
@@ -65,7 +64,7 @@ HUNYUAN_V1_DENSE = Architecture(
         *("add_classification_head", "class_num", "pool_type", "cla_share_factor"),
     },
     fixed={"use_cla": False, "use_qk_norm": True},
-    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     biases={"self_attn": "attention_bias"},
     read_hf=_read_alpha,
 )

@@ -50,7 +50,7 @@ HUNYUAN_V1_MOE = replace(
     },
     respelled=_respelled,
     ignores=HUNYUAN_V1_DENSE.ignores
-    | {"output_router_logits", "moe_drop_tokens", "moe_random_routing_dropped_token", "capacity_factor"},
+    | {"moe_drop_tokens", "moe_random_routing_dropped_token", "capacity_factor"},
     fixed={
         **{**HUNYUAN_V1_DENSE.fixed, "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0},
         **{"norm_topk_prob": True, "group_limited_greedy": False, "routed_scaling_factor": 1.0},

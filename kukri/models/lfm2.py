@@ -127,7 +127,6 @@ LFM2 = Architecture(
     hf_epsilon="norm_eps",
     reads={
         *("full_attn_idxs", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
-        "conv_bias",
     },
     ignores={
         *("block_dim", "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale"),

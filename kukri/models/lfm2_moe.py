@@ -44,8 +44,7 @@ LFM2_MOE = replace(
         **{f"feed_forward.{stored}": (f"mlp.{part}",) for stored, part in _PARTS.items()},
         **{f"feed_forward.experts.{stored}": (f"mlp.experts.{part}",) for stored, part in _PARTS.items()},
     },
-    reads={"conv_bias"},
-    ignores=LFM2.ignores | {"output_router_logits"},
+    ignores=LFM2.ignores,
     aliases={"tie_embedding": "tie_word_embeddings"},
     defaults={
         **{"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1000000.0},

@@ -158,7 +158,5 @@ LLAMA = Architecture(
     "LlamaForCausalLM",
     gguf_seeing="paddleocr",
     interleaved_rope=True,
-    reads={"attention_bias", "mlp_bias"},
-    defaults={"num_key_value_heads": None},
     biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
 )

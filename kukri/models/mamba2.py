@@ -81,7 +81,7 @@ MAMBA2 = replace(
     hf_activation="hidden_act",
     activation="silu",
     respelled=dict,
-    reads={"use_bias", "use_conv_bias", "head_dim"},
+    reads={"head_dim"},
     ignores={
         *("chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_min"),
         *(

@@ -57,11 +57,11 @@ MINICPM = Architecture(
     "MiniCPMForCausalLM",
     interleaved_rope=True,
     gguf_reads=frozenset(_GGUF.values()),
-    reads={"attention_bias", *KEYS},
+    reads=KEYS,
     ignores={"mlp_bias", "mup_denominator"},
     fixed={"num_experts": 0, "sparse_config": None},
     defaults={
-        **{"num_key_value_heads": None, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1},
+        **{"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1},
         "tie_word_embeddings": True,
     },
     biases={"self_attn": "attention_bias"},

@@ -66,10 +66,10 @@ MINICPM3 = Architecture(
         for module, stored in latent.TENSOR_NAMES.items()
         if module not in ("self_attn.k_b_proj", "self_attn.v_b_proj")  # files hold them as one
     },
-    reads={*latent.HF_READS, "attention_bias", "mlp_bias", *minicpm.KEYS},
+    reads={*latent.HF_READS, *minicpm.KEYS},
     ignores={"head_dim", "qk_head_dim"},
     defaults={
-        **{"num_key_value_heads": None, "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64},
+        **{"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64},
         **{"qk_rope_head_dim": 32, "v_head_dim": 64, "scale_emb": 12, "scale_depth": 1.4},
         **{"dim_model_base": 256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     },

@@ -84,7 +84,7 @@ MODERNBERT = Architecture(
     },
     reads={
         *("sliding_window", "sliding_window_pattern", "layer_types", "rope_local_base_freq"),
-        *("attention_bias", "mlp_bias", "classifier_pooling"),
+        "classifier_pooling",
     },
     ignores={
         *("hidden_activation", "initializer_cutoff_factor", "cls_token_id", "embedding_dropout"),
@@ -94,7 +94,7 @@ MODERNBERT = Architecture(
     },
     fixed={"norm_bias": False, "classifier_bias": False, "classifier_activation": "gelu"},
     defaults={
-        **{"num_key_value_heads": None, "norm_eps": 1e-5, "hidden_activation": "gelu"},
+        **{"norm_eps": 1e-5, "hidden_activation": "gelu"},
         **{"rope_theta": 160000.0, "sliding_window": 128, "tie_word_embeddings": True},
     },
     biases={"attn": "attention_bias", "mlp": "mlp_bias"},

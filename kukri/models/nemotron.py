@@ -28,7 +28,6 @@ NEMOTRON = Architecture(
     hf_norm_offset=1.0,
     partial_rotary=True,
     activation="relu2",
-    reads={"attention_bias", "mlp_bias"},
-    defaults={"num_key_value_heads": None, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    defaults={"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     biases={"self_attn": "attention_bias", "mlp": "mlp_bias"},
 )

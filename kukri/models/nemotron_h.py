@@ -215,7 +215,7 @@ NEMOTRON_H = Architecture(
     hf_activation="mlp_hidden_act",
     activation="relu2",
     respelled=_respelled,
-    reads={_TYPES, "mlp_hidden_act", "attention_bias", "mlp_bias", *_BIASES},
+    reads={_TYPES, "mlp_hidden_act", "attention_bias"},
     ignores={
         *("chunk_size", "expand", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
         *("time_step_max", "time_step_limit", "time_step_floor", "residual_in_fp32", "mamba_proj_bias"),

@@ -43,8 +43,7 @@ OLMO = Architecture(
     gguf_epsilon="attention.layer_norm_epsilon",
     interleaved_rope=True,
     hf_epsilon="layer_norm_eps",
-    reads={"attention_bias"},
     fixed={"clip_qkv": None},
-    defaults={"num_key_value_heads": None, "layer_norm_eps": 1e-5},
+    defaults={"layer_norm_eps": 1e-5},
     biases={"self_attn": "attention_bias"},
 )

@@ -71,7 +71,6 @@ OLMO2 = Architecture(
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     },
-    reads={"attention_bias"},
-    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     biases={"self_attn": "attention_bias"},
 )

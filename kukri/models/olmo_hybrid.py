@@ -86,12 +86,12 @@ OLMO_HYBRID = Architecture(
         "linear_attn.A_log": Stored("", PARAMETER, LOG_OF_NEGATIVE),
         "linear_attn.dt_proj": Stored("", STEP_BIAS),
     },
-    reads={"attention_bias", "full_attention_interval", _NOPE},
+    reads={"full_attention_interval", _NOPE},
     ignores={
         *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
     },
     fixed={"linear_allow_neg_eigval": True},
-    defaults={"num_key_value_heads": None, "linear_conv_kernel_dim": 4},
+    defaults={"linear_conv_kernel_dim": 4},
     biases={"self_attn": "attention_bias"},
     recurrent=RecurrentKeys(
         ("linear_attention",),

@@ -25,10 +25,8 @@ OLMOE = Architecture(
     "olmoe",
     Olmoe,
     "OlmoeForCausalLM",
-    reads={"attention_bias"},
-    ignores={"output_router_logits", "router_aux_loss_coef"},
     fixed={"clip_qkv": None},
-    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
     biases={"self_attn": "attention_bias"},
     experts=ExpertKeys("num_experts", "intermediate_size", "norm_topk_prob", gguf_normalized=False),
 )

@@ -63,7 +63,7 @@ PHI = Architecture(
     },
     hf_epsilon="layer_norm_eps",
     activation="gelu_new",
-    defaults={"num_key_value_heads": None, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
+    defaults={"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
     fixed={"qk_layernorm": False},
     biases={"self_attn": True, "mlp": True},
     partial_rotary=True,

@@ -33,9 +33,11 @@ PHI3 = Architecture(
     "phi3",
     Phi3,
     "Phi3ForCausalLM",
+    # old versions of llama.cpp would read a file without the key with a window
+    gguf_defaults={"attention.sliding_window": 0},
     tensor_names={"mlp.gate_up_proj": "ffn_up"},
     reads={"sliding_window", "original_max_position_embeddings"},
     ignores={"attention_bias"},
-    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     partial_rotary=True,
 )

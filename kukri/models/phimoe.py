@@ -84,10 +84,10 @@ PHIMOE = Architecture(
         },
     },
     reads={
-        *("sliding_window", "original_max_position_embeddings", "attention_bias", "lm_head_bias"),
+        *("sliding_window", "original_max_position_embeddings"),
         "router_jitter_noise",
     },
-    ignores={*_MSCALES, "input_jitter_noise", "output_router_logits", "router_aux_loss_coef"},
+    ignores={*_MSCALES, "input_jitter_noise"},
     defaults={
         **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
         **{"num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": _JITTER},

@@ -31,9 +31,8 @@ QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM",
     gguf="qwen2moe",
     joined=GATED_SHARED,
-    reads={"qkv_bias"},
     ignores={
-        *("output_router_logits", "router_aux_loss_coef", "max_window_layers", "layer_types"),
+        *("max_window_layers", "layer_types"),
         "sliding_window",
     },
     fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},

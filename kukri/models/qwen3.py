@@ -44,7 +44,7 @@ QWEN3 = Architecture(
     "Qwen3ForCausalLM",
     gguf_seeing="qwen3vl",
     gguf_reads={"n_deepstack_layers"},  # the encoder says which
-    reads={"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias"},
+    reads={"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128}
     | {"mrope_interleaved": True},  # Qwen3-VL's
     biases={"self_attn": "attention_bias"},

@@ -30,7 +30,7 @@ QWEN3_5_MOE_TEXT = replace(
     gguf="qwen35moe",
     joined=GATED_SHARED,
     keys={"d_ffn": ("feed_forward_length", "moe_intermediate_size")},  # no layer has another MLP
-    ignores=QWEN3_5_TEXT.ignores | {"output_router_logits", "router_aux_loss_coef", "intermediate_size"},
+    ignores=QWEN3_5_TEXT.ignores | {"intermediate_size"},
     defaults={
         **QWEN3_5_TEXT.defaults,
         **{"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},

@@ -163,7 +163,7 @@ QWEN3_5_TEXT = Architecture(
         "linear_attn.norm": Stored("ssm_norm"),
         "linear_attn.out_proj": Stored("ssm_out", tiles=lambda own: (None, _tiled_values(own))),
     },
-    reads={"attention_bias", "full_attention_interval"},
+    reads={"full_attention_interval"},
     ignores={
         *("mamba_ssm_dtype", "attn_output_gate", "output_gate_type"),
         *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),

@@ -28,7 +28,7 @@ QWEN3_MOE = Architecture(
     gguf_seeing="qwen3vlmoe",
     gguf_reads=QWEN3.gguf_reads,
     reads=QWEN3.reads - {"max_window_layers", "layer_types"},
-    ignores={"output_router_logits", "router_aux_loss_coef", "max_window_layers"},
+    ignores={"max_window_layers"},
     fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
     defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8}
     | {"moe_intermediate_size": 768, "mrope_interleaved": True},

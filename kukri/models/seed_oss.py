@@ -10,7 +10,6 @@ SEED_OSS = Architecture(
     Llama,
     "SeedOssForCausalLM",
     tensor_names={"post_attention_layernorm": "post_attention_norm"},
-    reads={"attention_bias", "attention_out_bias", "mlp_bias"},
     ignores={"residual_dropout"},
     defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     biases={"self_attn.o_proj": "attention_out_bias", "self_attn": "attention_bias", "mlp": "mlp_bias"},

@@ -130,7 +130,7 @@ SMALLTHINKER = Architecture(
             "moe_intermediate_size",
             "attention_bias",
         ),
-        *("norm_topk_prob", "output_router_logits", "moe_num_secondary_experts", "moe_secondary_expert_size"),
+        *("norm_topk_prob", "moe_num_secondary_experts", "moe_secondary_expert_size"),
     },
     fixed={
         **{"use_qk_norm": False, "moe_enable_early_router": True, "moe_enable_secondary_experts": False},
@@ -138,7 +138,6 @@ SMALLTHINKER = Architecture(
     },
     defaults={
         **{
-            "num_key_value_heads": None,
             "head_dim": 128,
             "rope_theta": 1000000.0,
             "tie_word_embeddings": True,

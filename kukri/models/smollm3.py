@@ -59,7 +59,7 @@ SMOLLM3 = Architecture(
     write_hf=_write_rotating,
     reads={
         *("sliding_window", "use_sliding_window", "layer_types"),
-        *("no_rope_layers", "no_rope_layer_interval", "attention_bias", "mlp_bias"),
+        *("no_rope_layers", "no_rope_layer_interval"),
     },
     ignores={"max_window_layers"},
     defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},

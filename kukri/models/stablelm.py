@@ -28,7 +28,6 @@ STABLELM = Architecture(
     gguf_reads={"use_parallel_residual"},  # readers go by the norm of the MLP, which is missing if it is so
     partial_rotary=True,
     hf_epsilon="layer_norm_eps",
-    reads={"use_qkv_bias"},
     fixed={"qk_layernorm": False, "use_parallel_residual": False},
     defaults={"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
     biases={f"self_attn.{part}_proj": "use_qkv_bias" for part in "qkv"},

@@ -36,7 +36,7 @@ STARCODER2 = Architecture(
     tensor_names={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     hf_epsilon="norm_epsilon",
     activation="gelu_pytorch_tanh",
-    reads={"sliding_window", "use_bias"},
+    reads={"sliding_window"},
     ignores={
         *("residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon"),
         *("norm_type", "mlp_type", "attention_softmax_in_fp32", "scale_attn_weights"),

@@ -471,8 +471,7 @@ def _window_keys(config: ModelConfig, architecture: Architecture) -> dict[str, A
     windows = [layer.window for layer in config.layers]
     sizes = set(windows) - {None}
     if not sizes:
-        # a phi3 file without the key would be read with a window by old versions of llama.cpp
-        return {_WINDOW: 0} if architecture.gguf == "phi3" or _WINDOW in architecture.gguf_defaults else {}
+        return {_WINDOW: 0} if _WINDOW in architecture.gguf_defaults else {}
     if len(sizes) > 1:
         raise UnsupportedError(f"GGUF has no key for windows of several sizes: {sorted(sizes, key=str)}")
     size = sizes.pop()

@@ -323,10 +323,11 @@ def _known(architecture: Architecture) -> frozenset[str]:
     numbers = frozenset(fact.hf for fact in (*facts(architecture), *mixture_facts(architecture)))
     if architecture.recurrent is not None:
         numbers |= {*architecture.recurrent.hf.values(), "layer_types"}
+    stated = [*architecture.biases.values()]
     if (own := architecture.experts) is not None:
-        numbers |= {
-            key for key in (own.normalized, own.bias, own.n_shared, own.n_dense) if isinstance(key, str)
-        }
+        stated += [own.normalized, own.bias, own.n_shared, own.n_dense]
+        numbers |= {"output_router_logits", "router_aux_loss_coef"}  # for training
+    numbers |= {key for key in stated if isinstance(key, str)}
     return numbers | _READ | IGNORED_KEYS | architecture.reads | architecture.ignores
 
 
