@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.step_arrays import OPTIONAL_ARRAYS, PoolPages, StepArrays, StepCounts, arrays_of, by_field
+from kukri.kernels.step_arrays import OPTIONAL_ARRAYS, PoolPages, StepArrays, StepCounts, arguments, arrays_of
 
 
-@dataclass(eq=False)  # a frozen one takes 2 us more to make
+@dataclass(eq=False, kw_only=True)  # a frozen one takes 2 us more to make
 class ForwardBatch(StepArrays[IntArray]):
     """One step: T new tokens of S sequences, back to back, no padding.
 
@@ -106,7 +106,7 @@ class StepInputs(StepArrays[IntArray]):
     def zeros(cls, limits: StepLimits, n_pools: int = 1) -> StepInputs:
         """Arrays for steps within `limits`, of a cache with this number of pools, with their defaults."""
         arrays = [row.filled(limits.counts, limits.max_pages) for row in arrays_of(n_pools)]
-        return cls(**by_field(arrays))
+        return cls(*arguments(arrays))
 
     def batch(
         self,
@@ -130,7 +130,7 @@ class StepInputs(StepArrays[IntArray]):
         ):
             return last
         batch = ForwardBatch(
-            **self.beginnings(StepCounts.of(*sizes)),
+            *self.beginnings(StepCounts.of(*sizes)),
             rope_positions=rope_positions,
             activations=activations,
             inputs=self,

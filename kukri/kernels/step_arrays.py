@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -91,10 +91,11 @@ class StepArrays(Generic[A]):
         """Return all arrays in the order of `arrays_of`."""
         return [*_own(self), *chain.from_iterable(self.other_pools)]
 
-    def beginnings(self, counts: StepCounts) -> dict[str, Any]:
-        """Return the beginnings of the arrays for a step of these counts, by field."""
-        rows, arrays = arrays_of(1 + len(self.other_pools)), cast(list[Any], self.flat())
-        return by_field([array[: counts[row.count]] for row, array in zip(rows, arrays)])
+    def beginnings(self, counts: StepCounts) -> tuple[Any, ...]:
+        """Return the beginnings of the arrays for a step of these counts, as `arguments`."""
+        arrays: list[Any] = self.flat()
+        rows = arrays_of(1 + len(self.other_pools))
+        return arguments([array[: counts[row.count]] for row, array in zip(rows, arrays)])
 
     @property
     def pools(self) -> list[PoolPages[A]]:
@@ -113,11 +114,10 @@ OPTIONAL_ARRAYS = tuple(row for row in STEP_ARRAYS if row.name in vars(StepArray
 _own = attrgetter(*(row.name for row in STEP_ARRAYS))
 
 
-def by_field(arrays: Sequence[A]) -> dict[str, Any]:
+def arguments(arrays: Sequence[A]) -> tuple[Any, ...]:
     """Return arrays in the order of `StepArrays.flat` as the arguments that make a StepArrays."""
     n = len(STEP_ARRAYS)
-    found: dict[str, Any] = {row.name: array for row, array in zip(STEP_ARRAYS, arrays)}
-    return {**found, "other_pools": tuple(map(PoolPages, arrays[n::2], arrays[n + 1 :: 2]))}
+    return (*arrays[:n], tuple(map(PoolPages, arrays[n::2], arrays[n + 1 :: 2])))
 
 
 @cache

@@ -16,7 +16,7 @@ from kukri.kernels.arrays import FloatArray
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
-from kukri.kernels.step_arrays import StepArrays, by_field
+from kukri.kernels.step_arrays import StepArrays, arguments
 
 _QUERY_TOKENS = 128  # tokens of a prompt that attend at a time, which bounds the memory of their scores
 
@@ -35,10 +35,9 @@ class DeviceInputs:
         self._staging = _PinnedStaging(len(flat)) if device.type == "cuda" else None
         places = pairwise(accumulate((array.size for array in arrays), initial=0))
         spans = [(slice(*place), array.shape) for place, array in zip(places, arrays)]
-        self.host = StepInputs(**by_field([flat[span].reshape(shape) for span, shape in spans]))
-        self.device = StepArrays[Tensor](
-            **by_field([self._target[span].view(shape) for span, shape in spans])
-        )
+        self.host = StepInputs(*arguments([flat[span].reshape(shape) for span, shape in spans]))
+        on_device = [self._target[span].view(shape) for span, shape in spans]
+        self.device = StepArrays[Tensor](*arguments(on_device))
 
     def upload(self) -> None:
         """Copies the host's arrays to the device, after the work that is under way there."""
@@ -75,7 +74,7 @@ class DeviceBatch(StepArrays[Tensor]):
 
     def __init__(self, batch: ForwardBatch, inputs: DeviceInputs, device: torch.device) -> None:
         """`batch` lies in `inputs`, which are uploaded, but for its mask and RoPE positions."""
-        super().__init__(**inputs.device.beginnings(batch.counts))
+        super().__init__(*inputs.device.beginnings(batch.counts))
         self.host = batch
         rotated_by = batch.positions if batch.rope_positions is None else batch.rope_positions
         self.max_position = int(rotated_by.max())
