@@ -3,6 +3,7 @@
 KukriError
 ├── ConfigError              a model or engine configuration that makes no sense
 ├── FormatError              a model file that is broken; names file, offset and tensor
+│   ├── MissingFileError     … that was not found: a FileNotFoundError too
 │   └── UnusedTensorError    a checkpoint holds tensors that no layer took
 ├── UnsupportedError         valid, but not something kukri runs; says what is supported
 │   └── MissingKernelError   a backend has no kernel for an op and type
@@ -46,6 +47,7 @@ def _is_plain(value: object) -> bool:
 def _made_again(kind: type[KukriError], text: str, attributes: dict[str, Any]) -> KukriError:
     """An error as it was, whatever its constructor takes."""
     error = kind.__new__(kind, text)
+    error.args = (text,)  # which OSError leaves to its constructor
     vars(error).update(attributes)
     return error
 
@@ -90,6 +92,10 @@ class FormatError(KukriError):
         if tensor is not None:
             where.append(f"tensor {tensor!r}")
         super().__init__(f"{', '.join(where)}: {message}" if where else message)
+
+
+class MissingFileError(FormatError, FileNotFoundError):
+    """A file or a directory of a model or an adapter was not found."""
 
 
 class UnusedTensorError(FormatError):

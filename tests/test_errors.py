@@ -8,11 +8,15 @@ import inspect
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kukri
+from kukri import errors
 from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError
+from kukri.formats.json_files import read_json
 from tests.test_architecture import PACKAGE, module_files
 
 VALUES = {"int": 7, "float": 0.5, "bool": True, "str": "a text", "Sequence[str]": ["a", "b"]}
@@ -103,3 +107,15 @@ def test_joblib_gives_the_error_of_its_task() -> None:
     assert not faults, "\n".join(faults)
     with pytest.raises(ContextLengthError, match="9 tokens"):
         joblib.Parallel(n_jobs=2, backend="loky")(joblib.delayed(fail)(n) for n in (9, 9))
+
+
+def test_a_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
+    """Catches a caller's `except FileNotFoundError` that a missing model passes by."""
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        kukri.LLM(tmp_path / "model.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        read_json(tmp_path / "tokenizer.json")
+    error = errors.MissingFileError("no such file", path="a", offset=3)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.path, again.offset) == (type(error), str(error), "a", 3)

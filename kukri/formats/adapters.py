@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kukri.config import MultiplierConfig
-from kukri.errors import FormatError, UnsupportedError, brief, reading
+from kukri.errors import FormatError, MissingFileError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.huggingface.safetensors import SafetensorsFile
@@ -93,7 +93,7 @@ def read_adapter(path: Path, model: Model) -> Adapter:
     apply: DoRA, saved modules, biases, embeddings.
     """
     if not path.exists():
-        raise FormatError("there is no such adapter", path=path)
+        raise MissingFileError("there is no such adapter", path=path)
     with reading(path):
         return _read_peft(path, model) if path.is_dir() else _read_gguf(path, model)
 

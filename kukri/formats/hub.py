@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kukri.errors import DownloadError, FormatError, UnsupportedError
+from kukri.errors import DownloadError, FormatError, MissingFileError, UnsupportedError
 from kukri.formats.digests import check_digest, file_sha256, split_digest
 from kukri.formats.repos import SHORT_NAMES, Progress, fetch, parse_name, untagged
 from kukri.host.os_calls import kill_session, locked, sync_directory
@@ -183,7 +183,7 @@ def _resolved(model: str | os.PathLike[str] | None, progress: Progress | None) -
     if repo is not None:
         return fetch(repo, progress)
     if isinstance(model, os.PathLike) or os.sep in text or path.suffix in {".gguf", ".safetensors"}:
-        raise FormatError("no such file", path=path)
+        raise MissingFileError("no such file", path=path)
     raise _unknown(text)
 
 

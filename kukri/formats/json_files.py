@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kukri.errors import FormatError, brief, reading
+from kukri.errors import FormatError, MissingFileError, brief, reading
 from kukri.formats.file_kinds import file_kind
 
 
@@ -18,7 +18,7 @@ def read_json(path: Path, *, max_bytes: int = 100_000_000) -> dict[str, Any]:
                 raise FormatError(f"is larger than {max_bytes} bytes", path=path)
             return parse_json(path.read_bytes(), path)
         except FileNotFoundError:
-            raise FormatError("there is no such file", path=path) from None
+            raise MissingFileError("no such file", path=path) from None
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:

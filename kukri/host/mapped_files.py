@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kukri.errors import FormatError
+from kukri.errors import FormatError, MissingFileError
 
 _MAP_FIXED = 0x10  # on Linux and macOS; Python does not name it
 _HELD_AT_ONCE = 16 << 20  # bytes that lie in memory twice meanwhile
@@ -42,7 +42,7 @@ def map_file(path: Path, kind: str) -> npt.NDArray[np.uint8]:
                 raise FormatError("the file is empty: it was cut short", path=path)
             return np.frombuffer(_Mapping(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except FileNotFoundError:
-        raise FormatError("there is no such file", path=path) from None
+        raise MissingFileError("there is no such file", path=path) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise FormatError(f"cannot be read: {reason}", path=path) from None
