@@ -27,16 +27,13 @@ class AssistantDrafts(RowDrafts, CountedDrafts):
     request: Request | None = None  # whose pages are read, from its first row on
 
     def note(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
-        """See RowDrafts.note."""
         self.request, self._first_row, self._rows = chunk.request, chunk.start, rows
 
     def chances(self, n: int) -> Iterator[float]:
-        """See Drafts.chances."""
         has_row = self._first_row <= self.n_tokens - 2 < self._stop_row
         return super().chances(n if has_row else 0)
 
     def release(self) -> None:
-        """See Drafts.release."""
         super().release()
         self.request, self._rows = None, None
 

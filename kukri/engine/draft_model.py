@@ -126,7 +126,6 @@ class ModelDrafts(CountedDrafts):
 
     @property
     def reading_cost(self) -> float:
-        """See CountedDrafts.reading_cost."""
         return _ROW_COST * self.relative_cost * max(self.n_tokens - self.n_cached - 1, 0)
 
     @property
@@ -136,7 +135,6 @@ class ModelDrafts(CountedDrafts):
         return pages
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """See CountedDrafts.follow."""
         n_before = self.n_tokens
         n_accepted = self._read(tokens, n_tokens)
         self.n_cached = min(self.n_cached, n_before + n_accepted * self.keeps_accepted)

@@ -188,7 +188,6 @@ class Engine(RequestMaker):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """See RequestMaker.adapter_names."""
         return self.adapters.names
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
@@ -443,7 +442,6 @@ class Engine(RequestMaker):
         return made_s
 
     def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
-        """See RequestMaker._drafts."""
         kind = params.speculation or self.config.speculation
         if kind == "off" and not params.prediction:
             return no_drafts

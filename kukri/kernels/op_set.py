@@ -15,9 +15,6 @@ from kukri.kernels.weight_handles import Experts, RopeFrequencies, Vector, Weigh
 EmbedBy = Literal["token_ids", "positions", "token_types"]
 
 
-GateBy = Literal["itself", "sigmoid", "silu", "gelu"]
-
-
 # A value inside a step: an ndarray on the reference backend, a buffer handle while a plan is recorded.
 Tensor = Any
 
@@ -115,37 +112,12 @@ class Ops(Protocol):
         `beta` are [T, H].
         """
 
-    def gated(self, x: Tensor, gate: Tensor, by: GateBy) -> Tensor:
-        """x * gate, sigmoid(gate), silu(gate) or gelu(gate), all of one shape.
-
-        The last two are the activations of SwiGLU and GeGLU (Shazeer 2020), GELU being that by tanh.
+    def map(
+        self, name: str, x: Tensor, other: Tensor | None = None, a: float = 0.0, b: float = 0.0
+    ) -> Tensor:
+        """The element-wise op `name` of `kukri.kernels.activations`: a function of each number of x, of that
+        of `other`, of the same shape, and of a and b.
         """
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap)."""
-
-    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
-        """Numbers below `low` become it, and those above `high` that; either may be infinite."""
-
-    def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-        """(up + 1) * gate * sigmoid(alpha * gate), of gate clamped to at most, and up to within, `limit`:
-        the activation of gpt-oss (OpenAI 2025).
-        """
-
-    def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
-        """GELU (Hendrycks and Gimpel 2016): x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
-
-        With `is_exact` x / 2 * (1 + erf(x / sqrt(2))).
-        """
-
-    def tanh(self, x: Tensor) -> Tensor:
-        """The hyperbolic tangent of each number."""
-
-    def relu_squared(self, x: Tensor) -> Tensor:
-        """max(x, 0)^2 (So et al. 2021)."""
-
-    def xielu(self, x: Tensor, high: float, low: float) -> Tensor:
-        """high * x^2 above 0, low * (exp(x) - 1 - x) below: xIELU without its x (Huang and Schlag 2024)."""
 
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:
         """Chooses experts by the logits [T, E] of a router; of equal scores, the first -> routes.

@@ -7,44 +7,41 @@ backend.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.host.hardware import available_bytes, cpu_model
+from kukri.kernels.activations import NUMPY
+from kukri.kernels.array_ops import ArrayOps
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.expert_choice import NO_EXPERT, Routes, choose, used_experts
 from kukri.kernels.host_step import (
     HostLogits,
-    StateStep,
     StoppedError,
-    batch_activations,
     check_adapters,
     check_routes,
     check_sizes,
     row_adapters,
-    state_steps,
 )
 from kukri.kernels.kv_types import KV_TYPES, rotate_heads, within_range
-from kukri.kernels.op_set import EmbedBy, GateBy, Program
+from kukri.kernels.op_set import EmbedBy, Program
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.reference_kv import read_pages, store_tokens
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
+from kukri.kernels.specs import AttentionSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
 from kukri.kernels.step_arrays import PoolPages
-from kukri.kernels.taps import Hook, tap_name
-from kukri.kernels.weight_handles import AdapterSlots, Experts, RopeFrequencies, Vector, Weight
+from kukri.kernels.taps import Hook
+from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.quant.blocks import dequantize
 
 Array = npt.NDArray[Any]
-_ERF = np.vectorize(math.erf, otypes=[np.float64])  # NumPy has none
 
 
 class ReferenceBackend:
@@ -117,7 +114,7 @@ class _BoundProgram:
         check_sizes(batch, self.limits)
         check_adapters(batch, self.ops.adapters)
         self.ops.on_tap, self.ops.stop = on_tap, stop
-        self.ops.row_adapters = row_adapters(batch) if self.ops.adapters else None
+        self.ops.set_row_adapters(row_adapters(batch) if self.ops.adapters else None)
         with np.errstate(over="ignore", invalid="ignore"):  # NaN and inf go through, and the caller sees them
             try:
                 logits: FloatArray = self.program(self.ops, batch)
@@ -126,8 +123,10 @@ class _BoundProgram:
         return HostLogits(logits)
 
 
-class ReferenceOps:
-    """The op set (`kukri.kernels.op_set.Ops`) on arrays: each op returns a new one, and `split` views."""
+class ReferenceOps(ArrayOps):
+    """The op set on arrays of NumPy."""
+
+    xp = NUMPY
 
     def __init__(
         self,
@@ -137,10 +136,7 @@ class ReferenceOps:
         rope_rows: dict[RopeFrequencies, RopeRows] | None = None,
         adapters: AdapterSlots = (),
     ) -> None:
-        self.cache, self.taps, self.adapters = cache, taps, adapters
-        self.row_adapters: IntArray | None = None  # the slot of each row; None: no row has one
-        self.on_tap: Hook | None = None  # the step's
-        self.stop: str | None = None  # the tap that ends the step
+        super().__init__(cache, taps, adapters)
         self._matrices = {} if matrices is None else matrices
         self._rope_rows = {} if rope_rows is None else rope_rows
 
@@ -155,44 +151,18 @@ class ReferenceOps:
         rows: FloatArray = self._matrix(weight)[getattr(batch, by)]
         return rows if residual is None else rows + residual
 
-    def activations(self, batch: ForwardBatch, width: int) -> FloatArray:
-        """A copy of the batch's activations [T, width]."""
-        return batch_activations(batch, width).copy()
-
     def rms_norm(self, x: FloatArray, weight: Vector, eps: float) -> FloatArray:
         """x / sqrt(mean(x^2) + eps) * weight, along each row."""
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
         y: FloatArray = x / np.sqrt(mean_square + np.float32(eps)) * weight.data
         return y
 
-    def head_norm(self, x: FloatArray, weight: Vector, eps: float) -> FloatArray:
-        """rms_norm of each head of x [T, heads*K]."""
-        return self.rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).reshape(x.shape)
-
     def layer_norm(self, x: FloatArray, weight: Vector, bias: Vector, eps: float) -> FloatArray:
         """(x - mean) / sqrt(var + eps) * weight + bias, along each row."""
         centred = x - np.mean(x, axis=-1, keepdims=True)
         return self.rms_norm(centred, weight, eps) + bias.data
 
-    def linear(
-        self,
-        x: FloatArray,
-        weights: Sequence[Weight],
-        bias: Vector | None = None,
-        residual: FloatArray | None = None,
-        tap: tuple[str, int | None] | None = None,
-    ) -> FloatArray:
-        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, updates, tap, residual."""
-        y = self._product(x, weights)
-        if bias is not None:
-            y += bias.data
-        if self.row_adapters is not None:
-            self._update(y, x, weights, self.row_adapters)
-        if tap is not None:
-            y = self.tap(*tap, y)
-        return y if residual is None else y + residual
-
-    def _product(self, x: FloatArray, weights: Sequence[Weight]) -> FloatArray:
+    def product(self, x: FloatArray, weights: Sequence[Weight]) -> FloatArray:
         """x [R, in] times each weight [out_i, in] transposed, side by side."""
         y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
         start = 0
@@ -203,70 +173,27 @@ class ReferenceOps:
             start = stop
         return y
 
-    def _update(self, y: FloatArray, x: FloatArray, weights: Sequence[Weight], slots: IntArray) -> None:
-        """Adds to each row of y what its adapter makes of the row of x."""
-        for slot in np.unique(slots[slots >= 0]):
-            rows, start = slots == slot, 0
-            for weight in weights:
-                stop = start + weight.shape[0]
-                update = (self.adapters[slot] or {}).get(weight.name)
-                if update is not None:
-                    down, up = (dequantize(w.data, w.type) for w in (update.down, update.up))
-                    inner = np.vecdot(x[rows, None], down) * np.float32(update.scale)
-                    y[rows, start:stop] += np.vecdot(inner[:, None], up)
-                start = stop
-
-    def add(self, x: FloatArray, residual: FloatArray) -> FloatArray:
-        """x + residual."""
-        return x + residual
-
-    def scale(self, x: FloatArray, factor: float) -> FloatArray:
-        """x * factor."""
-        return x * np.float32(factor)
-
-    def split(self, x: FloatArray, widths: Sequence[int]) -> tuple[FloatArray, ...]:
-        """Column views of x."""
-        return tuple(np.split(x, np.cumsum(widths)[:-1], axis=1))
-
-    def head_columns(self, x: FloatArray, n_heads: int, start: int, stop: int) -> FloatArray:
-        """The columns of each head, side by side."""
-        return x.reshape(len(x), n_heads, -1)[..., start:stop].reshape(len(x), -1)
-
-    def join_heads(self, parts: Sequence[FloatArray], n_heads: int) -> FloatArray:
-        """Each head's parts, one after another."""
-        heads = [part.reshape(len(part), n_heads, -1) for part in parts]
-        return np.concatenate(heads, axis=-1).reshape(len(parts[0]), -1)
+    def low_rank(self, x: FloatArray, update: LowRank) -> FloatArray:
+        down, up = (dequantize(w.data, w.type) for w in (update.down, update.up))
+        inner = np.vecdot(x[:, None], down) * np.float32(update.scale)
+        y: FloatArray = np.vecdot(inner[:, None], up)
+        return y
 
     def head_linear(self, x: FloatArray, heads: Experts) -> FloatArray:
         """Each head's product."""
         n_heads, n_out, _ = heads.shape
         y = np.empty((len(x), n_heads * n_out), np.float32)
         for weight, own, out in zip(heads.weights, np.split(x, n_heads, 1), np.split(y, n_heads, 1)):
-            out[:] = self._product(own, [weight])
+            out[:] = self.product(own, [weight])
         return y
 
-    def rope(
-        self,
-        q: FloatArray,
-        k: FloatArray | None,
-        rope: RopeFrequencies,
-        spec: AttentionSpec,
-        batch: ForwardBatch,
-    ) -> tuple[FloatArray, FloatArray | None]:
-        """Rotates dimension i of each head with i + rotary_dim / 2 by the position (Su et al. 2021)."""
+    def cos_and_sin(self, rope: RopeFrequencies, batch: ForwardBatch) -> tuple[FloatArray, FloatArray]:
         positions = batch.positions if batch.rope_positions is None else batch.rope_positions
         rows = self._rope_rows.get(rope)
         if rows is None:
             rows = self._rope_rows[rope] = RopeRows(rope)
         rows.ensure(int(positions.max(initial=-1)) + 1)
-        cos, sin = (x[:, None] for x in rows.at(positions))  # [T, 1, rotary_dim / 2]
-        return _rotate(q, cos, sin, spec.d_head), None if k is None else _rotate(k, cos, sin, spec.d_head)
-
-    def rotate(
-        self, x: FloatArray, rope: RopeFrequencies, spec: AttentionSpec, batch: ForwardBatch
-    ) -> FloatArray:
-        """See Ops.rotate."""
-        return self.rope(x, None, rope, spec, batch)[0]
+        return rows.at(positions)
 
     def attention(
         self,
@@ -334,40 +261,9 @@ class ReferenceOps:
     def _scores(self, heads: FloatArray, keys: FloatArray, spec: AttentionSpec, place: int) -> FloatArray:
         """Scores [G, H/G, n] of query heads [G, H/G, K] and keys [G, K, n], a query at `place` among them."""
         scores = heads @ keys * np.float32(spec.scale)
-        scores = scores if spec.softcap is None else self.softcap(scores, spec.softcap)
+        scores = scores if spec.softcap is None else self.map("softcap", scores, a=spec.softcap)
         biases = spec.biases(np.arange(keys.shape[2]) - place)
         return scores if biases is None else scores + biases.reshape(scores.shape)
-
-    def conv(self, x: FloatArray, spec: ConvSpec, batch: ForwardBatch) -> FloatArray:
-        """Each column of x [T, C] times the taps of it and the inputs before it."""
-        n, n_taps = x.shape[1], spec.n_taps
-        taps = spec.taps.data.reshape(n_taps, n)
-        y = np.zeros(x.shape, np.float32) if spec.bias is None else np.tile(spec.bias.data, (len(x), 1))
-        if spec.n_after is not None:
-            return self._conv_both_ways(x, y, taps, spec.n_after, batch)
-        for step, states, past in self._states("conv", spec.layer, batch):
-            seen = np.concatenate(
-                [past, x[step.start : step.stop]]
-            )  # row i is of the token n_taps - 1 before
-            for i, weights in enumerate(taps):
-                y[step.start : step.stop] += weights * seen[i : i + step.stop - step.start]
-            for t, slot in (*step.saves, (step.stop - 1, step.slot)):
-                last = t - step.start + 1
-                states[slot] = seen[last : last + n_taps - 1]
-        return y / (1 + np.exp(-y)) if spec.is_activated else y
-
-    def _conv_both_ways(
-        self, x: FloatArray, y: FloatArray, taps: FloatArray, n_after: int, batch: ForwardBatch
-    ) -> FloatArray:
-        """y + each column of x times the taps of the inputs around it; 0 for tokens that nobody sees."""
-        around = ((len(taps) - 1 - n_after, n_after), (0, 0))
-        for start, stop, n_seen in zip(batch.query_start, batch.query_start[1:], batch.context_len):
-            n_seen = min(n_seen, stop - start)
-            seen = np.pad(x[start : start + n_seen], around)
-            for i, weights in enumerate(taps):
-                y[start : start + n_seen] += weights * seen[i : i + n_seen]
-            y[start + n_seen : stop] = 0
-        return y
 
     def scan(
         self, x: FloatArray, b: FloatArray, c: FloatArray, dt: FloatArray, spec: ScanSpec, batch: ForwardBatch
@@ -421,64 +317,6 @@ class ReferenceOps:
             states[step.slot] = state
         return y.reshape(v.shape)
 
-    def _states(
-        self, name: str, layer: int, batch: ForwardBatch
-    ) -> Iterator[tuple[StateStep, FloatArray, FloatArray]]:
-        """Each sequence of a step, a layer's states by slot, and the sequence's own."""
-        states = self.cache.states[layer][name]
-        for step in state_steps(batch):
-            yield step, states, np.zeros_like(states[0]) if step.begins else states[step.slot]
-
-    def gated(self, x: FloatArray, gate: FloatArray, by: GateBy) -> FloatArray:
-        """x times the gate, or a function of it."""
-        if by == "itself":
-            return x * gate
-        if by == "gelu":
-            return self.gelu(gate) * x
-        inverse = 1 + np.exp(-gate)  # the sigmoid's inverse
-        y: FloatArray = gate / inverse * x if by == "silu" else x / inverse
-        return y
-
-    def softcap(self, x: FloatArray, cap: float) -> FloatArray:
-        """cap * tanh(x / cap)."""
-        y: FloatArray = np.tanh(x / np.float32(cap)) * np.float32(cap)
-        return y
-
-    def clamp(self, x: FloatArray, low: float, high: float) -> FloatArray:
-        """Within both bounds."""
-        return np.clip(x, np.float32(low), np.float32(high))
-
-    def clamped_swiglu(self, gate: FloatArray, up: FloatArray, alpha: float, limit: float) -> FloatArray:
-        """(up + 1) * gate * sigmoid(alpha * gate), clamped."""
-        gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
-        y: FloatArray = (up + 1) * gate / (1 + np.exp(np.float32(-alpha) * gate))
-        return y
-
-    def gelu(self, x: FloatArray, is_exact: bool = False) -> FloatArray:
-        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))); with `is_exact` by the error function."""
-        if is_exact:
-            u: Array = _ERF(x / np.sqrt(2)).astype(np.float32)
-        else:
-            u = np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3))
-        y: FloatArray = x / 2 * (1 + u)
-        return y
-
-    def tanh(self, x: FloatArray) -> FloatArray:
-        """The hyperbolic tangent."""
-        y: FloatArray = np.tanh(x)
-        return y
-
-    def relu_squared(self, x: FloatArray) -> FloatArray:
-        """max(x, 0)^2."""
-        y: FloatArray = np.square(np.maximum(x, np.float32(0)))
-        return y
-
-    def xielu(self, x: FloatArray, high: float, low: float) -> FloatArray:
-        """high * x^2 above 0, low * (exp(x) - 1 - x) below."""
-        negative: FloatArray = np.minimum(x, np.float32(0))
-        curved: FloatArray = (np.expm1(negative) - negative) * np.float32(low)
-        return self.relu_squared(x) * np.float32(high) + curved
-
     def route(
         self, logits: FloatArray, routing: Routing, tap: tuple[str, int | None] | None = None
     ) -> Routes:
@@ -499,17 +337,19 @@ class ReferenceOps:
         """Each row's expert, and its update, applied to it; zeros for a token without an expert."""
         numbers, n_used = routes.experts.reshape(-1), routes.experts.shape[1]
         rows = x if len(x) == len(numbers) else np.repeat(x, n_used, axis=0)
-        width = sum(each.shape[1] for each in experts)
+        of_tokens, width = self.row_adapters, sum(each.shape[1] for each in experts)
         y = np.zeros((len(rows), width), np.float32)
         for expert in np.unique(numbers[numbers != NO_EXPERT]):
             mine = numbers == expert
             weights = [each.weights[expert] for each in experts]
-            made = self._product(rows[mine], weights)
+            made = self.product(rows[mine], weights)
             if bias is not None:
                 made += bias.data.reshape(-1, width)[expert]
-            if self.row_adapters is not None:
-                self._update(made, rows[mine], weights, np.repeat(self.row_adapters, n_used)[mine])
+            if of_tokens is not None:
+                self.set_row_adapters(np.repeat(of_tokens, n_used)[mine])
+            self.update(made, rows[mine], weights)
             y[mine] = made
+        self.set_row_adapters(of_tokens)
         return y
 
     def combine(
@@ -530,39 +370,12 @@ class ReferenceOps:
             y = self.tap(*tap, y)
         return y if residual is None else y + residual
 
-    def logit_rows(self, x: FloatArray, batch: ForwardBatch) -> FloatArray:
-        """The rows of x that the batch wants logits for -> [N, D]."""
-        if self.row_adapters is not None:  # only for the rows from here on
-            self.row_adapters = self.row_adapters[batch.logit_rows]
-        return x[batch.logit_rows]
-
-    def tap(self, name: str, layer: int | None, x: FloatArray) -> FloatArray:
-        """x, after its listener."""
-        full_name = tap_name(name, layer)
-        if self.on_tap is None or full_name not in self.taps:
-            return x
-        replacement = self.on_tap(full_name, x)
-        if full_name == self.stop:
-            raise StoppedError
-        return x if replacement is None else replacement
-
     def _matrix(self, weight: Weight) -> FloatArray:
         """The weight as float32 [out, in]."""
         matrix = self._matrices.get(weight)
         if matrix is None:
             matrix = self._matrices[weight] = dequantize(weight.data, weight.type)
         return matrix
-
-
-def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> FloatArray:
-    """x [T, heads*K] with the first rotary_dim dimensions of each head rotated."""
-    half = cos.shape[-1]
-    heads = x.reshape(len(x), -1, d_head)
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    rotated = heads.copy()
-    rotated[..., :half] = first * cos - second * sin
-    rotated[..., half : 2 * half] = second * cos + first * sin
-    return rotated.reshape(x.shape)
 
 
 def _softmax(scores: FloatArray, sinks: Vector | None) -> FloatArray:

@@ -37,7 +37,7 @@ class AfmoeAttention(Qwen3Attention):
         q, k, v = self.qkv.parts(ops, x)
         z = self.attend(ops, q, k, v, batch)
         gate = ops.tap("attn.hook_gate", self.layer, self.gate(ops, x))
-        z = ops.tap("attn.hook_z", self.layer, ops.gated(z, gate, "sigmoid"))
+        z = ops.tap("attn.hook_z", self.layer, ops.map("gated_sigmoid", z, gate))
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
 

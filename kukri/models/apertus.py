@@ -37,7 +37,7 @@ class XieluMLP(MLP):
 
     def activate(self, ops: Ops, x: Tensor) -> Tensor:
         """beta x, and above 0 high x^2, below it low (exp(x) - 1 - x)."""
-        return ops.add(ops.xielu(x, self.high, self.low), ops.scale(x, self.beta))
+        return ops.add(ops.map("xielu", x, None, self.high, self.low), ops.scale(x, self.beta))
 
 
 class ApertusBlock(Block):

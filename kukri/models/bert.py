@@ -31,7 +31,7 @@ class BertMLP(MLP):
 
     up_name = "intermediate.dense"
     down_name = "output.dense"
-    is_exact = True
+    activation = "gelu_exact"
 
 
 class BertBlock(Block):

@@ -48,7 +48,7 @@ class BitNetMLP(GatedMLP):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """max(gate, 0)^2 * up."""
-        return ops.gated(up, ops.relu_squared(gate), "itself")
+        return ops.map("gated_itself", up, ops.map("relu_squared", gate))
 
 
 class BitNetBlock(Block):

@@ -91,5 +91,4 @@ class Eagle3(RowReader):
         return self._fc(ops, ops.logit_rows(x, batch))
 
     def joined(self, rows: Sequence[FloatArray]) -> FloatArray:
-        """See RowReader.joined."""
         return np.concatenate(rows, axis=1)

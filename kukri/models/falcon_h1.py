@@ -41,7 +41,6 @@ class FalconAttention(Attention):
         self.out = _last(self.out, self.factors.attention_out)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
-        """See Attention.__call__."""
         return super().__call__(ops, _scaled(ops, x, self.factors.attention_in), residual, batch)
 
 
@@ -55,7 +54,6 @@ class FalconMamba(Mamba2):
         self.out = _last(self.out, config.multipliers.state_out)
 
     def inputs(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:
-        """See Mamba2.inputs."""
         z, xbc, dt = super().inputs(ops, x)
         return _scaled(ops, z, self.gate_factor), xbc, _scaled(ops, dt, self.step_factor)
 

@@ -24,9 +24,7 @@ from kukri.models.weights import WeightSource
 class GemmaMLP(GatedMLP):
     """down(gelu(gate(x)) * up(x)): GeGLU (Shazeer 2020)."""
 
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up."""
-        return ops.gated(up, gate, "gelu")
+    activation = "gated_gelu"
 
 
 class Gemma2Block(Block):
@@ -61,7 +59,7 @@ class Gemma2(Llama):
     def adjust_logits(self, ops: Ops, logits: Tensor) -> Tensor:
         """The logits, capped [N, V]."""
         cap = self.config.logit_softcap
-        return logits if cap is None else ops.softcap(logits, cap)
+        return logits if cap is None else ops.map("softcap", logits, a=cap)
 
 
 _QUERY_SCALAR, _SCALE = "query_pre_attn_scalar", "attention.scale"

@@ -59,7 +59,7 @@ class LayerInput:
     def __call__(self, ops: Ops, x: Tensor, given: Tensor) -> Tensor:
         """x [T, D], with what is made of it and the layer's embeddings `given` [T, W] added."""
         given = ops.tap("hook_per_layer_input", self.layer, given)
-        hidden = ops.gated(given, self.gate(ops, x), "gelu")
+        hidden = ops.map("gated_gelu", given, self.gate(ops, x))
         made = self.norm(ops, self.projection(ops, hidden))
         return ops.add(ops.tap("hook_per_layer_out", self.layer, made), x)
 
@@ -117,6 +117,8 @@ class Gemma4Mixture(Mixture):
     The router reads the stream itself, normed and multiplied; each expert's weight has a factor.
     """
 
+    activation = "gated_gelu"
+
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         block, d_model, eps = name.removesuffix(".mlp"), config.d_model, config.norm_eps
@@ -144,10 +146,6 @@ class Gemma4Mixture(Mixture):
         both = self.post_norm(ops, ops.add(found, shared))
         both = ops.tap("ln2_post.hook_normalized", self.layer, both)
         return ops.add(ops.tap("hook_mlp_out", self.layer, both), residual)
-
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up."""
-        return ops.gated(up, gate, "gelu")
 
 
 class Gemma4MoeBlock(Gemma4Block):

@@ -39,7 +39,7 @@ class GptOssMixture(Mixture):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """(up + 1) * gate * sigmoid(1.702 gate), clamped."""
-        return ops.clamped_swiglu(gate, up, _ALPHA, _LIMIT)
+        return ops.map("clamped_swiglu", gate, up, _ALPHA, _LIMIT)
 
 
 class GptOssBlock(Block):

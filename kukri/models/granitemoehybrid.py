@@ -74,7 +74,7 @@ class Mamba2:
         xbc = ops.tap("mamba.hook_xbc", self.layer, ops.conv(xbc, self.conv.spec, batch))
         x, b, c = ops.split(xbc, self.widths)
         y = ops.tap("mamba.hook_read", self.layer, ops.scan(x, b, c, dt, self.spec, batch))
-        y = self.normed(ops, ops.gated(y, z, "silu"))
+        y = self.normed(ops, ops.map("gated_silu", y, z))
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
     def inputs(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ class PooledHead:
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, labels]."""
-        return self.classifier(ops, ops.tanh(self.pooler(ops, x)))
+        return self.classifier(ops, ops.map("tanh", self.pooler(ops, x)))
 
 
 class PredictionHead:
@@ -46,7 +46,7 @@ class PredictionHead:
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, labels]."""
-        return self.classifier(ops, self.norm(ops, ops.gelu(self.dense(ops, x), is_exact=True)))
+        return self.classifier(ops, self.norm(ops, ops.map("gelu_exact", self.dense(ops, x))))
 
 
 def encoder_head(source: WeightSource, config: ModelConfig, pooler: str, classifier: str) -> Head | None:

@@ -91,7 +91,7 @@ def _bounds(source: WeightSource, name: str, end: str) -> _Bounds:
 
 
 def _clamped(ops: Ops, x: Tensor, bounds: _Bounds) -> Tensor:
-    return x if bounds == _UNBOUNDED else ops.clamp(x, *bounds)
+    return x if bounds == _UNBOUNDED else ops.map("clamp", x, None, *bounds)
 
 
 class Embedding:
@@ -308,6 +308,7 @@ class GatedMLP:
     linear_type: Callable[..., Any] = Linear
     in_names: tuple[str, ...] = ("gate_proj", "up_proj")
     out_name = "down_proj"
+    activation = "gated_silu"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
@@ -330,8 +331,8 @@ class GatedMLP:
         return config.mlp_width(layer)
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up; architectures with another activation say otherwise."""
-        return ops.gated(up, gate, "silu")
+        """The row `activation` of both."""
+        return ops.map(self.activation, up, gate)
 
 
 class MLP:
@@ -340,7 +341,7 @@ class MLP:
     up_name = "fc1"
     down_name = "fc2"
     post_tap, out_tap = "mlp.hook_post", "hook_mlp_out"
-    is_exact = False  # GELU by tanh
+    activation = "gelu"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         self.layer = layer
@@ -359,24 +360,21 @@ class MLP:
         return config.mlp_width(layer)
 
     def activate(self, ops: Ops, x: Tensor) -> Tensor:
-        """gelu(x); architectures with another activation say otherwise."""
-        return ops.gelu(x, self.is_exact)
+        """The row `activation` of x."""
+        return ops.map(self.activation, x)
 
 
 class ExactMLP(MLP):
     """An MLP whose GELU is the error function's."""
 
-    is_exact = True
+    activation = "gelu_exact"
 
 
 class SquaredReluMLP(MLP):
     """down(max(up(x), 0)^2)."""
 
     up_name, down_name = "up_proj", "down_proj"
-
-    def activate(self, ops: Ops, x: Tensor) -> Tensor:
-        """max(x, 0)^2."""
-        return ops.relu_squared(x)
+    activation = "relu_squared"
 
 
 def _vector(source: WeightSource, name: str, size: int) -> Vector:

@@ -44,9 +44,9 @@ class ShortConv:
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's state."""
         b, c, x = ops.split(ops.tap("conv.hook_in_proj", self.layer, self.into(ops, x)), self.into.n_outs)
-        x = ops.tap("conv.hook_conv_in", self.layer, ops.gated(x, b, "itself"))
+        x = ops.tap("conv.hook_conv_in", self.layer, ops.map("gated_itself", x, b))
         y = ops.tap("conv.hook_conv_out", self.layer, ops.conv(x, self.conv.spec, batch))
-        y = ops.tap("conv.hook_gated", self.layer, ops.gated(y, c, "itself"))
+        y = ops.tap("conv.hook_gated", self.layer, ops.map("gated_itself", y, c))
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 

@@ -84,7 +84,7 @@ class GatedSharedMLP:
         """residual + this of x, both [T, D]."""
         routes = ops.route(ops.linear(x, (self.gate,)), self.routing, ("mlp.hook_shared_gate", self.layer))
         gate, up = ops.split(ops.expert_linear(x, routes, self.gate_up), self.widths)
-        hidden = ops.tap("mlp.hook_shared_post", self.layer, ops.gated(up, gate, "silu"))
+        hidden = ops.tap("mlp.hook_shared_post", self.layer, ops.map("gated_silu", up, gate))
         out = ops.expert_linear(hidden, routes, self.down)
         return ops.combine(out, routes, residual, ("mlp.hook_shared_out", self.layer))
 
@@ -98,6 +98,7 @@ class Mixture:
     in_names: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_type: Callable[..., Any] = SharedMLP
     router_name = "gate"
+    activation = "gated_silu"
     has_biases = False
     finish: Callable[[Ops, Tensor], Tensor] | None = (
         None  # changes the result [T, D], before it joins the stream
@@ -162,12 +163,11 @@ class Mixture:
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
         """The activation of an expert, of both [T * n_used, F], if it has both."""
-        return ops.gated(up, gate, "silu")
+        return ops.map(self.activation, up, gate)
 
 
 class GatedSharedMixture(Mixture):
     """A mixture whose MLP for all tokens has a gate."""
 
     def shared_mlp(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> GatedSharedMLP:
-        """See Mixture.shared_mlp."""
         return GatedSharedMLP(source, name, config, layer)

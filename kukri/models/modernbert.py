@@ -28,7 +28,7 @@ class ModernBertMLP(GatedMLP):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) * up."""
-        return ops.gated(ops.gelu(gate, is_exact=True), up, "itself")
+        return ops.map("gated_itself", ops.map("gelu_exact", gate), up)
 
 
 class ModernBertBlock(Block):

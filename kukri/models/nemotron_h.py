@@ -52,7 +52,7 @@ class SquaredReluMixture(Mixture):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
         """max(x, 0)^2 of the only product."""
-        return ops.relu_squared(gate)
+        return ops.map("relu_squared", gate)
 
 
 class NemotronBlock:

@@ -40,7 +40,7 @@ class GatedAttention(Qwen3Attention):
         q, gate = ops.split(both, (n, n))
         z = self.attend(ops, q, k, v, batch)
         gate = ops.tap("attn.hook_gate", self.layer, gate)
-        z = ops.tap("attn.hook_z", self.layer, ops.gated(z, gate, "sigmoid"))
+        z = ops.tap("attn.hook_z", self.layer, ops.map("gated_sigmoid", z, gate))
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
 
@@ -90,7 +90,7 @@ class GatedDeltaNet:
         if self.root != 1:
             v = ops.scale(v, self.root)
         y = ops.tap("linear_attn.hook_read", self.layer, ops.delta_rule(q, k, v, a, b, self.spec, batch))
-        y = ops.gated(self.norm(ops, y), z, "silu")
+        y = ops.map("gated_silu", self.norm(ops, y), z)
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 

@@ -29,7 +29,7 @@ class ReluMixture(Mixture):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
         """max(gate, 0) * up."""
-        return ops.gated(up, ops.clamp(gate, 0.0, inf), "itself")
+        return ops.map("gated_itself", up, ops.map("clamp", gate, None, 0.0, inf))
 
 
 class SmallThinkerBlock(Block):

@@ -216,6 +216,10 @@ class Trace:
             start += width
         return tuple(parts)
 
+    def map(self, name: str, x: _Value, *rest: Any, **numbers: float) -> _Value:
+        """A value of the same width."""
+        return _Value(x.width)
+
     def head_columns(self, x: _Value, n_heads: int, start: int, stop: int) -> _Value:
         """A value of the columns' width."""
         return _Value(n_heads * (stop - start))

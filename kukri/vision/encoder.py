@@ -83,7 +83,6 @@ class _VisionWeights(TakenWeights):
     """The weights, with 16-bit matrices multiplied as int16, since arithmetic takes an encoder's time."""
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """See WeightSource.matrix."""
         return replace(super().matrix(name, shape), as_int16=True)
 
 

@@ -98,8 +98,8 @@ def elementwise(backend):
     ones = Vector(rng.standard_normal(64).astype(np.float32))
     programs = {
         "norm": lambda ops, rows: ops.rms_norm(rows, ones, 1e-5),
-        "silu": lambda ops, rows: ops.gated(*ops.split(rows, (32, 32))[::-1], "silu"),
-        "gelu": lambda ops, rows: ops.gated(*ops.split(rows, (32, 32))[::-1], "gelu"),
+        "silu": lambda ops, rows: ops.map("gated_silu", *ops.split(rows, (32, 32))[::-1]),
+        "gelu": lambda ops, rows: ops.map("gated_gelu", *ops.split(rows, (32, 32))[::-1]),
     }
     return {
         name: run(backend, lambda ops, b, f=f: ops.logit_rows(f(ops, ops.embed(x, b)), b), plain_batch(9))

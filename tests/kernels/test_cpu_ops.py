@@ -94,7 +94,7 @@ def test_softcap(backend, n_tokens, width):
 
     def program(ops, batch):
         logits = ops.linear(ops.logit_rows(ops.embed(rows, batch), batch), (f32_weight(head),))
-        return ops.softcap(logits, 30.0)
+        return ops.map("softcap", logits, a=30.0)
 
     got, want = both(backend, program, plain_batch(n_tokens))
     assert np.isnan(got[:, -1]).all()
@@ -110,7 +110,7 @@ def test_squared_relu(backend, n_tokens, width):
     x = f32_weight(rng.standard_normal((n_tokens, width)) * 10.0 ** rng.integers(-3, 2, (1, width)))
 
     def squared(ops, batch):
-        return ops.logit_rows(ops.relu_squared(ops.embed(x, batch)), batch)
+        return ops.logit_rows(ops.map("relu_squared", ops.embed(x, batch)), batch)
 
     assert_close(*both(backend, squared, plain_batch(n_tokens)), relative=1e-6)
 
@@ -123,7 +123,7 @@ def test_xielu(backend, n_tokens, width):
     x = f32_weight(rng.standard_normal((n_tokens, width)) * 10.0 ** rng.integers(-3, 2, (1, width)))
 
     def activated(ops, batch):
-        return ops.logit_rows(ops.xielu(ops.embed(x, batch), 0.75, 1.25), batch)
+        return ops.logit_rows(ops.map("xielu", ops.embed(x, batch), None, 0.75, 1.25), batch)
 
     got, want = both(backend, activated, plain_batch(n_tokens))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-7)  # exp(x) - 1 of small x
@@ -137,7 +137,7 @@ def test_clamp(backend, width, n_tokens, bounds):
     x = f32_weight(np.random.default_rng(width).standard_normal((n_tokens, width)))
 
     def clamped(ops, batch):
-        return ops.logit_rows(ops.clamp(ops.embed(x, batch), *bounds), batch)
+        return ops.logit_rows(ops.map("clamp", ops.embed(x, batch), None, *bounds), batch)
 
     got, want = both(backend, clamped, plain_batch(n_tokens))
     np.testing.assert_array_equal(got, want)
@@ -153,7 +153,7 @@ def test_gated_activations(backend, kind, n_tokens, width):
 
     def program(ops, batch):
         gate, up = ops.split(ops.embed(x, batch), (width, width))
-        return ops.logit_rows(ops.gated(up, gate, kind), batch)
+        return ops.logit_rows(ops.map(f"gated_{kind}", up, gate), batch)
 
     assert_close(*both(backend, program, plain_batch(n_tokens)))
 
@@ -204,7 +204,7 @@ def test_gelu(backend, n_tokens, width):
     assert_close(
         *both(
             backend,
-            lambda ops, batch: ops.logit_rows(ops.gelu(ops.embed(x, batch)), batch),
+            lambda ops, batch: ops.logit_rows(ops.map("gelu", ops.embed(x, batch)), batch),
             plain_batch(n_tokens),
         )
     )
@@ -219,10 +219,10 @@ def test_exact_gelu_and_tanh(backend, n_tokens, width):
     x = f32_weight(values)
 
     def gelu(ops, batch):
-        return ops.logit_rows(ops.gelu(ops.embed(x, batch), is_exact=True), batch)
+        return ops.logit_rows(ops.map("gelu_exact", ops.embed(x, batch)), batch)
 
     def tanh(ops, batch):
-        return ops.logit_rows(ops.tanh(ops.embed(x, batch)), batch)
+        return ops.logit_rows(ops.map("tanh", ops.embed(x, batch)), batch)
 
     got, want = both(backend, gelu, plain_batch(n_tokens))
     np.testing.assert_allclose(got, want, rtol=3e-6, atol=2e-6)  # the formula's 1.5e-7, times x
@@ -265,8 +265,8 @@ def test_fused_and_separate_quantization_agree(backend, kind):
 
     def activate(ops, gate, up):
         if "geglu" in kind:
-            return ops.gated(up, gate, "gelu")
-        return ops.gelu(gate) if "gelu" in kind else ops.gated(up, gate, "silu")
+            return ops.map("gated_gelu", up, gate)
+        return ops.map("gelu", gate) if "gelu" in kind else ops.map("gated_silu", up, gate)
 
     def normalize(ops, x):
         if "layer" in kind:
@@ -313,7 +313,7 @@ def test_clamped_swiglu(backend, n_tokens):
 
     def program(ops, batch):
         gate, up = ops.split(ops.embed(x, batch), (96, 96))
-        return ops.logit_rows(ops.clamped_swiglu(gate, up, 1.702, 7.0), batch)
+        return ops.logit_rows(ops.map("clamped_swiglu", gate, up, 1.702, 7.0), batch)
 
     got, want = both(backend, program, plain_batch(n_tokens))
     assert_close(got, want)

@@ -60,7 +60,7 @@ def whole_mixture(rng, type_name, routing, x, logits, n_ffn=64):
         routes = ops.route(ops.embed(router, batch), routing, ("weights", None))
         gate_up = ops.expert_linear(inputs, routes, up)
         gates, ups = ops.split(gate_up, (n_ffn, n_ffn))
-        hidden = ops.gated(ups, gates, "silu")
+        hidden = ops.map("gated_silu", ups, gates)
         out = ops.combine(ops.expert_linear(hidden, routes, [down]), routes, inputs, ("out", None))
         return ops.logit_rows(out, batch)
 

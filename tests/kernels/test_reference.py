@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from transformers.activations import XIELUActivation
 
 from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.cache import KVLayer
@@ -90,30 +89,17 @@ def test_rms_norm_and_swiglu_match_torch() -> None:
     gate[0, 0] = -200.0
     want = torch.nn.functional.silu(torch.from_numpy(gate)) * torch.from_numpy(up)
     with np.errstate(over="ignore"):
-        np.testing.assert_allclose(ops.gated(up, gate, "silu"), want.numpy(), **CLOSE)
+        np.testing.assert_allclose(ops.map("gated_silu", up, gate), want.numpy(), **CLOSE)
 
 
-def test_head_norm_layer_norm_and_gelu_match_torch() -> None:
-    """A mean over all heads at once, a biased mean or variance, the exact GELU in place of the tanh form."""
+def test_head_norm_and_layer_norm_match_torch() -> None:
+    """A mean over all heads at once, a biased mean or variance."""
     ops, x, w, bias = ops_without_cache(), normal(7, 48) + 0.5, normal(48), normal(48)
     t = torch.from_numpy
     heads = torch.nn.functional.rms_norm(t(x).reshape(7, 3, 16), (16,), t(w[:16]), 1e-3)
     np.testing.assert_allclose(ops.head_norm(x, Vector(w[:16]), 1e-3), heads.reshape(7, 48).numpy(), **CLOSE)
     want = torch.nn.functional.layer_norm(t(x), (48,), t(w), t(bias), 1e-3)
     np.testing.assert_allclose(ops.layer_norm(x, Vector(w), Vector(bias), 1e-3), want.numpy(), **CLOSE)
-    x = x * 4
-    np.testing.assert_array_equal(ops.relu_squared(x), torch.relu(t(x)).square().numpy())
-    xielu = XIELUActivation(0.75, 1.25, dtype=torch.float32)
-    np.testing.assert_allclose(
-        ops.xielu(x, 0.75, 1.25) + x / 2, xielu(t(x)).detach().numpy(), rtol=1e-6, atol=1e-6
-    )
-    np.testing.assert_array_equal(ops.clamp(x, -0.5, 1.5), t(x).clamp(-0.5, 1.5).numpy())
-    want = torch.nn.functional.gelu(t(x), approximate="tanh")
-    np.testing.assert_allclose(ops.gelu(x), want.numpy(), **CLOSE)
-    assert (torch.nn.functional.gelu(t(x)) - want).abs().max() > 1e-4
-    exact = torch.nn.functional.gelu(t(x))
-    np.testing.assert_allclose(ops.gelu(x, is_exact=True), exact.numpy(), **CLOSE)
-    np.testing.assert_allclose(ops.tanh(x), torch.tanh(t(x)).numpy(), **CLOSE)
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8])

@@ -122,9 +122,9 @@ def test_norms_activations_and_rope():
     def program(ops, batch):
         x = ops.embed(table, batch)
         y = ops.layer_norm(ops.rms_norm(x, norm, 1e-5), norm, bias, 1e-3)
-        q, k = ops.rope(ops.head_norm(y, head, 1e-6), ops.gelu(x), rope, spec, batch)
-        gated = ops.add(ops.scale(ops.gated(k, q, "silu"), 0.3), ops.gated(q, k, "gelu"))
-        return ops.logit_rows(ops.softcap(ops.clamp(gated, -0.9, 1.1), 0.7), batch)
+        q, k = ops.rope(ops.head_norm(y, head, 1e-6), ops.map("gelu", x), rope, spec, batch)
+        gated = ops.add(ops.scale(ops.map("gated_silu", k, q), 0.3), ops.map("gated_gelu", q, k))
+        return ops.logit_rows(ops.map("softcap", ops.map("clamp", gated, None, -0.9, 1.1), a=0.7), batch)
 
     batch = one_sequence(np.arange(40, dtype=np.int32), rows=np.array([39, 2, 2], np.int32))
     got, want = run_both(program, [KVLayer(1, 16)], batch)

@@ -31,13 +31,13 @@ class FeatureReader(Protocol):
     """
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def width(self) -> int: ...  # noqa: D102
+    def width(self) -> int: ...
     @property
-    def n_features(self) -> int: ...  # noqa: D102
+    def n_features(self) -> int: ...
     @property
-    def writes(self) -> tuple[str, ...]: ...  # noqa: D102
+    def writes(self) -> tuple[str, ...]: ...
 
     def prepare(self, backend: Backend | None) -> None:
         """Keeps what `features` multiplies by in memory, for a backend's kernels in the place of BLAS if one

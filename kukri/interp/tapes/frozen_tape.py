@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import UnsupportedError
-from kukri.interp.tapes.tape import Tape, TextRows, Variable, _shares
+from kukri.interp.tapes.tape import Tape, TextRows, Variable, _shares, shared_op
+from kukri.kernels.activations import ACTIVATIONS, NUMPY, activate
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.op_set import GateBy, Program
+from kukri.kernels.op_set import Program
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.taps import tap_name
 from kukri.kernels.weight_handles import Vector, Weight
 from kukri.quant.blocks import dequantize
+
+_map = shared_op("map")
 
 
 class FrozenTape(Tape):
@@ -39,7 +42,6 @@ class FrozenTape(Tape):
         self.keeps_matrices = False  # True: matrices of MLPs too, for many runs
 
     def run(self, program: Program, batch: TextRows) -> Variable:
-        """See Tape.run."""
         self._is_running = True
         try:
             return super().run(program, batch)
@@ -88,12 +90,15 @@ class FrozenTape(Tape):
 
         return self._new(out, pull)
 
-    def gated(self, x: Variable, gate: Variable, by: GateBy) -> Variable:
+    def map(
+        self, name: str, x: Variable, other: Variable | None = None, a: float = 0.0, b: float = 0.0
+    ) -> Variable:
         """A gated value whose gate is frozen: no gradient reaches that."""
-        if by == "itself":
+        if other is None or not ACTIVATIONS[name].is_gate:
+            return _map(self, name, x, other, a, b)
+        if name == "gated_itself":
             raise UnsupportedError("attribution graphs need gates that are not the gated value itself")
-        gated = super().gated
-        factor = self._frozen(lambda: gated(Variable(np.ones_like(x.x)), gate, by).x)
+        factor = self._frozen(lambda: activate(NUMPY, name, np.float32(1), other.x, a, b))
         return self._new(x.x * factor, lambda g: x.add(g * factor[: g.shape[-2]]))
 
     def delta_rule(self, *inputs: Any, **options: Any) -> Variable:

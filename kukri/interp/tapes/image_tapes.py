@@ -65,7 +65,6 @@ class EncoderTape(Tape):
         return super().attention(q, k, v, spec, batch)
 
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:
-        """See Tape.tap."""
         self._layer = self._layer if layer is None else layer
         return super().tap(name, layer, x)
 
@@ -109,7 +108,6 @@ class SeeingTape(Tape):
         return found
 
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:
-        """See Tape.tap."""
         depth = self._depths.get(tap_name(name, layer))
         return super().tap(name, layer, x if depth is None else self._filled(x, depth))
 

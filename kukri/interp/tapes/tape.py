@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 from weakref import proxy, ref
 
@@ -18,10 +19,12 @@ import numpy.typing as npt
 from kukri.errors import UnsupportedError
 from kukri.interp.hooks.attention import keys_ahead, seen_keys
 from kukri.interp.tapes.delta_rule import DeltaRule
+from kukri.kernels.activations import NUMPY
+from kukri.kernels.array_ops import DERIVATIVES, ArrayOps, convolve, rotated
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.expert_choice import NO_EXPERT, Routes, choose, used_experts
 from kukri.kernels.host_step import check_routes
-from kukri.kernels.op_set import EmbedBy, GateBy, Program
+from kukri.kernels.op_set import EmbedBy, Program
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing
 from kukri.kernels.taps import tap_name
@@ -29,7 +32,6 @@ from kukri.kernels.weight_handles import Experts, RopeFrequencies, Vector, Weigh
 from kukri.quant.blocks import dequantize
 
 KEPT_BYTES = 1 << 30  # matrices of a model that take no more stay for the next tape
-_C = np.float32(np.sqrt(2 / np.pi))
 _T = TypeVar("_T")
 
 
@@ -102,13 +104,38 @@ class Variable:
 Pull = Callable[[FloatArray], None]  # takes the gradient of an op's result to those of its inputs
 
 
+def shared_op(name: str) -> Callable[..., Variable]:
+    """The op of `ArrayOps` on the numbers of Variables, whose gradients DERIVATIVES gives."""
+    op, derivative = getattr(ArrayOps, name), DERIVATIVES[name]
+
+    def numbers(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [numbers(each) for each in argument]
+        return argument.x if isinstance(argument, Variable) else argument
+
+    @wraps(op)
+    def run(tape: Tape, *arguments: Any, **options: Any) -> Variable:
+        inputs = [each for one in arguments for each in (one if isinstance(one, list | tuple) else (one,))]
+        values = numbers(arguments)
+
+        def pull(g: FloatArray) -> None:
+            variables = (each for each in inputs if isinstance(each, Variable))
+            for variable, grad in zip(variables, derivative(g, *values, **options)):
+                variable.add(grad)
+
+        return tape._new(op(tape, *values, **options), pull)
+
+    return run
+
+
 class Tape:
-    """The op set (`kukri.kernels.op_set.Ops`) on Variables.
+    """The op set (`kukri.kernels.op_set.Ops`) on Variables; ops of DERIVATIVES are added after the class.
 
     `given` are values to take in place of those at taps; no gradient goes beyond them. Raises
     UnsupportedError on an op without a derivative here.
     """
 
+    xp = NUMPY
     keeps_patterns = True  # False: attention's patterns are computed again by `backward`
 
     def __init__(
@@ -159,6 +186,10 @@ class Tape:
             raise AttributeError(op)
         raise UnsupportedError(f"kukri computes no gradients of models with the op {op}")
 
+    def floats(self, x: FloatArray) -> FloatArray:
+        """The numbers of an op of `ArrayOps`, as they are."""
+        return x
+
     def embed(
         self, weight: Weight, batch: TextRows, by: EmbedBy = "token_ids", residual: Variable | None = None
     ) -> Variable:
@@ -208,58 +239,10 @@ class Tape:
             found = self.tap(*tap, found)
         return found if residual is None else self.add(found, residual)
 
-    def add(self, x: Variable, residual: Variable) -> Variable:
-        """The derivative is g, for both."""
-
-        def pull(g: FloatArray) -> None:
-            x.add(g)
-            residual.add(g)
-
-        return self._new(x.x + residual.x, pull)
-
-    def scale(self, x: Variable, factor: float) -> Variable:
-        """The derivative is g times the factor."""
-        return self._new(x.x * np.float32(factor), lambda g: x.add(g * np.float32(factor)))
-
     def split(self, x: Variable, widths: Sequence[int]) -> tuple[Variable, ...]:
-        """The derivative of a part is zero in the other columns."""
-        parts: list[Variable] = []
-        start = 0
-        for width in widths:
-            columns = slice(start, start + width)
-
-            def pull(g: FloatArray, columns: slice = columns) -> None:
-                whole = np.zeros((*g.shape[:-1], x.x.shape[1]), np.float32)
-                whole[..., columns] = g
-                x.add(whole)
-
-            parts.append(self._new(x.x[:, columns], pull))
-            start += width
-        return tuple(parts)
-
-    def head_columns(self, x: Variable, n_heads: int, start: int, stop: int) -> Variable:
-        """The derivative is zero in the other columns."""
-        heads = x.x.reshape(len(x.x), n_heads, -1)
-
-        def pull(g: FloatArray) -> None:
-            whole = np.zeros((*g.shape[:-1], *heads.shape[1:]), np.float32)
-            whole[..., start:stop] = g.reshape(*whole.shape[:-1], -1)
-            x.add(whole.reshape(*g.shape[:-1], -1))
-
-        return self._new(heads[..., start:stop].reshape(len(heads), -1), pull)
-
-    def join_heads(self, parts: Sequence[Variable], n_heads: int) -> Variable:
-        """The derivative by a part is its columns of each head."""
-        heads = [part.x.reshape(len(part.x), n_heads, -1) for part in parts]
-
-        def pull(g: FloatArray) -> None:
-            whole, start = g.reshape(*g.shape[:-1], n_heads, -1), 0
-            for part, own in zip(parts, heads):
-                stop = start + own.shape[-1]
-                part.add(whole[..., start:stop].reshape(*g.shape[:-1], -1))
-                start = stop
-
-        return self._new(np.concatenate(heads, axis=-1).reshape(len(heads[0]), -1), pull)
+        """Columns, as those of a single head."""
+        stops = accumulate(widths)
+        return tuple(self.head_columns(x, 1, stop - width, stop) for width, stop in zip(widths, stops))
 
     def head_linear(self, x: Variable, heads: Experts) -> Variable:
         """The derivative is g W, of each head's matrix."""
@@ -279,17 +262,16 @@ class Tape:
         rows = self._ropes.setdefault(rope, RopeRows(rope))
         positions = batch.positions if batch.rope_positions is None else batch.rope_positions
         rows.ensure(int(positions.max()) + 1)
-        cos, sin = (x[:, None] for x in rows.at(positions))
+        cos, sin = rows.at(positions)
 
-        def rotated(x: Variable) -> Variable:
-            return self._new(
-                _rotate(x.x, cos, sin, spec.d_head), lambda g: x.add(_rotate(g, cos, -sin, spec.d_head))
-            )
+        def turned(x: Variable) -> Variable:
+            y = rotated(NUMPY, x.x, cos, sin, spec.d_head)
+            return self._new(y, lambda g: x.add(rotated(NUMPY, g, cos, -sin, spec.d_head)))
 
-        return rotated(q), None if k is None else rotated(k)
+        return turned(q), None if k is None else turned(k)
 
     def rotate(self, x: Variable, rope: RopeFrequencies, spec: AttentionSpec, batch: TextRows) -> Variable:
-        """See Ops.rotate."""
+        """The rotation of one value."""
         return self.rope(x, None, rope, spec, batch)[0]
 
     def attention(
@@ -348,20 +330,16 @@ class Tape:
         n_before = spec.n_taps - 1 - (spec.n_after or 0)
         y = np.zeros_like(x.x) if spec.bias is None else np.tile(spec.bias.data, (len(x.x), 1))
         for rows in batch.texts:
-            for i, weights in enumerate(taps):
-                later, earlier = _apart(rows, n_before - i)
-                y[later] += weights * x.x[earlier]
+            convolve(y, x.x, rows, taps, n_before)
 
         def pull(g: FloatArray) -> None:
             back = np.zeros_like(x.x)
             for rows in batch.texts:
-                for i, weights in enumerate(taps):
-                    later, earlier = _apart(rows, n_before - i)
-                    back[earlier] += weights * g[later]
+                convolve(back, g, rows, taps[::-1], n_before + 1 - spec.n_taps)
             x.add(back)
 
         found = self._new(y, pull)
-        return self.gated(found, found, "sigmoid") if spec.is_activated else found
+        return self.map("gated_sigmoid", found, found) if spec.is_activated else found
 
     def delta_rule(
         self,
@@ -383,34 +361,6 @@ class Tape:
                 variable.add(np.concatenate(parts))
 
         return self._new(np.concatenate([rule.result for rule in rules]), pull)
-
-    def gated(self, x: Variable, gate: Variable, by: GateBy) -> Variable:
-        """A gated value; the gate's derivative is that of its function: of silu s (1 + x (1 - s))."""
-        if by == "itself":
-            return self._gated(gate, x, gate.x, np.ones_like(gate.x))
-        if by == "gelu":
-            return self._gated(gate, x, *_gelu(gate.x))
-        s = _sigmoid(gate.x)
-        if by == "silu":
-            return self._gated(gate, x, gate.x * s, s * (1 + gate.x * (1 - s)))
-        return self._gated(gate, x, s, s * (1 - s))
-
-    def clamp(self, x: Variable, low: float, high: float) -> Variable:
-        """The derivative is 0 where a bound holds."""
-        inside = (x.x >= low) & (x.x <= high)
-        return self._new(np.clip(x.x, low, high), lambda g: x.add(g * inside))
-
-    def clamped_swiglu(self, gate: Variable, up: Variable, alpha: float, limit: float) -> Variable:
-        """The derivative is 0 where a clamp holds."""
-        low, high = np.minimum(gate.x, np.float32(limit)), np.clip(up.x, -limit, limit)
-        s = _sigmoid(np.float32(alpha) * low)
-        slope = s * (1 + np.float32(alpha) * low * (1 - s))
-
-        def pull(g: FloatArray) -> None:
-            gate.add(g * (high + 1) * slope * (gate.x <= limit))
-            up.add(g * low * s * (abs(up.x) <= limit))
-
-        return self._new((high + 1) * low * s, pull)
 
     def route(self, logits: Variable, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         """The derivative is that of the scores and of what divides them. Which are chosen has none."""
@@ -490,33 +440,6 @@ class Tape:
             found = self.tap(*tap, found)
         return found if residual is None else self.add(found, residual)
 
-    def gelu(self, x: Variable, is_exact: bool = False) -> Variable:
-        """See _gelu."""
-        y, slope = _exact_gelu(x.x) if is_exact else _gelu(x.x)
-        return self._new(y, lambda g: x.add(g * slope))
-
-    def softcap(self, x: Variable, cap: float) -> Variable:
-        """The derivative is 1 - tanh^2."""
-        t = np.tanh(x.x / np.float32(cap))
-        return self._new(t * np.float32(cap), lambda g: x.add(g * (1 - t * t)))
-
-    def tanh(self, x: Variable) -> Variable:
-        """The derivative is 1 - tanh^2."""
-        return self.softcap(x, 1.0)
-
-    def relu_squared(self, x: Variable) -> Variable:
-        """The derivative is 2 max(x, 0)."""
-        positive = np.maximum(x.x, np.float32(0))
-        return self._new(positive**2, lambda g: x.add(g * 2 * positive))
-
-    def xielu(self, x: Variable, high: float, low: float) -> Variable:
-        """The derivative is 2 high x above 0, and low * (exp(x) - 1) below."""
-        positive, negative = np.maximum(x.x, np.float32(0)), np.minimum(x.x, np.float32(0))
-        grown: FloatArray = np.expm1(negative)
-        slope: FloatArray = np.float32(2 * high) * positive + np.float32(low) * grown
-        y: FloatArray = np.float32(high) * positive**2 + np.float32(low) * (grown - negative)
-        return self._new(y, lambda g: x.add(g * slope))
-
     def logit_rows(self, x: Variable, batch: TextRows) -> Variable:
         """All rows: the metric sees all."""
         return x
@@ -557,45 +480,6 @@ class Tape:
         y = divided * weight.data
         return self._new((y if bias is None else y + bias.data).reshape(shape), pull)
 
-    def _gated(self, gate: Variable, up: Variable, y: FloatArray, slope: FloatArray) -> Variable:
-        """y * up, of an activation y of the gate and its slope."""
-
-        def pull(g: FloatArray) -> None:
-            gate.add(g * up.x * slope)
-            up.add(g * y)
-
-        return self._new(y * up.x, pull)
-
-
-def _sigmoid(x: FloatArray) -> FloatArray:
-    return (1 / (1 + np.exp(-x))).astype(np.float32, copy=False)
-
-
-def _gelu(x: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """GELU by tanh, and its slope."""
-    t = np.tanh(_C * (x + np.float32(0.044715) * x**3))
-    slope = (1 + t) / 2 + x / 2 * (1 - t * t) * _C * (1 + np.float32(3 * 0.044715) * x * x)
-    return x / 2 * (1 + t), slope
-
-
-def _exact_gelu(x: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """GELU by the error function, and its slope."""
-    from math import erf
-
-    t = np.vectorize(erf, otypes=[np.float64])(x / np.sqrt(2)).astype(np.float32)
-    slope = (1 + t) / 2 + x * np.exp(-x * x / 2) / np.float32(np.sqrt(2 * np.pi))
-    return x / 2 * (1 + t), slope
-
-
-def _rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, d_head: int) -> FloatArray:
-    half = cos.shape[-1]
-    heads = x.reshape(len(x), -1, d_head)
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    rotated = heads.copy()
-    rotated[..., :half] = first * cos - second * sin
-    rotated[..., half : 2 * half] = second * cos + first * sin
-    return rotated.reshape(x.shape)
-
 
 def _by_head(x: FloatArray, n_groups: int, group: int = 1) -> FloatArray:
     """x [T, G*R*K] as [G, R, T, K]."""
@@ -630,9 +514,5 @@ def _shares(
     return scores, weights / total
 
 
-def _apart(rows: slice, n: int) -> tuple[slice, slice]:
-    """The rows that have another n before them, and those others; n may be below 0."""
-    start, stop = rows.start, rows.stop
-    return slice(start + max(n, 0), max(stop + min(n, 0), start)), slice(
-        start + max(-n, 0), max(stop - max(n, 0), start)
-    )
+for _op in DERIVATIVES:
+    setattr(Tape, _op, shared_op(_op))

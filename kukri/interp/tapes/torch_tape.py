@@ -88,7 +88,7 @@ class TorchTape(TorchOps):
             )
             scores = heads @ keys.transpose(1, 2) * spec.scale
             if spec.softcap is not None:
-                scores = self.softcap(scores, spec.softcap)
+                scores = self.map("softcap", scores, a=spec.softcap)
             if (biases := spec.biases(keys_ahead(heads.shape[1]))) is not None:
                 scores = scores + torch.from_numpy(biases).to(q.device)
             is_seen = torch.from_numpy(seen_keys(spec, heads.shape[1])).to(q.device)

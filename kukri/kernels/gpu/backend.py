@@ -101,7 +101,6 @@ class GpuProgram(TorchProgram):
         start: str | None = None,
         stop: str | None = None,
     ) -> TensorLogits:
-        """See CompiledProgram."""
         if self._graphs is None or not self._graphs.takes(batch):
             return super().__call__(batch, on_tap, start=start, stop=stop)
         check_sizes(batch, self._limits)

@@ -21,7 +21,6 @@ from kukri.kernels.gpu.attention import NewTokens, PagedTensors
 from kukri.kernels.gpu.pack import Matrix
 from kukri.kernels.gpu.products import Output
 from kukri.kernels.gpu.rows import Q8Rows, Recipe
-from kukri.kernels.op_set import GateBy
 from kukri.kernels.pytorch.cache import LayerKV, TensorCache
 from kukri.kernels.pytorch.constants import DeviceConstants
 from kukri.kernels.pytorch.ops import TorchOps
@@ -124,20 +123,18 @@ class TritonOps(TorchOps):
         self._pages = {layer: _paged(kv) for layer, kv in cache.kv.items()}
 
     def rms_norm(self, x: Any, weight: Vector, eps: float) -> Any:
-        """See Ops.rms_norm."""
         x, w = self.floats(x), self.constants.vector(weight)
         if not len(x):  # no logits are wanted, and no launch is without programs
             return x
         return Deferred(Recipe("rms_norm", x, w, eps))
 
     def head_norm(self, x: Any, weight: Vector, eps: float) -> Tensor:
-        """See Ops.head_norm."""
         x = self.floats(x)
         heads = x.reshape(-1, len(weight))
         return rows.rms_norm(heads, self.constants.vector(weight), eps).view(x.shape)
 
     def layer_norm(self, x: Any, weight: Vector, bias: Vector, eps: float) -> Tensor:
-        """See Ops.layer_norm: the mean is PyTorch's."""
+        """The mean is PyTorch's."""
         self.constants.is_batch_invariant = False
         values = self.floats(x)
         if not len(values):
@@ -153,7 +150,7 @@ class TritonOps(TorchOps):
         residual: Tensor | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
-        """See Ops.linear. Neighbours of one type are one launch, which adds bias and residual too.
+        """Neighbours of one type are one launch, which adds bias and residual too.
 
         Adapters' updates are plain ops after it.
         """
@@ -179,18 +176,10 @@ class TritonOps(TorchOps):
         y = self.floats(self.tap(*tap, y))
         return y if residual is None else y + residual
 
-    def add(self, x: Any, residual: Any) -> Tensor:
-        """See Ops.add."""
-        return super().add(self.floats(x), self.floats(residual))
-
-    def scale(self, x: Any, factor: float) -> Tensor:
-        """See Ops.scale."""
-        return super().scale(self.floats(x), factor)
-
     def rope(
         self, q: Any, k: Any, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
     ) -> tuple[Any, Any]:
-        """See Ops.rope: attention rotates, unless a tap wants to see it, PyTorch attends, tokens have several
+        """Attention rotates, unless a tap wants to see it, PyTorch attends, tokens have several
         positions, or keys are kept by their range.
         """
         taps = (tap_name(name, spec.layer) for name in ("attn.hook_rot_q", "attn.hook_rot_k"))
@@ -209,7 +198,7 @@ class TritonOps(TorchOps):
         return batch.mask is not None or not spec.is_causal or batch.has_unseen
 
     def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
-        """See Ops.attention: a launch if all decode, two if a context is long, else another that stores."""
+        """A launch if all decode, two if a context is long, else another that stores."""
         if self._by_pytorch(spec, batch):
             self.is_capturable = self.constants.is_batch_invariant = False
             return super().attention(q, k, v, spec, batch)
@@ -233,15 +222,14 @@ class TritonOps(TorchOps):
             out = attention.attention(queries, cache, *sequences, work, spec, sinks, is_prefill=True)
         return out.view(len(out), -1)
 
-    def conv(self, x: Any, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
-        """See Ops.conv. PyTorch does it both ways."""
+    def conv(self, x: Any, spec: ConvSpec, batch: DeviceBatch) -> Any:
+        """PyTorch does it both ways."""
         if spec.n_after is not None:
             return super().conv(self.floats(x), spec, batch)
         states = self.cache.states[spec.layer]["conv"]
         return recurrent.conv(self.floats(x), states, spec, self.constants.vector, batch)
 
     def scan(self, x: Any, b: Any, c: Any, dt: Any, spec: ScanSpec, batch: DeviceBatch) -> Tensor:
-        """See Ops.scan."""
         x, b, c, dt = map(self.floats, (x, b, c, dt))
         states = self.cache.states[spec.layer]["scan"]
         return recurrent.scan(x, b, c, dt, states, spec, self.constants.vector, batch)
@@ -249,20 +237,19 @@ class TritonOps(TorchOps):
     def delta_rule(
         self, q: Any, k: Any, v: Any, decay: Any, beta: Any, spec: DeltaSpec, batch: DeviceBatch
     ) -> Tensor:
-        """See Ops.delta_rule."""
         q, k, v, decay, beta = map(self.floats, (q, k, v, decay, beta))
         states = self.cache.states[spec.layer]["delta"]
         return recurrent.delta_rule(q, k, v, decay, beta, states, spec, self.constants.vector, batch)
 
-    def gated(self, x: Any, gate: Any, by: GateBy) -> Any:
-        """See Ops.gated. SwiGLU has a kernel, which takes the columns of one matrix."""
-        x, gate = self.floats(x), self.floats(gate)
-        if by == "silu" and x.stride() == gate.stride():
-            return Deferred(Recipe("silu_mul", gate, x))
-        return super().gated(x, gate, by)
+    def map(self, name: str, x: Any, other: Any = None, a: float = 0.0, b: float = 0.0) -> Any:
+        """SwiGLU has a kernel, which takes the columns of one matrix."""
+        x, other = self.floats(x), self.floats(other)
+        if name == "gated_silu" and x.stride() == other.stride():
+            return Deferred(Recipe("silu_mul", other, x))
+        return super().map(name, x, other, a, b)
 
     def route(self, logits: Any, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
-        """See Ops.route. PyTorch does it for a tap, which reads the device, and for what the kernel lacks."""
+        """PyTorch does it for a tap, which reads the device, and for what the kernel lacks."""
         logits = self.floats(logits)
         is_plain = routing.chooses_by_logits and not (routing.by_sigmoid or routing.tolerance)
         if is_plain and (tap is None or tap_name(*tap) not in self.taps):
@@ -278,7 +265,7 @@ class TritonOps(TorchOps):
     def expert_linear(
         self, x: Any, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Tensor:
-        """See Ops.expert_linear. Adapters, and matrices of several types side by side, have a product for
+        """Adapters, and matrices of several types side by side, have a product for
         each expert in use, whose numbers the host reads.
         """
         if self._adapter_rows or len({each.type.name for each in experts}) > 1:
@@ -302,7 +289,7 @@ class TritonOps(TorchOps):
         return route_experts.linear_float(source.floats.to(w.dtype).contiguous(), routes, w, added)
 
     def head_linear(self, x: Any, heads: Experts) -> Tensor:
-        """See Ops.head_linear: a product of experts, each of which gets a row of every token."""
+        """A product of experts, each of which gets a row of every token."""
         x, n_heads = self.floats(x), heads.shape[0]
         rows = x.reshape(len(x) * n_heads, -1)
         numbers = torch.arange(n_heads, dtype=torch.int32, device=x.device).expand(len(x), -1)
@@ -316,7 +303,6 @@ class TritonOps(TorchOps):
         residual: Tensor | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
-        """See Ops.combine."""
         is_tapped = tap is not None and tap_name(*tap) in self.taps
         residual = None if residual is None else residual.contiguous()
         y = route_experts.combine(self.floats(x), routes, None if is_tapped else residual)
@@ -325,36 +311,8 @@ class TritonOps(TorchOps):
         y = self.floats(self.tap(*tap, y))
         return y if residual is None else y + residual
 
-    def clamp(self, x: Any, low: float, high: float) -> Tensor:
-        """See Ops.clamp."""
-        return super().clamp(self.floats(x), low, high)
-
-    def gelu(self, x: Any, is_exact: bool = False) -> Tensor:
-        """See Ops.gelu."""
-        return super().gelu(self.floats(x), is_exact)
-
-    def tanh(self, x: Any) -> Tensor:
-        """See Ops.tanh."""
-        return super().tanh(self.floats(x))
-
-    def relu_squared(self, x: Any) -> Tensor:
-        """See Ops.relu_squared."""
-        return super().relu_squared(self.floats(x))
-
-    def xielu(self, x: Any, high: float, low: float) -> Tensor:
-        """See Ops.xielu."""
-        return super().xielu(self.floats(x), high, low)
-
-    def split(self, x: Any, widths: Sequence[int]) -> tuple[Tensor, ...]:
-        """See Ops.split."""
-        return super().split(self.floats(x), widths)
-
-    def logit_rows(self, x: Any, batch: DeviceBatch) -> Tensor:
-        """See Ops.logit_rows."""
-        return super().logit_rows(self.floats(x), batch)
-
     def tap(self, name: str, layer: int | None, x: Any) -> Any:
-        """See Ops.tap: only a value that is shown is computed for it."""
+        """Only a value that is shown is computed for it."""
         if self.on_tap is None or tap_name(name, layer) not in self.taps:
             return x
         return super().tap(name, layer, self.floats(x))

@@ -6,7 +6,7 @@ dequantized in pieces. On the CPU all of it is float32: the reference's definiti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kukri.errors import ShapeError
-from kukri.kernels.arrays import IntArray
+from kukri.kernels.array_ops import ArrayOps
+from kukri.kernels.arrays import FloatArray
 from kukri.kernels.expert_choice import NO_EXPERT, Routes
-from kukri.kernels.host_step import StateStep, StoppedError, batch_activations, check_routes, state_steps
+from kukri.kernels.host_step import check_routes
 from kukri.kernels.kv_types import KV_TYPES, within_range
-from kukri.kernels.op_set import EmbedBy, GateBy
+from kukri.kernels.op_set import EmbedBy
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.pytorch.cache import TensorCache
 from kukri.kernels.pytorch.constants import DeviceConstants
 from kukri.kernels.pytorch.kv_types import TENSOR_TYPES, rotate_heads
 from kukri.kernels.pytorch.step import AttentionGroup, DeviceBatch
 from kukri.kernels.pytorch.weights import tensor_of
-from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, KeyRange, Routing, ScanSpec
-from kukri.kernels.taps import Hook, tap_name
+from kukri.kernels.specs import AttentionSpec, DeltaSpec, KeyRange, Routing, ScanSpec
+from kukri.kernels.step import ForwardBatch
+from kukri.kernels.taps import tap_name
 from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 from kukri.quant import blocks
 
 
-class TorchOps:
-    """The op set (`kukri.kernels.op_set.Ops`) on tensors: each op returns a new one, and `split` views."""
+class TensorFunctions:
+    """The functions of PyTorch, those of neural networks too."""
+
+    def __getattr__(self, name: str) -> Any:
+        """A function of `torch`, or else of `torch.nn.functional`."""
+        return getattr(torch if hasattr(torch, name) else F, name)
+
+
+class TorchOps(ArrayOps):
+    """The op set on tensors."""
+
+    xp = TensorFunctions()
+    cache: TensorCache
 
     def __init__(
         self,
@@ -42,13 +55,23 @@ class TorchOps:
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> None:
-        self.constants, self.cache, self.taps, self.adapters = constants, cache, taps, adapters
-        self._row_adapters: IntArray | None = None  # the slot of each row; None: no row has one
-        self._adapter_rows: dict[int, Tensor] = {}  # the rows of each slot
+        super().__init__(cache, taps, adapters)
+        self.constants = constants
         self._low_rank: dict[LowRank, tuple[Tensor, Tensor]] = {}
-        self.on_tap: Hook | None = None  # the step's
-        self.stop: str | None = None  # the tap that ends the step
         self.n_vocab = 0  # rows of the embedding, once it was used
+
+    def vector(self, vector: Vector) -> Tensor:
+        return self.constants.vector(vector)
+
+    def on_host(self, x: Tensor) -> FloatArray:
+        array: FloatArray = x.cpu().numpy()
+        return array
+
+    def from_host(self, array: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.constants.device)
+
+    def host_batch(self, batch: DeviceBatch) -> ForwardBatch:
+        return batch.host
 
     def embed(
         self, weight: Weight, batch: DeviceBatch, by: EmbedBy = "token_ids", residual: Tensor | None = None
@@ -68,39 +91,14 @@ class TorchOps:
         rows = self.constants.table(weight).rows(getattr(batch, by)).float()
         return rows if residual is None else rows + residual
 
-    def activations(self, batch: DeviceBatch, width: int) -> Tensor:
-        """The batch's activations [T, width], copied to the device."""
-        return torch.from_numpy(batch_activations(batch.host, width)).to(self.constants.device, copy=True)
-
     def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, along each row."""
         root = torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
-        return x / root * self.constants.vector(weight)
-
-    def head_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
-        """rms_norm of each head of x [T, heads*K]."""
-        return self.rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).reshape(x.shape)
+        return x / root * self.vector(weight)
 
     def layer_norm(self, x: Tensor, weight: Vector, bias: Vector, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) * weight + bias, along each row."""
-        return self.rms_norm(x - x.mean(-1, keepdim=True), weight, eps) + self.constants.vector(bias)
-
-    def linear(
-        self,
-        x: Tensor,
-        weights: Sequence[Weight],
-        bias: Vector | None = None,
-        residual: Tensor | None = None,
-        tap: tuple[str, int | None] | None = None,
-    ) -> Tensor:
-        """x [R, in] times each weight [out_i, in] transposed, side by side; bias, updates, tap, residual."""
-        y = self.product(x, weights)
-        if bias is not None:
-            y = y + self.constants.vector(bias)
-        self.update(y, x, weights)
-        if tap is not None:
-            y = self.tap(*tap, y)
-        return y if residual is None else y + residual
+        return self.rms_norm(x - x.mean(-1, keepdim=True), weight, eps) + self.vector(bias)
 
     def product(self, x: Tensor, weights: Sequence[Weight]) -> Tensor:
         """x [R, in] times each weight [out_i, in] transposed, side by side."""
@@ -108,25 +106,9 @@ class TorchOps:
         pieces = [F.linear(narrow, rows) for w in weights for rows in self.constants.matrix(w).chunks()]
         return torch.cat(pieces, -1).float()
 
-    def set_row_adapters(self, slots: IntArray | None) -> None:
-        """Sets the slot of each row's adapter; None: no row has one."""
-        self._row_adapters, self._adapter_rows = slots, {}
-        if slots is not None:
-            for slot in np.unique(slots[slots >= 0]).tolist():
-                rows = torch.from_numpy(np.flatnonzero(slots == slot))
-                self._adapter_rows[slot] = rows.to(self.constants.device)
-
-    def update(self, y: Tensor, x: Tensor, weights: Sequence[Weight]) -> None:
-        """Adds to each row of y, in place, what its adapter makes of the row of x."""
-        for slot, rows in self._adapter_rows.items():
-            start = 0
-            for weight in weights:
-                stop = start + weight.shape[0]
-                update = (self.adapters[slot] or {}).get(weight.name)
-                if update is not None:
-                    down, up = self._matrices_of(update)
-                    y[rows, start:stop] += F.linear(F.linear(x[rows], down) * update.scale, up)
-                start = stop
+    def low_rank(self, x: Tensor, update: LowRank) -> Tensor:
+        down, up = self._matrices_of(update)
+        return F.linear(F.linear(x, down) * update.scale, up)
 
     def _matrices_of(self, update: LowRank) -> tuple[Tensor, Tensor]:
         """A and B, float32."""
@@ -138,50 +120,19 @@ class TorchOps:
             self._low_rank[update] = down, up
         return self._low_rank[update]
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x + residual."""
-        return x + residual
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        """x * factor."""
-        return x * factor
-
-    def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
-        """Column views of x."""
-        return torch.split(x, list(widths), -1)
-
-    def head_columns(self, x: Tensor, n_heads: int, start: int, stop: int) -> Tensor:
-        """The columns of each head, side by side."""
-        x = self.floats(x)
-        columns: Tensor = x.reshape(len(x), n_heads, -1)[..., start:stop].flatten(1)
-        return columns
-
-    def join_heads(self, parts: Sequence[Tensor], n_heads: int) -> Tensor:
-        """Each head's parts, one after another."""
-        heads = [(x := self.floats(part)).reshape(len(x), n_heads, -1) for part in parts]
-        return torch.cat(heads, -1).flatten(1)
-
     def head_linear(self, x: Tensor, heads: Experts) -> Tensor:
         """Each head's product."""
         x = self.floats(x)
         own = x.reshape(len(x), heads.shape[0], -1).transpose(0, 1).contiguous()
         return torch.cat([self.product(part, [w]) for part, w in zip(own, heads.weights, strict=True)], -1)
 
-    def rope(
-        self, q: Tensor, k: Tensor | None, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rotates dimension i of each head with i + rotary_dim / 2 by the position."""
+    def cos_and_sin(self, rope: RopeFrequencies, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
         table = self.constants.rope_table(rope)
         table.ensure(batch.max_position + 1)
         rows: Any = batch.rope_positions
         if rows.ndim == 2:  # a position for each axis
             rows = rows[list(rope.axes)].T, torch.arange(len(rope.axes), device=rows.device)
-        cos, sin = (t[rows][:, None] for t in (table.cos, table.sin))
-        return _rotate(q, cos, sin, spec.d_head), None if k is None else _rotate(k, cos, sin, spec.d_head)
-
-    def rotate(self, x: Tensor, rope: RopeFrequencies, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
-        """See Ops.rotate: never left to attention."""
-        return TorchOps.rope(self, self.floats(x), None, rope, spec, batch)[0]
+        return table.cos[rows], table.sin[rows]
 
     def attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: DeviceBatch
@@ -211,27 +162,9 @@ class TorchOps:
         if k is None or key_range is None:
             return q, k
         groups = q.reshape(len(q), -1, spec.group, spec.d_head), k.reshape(len(k), -1, spec.d_head)
-        sides = (self.constants.vector(x).view(-1, spec.d_head) for x in (key_range.middle, key_range.reach))
+        sides = (self.vector(x).view(-1, spec.d_head) for x in (key_range.middle, key_range.reach))
         q, k = within_range(*groups, *sides)
         return q.flatten(1), k.flatten(1)
-
-    def conv(self, x: Tensor, spec: ConvSpec, batch: DeviceBatch) -> Tensor:
-        """Each column of x [T, C] times the taps of it and the inputs before it."""
-        n_before = spec.n_taps - 1
-        taps = self.constants.vector(spec.taps).view(spec.n_taps, -1)
-        y = torch.zeros(x.shape, device=x.device)
-        if spec.bias is not None:
-            y += self.constants.vector(spec.bias)
-        if spec.n_after is not None:
-            return self._conv_both_ways(x, y, taps, spec.n_after, batch)
-        for step, states, past in self._states("conv", spec.layer, batch):
-            seen = torch.cat([past, x[step.start : step.stop]])
-            for i, weights in enumerate(taps):
-                y[step.start : step.stop] += weights * seen[i : i + step.stop - step.start]
-            for t, slot in (*step.saves, (step.stop - 1, step.slot)):
-                last = t - step.start + 1
-                states[slot] = seen[last : last + n_before]
-        return F.silu(y) if spec.is_activated else y
 
     def scan(self, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, spec: ScanSpec, batch: DeviceBatch) -> Tensor:
         """Token by token: the state decays, takes b xT in, and c reads it."""
@@ -267,8 +200,8 @@ class TorchOps:
         key_head = heads % n_groups if spec.are_tiled else heads // (n_heads // n_groups)
         q, k = (m.reshape(n_tokens, n_groups, -1)[:, key_head, :, None] for m in (q, k))  # [T, H, K, 1]
         values = v.reshape(n_tokens, n_heads, 1, spec.d_head)
-        steps = F.softplus(decay + self.constants.vector(spec.dt_bias))
-        kept = torch.exp(steps * self.constants.vector(spec.a))[..., None, None]
+        steps = F.softplus(decay + self.vector(spec.dt_bias))
+        kept = torch.exp(steps * self.vector(spec.a))[..., None, None]
         rate = torch.sigmoid(beta)[..., None, None]
         y = torch.empty((n_tokens, n_heads, spec.d_head), device=v.device)
         for step, states, state in self._states("delta", spec.layer, batch):
@@ -283,70 +216,7 @@ class TorchOps:
             states[step.slot] = state
         return y.view(v.shape)
 
-    def _conv_both_ways(self, x: Tensor, y: Tensor, taps: Tensor, n_after: int, batch: DeviceBatch) -> Tensor:
-        """See `ReferenceOps.conv`."""
-        around = (0, 0, len(taps) - 1 - n_after, n_after)
-        for start, stop, n_seen in self._seen(batch):
-            seen = F.pad(x[start : start + n_seen], around)
-            for i, weights in enumerate(taps):
-                y[start : start + n_seen] += weights * seen[i : i + n_seen]
-            y[start + n_seen : stop] = 0
-        return y
-
-    def _seen(self, batch: DeviceBatch) -> Iterator[tuple[int, int, int]]:
-        """The tokens of each sequence, from one to before another, and how many of them are seen."""
-        starts, contexts = batch.host.query_start.tolist(), batch.host.context_len.tolist()
-        for start, stop, n_seen in zip(starts, starts[1:], contexts):
-            yield start, stop, min(n_seen, stop - start)
-
-    def _states(
-        self, name: str, layer: int, batch: DeviceBatch
-    ) -> Iterator[tuple[StateStep, Tensor, Tensor]]:
-        """Each sequence of a step, a layer's states by slot, and the sequence's own."""
-        states = self.cache.states[layer][name]
-        for step in state_steps(batch.host):
-            yield step, states, torch.zeros_like(states[0]) if step.begins else states[step.slot]
-
-    def gated(self, x: Tensor, gate: Tensor, by: GateBy) -> Tensor:
-        """x times the gate, or a function of it."""
-        if by == "itself":
-            return x * gate
-        if by == "gelu":
-            return x * self.gelu(gate)
-        return x * (F.silu(gate) if by == "silu" else torch.sigmoid(gate))
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap)."""
-        return torch.tanh(x / cap) * cap
-
-    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
-        """Within both bounds."""
-        return x.clamp(low, high)
-
-    def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-        """(up + 1) * gate * sigmoid(alpha * gate), clamped."""
-        gate = gate.clamp(max=limit)
-        return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
-
-    def gelu(self, x: Tensor, is_exact: bool = False) -> Tensor:
-        """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))); with `is_exact` by the error function."""
-        return F.gelu(x, approximate="none" if is_exact else "tanh")
-
-    def tanh(self, x: Tensor) -> Tensor:
-        """The hyperbolic tangent."""
-        return torch.tanh(x)
-
-    def relu_squared(self, x: Tensor) -> Tensor:
-        """max(x, 0)^2."""
-        return torch.square(F.relu(x))
-
-    def xielu(self, x: Tensor, high: float, low: float) -> Tensor:
-        """high * x^2 above 0, low * (exp(x) - 1 - x) below."""
-        negative = torch.clamp(x, max=0)
-        return high * self.relu_squared(x) + low * (torch.expm1(negative) - negative)
-
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
-        """See `kukri.kernels.expert_choice`."""
         if routing.by_sigmoid:
             scores, whole = torch.sigmoid(logits), torch.ones_like(logits[:, :1])
         else:
@@ -354,7 +224,7 @@ class TorchOps:
             whole = scores.sum(-1, keepdim=True)
         by = logits if routing.chooses_by_logits else scores / whole
         if routing.bias is not None:
-            by = by + self.constants.vector(routing.bias)
+            by = by + self.vector(routing.bias)
         if routing.n_groups > 1:
             by = _within_groups(by, routing)
         order = torch.sort(by, descending=True, stable=True).indices[:, : routing.n_used]
@@ -365,7 +235,7 @@ class TorchOps:
             shares = shares / (shares.sum(-1, keepdim=True) if routing.normalized else whole)
         weights = torch.zeros_like(logits).scatter(1, order, shares)
         if routing.scales is not None:
-            weights = weights * self.constants.vector(routing.scales)
+            weights = weights * self.vector(routing.scales)
         if tap is not None and self._shows(tap_name(*tap)):  # else a graph that is captured may not read them
             weights = self.tap(*tap, weights)
             check_routes(weights.detach().cpu().numpy(), routing.n_used)
@@ -383,7 +253,7 @@ class TorchOps:
         """Each row's expert, and its update, applied to it; zeros for a token without an expert."""
         numbers, n_used = routes.experts.flatten(), routes.experts.shape[1]
         rows = x if len(x) == len(numbers) else x.repeat_interleave(n_used, 0)
-        of_tokens = self._row_adapters
+        of_tokens = self.row_adapters
         width, n_experts = sum(each.shape[1] for each in experts), experts[0].shape[0]
         y = torch.zeros((len(rows), width), device=x.device)
         for expert in sorted({*numbers.tolist()} - {NO_EXPERT}):
@@ -392,7 +262,7 @@ class TorchOps:
                 self.set_row_adapters(np.repeat(of_tokens, n_used)[mine.cpu().numpy()])
             part = self.linear(rows[mine], [each.weights[expert] for each in experts])
             if bias is not None:
-                part = part + self.constants.vector(bias).view(n_experts, width)[expert]
+                part = part + self.vector(bias).view(n_experts, width)[expert]
             y[mine] = part
         self.set_row_adapters(of_tokens)
         return y
@@ -414,29 +284,6 @@ class TorchOps:
             y = self.tap(*tap, y)
         return y if residual is None else y + residual
 
-    def logit_rows(self, x: Tensor, batch: DeviceBatch) -> Tensor:
-        """The rows of x that the batch wants logits for -> [N, D]."""
-        if self._row_adapters is not None:  # only for the rows from here on
-            self.set_row_adapters(self._row_adapters[batch.host.logit_rows])
-        return x[batch.logit_rows]
-
-    def tap(self, name: str, layer: int | None, x: Tensor) -> Tensor:
-        """x, after its listener, which sees an array on the host; only then is there a copy."""
-        full_name = tap_name(name, layer)
-        if self.on_tap is None or full_name not in self.taps:
-            return x
-        array = x.cpu().numpy()
-        replacement = self.on_tap(full_name, array)
-        if full_name == self.stop:
-            raise StoppedError
-        # an array that was edited in place is to be read too
-        shown = array if replacement is None else replacement
-        return torch.from_numpy(np.ascontiguousarray(shown)).to(x.device)
-
-    def floats(self, x: Tensor) -> Tensor:
-        """A value as float32 [rows, width]: every value is."""
-        return x
-
     def _attend(self, q: Tensor, spec: AttentionSpec, group: AttentionGroup, mask: Tensor | None) -> Tensor:
         """Attention of q [S, n, H*K] over the sequences' pages -> [S, n, H*K]."""
         n_sequences, n = group.tokens.shape
@@ -446,9 +293,9 @@ class TorchOps:
         scores = heads.reshape(n_sequences, n_kv_heads, -1, d_head) @ keys.transpose(-1, -2)
         scores = scores.view(n_sequences, n_kv_heads, -1, n, keys.shape[2]) * spec.scale
         if spec.softcap is not None:
-            scores = self.softcap(scores, spec.softcap)
+            scores = self.map("softcap", scores, a=spec.softcap)
         if spec.distances is not None:
-            table = self.constants.vector(spec.distances).view(spec.n_heads, -1)
+            table = self.vector(spec.distances).view(spec.n_heads, -1)
             reach = table.shape[1] // 2
             biases = table[:, group.ahead.clamp(-reach, reach - 1) + reach]  # [H, S, n, places]
             scores += biases.view(n_kv_heads, -1, *group.ahead.shape).permute(2, 0, 1, 3, 4)
@@ -459,7 +306,7 @@ class TorchOps:
             is_visible = group.is_key[:, None, None, None]
         sinks = None
         if spec.sinks is not None:
-            sinks = self.constants.vector(spec.sinks).view(n_kv_heads, -1, 1, 1)
+            sinks = self.vector(spec.sinks).view(n_kv_heads, -1, 1, 1)
         weights = softmax(scores.masked_fill(~is_visible, -torch.inf), sinks)
         out = weights.reshape(n_sequences, n_kv_heads, -1, keys.shape[2]) @ values
         return (
@@ -492,15 +339,6 @@ class TorchOps:
             numbers[page, :, offset] = stored
             if scales is not None and stored_scales is not None:
                 scales[page, :, offset] = stored_scales
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor:
-    """x [T, heads*K] with the first rotary_dim dimensions of each head rotated."""
-    half = cos.shape[-1]
-    heads = x.reshape(len(x), -1, d_head)
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    rotated = [first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]]
-    return torch.cat(rotated, -1).reshape(x.shape)
 
 
 def _nearest(logits: Tensor, order: Tensor, tolerance: float) -> Tensor:

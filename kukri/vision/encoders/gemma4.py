@@ -75,7 +75,6 @@ class Gemma4Vision(Gemma4Rows):
         return (mean - self._mean) * self._factor
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See VisionModel.unmerged."""
         scaled = grad * np.float32(self.config.encoder.d_model**0.5)
         return from_means(scaled * self._factor, grid, self.config.merge)
 

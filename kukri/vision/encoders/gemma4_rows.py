@@ -35,7 +35,6 @@ class Gemma4Rows(RotatedEncoder):
         self.projector = Linear(source, ["projector"], (self.config.d_text,), d_model)
 
     def check(self, image: ImageInput) -> None:
-        """See VisionModel.check."""
         super().check(image)
         config, most = self.config, self.config.encoder.n_positions
         if max(image.grid) > most:

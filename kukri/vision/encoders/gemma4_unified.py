@@ -40,7 +40,6 @@ class Gemma4UnifiedVision(Gemma4Rows):
         self.take_ends(source)
 
     def encode(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.encode."""
         widths = self.config.patch_values, self.config.encoder.d_model
         pixels, places = ops.split(ops.activations(batch, sum(widths)), widths)
         patches = self.patch_norm(ops, self.patches(ops, self.pixel_norm(ops, pixels)))
@@ -53,7 +52,6 @@ class Gemma4UnifiedVision(Gemma4Rows):
         return hidden
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See VisionModel.unmerged."""
         return grad
 
 

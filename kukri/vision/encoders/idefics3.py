@@ -29,7 +29,6 @@ class Idefics3(Siglip):
         self.projector = Linear(source, ["projector"], (config.d_text,), self.width)
 
     def places(self) -> IntArray:
-        """See Siglip.places."""
         return nearest_places(self.config.side)
 
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:

@@ -39,14 +39,13 @@ class Lfm2Vision(PlacedEncoder):
         self.projector = Linear(source, ["projector.linear_2"], (config.d_text,), config.d_projector)
 
     def resized(self, grid: tuple[int, int]) -> FloatArray:
-        """See PlacedEncoder.resized."""
         return averaged(self.learned, grid)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""
         x = ops.activations(batch, self.width)
         x = x if self.norm_merged is None else self.norm_merged(ops, x)
-        return self.projector(ops, ops.gelu(self.hidden(ops, x), is_exact=True))
+        return self.projector(ops, ops.map("gelu_exact", self.hidden(ops, x)))
 
     def grids(self, image: ImageInput) -> Sequence[tuple[int, int]]:
         """Return the grid of each tile, and then the grid of the whole picture."""

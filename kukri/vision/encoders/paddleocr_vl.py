@@ -45,13 +45,12 @@ class PaddleOcrVision(PlacedEncoder):
         self.projector = Linear(source, ["projector.linear_2"], (config.d_text,), self.width)
 
     def encode(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.encode."""
         return self.merged_norm(ops, super().encode(ops, batch))
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""
         x = self.hidden(ops, ops.activations(batch, self.width))
-        return self.projector(ops, ops.gelu(x, is_exact=True))
+        return self.projector(ops, ops.map("gelu_exact", x))
 
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:

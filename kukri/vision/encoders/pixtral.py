@@ -54,7 +54,6 @@ class Pixtral(RotatedEncoder):
         self.projector = Linear(source, ["projector.linear_2"], (config.d_text,), config.d_text)
 
     def encode(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.encode."""
         patches = self.patches(ops, ops.activations(batch, self.config.patch_values))
         return self.through_blocks(ops, self.first_norm(ops, patches), batch)
 
@@ -64,7 +63,6 @@ class Pixtral(RotatedEncoder):
         return np.ascontiguousarray(squares).reshape(len(squares), self.width)
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See VisionModel.unmerged."""
         squares = grad.reshape(len(grad), self.config.encoder.d_model, -1).transpose(0, 2, 1)
         return from_squares(squares, grid, self.config.merge)
 
@@ -72,7 +70,7 @@ class Pixtral(RotatedEncoder):
         """See VisionModel.project."""
         x = ops.activations(batch, self.width)
         x = self.hidden(ops, self.merger(ops, x) if self.merges else x)
-        return self.projector(ops, ops.gelu(x, is_exact=True))
+        return self.projector(ops, ops.map("gelu_exact", x))
 
 
 def read_pixtral(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:

@@ -30,7 +30,6 @@ class PlacedEncoder(RotatedEncoder):
         self.learned: FloatArray = dequantize(learned.data, learned.type).reshape(isqrt(n), isqrt(n), -1)
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See RotatedEncoder.values."""
         return np.concatenate([patches, self.places(grid)], axis=1)
 
     def places(self, grid: tuple[int, int]) -> FloatArray:

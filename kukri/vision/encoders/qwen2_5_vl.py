@@ -47,14 +47,13 @@ class Qwen25Vision(RotatedEncoder):
         return super().merged(hidden, grid)[np.argsort(order)]
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See VisionModel.unmerged."""
         order, _ = self._windows(grid)
         return super().unmerged(grad[order], grid)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """See VisionModel.project."""
         x = self.hidden(ops, ops.activations(batch, self.width))
-        return self.projector(ops, ops.gelu(x, is_exact=True))
+        return self.projector(ops, ops.map("gelu_exact", x))
 
     def _windows(self, grid: tuple[int, int]) -> tuple[IntArray, list[int]]:
         """The numbers of the rows of embeddings window by window, and how many each has."""

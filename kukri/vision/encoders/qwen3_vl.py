@@ -38,7 +38,7 @@ class _Merger:
     def __call__(self, ops: Any, x: Tensor) -> Tensor:
         """x [R, width] -> [R, d_text]."""
         x = x if self.norm is None else self.norm(ops, x)
-        return self.out(ops, ops.gelu(self.hidden(ops, x), is_exact=True))
+        return self.out(ops, ops.map("gelu_exact", self.hidden(ops, x)))
 
 
 class Qwen3Vision(PlacedEncoder):

@@ -32,7 +32,7 @@ from kukri.kernels.cpu.plan.batch_memory import max_partials
 from kukri.kernels.cpu.plan.ops import Buffer, Op, RouteTable, Rows, Value
 from kukri.kernels.cpu.run.abi import MAX_BEST, MAX_GROUPS, MAX_TILE_ROWS
 from kukri.kernels.kv_types import KV_TYPES
-from kukri.kernels.op_set import EmbedBy, GateBy
+from kukri.kernels.op_set import EmbedBy, StageOps
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
@@ -42,7 +42,7 @@ from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFre
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class RecordedRoutes:
     """The handle of a mixture's routes: the weights [T, E] and the table made of them."""
 
     weights: Value
@@ -50,7 +50,7 @@ class Routes:
     panels: dict[tuple[Value, PanelKind], Buffer] = field(default_factory=dict)  # inputs, ordered by experts
 
 
-class Recorder:
+class Recorder(StageOps):
     """The op set, whose values are handles.
 
     Attributes: ops, the list so far; n_vocab, n_positions and n_types, the rows of embeddings.
@@ -85,7 +85,7 @@ class Recorder:
     def embed(
         self, weight: Weight, batch: Any, by: EmbedBy = "token_ids", residual: Value | None = None
     ) -> Value:
-        """See Ops.embed. Rows are read from the file, as it is."""
+        """Rows are read from the file, as it is."""
         layout_of(weight)
         if by == "token_ids":
             self.n_vocab = min(self.n_vocab, weight.shape[0])
@@ -98,77 +98,37 @@ class Recorder:
         return y
 
     def activations(self, batch: Any, width: int) -> Value:
-        """See StageOps.activations. The program copies them in at this stop of the plan."""
+        """The program copies them in at this stop of the plan."""
         y = self._value("T", width)
         self._add(ops.Tap(ops.ACTIVATIONS, y))
         return y
 
     def rms_norm(self, x: Value, weight: Vector, eps: float) -> Value:
-        """See Ops.rms_norm."""
         y = self._like(x)
         self._add(ops.RMSNorm(y, x, weight, eps))
         return y
 
     def head_norm(self, x: Value, weight: Vector, eps: float) -> Value:
-        """See Ops.head_norm."""
         self._add(ops.HeadNorm(x, weight, eps))
         return x
 
     def layer_norm(self, x: Value, weight: Vector, bias: Vector, eps: float) -> Value:
-        """See Ops.layer_norm."""
         y = self._like(x)
         self._add(ops.LayerNorm(y, x, weight, bias, eps))
         return y
 
-    def gelu(self, x: Value, is_exact: bool = False) -> Value:
-        """See Ops.gelu."""
-        return self._elementwise("gelu_exact" if is_exact else "gelu", x)
-
-    def tanh(self, x: Value) -> Value:
-        """See Ops.tanh."""
-        return self._elementwise("tanh", x)
-
-    def relu_squared(self, x: Value) -> Value:
-        """See Ops.relu_squared."""
-        return self._elementwise("relu_squared", x)
-
-    def xielu(self, x: Value, high: float, low: float) -> Value:
-        """See Ops.xielu."""
-        return self._elementwise("xielu", x, a=high, b=low)
-
-    def softcap(self, x: Value, cap: float) -> Value:
-        """See Ops.softcap."""
-        return self._elementwise("softcap", x, a=cap)
-
-    def clamp(self, x: Value, low: float, high: float) -> Value:
-        """See Ops.clamp."""
-        return self._elementwise("clamp", x, a=low, b=high)
-
-    def gated(self, x: Value, gate: Value, by: GateBy) -> Value:
-        """See Ops.gated."""
-        return self._elementwise(f"gated_{by}", x, gate)
-
-    def clamped_swiglu(self, gate: Value, up: Value, alpha: float, limit: float) -> Value:
-        """See Ops.clamped_swiglu."""
-        return self._elementwise("clamped_swiglu", gate, up, alpha, limit)
-
-    def _elementwise(
-        self, kernel: str, x: Value, other: Value | None = None, a: float = 0.0, b: float = 0.0
-    ) -> Value:
-        """The result of a kernel of `elementwise.py`."""
+    def map(self, name: str, x: Value, other: Value | None = None, a: float = 0.0, b: float = 0.0) -> Value:
         y = self._like(x)
-        self._add(ops.Elementwise(y, x, kernel, other, a, b))
+        self._add(ops.Elementwise(y, x, name, other, a, b))
         return y
 
     def conv(self, x: Value, spec: ConvSpec, batch: Any) -> Value:
-        """See Ops.conv."""
         _require_multiple("the channels of a convolution", x.width, 16)
         y = self._like(x)
         self._add((state_ops.Conv if spec.n_after is None else state_ops.ConvBothWays)(x, y, spec))
         return y
 
     def scan(self, x: Value, b: Value, c: Value, dt: Value, spec: ScanSpec, batch: Any) -> Value:
-        """See Ops.scan."""
         _require_multiple("the head size of a state", spec.d_head, 16)
         _require_multiple("the width of a state", spec.d_state, 8)
         y = self._value("T", x.width)
@@ -178,7 +138,6 @@ class Recorder:
     def delta_rule(
         self, q: Value, k: Value, v: Value, decay: Value, beta: Value, spec: DeltaSpec, batch: Any
     ) -> Value:
-        """See Ops.delta_rule."""
         _require_multiple("the head size of a state", spec.d_head, 16)
         _require_multiple("the width of a state", spec.d_state, 4)
         y = self._value("T", v.width)
@@ -193,7 +152,7 @@ class Recorder:
         residual: Value | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Value:
-        """See Ops.linear. Neighbouring weights of one type become one kernel call.
+        """Neighbouring weights of one type become one kernel call.
 
         If an adapter may update the product, two more follow, the last of which adds the residual.
         """
@@ -252,19 +211,16 @@ class Recorder:
         self._add(AdapterUp(inner, self._runs[rows], updates, y, residual))
 
     def add(self, x: Value, residual: Value) -> Value:
-        """See Ops.add."""
         y = self._like(x)
         self._add(ops.Add(y, x, residual))
         return y
 
     def scale(self, x: Value, factor: float) -> Value:
-        """See Ops.scale."""
         y = self._value(x.rows, x.width)
         self._add(ops.Scale(y, x, factor))
         return y
 
     def split(self, x: Value, widths: Sequence[int]) -> tuple[Value, ...]:
-        """See Ops.split."""
         if sum(widths) != x.width:
             raise ShapeError(f"cannot split {x.width} columns into {tuple(widths)}")
         starts = np.cumsum([0, *widths[:-1]])
@@ -274,14 +230,12 @@ class Recorder:
         )
 
     def head_columns(self, x: Value, n_heads: int, start: int, stop: int) -> Value:
-        """See Ops.head_columns."""
         y = self._value(x.rows, n_heads * (stop - start))
         part = Value(x.buffer, x.rows, y.width, x.stride, x.offset + 4 * start)
         self._add(ops.FitHeads(part, y, n_heads, x_step=x.width // n_heads))
         return y
 
     def join_heads(self, parts: Sequence[Value], n_heads: int) -> Value:
-        """See Ops.join_heads."""
         y, start = self._value(parts[0].rows, sum(part.width for part in parts)), 0
         for part in parts:
             columns = Value(y.buffer, y.rows, part.width, y.stride, y.offset + 4 * start)
@@ -290,7 +244,7 @@ class Recorder:
         return y
 
     def head_linear(self, x: Value, heads: Experts) -> Value:
-        """See Ops.head_linear: a product of experts, each of which gets a row of every token."""
+        """A product of experts, each of which gets a row of every token."""
         n_heads, n_out, n_in = heads.shape
         _require_multiple("the width of a head's matrix", n_in, ROWS)
         _require_multiple("the rows of a head's matrix", n_out, ROWS)
@@ -310,18 +264,16 @@ class Recorder:
     def rope(
         self, q: Value, k: Value | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Value, Value | None]:
-        """See Ops.rope."""
         rows = self._rope_rows(rope)
         self._add_rope_store(ops.RopeStore(q, k, None, spec, self._kv_type, rows, stores=False))
         return q, k
 
     def rotate(self, x: Value, rope: RopeFrequencies, spec: AttentionSpec, batch: Any) -> Value:
-        """See Ops.rotate."""
         heads = replace(spec, n_heads=x.width // spec.d_head, n_kv_heads=1)
         return self.rope(x, None, rope, heads, batch)[0]
 
     def attention(self, q: Value, k: Value | None, v: Value | None, spec: AttentionSpec, batch: Any) -> Value:
-        """See Ops.attention. Heads of an odd size are computed in larger ones, as the cache keeps them.
+        """Heads of an odd size are computed in larger ones, as the cache keeps them.
 
         Queries, keys and values from different places, or keys that are values too, are first copied.
         """
@@ -377,8 +329,9 @@ class Recorder:
             yield q_part, y_part, replace(spec, n_heads=n, sinks=sinks, distances=distances)
             first += n
 
-    def route(self, logits: Value, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
-        """See Ops.route."""
+    def route(
+        self, logits: Value, routing: Routing, tap: tuple[str, int | None] | None = None
+    ) -> RecordedRoutes:
         if logits.rows != "T" or logits.width != routing.n_experts:
             raise ShapeError(f"{logits.width} router logits for {routing.n_experts} experts")
         if routing.n_groups > MAX_GROUPS or routing.n_best > MAX_BEST:
@@ -395,12 +348,12 @@ class Recorder:
             self._add(ops.Tap(tap_name(*tap), weights, n_used=routing.n_used))
         table = RouteTable.make(routing, self._limits.max_tokens)
         self._add(expert_ops.Dispatch(weights, table))
-        return Routes(weights, table)
+        return RecordedRoutes(weights, table)
 
     def expert_linear(
-        self, x: Value, routes: Routes, experts: Sequence[Experts], bias: Vector | None = None
+        self, x: Value, routes: RecordedRoutes, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Value:
-        """See Ops.expert_linear. Neighbouring experts of one type become one kernel call; updates are as in
+        """Neighbouring experts of one type become one kernel call; updates are as in
         `linear`.
         """
         groups = _experts_by_type(experts)
@@ -425,11 +378,10 @@ class Recorder:
     def combine(
         self,
         x: Value,
-        routes: Routes,
+        routes: RecordedRoutes,
         residual: Value | None = None,
         tap: tuple[str, int | None] | None = None,
     ) -> Value:
-        """See Ops.combine."""
         is_tapped = tap is not None and tap_name(*tap) in self._taps
         y = self._value("T", x.width)
         self._add(expert_ops.Combine(x, routes.weights, routes.table, y, None if is_tapped else residual))
@@ -438,13 +390,11 @@ class Recorder:
         return y
 
     def logit_rows(self, x: Value, batch: Any) -> Value:
-        """See Ops.logit_rows."""
         y = self._value("N", x.width)
         self._add(ops.GatherRows(x, y))
         return y
 
     def tap(self, name: str, layer: int | None, x: Value) -> Value:
-        """See Ops.tap."""
         full_name = tap_name(name, layer)
         if full_name in self._taps:
             self._add(ops.Tap(full_name, x))
@@ -472,7 +422,7 @@ class Recorder:
             self._panels[x, kind] = panels
         return panels
 
-    def _quantized_for_experts(self, x: Value, routes: Routes, kind: PanelKind) -> Buffer:
+    def _quantized_for_experts(self, x: Value, routes: RecordedRoutes, kind: PanelKind) -> Buffer:
         """The panels of x ordered by experts, made once for all products that read them."""
         panels = routes.panels.get((x, kind))
         if panels is None:
