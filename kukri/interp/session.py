@@ -21,12 +21,12 @@ from kukri.interp.hooks.listening import FwdHooks, Listening, Names, NamesFilter
 from kukri.interp.interventions.catalog import Catalog
 from kukri.interp.interventions.intervention import Intervention, resolve
 from kukri.interp.interventions.positions import Prompt, TokenBytes
-from kukri.interp.interventions.read_limiter import Pace
+from kukri.interp.interventions.read_limiter import ReadLimiter
 from kukri.interp.interventions.request_taps import InterventionTaps, RequestTaps
 from kukri.interp.tapes.frozen_tape import FrozenTape
 from kukri.interp.tapes.image_tapes import SeeingTape
 from kukri.interp.tapes.tape import Matrices, Shared, Tape, Variable
-from kukri.interp.text_runner import Texts
+from kukri.interp.text_runner import TextRunner
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVType
@@ -71,13 +71,13 @@ class Session(Names):
         self._ropes: dict[RopeFrequencies, RopeRows] = {}
         self.values = Values(model.config, self.trace, kv_type, encode, self._adjusted)
         self.config, self.points, self.weights = model.config, self.values.points, self.values.weights
-        self.texts = Texts(model, backend, kv_type, adapter)
+        self.texts = TextRunner(model, backend, kv_type, adapter)
         self.catalog = Catalog(model.config) if catalog is None else catalog
         self.catalog.backend = backend
         self.catalog.check(self.values)
         self.added: list[Listening] = []  # by add_hook
         self._adapted: dict[Adapter, Session] = {}  # those used last
-        self._pace = Pace()
+        self._limiter = ReadLimiter()
 
     def adapted(self, adapter: Adapter | None) -> Session:
         """The session about the model with an adapter; hooks that are added to one are added to both."""
@@ -233,7 +233,7 @@ class Session(Names):
                 "captures and readouts need a single answer: leave n and best_of at 1", param="n"
             )
         values = self.values_of(first)
-        made = [InterventionTaps(values, found, max_bytes, self._pace) for _ in requests]
+        made = [InterventionTaps(values, found, max_bytes, self._limiter) for _ in requests]
         for request, taps in zip(requests, made):
             request.listen(taps)
         return made

@@ -34,7 +34,7 @@ class Piece:
     pages: Sequence[int]  # all pages of the sequence, in order
 
 
-class Texts:
+class TextRunner:
     """A model on a backend, with a cache for texts that come and go. Not for several threads at a time."""
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 from kukri.interp import gradients, memory_batches, patching
 from kukri.interp.gradients.atp_star import atp_star
 from kukri.interp.gradients.edges import edge_attribution_patch
-from kukri.interp.text_runner import Texts
+from kukri.interp.text_runner import TextRunner
 from tests.interp.tl_models import session
 
 RNG = np.random.default_rng(3)
@@ -81,8 +81,10 @@ def test_texts_share_groups_while_they_fit(llm, monkeypatch):
 def test_cells_one_at_a_time(llm, little, name, axes, monkeypatch):
     """Pages that are reserved for cells that do not run, or cells that take each other's."""
     _, clean = llm.interp.run_with_cache(CLEAN)
-    pages, reserve = [], Texts.reserve
-    monkeypatch.setattr(Texts, "reserve", lambda own, n, *more: pages.append(n) or reserve(own, n, *more))
+    pages, reserve = [], TextRunner.reserve
+    monkeypatch.setattr(
+        TextRunner, "reserve", lambda own, n, *more: pages.append(n) or reserve(own, n, *more)
+    )
 
     def swept():
         return patching.sweep(

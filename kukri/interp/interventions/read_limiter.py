@@ -12,7 +12,7 @@ _FREE_S = 0.0005  # a shorter reading never waits
 _MOST_S = 1.0
 
 
-class Pace:
+class ReadLimiter:
     """Decides when the requests of one model may be read; any thread may ask.
 
     A product with all features of a dictionary takes about as long for sixteen tokens as for one, so tokens

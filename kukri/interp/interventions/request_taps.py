@@ -16,7 +16,7 @@ from kukri.interp.hooks.hook_values import Model, Rows
 from kukri.interp.hooks.listening import Listening, StepListener
 from kukri.interp.interventions.edits import AnyEdit, Source, When
 from kukri.interp.interventions.intervention import Resolved
-from kukri.interp.interventions.read_limiter import Pace
+from kukri.interp.interventions.read_limiter import ReadLimiter
 from kukri.kernels.arrays import FloatArray
 
 
@@ -117,13 +117,17 @@ class InterventionTaps:
     """The interventions of one request: see `kukri.kernels.taps.SequenceTaps`.
 
     Edits of a tap come first, so that captures and readouts see the edited values. `max_bytes` as in
-    RequestTaps. Readings that take long are computed at the `pace`.
+    RequestTaps. Readings that take long wait as `limiter` says.
     """
 
     def __init__(
-        self, model: Model, resolved: Resolved, max_bytes: int | None = None, pace: Pace | None = None
+        self,
+        model: Model,
+        resolved: Resolved,
+        max_bytes: int | None = None,
+        limiter: ReadLimiter | None = None,
     ) -> None:
-        self._pace = pace or Pace()
+        self._limiter = limiter or ReadLimiter()
         self._model, self._readings, self._max_bytes = model, resolved.readings, max_bytes
         self._positions = {point.name: spans for point, spans in resolved.captures}
         self._captured = RequestTaps(model, [point for point, _ in resolved.captures], max_bytes=max_bytes)
@@ -196,9 +200,9 @@ class InterventionTaps:
         Tokens of a step that is under way come once it is over, and tokens that large readers read come
         several at a time; `is_done` says that no step follows.
         """
-        if not is_done and not self._pace.allows(self):
+        if not is_done and not self._limiter.allows(self):
             return []
-        since = self._pace.now()
+        since = self._limiter.now()
         limit = request.n_tokens if is_done else request.n_cached
         values: dict[int, dict[str, dict[str, float]]] = {}
         for reading, unread in zip(self._readings, self._unread):
@@ -208,9 +212,9 @@ class InterventionTaps:
                 for p, found in zip(positions, reading.read(rows)):
                     values.setdefault(p, {})[reading.name] = found
         if is_done:
-            self._pace.forget(self)
+            self._limiter.forget(self)
         else:
-            self._pace.took(self, since)
+            self._limiter.took(self, since)
         return [Readout(p, int(request.tokens[p]), values[p]) for p in sorted(values)]
 
     def activations(self, request: Request) -> dict[str, FloatArray]:

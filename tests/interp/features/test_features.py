@@ -241,7 +241,9 @@ def test_readouts_that_wait_come_with_the_end(llm, monkeypatch):
     """Tokens that are lost while their readings wait for others."""
     read = [{"op": "read", "transcoder": "single", "layer": 1, "top_k": 3}]
     whole = llm.generate(IDS, GREEDY, interventions=read).readouts
-    monkeypatch.setattr("kukri.interp.interventions.read_limiter.Pace.allows", lambda pace, request: False)
+    monkeypatch.setattr(
+        "kukri.interp.interventions.read_limiter.ReadLimiter.allows", lambda limiter, request: False
+    )
     chunks = list(llm.stream(IDS, GREEDY, interventions=read))
     assert [len(chunk.readouts) for chunk in chunks[:-1]] == [0] * (len(chunks) - 1)
     assert [one.position for one in chunks[-1].readouts] == [one.position for one in whole]

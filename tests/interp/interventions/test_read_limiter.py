@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kukri.interp.interventions.read_limiter import Pace
+from kukri.interp.interventions.read_limiter import ReadLimiter
 
 
 class Clock:
@@ -17,17 +17,17 @@ class Request:
     pass
 
 
-def reads(pace, clock, requests, takes, until):
+def reads(limiter, clock, requests, takes, until):
     """The share of the time that reading takes, and how often each request is read."""
     busy, counts = 0.0, [0] * len(requests)
     while clock.now < until:
         for i, request in enumerate(requests):
-            if pace.allows(request):
-                since = pace.now()
+            if limiter.allows(request):
+                since = limiter.now()
                 clock.now += takes
                 busy += takes
                 counts[i] += 1
-                pace.took(request, since)
+                limiter.took(request, since)
         clock.now += 0.001
     return busy / clock.now, counts
 
@@ -35,21 +35,21 @@ def reads(pace, clock, requests, takes, until):
 def test_large_readings_take_a_small_share_of_the_time():
     """Readings that take the processor from the engine, or of one request alone; small ones that wait."""
     clock = Clock()
-    share, counts = reads(Pace(clock), clock, [Request() for _ in range(4)], 0.004, 20)
+    share, counts = reads(ReadLimiter(clock), clock, [Request() for _ in range(4)], 0.004, 20)
     assert 0.02 < share < 0.06
     assert max(counts) - min(counts) <= 1
     clock = Clock()
-    _, counts = reads(Pace(clock), clock, [Request()], 0.0001, 1)
+    _, counts = reads(ReadLimiter(clock), clock, [Request()], 0.0001, 1)
     assert counts[0] > 500
     # one that takes very long comes again after a second; requests that are gone do not count
     clock = Clock()
-    pace = Pace(clock)
-    _, counts = reads(pace, clock, [Request()], 0.5, 20)
+    limiter = ReadLimiter(clock)
+    _, counts = reads(limiter, clock, [Request()], 0.5, 20)
     assert 12 <= counts[0] <= 14
-    _, counts = reads(pace, clock, [Request()], 0.004, clock.now + 2)
+    _, counts = reads(limiter, clock, [Request()], 0.004, clock.now + 2)
     assert counts[0] >= 18
     request = Request()
-    pace.took(request, clock.now - 0.5)
-    assert not pace.allows(request)
-    pace.forget(request)
-    assert pace.allows(request)
+    limiter.took(request, clock.now - 0.5)
+    assert not limiter.allows(request)
+    limiter.forget(request)
+    assert limiter.allows(request)
