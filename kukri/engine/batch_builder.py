@@ -44,8 +44,8 @@ class Chunk:
     """Tokens `start` to `start + n_tokens - 1` of a sequence; the last `n_logits` of them want logits.
 
     The last `n_drafts` are draft tokens, which lie in its `tokens` beyond its own; or `n_after` tokens follow
-    those that want logits. No token sees the last `n_unseen`. `saves`: (number of tokens, slot) of copies of
-    the state after so many.
+    those that want logits. No token sees the last `n_unseen`. `saves`: (number of tokens, slot) of each copy
+    of the state after that number of tokens.
     """
 
     sequence: CachedSequence

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _PRIOR = (0.7,) * 6  # acceptance of its drafts, before an answer shows its own
 _MIN_COST = 0.05  # a draft costs at least this part of a full step: some costs do not depend on weights
 _ROW_COST = 0.2  # a further row of its step, as a part of the first
-# the share of steps that a model serves next to look-ups, at first, and what a step changes it by; of an
-# answer's tokens to come, at most so many, this part counts as steps
+# the share of steps that a model serves next to look-ups, at first, and what a step changes it by;
+# of an answer's remaining tokens, at most _MOST_AHEAD, this part counts as steps
 _SHARE, _STEP, _MOST_AHEAD, _PART_AHEAD = 0.1, 0.02, 1024, 0.25
 _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is tried again
 
@@ -349,7 +349,7 @@ class DraftModel:
         return logits.argmax() if drafting else ()
 
     def make_room(self, drafts: ModelDrafts, n_tokens: int) -> bool:
-        """Allocates pages for so many tokens in all; False if there are too few."""
+        """Allocate pages for `n_tokens` tokens in all; return False if too few pages are free."""
         n_pages = self.pool.pages_for(n_tokens)
         n_new = n_pages - drafts.n_pages
         if n_new > self.pool.n_free:

@@ -73,7 +73,7 @@ class DraftBudget:
         room: int,
     ) -> None:
         """A step has `n_tokens` without drafts, `n_decoding` requests that decode, a prompt or none, and room
-        for so many drafts. `row_costs`: see RowCosts.of.
+        for `room` drafts. `row_costs`: see RowCosts.of.
         """
         self._costs, self._room, self._others_wait = row_costs, room, others_wait
         self._n_tokens, self._n_decoding, self._has_prompt = n_tokens, n_decoding, has_prompt

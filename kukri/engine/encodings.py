@@ -254,7 +254,7 @@ class _EncoderPrograms:
         return None
 
     def _programs(self, n_patches: int, n_windows: int) -> tuple[CompiledProgram, CompiledProgram]:
-        """The encoder and the projector, for parts of up to so many patches and windows."""
+        """Return the encoder and the projector for parts of at most `n_patches` and `n_windows`."""
         if self._compiled is None or self._n_patches < n_patches or self._n_windows < n_windows:
             while self._n_patches < n_patches:
                 self._n_patches *= 2

@@ -52,21 +52,21 @@ class KVCost:
         return KVCost(pools, self.page_tokens, self.step_tokens)
 
     def n_bytes(self, sizes: Sequence[int]) -> int:
-        """Bytes of pools of so many pages."""
+        """Return the bytes of pools of these numbers of pages."""
         return sum(n * n_bytes for n, (_, n_bytes) in zip(sizes, self.pools, strict=True))
 
     def most_held(self, n_tokens: int) -> list[int]:
-        """The most pages of each pool that a request of so many tokens holds at a time."""
+        """Return the most pages of each pool that a request of `n_tokens` tokens holds at a time."""
         return [most_pages(n_tokens, self.page_tokens, window, self.step_tokens) for window, _ in self.pools]
 
     def longest(self, n_bytes: int) -> int:
-        """Tokens of the longest request that so many bytes hold, in whole pages."""
+        """Return the tokens of the longest request that fits into `n_bytes` bytes, in whole pages."""
         numbers, size = range(1, _MOST_PAGES), self.page_tokens
         return size * bisect_right(numbers, n_bytes, key=lambda n: self.n_bytes(self.most_held(n * size)))
 
     def wanted(self, max_requests: int, context: int) -> list[int]:
-        """Pages of each pool for so many whole contexts, and for each one more window: for others who share
-        a prompt's beginning that its own window has passed.
+        """Return the pages of each pool for `max_requests` whole contexts, each with a second window: for
+        other requests that share the beginning of a prompt whose window has passed it.
         """
         n_pages = pages_for(context, self.page_tokens)
         spare = [0 if window is None else pages_for(window, self.page_tokens) for window, _ in self.pools]
@@ -75,7 +75,7 @@ class KVCost:
         ]
 
     def pool_sizes(self, n_bytes: int | None, max_requests: int, context: int) -> tuple[int, ...]:
-        """Pages of each pool: as many as are `wanted`, or, of so many bytes, in such shares.
+        """Return the pages of each pool: as many as are `wanted`, or `n_bytes` bytes in the same shares.
 
         If these are too few, pools of windows get at most half of what one request leaves.
         Raises ConfigError if they hold no page.

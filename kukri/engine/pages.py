@@ -91,14 +91,15 @@ class PagePool:
         return pages_for(n_tokens, self.page_tokens)
 
     def first_needed(self, n_tokens: int) -> int:
-        """The first page that a sequence of so many computed tokens needs: nothing to come sees those before.
+        """Return the first page that a sequence of `n_tokens` computed tokens needs: no later token attends
+        to the pages before it.
 
-        The last computed token counts as one to come: a prompt's may be computed again, for its logits.
+        The last computed token counts as later, because a prompt's may be computed again, for its logits.
         """
         return 0 if self.window is None else max(n_tokens - self.window, 0) // self.page_tokens
 
     def most_held(self, n_tokens: int) -> int:
-        """The most pages that a sequence of so many tokens holds at a time."""
+        """Return the most pages that a sequence of `n_tokens` tokens holds at a time."""
         return most_pages(n_tokens, self.page_tokens, self.window, self._step_tokens)
 
     def allocate(self, n: int) -> list[int]:

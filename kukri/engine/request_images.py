@@ -26,7 +26,7 @@ class RequestImages:
     """The images of a prompt. `rows` [n_tokens, D] of those that have been encoded, by their numbers.
 
     With `attends_both_ways` a run of rows is computed in one step, in a chunk of its own. With `n_deep` rows
-    hold more than embeddings: what so many layers add, one after another. With `merge` each has three
+    hold embeddings and what `n_deep` layers add, one after another. With `merge` each has three
     positions, by its place in the image's grid, whose sides in patches are divided by `merge`. A step reads
     `blank_id`, if there is one, in place of the tokens that mark them.
     """
@@ -62,7 +62,7 @@ class RequestImages:
         self._given = set(self.rows)
 
     def wanted(self, n_cached: int) -> int | None:
-        """The number of the next image to encode, of a request with so many tokens in the cache.
+        """Return the number of the next image to encode, for a request with `n_cached` tokens in the cache.
 
         Rows that are in the cache are dropped.
         """

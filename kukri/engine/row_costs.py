@@ -32,14 +32,13 @@ class RowCosts:
         self._measured: dict[int, _MeasuredCosts] = {}  # by tokens of a step without its drafts
 
     def of(self, n_tokens: int) -> tuple[float, ...]:
-        """What steps of 1, 2, ... rows cost that have so many tokens besides drafts, as the table tells."""
+        """Return the costs of steps of 1, 2, ... rows with `n_tokens` tokens besides drafts."""
         measured = self._measured.get(n_tokens)
         return self._table if measured is None else measured.costs
 
     def needs_plain(self, n_tokens: int) -> bool:
-        """True if a step of so many tokens should have no drafts: how long it takes is not known, or no more.
-
-        Only where steps are measured.
+        """Return True if a step of `n_tokens` tokens should have no drafts, because its duration was never
+        measured or the measurement is out of date. It is False where steps are not measured.
         """
         measured = self._measured.get(n_tokens)
         return bool(self._measured) if measured is None else measured.n_since_plain >= _PLAIN_EVERY

@@ -195,7 +195,7 @@ def _lists(path: Path, config: ModelConfig) -> dict[str, FloatArray]:
 def _of_safetensors(
     config: ModelConfig, file: SafetensorsFile, name: str, stored_name: str, part: int, n_parts: int
 ) -> Step:
-    """The step of one of so many parts of a tensor, each of as many rows."""
+    """Return the step of part `part` of the `n_parts` equal parts of a tensor."""
     tensor = file.tensors[name]
     if tensor.dtype not in ("F32", "F16", "BF16"):
         raise UnsupportedError(

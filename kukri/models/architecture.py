@@ -91,7 +91,7 @@ class Architecture:
 
     # layers with a window, in both formats
     full_interval: int = 0  # each n-th layer has none if a file does not list them; 0: all have one
-    is_full_first: bool = False  # the first of so many, not the last, and in GGUF too
+    is_full_first: bool = False  # the full layer is the first of each interval, not the last, in GGUF too
     local_rope: bool = False  # they rotate unscaled, by a base of their own if a file has one
     local_theta: float | None = None  # that base if the file has none; None: the model's
 

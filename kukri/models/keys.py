@@ -110,7 +110,7 @@ class Keys:
         return stated
 
     def first(self, key: str, kind: type, n: int) -> list[Any]:
-        """The first `n` values of a list of at least so many, as transformers reads those of layers."""
+        """Return the first `n` values of a list, which may be longer, as in transformers' lists of layers."""
         stated = self.items(key, kind)
         if len(stated) < n:
             raise self.error(key, f"has {len(stated)} entries for {n} layers")

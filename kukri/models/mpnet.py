@@ -37,7 +37,7 @@ class MPNetAttention(Attention):
 
 
 def buckets(ahead: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The row of the bias for keys that come so many tokens after a query."""
+    """Return the row of the bias for keys that are `ahead` tokens after a query."""
     n, half = np.abs(ahead).astype(np.float32), _N_BUCKETS // 2
     exact = half // 2
     far = np.log(np.maximum(n, 1) / np.float32(exact)) / np.float32(np.log(REACH / exact)) * np.float32(exact)

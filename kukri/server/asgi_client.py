@@ -74,7 +74,7 @@ async def answer_lines(
     ask: Callable[[BatchLine], Awaitable[AppResponse]],
     on_result: Callable[[Any], Awaitable[None]],
 ) -> None:
-    """Answers the lines of a batch by `ask`, so many at a time; `on_result` gets each response's body.
+    """Answer the lines of a batch by `ask`, `n_at_once` at a time; `on_result` gets each response's body.
 
     An error of the system, such as a full disk, ends all. A line with an error of its own is not asked.
     """

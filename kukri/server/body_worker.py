@@ -1,7 +1,7 @@
 """A process that checks bodies of very many values, so that the server stands still for none of them.
 
-It reads a line `MODULE:CLASS BYTES` and then so many bytes of JSON, again and again, and answers each by a
-line of JSON: [kind, what], see `outcome`.
+It reads a line `MODULE:CLASS N` and then N bytes of JSON, again and again, and answers each by a line of
+JSON: [kind, what], see `outcome`.
 """
 
 from __future__ import annotations

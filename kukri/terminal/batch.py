@@ -122,7 +122,7 @@ def _answer_all(
 def _on_an_engine(
     model: str | None, names: tuple[str, ...], loading: dict[str, Any]
 ) -> Iterator[tuple[FastAPI, int]]:
-    """The application of a model, and the requests for it at a time: so many that some wait in its queue."""
+    """Yield the application of a model, and how many requests to send at once: some wait in its queue."""
     from kukri.llm import LLM
     from kukri.server.app import create_app
 

@@ -412,7 +412,7 @@ def mtp_name(name: str) -> str:
 
 
 def of_next_token(name: str, n_layers: int) -> str:
-    """The inverse of `mtp_name`, for a model of so many layers; other names as they are."""
+    """Invert `mtp_name`, for a model of `n_layers` layers; other names stay."""
     if not name.startswith("mtp."):
         return name
     module, _, kind = name.removeprefix("mtp.").rpartition(".")
