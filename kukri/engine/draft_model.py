@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _PRIOR = (0.7,) * 6  # acceptance of its drafts, before an answer shows its own
 _MIN_COST = 0.05  # a draft costs at least this part of a full step: some costs do not depend on weights
 _ROW_COST = 0.2  # a further row of its step, as a part of the first
-# the share of steps that a model serves next to look-ups, at first, and what a step changes it by;
-# of an answer's remaining tokens, at most _MOST_AHEAD, this part counts as steps
+# the share of steps that a model serves next to look-ups, at first, and what a step changes it by; the
+# remaining tokens of an answer, at most _MOST_AHEAD, count as steps by this part
 _SHARE, _STEP, _MOST_AHEAD, _PART_AHEAD = 0.1, 0.02, 1024, 0.25
 _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is tried again
 
