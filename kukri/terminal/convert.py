@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kukri.config import EmbeddingConfig
 from kukri.errors import ConfigError, UnsupportedError, brief_list
 from kukri.formats import hub
-from kukri.formats.checkpoint import open_checkpoint
+from kukri.formats.checkpoint import Checkpoint, open_checkpoint
 from kukri.formats.convert import (
     Conversion,
     Step,
@@ -28,6 +27,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.formats.huggingface.writer import write_directory
 from kukri.formats.imatrix import read_imatrix
+from kukri.formats.losses import losses
 from kukri.formats.sampling_advice import advice_keys, generation_keys
 from kukri.models import load_model
 from kukri.models.weights import TakenWeights
@@ -70,6 +70,11 @@ def convert_model(
                 write(plan, target, on_tensor)
             _write_encoder(source, target)
         _report(plan, target, dry_run=dry_run, as_json=as_json)
+
+
+def _note_losses(checkpoint: Checkpoint, to: str) -> None:
+    for loss in losses(checkpoint.config, checkpoint.embedding, to):
+        print(f"note: {loss}", file=sys.stderr)
 
 
 def _write_encoder(source: Path, target: Path) -> None:
@@ -137,12 +142,7 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
         n_tensors = len(weights.matrices) + sum(len(experts.weights) for experts in weights.stacks.values())
         with progress_bar(n_tensors) as advance:
             write_directory(target, checkpoint.config, weights, made, text, lambda name: advance(1, name))
-        if checkpoint.embedding != EmbeddingConfig():
-            print(
-                "note: the settings of embeddings (pooling, prompts, limits) are left out: copy modules.json "
-                "and the files next to it from the original checkpoint",
-                file=sys.stderr,
-            )
+        _note_losses(checkpoint, "hf")
     if as_json:
         print(json.dumps({"path": str(target), "type": made, "tensors": n_tensors}))
     else:
@@ -185,6 +185,7 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         text |= advice_keys(checkpoint.sampling)
         if checkpoint.vision is not None and checkpoint.vision.deep_layers:  # whose rows llama.cpp adds
             text |= deep_keys(config, len(checkpoint.vision.deep_layers))
+        _note_losses(checkpoint, "gguf")
         yield of_directory(source, config, text, dense_tensors(config, dense))
 
 
