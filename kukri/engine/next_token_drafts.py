@@ -39,7 +39,6 @@ class LayerDrafts(RowDrafts, ModelDrafts):
         self.own_row: FloatArray | None = None  # [1, D], of its last token, in place of the model's
 
     def note(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
-        """See RowDrafts.note. Those of drafts that were rejected are overwritten by the next."""
         start = chunk.start
         place = start + 1 - self.first
         if self._rows is None or not 0 <= place <= self._stop_row:
@@ -51,7 +50,6 @@ class LayerDrafts(RowDrafts, ModelDrafts):
             self._rows = np.concatenate([self._rows[: place - self._first_row], rows])
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """See Drafts.follow."""
         super().follow(tokens[self.first :], max(n_tokens - self.first, 0) if self.first else 0)
         if self._rows is not None and self.n_cached > self._first_row:
             self._rows = self._rows[self.n_cached - self._first_row :]
@@ -62,7 +60,6 @@ class LayerDrafts(RowDrafts, ModelDrafts):
         return super().chances(n if 0 < self.n_tokens <= self._stop_row else 0)
 
     def release(self) -> None:
-        """See Drafts.release."""
         super().release()
         self._rows, self.own_row, self.first, self._first_row, self.n_tokens = None, None, 0, 0, 0
 
@@ -134,7 +131,6 @@ class NextTokenDrafts(LayerDrafts):
         self.n_frequent, self.rare_factor = 0, 1.0
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """See Drafts.follow."""
         super().follow(tokens, n_tokens)
         n_rare = np.count_nonzero(tokens[max(n_tokens - _N_LAST, 0) : n_tokens] >= self.n_frequent)
         self.has_rare = bool(n_rare > _MOST_RARE)
@@ -149,7 +145,6 @@ class NextTokenDraftModel(LayerModel):
     _head: CompiledProgram | None = None  # for rare tokens, once there are some
 
     def drafts(self, *more: Any) -> NextTokenDrafts:
-        """See DraftModel.drafts."""
         made, layer = super().drafts(*more), self.layer
         assert isinstance(made, NextTokenDrafts)
         rest = (layer.config.n_vocab - layer.n_frequent) * layer.config.d_model / layer.n_parameters

@@ -35,7 +35,6 @@ class TextDrafts(ModelDrafts):
         self._take(0)
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """See Drafts.follow."""
         new: list[int] = tokens[self._n_read : n_tokens].tolist()
         self._count(self._proposed, new)
         self._n_read, self.n_to_come = n_tokens, len(tokens) - n_tokens
@@ -43,11 +42,9 @@ class TextDrafts(ModelDrafts):
         self._take(self._text.push(new))
 
     def chances(self, n: int) -> Iterator[float]:
-        """See Drafts.chances."""
         return super().chances(n if self.n_tokens and self._text.is_whole else 0)
 
     def propose(self, n: int) -> list[int]:
-        """See Drafts.propose."""
         self._proposed = self._back(self.drafts)[:n]
         return self._proposed
 
@@ -86,5 +83,4 @@ class TextDraftModel(DraftModel):
         return lambda: self.drafts(self._translation, text.copy(), len(prompt))
 
     def compute(self, wanted: Sequence[tuple[Any, int]]) -> None:
-        """See DraftModel.compute."""
         super().compute([(drafts, drafts.n_own(n)) for drafts, n in wanted])

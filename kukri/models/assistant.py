@@ -51,7 +51,6 @@ class Assistant(LastRowReader):
         self.vectors = tuple(taken.vectors.values())
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
-        """See the class."""
         hidden = ops.activations(batch, self._model.config.d_model)  # type: ignore[attr-defined]
         embedded = self._model.embed(ops, batch)
         x = self.through_blocks(ops, self._joined(ops, ops.join_heads((embedded, hidden), 1)), batch)

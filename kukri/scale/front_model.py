@@ -52,7 +52,6 @@ class RemoteRequestMaker(RequestMaker):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """See RequestMaker.adapter_names."""
         return self._adapters
 
     def _use_adapter(self, name: str, request: Request) -> None:

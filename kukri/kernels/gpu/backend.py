@@ -60,7 +60,6 @@ class GpuBackend(TorchBackend):
         n_states: int = 0,
         kv_type: KVType = "f16",
     ) -> TensorCache:
-        """See Backend.new_cache. Raises UnsupportedError on types that the kernels do not know."""
         if kv_type not in GPU_TYPES:
             raise UnsupportedError(
                 f"the gpu backend has no {kv_type} KV cache: use {', '.join(GPU_TYPES)}, or --backend torch"
