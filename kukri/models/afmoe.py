@@ -23,7 +23,7 @@ from kukri.models.weights import WeightSource
 
 
 class AfmoeAttention(Qwen3Attention):
-    """Attention whose result is multiplied by the sigmoid of gates, from a matrix of their own."""
+    """Attention whose result is multiplied by the sigmoid of gates, which have a matrix of their own."""
 
     result_tap = "attn.hook_ungated_z"
 

@@ -1,4 +1,4 @@
-"""Arcee's AFM models (2025): Llama whose MLP has no gate, and squares what is above 0."""
+"""Arcee's AFM models (2025): Llama whose MLP has no gate and squares positive values."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Gemma 4's assistants (Google 2026): small models that draft by the keys and values of a larger one.
 
-All layers read what the model's last layers of their kind have in the cache. So an assistant reads no text
-and stores nothing: it takes the last token's embedding and what the model made of the token before, both the
-model's, and gives a draft, and what stands for the latter before the next. All drafts of a step are made at
-one position, that of the last token.
+All layers read the keys and values that the model's last layers of their kind have in the cache, so an
+assistant reads no text and stores nothing. Its input is the model's embedding of the last token and the
+model's hidden state of the token before. It gives a draft, and a state that replaces the hidden state for the
+next draft. All drafts of a step are made at the position of the last token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from kukri.models.weights import TakenWeights, WeightSource
 
 
 class Assistant(LastRowReader):
-    """The program: `assistant(ops, batch)` gives logits [N, V], and shows RESULT what stands for the model's.
+    """The program: `assistant(ops, batch)` returns logits [N, V] and taps RESULT, which replaces the model's
+    state.
 
     It runs on the model's cache. `batch.activations` [T, D] are hidden states of the model, D wide, and
     `token_ids` the tokens that follow each.
     """
 
     def __init__(self, config: ModelConfig, source: WeightSource, model: Gemma4) -> None:
-        """`config` is that of its layers. Raises UnsupportedError if they do not fit the model's."""
+        """`config` describes its layers. Raises UnsupportedError if they do not fit the model's."""
         super().__init__(model)
         n, d_model = model.config.n_layers, config.d_model
         layers = (*_stated(model.config), *_reading(config, model.config))
@@ -68,7 +69,7 @@ def _stated(config: ModelConfig) -> list[LayerConfig]:
 
 
 def _reading(config: ModelConfig, model: ModelConfig) -> list[LayerConfig]:
-    """An assistant's layers, each of which reads the last of the model's of its kind that has keys."""
+    """An assistant's layers, which read the keys and values of the model's last layers of their kinds."""
     found = []
     for layer in _stated(config):
         own = [

@@ -35,7 +35,7 @@ class BertMLP(MLP):
 
 
 class BertBlock(Block):
-    """One layer: attention and MLP, each added to what it reads, each sum normalized."""
+    """One layer: attention and MLP, each added to its input, and each sum normalized."""
 
     list_name = "model.encoder.layer"
     attention_type: Callable[..., Any] = BertAttention

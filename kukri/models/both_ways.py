@@ -15,10 +15,10 @@ BothWaysLayers = Literal[
 
 
 class BothWays:
-    """A program whose sequences each bring tokens that see each other, and all those before them: in all
-    layers, or in those with windows.
+    """A program in which the tokens of a sequence's step see each other and all tokens before them, in all
+    layers or in layers with windows.
 
-    A layer's window bounds what they see before them alone.
+    A layer's window limits only the tokens before them.
     """
 
     def __init__(self, program: Program, layers: BothWaysLayers) -> None:

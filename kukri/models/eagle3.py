@@ -1,7 +1,7 @@
 """EAGLE-3's draft layers (Li et al. 2025, arXiv 2503.01840), as programs that draft a chain.
 
-Of what the model's residual stream was at three depths for token i, joined and projected to a row, and of the
-embedding of token i + 1, one layer and a head of its own predict token i + 2. What comes before the head's
+One layer and a head of its own predict token i + 2 from the embedding of token i + 1 and from the model's
+residual stream for token i at three depths, joined and projected to a row. The state before the head's
 norm takes the row's place when more is drafted. The head knows a part of the vocabulary.
 """
 

@@ -35,7 +35,7 @@ def _read(key: str, keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    """Says that there is no window, where its absence would mean one."""
+    """Write that there is no window, because a missing key would mean one."""
     keys.setdefault("sliding_window", None)
 
 

@@ -45,7 +45,7 @@ class FalconAttention(Attention):
 
 
 class FalconMamba(Mamba2):
-    """A state space whose inputs are multiplied: those of its convolution by way of the taps."""
+    """A state space whose inputs have factors. The convolution's taps include them."""
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer, entry=config.n_layers + layer)

@@ -1,7 +1,7 @@
 """A model as a function of token ids, for research: batches, masks and caches as transformers takes them.
 
 It runs apart from the engine: its keys and values have pages of their own. Pads take no part in a step and no
-room in the cache, so a padded batch costs what its tokens cost and gives each row what it gives alone. Masks
+room in the cache, so a padded batch costs only its tokens and gives each row the same result as alone. Masks
 of four dimensions run as a program of their own; ordinary steps know nothing of them.
 """
 

@@ -1,6 +1,6 @@
 """Gemma 3's text models (Gemma team 2025): Gemma 2 with normed heads, two RoPEs and more windows.
 
-Five of six layers have a window, and rotate by a base of their own; the sixth may have a scaling. Scores
+Five of six layers have a window and a RoPE base of their own; the sixth may scale its RoPE. Scores
 have no softcap.
 """
 

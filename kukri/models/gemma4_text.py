@@ -47,7 +47,7 @@ class Gemma4Attention(Qwen3Attention):
 
 
 class LayerInput:
-    """What a layer makes of its own embeddings: norm(project(gelu(gate(x)) * embedding))."""
+    """A layer's branch for its own embeddings: norm(project(gelu(gate(x)) * embedding))."""
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         d_model, width = config.d_model, config.d_per_layer
@@ -57,7 +57,7 @@ class LayerInput:
         self.norm = RMSNorm(source, f"{name}.post_per_layer_input_norm", d_model, config.norm_eps)
 
     def __call__(self, ops: Ops, x: Tensor, given: Tensor) -> Tensor:
-        """x [T, D], with what is made of it and the layer's embeddings `given` [T, W] added."""
+        """Return x [T, D] plus the branch of x and of the layer's embeddings `given` [T, W]."""
         given = ops.tap("hook_per_layer_input", self.layer, given)
         hidden = ops.map("gated_gelu", given, self.gate(ops, x))
         made = self.norm(ops, self.projection(ops, hidden))
@@ -91,7 +91,7 @@ class Gemma4Block(Gemma2Block):
 
 
 class LayerEmbeddings:
-    """Each layer's embeddings of the tokens, of one table, and a projection of the usual embeddings."""
+    """Return each layer's embeddings of the tokens: rows of one table plus a projection of the embeddings."""
 
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
         self.width, self.n_layers, self.d_model = config.d_per_layer, config.n_layers, config.d_model
@@ -112,7 +112,7 @@ class GemmaSharedMLP(GemmaMLP, SharedMLP):
 
 
 class Gemma4Mixture(Mixture):
-    """The sum of an MLP for all tokens and a mixture of experts, each between norms of its own.
+    """The sum of an MLP for all tokens and a mixture of experts, each with a norm before and a norm after it.
 
     The router reads the stream itself, normed and multiplied; each expert's weight has a factor.
     """

@@ -38,7 +38,7 @@ from kukri.models.weights import WeightSource
 
 
 class Mamba2:
-    """A state space after a convolution, its result gated, then normed, each group on its own."""
+    """A state space after a convolution. Its result is gated and then normed, group by group."""
 
     limits = (0.0, inf)
 

@@ -1,6 +1,6 @@
-"""Output heads: that of a language model, one for a task, or none.
+"""Output heads: a language model's, a task's, or none.
 
-Tensors are those of transformers' `...ForQuestionAnswering`, `...ForSequenceClassification` and
+Tensors are named as in transformers' `...ForQuestionAnswering`, `...ForSequenceClassification` and
 `...ForTokenClassification` (modeling_layers.py, version 5).
 """
 
@@ -15,7 +15,7 @@ from kukri.models.weights import WeightSource
 
 
 class Head(Protocol):
-    """The head that makes the model's outputs of its last hidden states."""
+    """The head that turns the last hidden states into the model's outputs."""
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [N, D] -> [N, outputs]."""
@@ -60,7 +60,7 @@ def encoder_head(source: WeightSource, config: ModelConfig, pooler: str, classif
 
 
 def output_head(source: WeightSource, config: ModelConfig, name: str = "lm_head") -> Linear | None:
-    """The matrix from the last norm to the model's outputs; `name` is that of a language model's.
+    """The matrix from the last norm to the model's outputs; `name` is a language model's name for it.
 
     None if there is none, or if it is the embedding's own.
     """

@@ -24,7 +24,7 @@ class HunyuanMoe(Hunyuan):
 
 
 def _respelled(config: dict[str, Any]) -> dict[str, Any]:
-    """Numbers in place of lists of one number for each layer."""
+    """Return single numbers in place of lists of one number for each layer."""
     made = dict(config)
     for key in ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"):
         value = config.get(key)

@@ -1,9 +1,9 @@
 """Where keys lie whose matrix has a bias, as far as the bias says it.
 
 Qwen2's biases reach hundreds in dimensions that hardly rotate, where the rest of a key is a few units large.
-A scale for all of them leaves the others no bits. SageAttention (Zhang et al. 2024) subtracts the mean of a
-prompt's keys, KIVI (Liu et al. 2024) has a scale for each dimension; a bias is known before any token is, so
-here no number depends on what a cache holds.
+One scale for all dimensions leaves the others no bits. SageAttention (Zhang et al. 2024) subtracts the mean
+of a prompt's keys, KIVI (Liu et al. 2024) has a scale for each dimension; a bias is known before any token
+is, so here no number depends on what a cache holds.
 """
 
 from __future__ import annotations

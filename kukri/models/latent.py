@@ -1,9 +1,10 @@
-"""Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads are made of one narrow row.
+"""Multi-head latent attention (DeepSeek-AI 2024): one narrow row holds the keys and values of all heads.
 
-A head's keys and values are products of the latent with matrices of the head. What is cached is the latent,
-normed, and one rotated key that all heads share. The matrices are absorbed: a query is multiplied by that of
-its keys, and what a head finds, a mixture of latents, by that of its values. So the attention is that of H
-heads over one key head, whose values are its keys; for one token as for many, whatever the chunk.
+A head's keys and values are products of the latent with matrices of the head. The cache holds the normed
+latent and one rotated key that all heads share. The matrices are absorbed: a query is multiplied by the
+matrix of its keys, and a head's result, a mixture of latents, by the matrix of its values. So the attention
+is that of H heads over one key head, whose values are its keys; for one token as for many, whatever the
+chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kukri.models.rope import rope_frequencies, yarn_mscale
 from kukri.models.weights import WeightSource
 
 MAX_WIDTH = 1 << 14
-_EPSILON = 1e-6  # the epsilon of narrow rows' norms, whatever that of others is
+_EPSILON = 1e-6  # the epsilon of narrow rows' norms, whatever the other norms have
 HF_KEYS = {"rank": "kv_lora_rank", "d_nope": "qk_nope_head_dim", "d_value": "v_head_dim"}
 Q_RANK, ROTARY = "q_lora_rank", "qk_rope_head_dim"
 GGUF_RANK, GGUF_Q_RANK = "attention.kv_lora_rank", "attention.q_lora_rank"
@@ -106,10 +107,10 @@ def read_hf(keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def set_latent(facts: dict[str, Any], latent: LatentConfig) -> None:
-    """Sets the fields of a `ModelConfig` to be that follow from the latent's widths.
+    """Set the keyword arguments for `ModelConfig` that follow from the latent's widths.
 
-    Scores are multiplied as the checkpoint's heads are wide, and by the square of what YaRN makes of
-    `mscale_all_dim`.
+    The factor of scores follows from the width of the checkpoint's heads, and from the square of YaRN's
+    factor for `mscale_all_dim`.
     """
     rope: RopeConfig = facts["rope"]
     scale = (latent.d_nope + rope.rotary_dim) ** -0.5

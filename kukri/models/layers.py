@@ -55,7 +55,7 @@ _UNBOUNDED = (-np.inf, np.inf)
 
 
 class ClampedLinear:
-    """Matrices side by side that clamp what each reads and makes to its own bounds, if the file has some."""
+    """Matrices side by side, each of which clamps its input and output to the bounds in the file, if any."""
 
     def __init__(self, source: WeightSource, names: Sequence[str], n_outs: Sequence[int], n_in: int) -> None:
         self._groups: list[tuple[_Bounds, Linear, list[_Bounds]]] = []  # neighbours read the same
@@ -180,7 +180,7 @@ class NoNorm:
         pass
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        """x as it is."""
+        """Return x unchanged."""
         return x
 
 
@@ -218,7 +218,7 @@ class Attention:
     in_names = ("q_proj", "k_proj", "v_proj")
     fused_name = "qkv_proj"
     out_name = "o_proj"
-    result_tap = "attn.hook_z"  # the tap of what the heads find
+    result_tap = "attn.hook_z"  # the tap of the heads' results
     q_parts = 1  # rows of q's matrix for each of a head's dimensions
     n_inputs = 1  # vectors of the model's width, side by side, that queries, keys and values are made of
 
@@ -268,7 +268,7 @@ class Attention:
         cache.
         """
         q, *kv = self.qkv.parts(ops, x)
-        k, v = kv or (None, None)  # those of another layer, which this one reads
+        k, v = kv or (None, None)  # True: this layer reads the keys and values of another
         z = self.attend(ops, q, k, v, batch)
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
@@ -294,11 +294,11 @@ class Attention:
         return (q, k) if self.rope is None else ops.rope(q, k, self.rope, self.spec, batch)
 
     def normalize(self, ops: Ops, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """q and k before their rotation, as they are; architectures with head norms say otherwise."""
+        """Return q and k before their rotation, unchanged. Architectures with head norms override it."""
         return q, k
 
     def normalize_values(self, ops: Ops, v: Tensor) -> Tensor:
-        """v as it is; architectures that norm it say otherwise."""
+        """Return v unchanged. Architectures that norm it override it."""
         return v
 
 

@@ -65,7 +65,7 @@ class Block:
 class Llama:
     """The whole model: `model(ops, batch)` runs one step. Attributes: config; parameters, in order."""
 
-    parameters: Sequence[Parameter] = ()  # those that `load_model` saw it take
+    parameters: Sequence[Parameter] = ()  # the parameters that `load_model` saw it take
     row_tables: Sequence[Weight] = ()  # matrices of which steps read rows alone, too large to hold in memory
     block_type: Callable[..., Any] = Block
     norm_type: Callable[..., Any] = RMSNorm
@@ -96,7 +96,7 @@ class Llama:
         return self.embedding(ops, batch)
 
     def adjust_logits(self, ops: Ops, logits: Tensor) -> Tensor:
-        """Logits [N, V] of the head as they are; architectures that scale or cap them say otherwise."""
+        """Return the head's logits [N, V] unchanged. Architectures that scale or cap them override it."""
         return logits
 
     def hidden(self, ops: Ops, batch: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """Mamba-2 (Dao and Gu 2024) and Codestral Mamba: a state space in each layer, and nothing else.
 
-Where a `ModelConfig` says heads and the width of an MLP, it has those of the states.
+The heads and the MLP width of its `ModelConfig` are the heads and the width of the states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kukri.models.granitemoehybrid import STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.nemotron_h import NEMOTRON_H, NemotronBlock, NemotronH
 
-CONTEXT = 1 << 20  # what files say that have no bound
+CONTEXT = 1 << 20  # the value in files without a bound
 
 
 class StateBlock(NemotronBlock):

@@ -1,7 +1,7 @@
 """Mixtures of experts: a router chooses a few of many small MLPs for each token (Shazeer et al. 2017).
 
-Some have an MLP for all tokens besides, and of these some multiply its result by a gate: a mixture of one
-expert, whose weight is a sigmoid.
+Some also have an MLP for all tokens. Some of these multiply its result by a gate, which makes it a mixture of
+one expert, whose weight is a sigmoid.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Mixture:
         return ops.add(ops.tap("hook_mlp_out", self.layer, found), residual)
 
     def experts(self, ops: Ops, x: Tensor, residual: Tensor | None, tap: str) -> Tensor:
-        """residual + what the experts make of x, that part shown to a tap of this name."""
+        """Return residual + experts(x), and tap the experts' part under this name."""
         return self.chosen(ops, x, self.router(ops, x), residual, tap)
 
     def chosen(self, ops: Ops, x: Tensor, logits: Tensor, residual: Tensor | None, tap: str) -> Tensor:

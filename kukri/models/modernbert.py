@@ -1,6 +1,6 @@
 """ModernBERT (Warner et al. 2024): an encoder with RoPE, GeGLU, norms before attention and MLP, no biases.
 
-Two of three layers see a window on both sides of a token, and rotate by a base of their own.
+Two of three layers see a window on both sides of a token, and have a RoPE base of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MPNet (Song et al. 2020), of all-mpnet-base-v2: BERT whose scores have a bias by distance, that of T5.
+"""MPNet (Song et al. 2020), of all-mpnet-base-v2: BERT whose scores have T5's bias by distance.
 
 Distances up to 7 have a bias each, on either side, and longer ones up to 128 share eight by their logarithm.
 """

@@ -1,7 +1,7 @@
 """The layer for multi-token prediction that comes with a model (DeepSeek-AI 2024), as a program that drafts.
 
-Of what the model made of token i, after its last norm, and of the embedding of token i + 1 it predicts token
-i + 2: by one further layer of the model's own kind, and the model's head. Its own result takes the place of
+It predicts token i + 2 from the model's state of token i, after the last norm, and the embedding of token
+i + 1, by one further layer of the model's kind and the model's head. Its own result takes the place of
 the model's when it drafts more than one token. Names are DeepSeek's: the layer is that after the last.
 """
 
@@ -33,13 +33,13 @@ RESULT = "ln_final.hook_normalized"  # the tap of the program's own result [N, D
 
 
 class RowReader(Llama):
-    """A draft model that reads what the model made of tokens: its rows of `taps`, as `joined` joins them."""
+    """A draft model that reads the model's states of tokens: the rows of `taps`, joined by `joined`."""
 
     taps: tuple[str, ...] = ()  # in the order in which a step comes by them
     vectors: Sequence[FloatArray] = ()
 
     def joined(self, rows: Sequence[FloatArray]) -> FloatArray:
-        """Rows [R, width] of what was made of R tokens, by those of each tap [R, D]."""
+        """Return the joined states [R, width] of R tokens, given the rows of each tap [R, D]."""
         raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ def has_next_token_layer(source: WeightSource, config: ModelConfig) -> bool:
 
 
 def _first_rows(model: Llama, n: int) -> tuple[Weight, Vector | None]:
-    """The first rows of a model's head, and of its bias."""
+    """Return the first rows of a model's head, and of its bias."""
     head = model.head
     whole = head.weights[0] if isinstance(head, Linear) else model.embedding.weight
     bias = head.bias if isinstance(head, Linear) else None

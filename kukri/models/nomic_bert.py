@@ -9,14 +9,14 @@ from kukri.models.layers import Attention, GatedMLP
 
 
 class NomicBertAttention(Attention):
-    """Attention under the names of its files."""
+    """Attention under the names of Nomic's files."""
 
     fused_name = "Wqkv"
     out_name = "out_proj"
 
 
 class NomicBertMLP(GatedMLP):
-    """The gated MLP under the names of its files."""
+    """The gated MLP under the names of Nomic's files."""
 
     in_names = ("fc12", "fc11")
     out_name = "fc2"

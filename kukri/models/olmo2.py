@@ -1,7 +1,7 @@
 """OLMo 2 (Walsh et al. 2024): Llama with its norms after attention and MLP, and with normed q and k.
 
-Attention and MLP read the residual stream as it is, and what each adds to it is normed. One norm runs over
-all query heads together, one over all key heads.
+Attention and MLP read the residual stream without a norm, and their outputs are normed before they are added.
+One norm runs over all query heads together, one over all key heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Architectures`: those that the files of this folder define, each imported when it is asked for."""
+"""The architectures that the files of this folder define. Each file is imported when it is asked for."""
 
 from __future__ import annotations
 
