@@ -20,10 +20,10 @@ Spans = list[tuple[int, int | None]]  # places in a text, in characters; the end
 
 
 class AnswerParser(Protocol):
-    """Splits one answer as it grows: the same pieces however it is cut.
+    """Splits an answer as it grows, into the same pieces however the text is cut.
 
-    `thoughts` are the places of the reasoning, `answers` of the answer with its calls. Up to `n_settled` it
-    is known which part a character belongs to. `missed` are the marks of what was not taken for calls.
+    `thoughts` are the places of the reasoning, `answers` the places of the answer with its calls. The part of
+    each character before `n_settled` is known. `missed` are marks of text that was not taken for calls.
     """
 
     thoughts: Spans
@@ -65,15 +65,15 @@ class PlainParser:
 
 
 class AnswerBeginning:
-    """Tells where an answer begins after its reasoning: stop strings count from there on.
+    """Finds where an answer begins after its reasoning, because stop strings count only from there on.
 
-    A reasoning model mentions what it may not write, such as the next "Question:" of a benchmark.
+    In its reasoning a model may mention a stop string, such as the next "Question:" of a benchmark.
     """
 
     def __init__(self, parser: AnswerParser) -> None:
         """`parser` splits the same text, which it is given here."""
         self._parser = parser
-        self._held, self._n_before = "", 0  # text of which it is not known what it is, and its place
+        self._held, self._n_before = "", 0  # text whose part is not known yet, and its place
         self._has_begun = False
 
     def push(self, text: str) -> tuple[str, str]:
@@ -103,9 +103,9 @@ class AnswerBeginning:
 
 
 class MarkParser:
-    """Splits by marks: first the reasoning, then calls out of what is left.
+    """Splits by marks: first the reasoning, then the calls in the rest.
 
-    Calls at the end of reasoning that nothing closes are calls too: models forget the closer before them.
+    Calls at the end of unclosed reasoning are calls too, because models forget the closer before them.
     """
 
     def __init__(self, dialect: Dialect, tools: Signatures | None, *, inside: bool) -> None:

@@ -56,7 +56,7 @@ class Spelling:
 
 
 def reasoning_grammar(dialect: Dialect, spell: Spelling, reasoning: Reasoning) -> str:
-    """The rule `before` of what comes before an answer: its reasoning, with the marks; "" if nothing does."""
+    """Return the rule `before` of an answer's reasoning with its marks; "" without reasoning."""
     if dialect.body == "harmony":
         if reasoning == "none":
             return ""
@@ -132,7 +132,7 @@ class _Bodies:
         }[dialect.body]  # fmt: skip
 
     def add(self, i: int, tool: Mapping[str, Any]) -> str:
-        """Adds the rules of a tool; returns the name of its own."""
+        """Add the rules of a tool, and return the name of the tool's rule."""
         schema = tool.get("parameters") or {"type": "object"}
         self._own, self._number = self._own_grammar(tool), i
         self.rules.append(f"call_{i}: {self._write(i, tool['name'], schema)}")
@@ -276,7 +276,7 @@ class _Bodies:
             is_closed = schema.get("additionalProperties") is False
             return "" if is_closed else f"({free} ({between} {free})*)?"
         needed = schema.get("required") if isinstance(schema.get("required"), list) else []
-        first = after = '""'  # what may follow where nothing came before, and where something did
+        first = after = '""'  # the rest of an object at its beginning, and after a member
         for k, (key, value) in reversed(list(enumerate(properties.items()))):
             one = parameter(key, value, f"value_{i}_{k}")
             self.rules.append(f"one_{i}_{k}: {one}")

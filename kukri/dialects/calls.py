@@ -1,6 +1,6 @@
-"""Readers of one tool call in each form that models write, as it comes.
+"""Readers of a tool call, one for each form that models write, which read while the text grows.
 
-Each reads the body of a call and tells it to a `Call`: the name as soon as it is known, then the arguments,
+Each reads the body of a call and passes it to a `Call`: the name as soon as it is known, then the arguments
 as JSON, while they grow.
 """
 
@@ -37,7 +37,7 @@ _DESCRIBING_KEYS = (
     "required",
     "additionalProperties",
     "strict",
-)  # those that a tool has and a call has not
+)  # keys of a tool that a call does not have
 _SCHEMA_BEGINS = ("type", "properties", "$schema")
 _EMPTY_SCHEMA = {"type", "properties", "required", "additionalProperties", "$schema"}  # keys without contents
 _MAX_NESTED = 3  # objects around a call
@@ -65,7 +65,7 @@ class CallDelta(NamedTuple):
 
 
 def merged(pieces: list[Any]) -> list[Any]:
-    """The pieces, those of one call that follow each other as one."""
+    """Return the pieces, with neighbouring pieces of a call joined."""
     if len(pieces) < 2:
         return pieces
     found: list[Any] = []
@@ -81,8 +81,8 @@ def merged(pieces: list[Any]) -> list[Any]:
 class Call:
     """A call that is being read. Its name is told once; arguments that come before it wait for it.
 
-    With `is_own` the form is the model's own: any name is taken, and told at once. Otherwise only those of
-    the tools are, and a name is told when the arguments begin: text may quote a tool's description.
+    With `is_own` the form is the model's own, so any name is taken and passed on at once. In other forms only
+    names of tools are taken, and only when the arguments begin, because text may quote a tool's description.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ def _read_name(feed: Feed, call: Call, depth: int) -> Reading[None]:
 
 
 def _read_arguments(feed: Feed, call: Call, *, may_be_schema: bool) -> Reading[None]:
-    """An object, or a text that holds one, as OpenAI's API has it.
+    """Read an object, or a text that holds one, as in OpenAI's API.
 
-    A tool without parameters that is called with its own empty schema is called with nothing, unless the
-    schema `may_be` one that belongs to a description.
+    A call of a tool without parameters with the tool's empty schema has no arguments, unless the text
+    `may_be_schema`, which belongs to a description.
     """
     begin = yield from feed.peek()
     name = call.name or ""

@@ -55,7 +55,8 @@ class Around:
 class Dialect:
     """How a family writes reasoning and calls.
 
-    `signs` are texts that its chat template has, or its vocabulary as tokens: all of one of the tuples.
+    `signs` are texts of its chat template, or tokens of its vocabulary. A model matches if it has all of a
+    tuple.
     """
 
     name: str

@@ -177,7 +177,7 @@ INNER = (
 
 
 def dialect_of(template: str | None, tokens: Container[str]) -> Dialect:
-    """The dialect of a model with this chat template and these tokens; `GENERIC` without one of its own."""
+    """Return the dialect of a model by its chat template and tokens; `GENERIC` if no family matches."""
     template = template or ""
 
     def has(signs: Sequence[str]) -> bool:

@@ -1,7 +1,7 @@
 """`Feed`: a text that comes in pieces, read by generators that wait for more of it.
 
 A reader is written as if the whole text were there. Wherever it needs characters that have not come yet it
-yields, and continues when they are there. So what it finds does not depend on where a piece ends, and each
+yields, and continues when they are there. So its result does not depend on where a piece ends, and each
 character is looked at a bounded number of times.
 """
 
@@ -18,7 +18,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class EndOfText(Exception):
-    """The text has ended in the middle of what is read."""
+    """The text has ended while a reader needed more."""
 
 
 class Marks:
@@ -61,7 +61,7 @@ class Feed:
         self._text, self._at = self._text[self._at :] + text, 0
 
     def keep(self) -> None:
-        """Keeps what is taken from now on, for `kept`."""
+        """Keep the text that is taken from now on, for `kept`."""
         self._kept = []
 
     def kept(self) -> str:
@@ -149,8 +149,8 @@ class Feed:
     ) -> Reading[None]:
         """Takes text through the first of the marks, and writes it as it comes, without the mark.
 
-        A mark of `leaving` is not taken. Raises EndOfText if the text ends first; what may be the beginning
-        of a mark there is not written.
+        A mark of `leaving` is not taken. Raises EndOfText if the text ends first; a possible beginning
+        of a mark at the end is not written.
         """
         mark = yield from self._up_to(marks, write)
         if not mark:
@@ -169,7 +169,7 @@ class Feed:
 
 
 def whole(reader: Callable[[Feed], Reading[T]], text: str) -> tuple[T, str]:
-    """Reads a text that is all there: (what the reader returns, what it left of the text)."""
+    """Read a complete text, and return (the reader's result, the rest of the text)."""
     feed = Feed(text, is_last=True)
     try:
         next(reading := reader(feed))

@@ -23,13 +23,13 @@ _RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
 
 
 class HarmonyParser:
-    """Splits the text of a turn into reasoning, answer and calls: the same ones however it is cut.
+    """Splits the text of a turn into reasoning, answer and calls, the same ones however it is cut.
 
-    `thoughts`, `answers` and `n_settled` are those of `ThoughtParser`; `missed` that of `ToolParser`.
+    `thoughts`, `answers` and `n_settled` are as in `ThoughtParser`; `missed` as in `ToolParser`.
     """
 
     def __init__(self, tools: Signatures | None, prompt: str) -> None:
-        """`tools` are None if nothing is to be called; `prompt` is the end of the prompt's text."""
+        """`tools` are None for an answer without calls; `prompt` is the end of the prompt's text."""
         self.thoughts: list[tuple[int, int | None]] = []
         self.answers: list[tuple[int, int | None]] = []
         self.missed: list[str] = []

@@ -36,13 +36,13 @@ class ModelDialect:
         tools: Sequence[Mapping[str, Any]] | None,
         **options: Any,
     ) -> list[int]:
-        """The token ids of a conversation; `options` are those of `ChatTemplate.encode`."""
-        controls = f"\ufdd1{secrets.token_hex(8)}"  # nobody can write it into a message
+        """Return the token ids of a conversation. `options` are passed to `ChatTemplate.encode`."""
+        controls = f"\ufdd1{secrets.token_hex(8)}"  # a secret, so that no message can contain it
         told = self.readable(messages, variables, tools, controls)
         return self.template.encode(self.tokenizer, **told, controls=controls, **options, **variables)
 
     def answer_prompt_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """The prompt after which the answer itself comes: reasoning is off, or closed at once."""
+        """Return the prompt that the answer itself follows, because reasoning is off or closed at once."""
         off = {"enable_thinking": False} if "enable_thinking" in self.source else {}
         ids = self.prompt_ids(messages, off, None, **options)
         end, before = self.end_of(ids), ""
@@ -61,9 +61,9 @@ class ModelDialect:
     def with_reasoning(
         self, grammar: Grammar, prompt_ids: Sequence[int], *, may_reason: bool = True
     ) -> Grammar:
-        """The grammar of an answer to a prompt, before which a model that can reasons, if it may.
+        """Return the grammar of an answer to a prompt, after reasoning if the model can reason and may.
 
-        In any case it continues what the prompt has begun.
+        Reasoning that the prompt has begun is continued in any case.
         """
         before = reasoning_grammar(self.dialect, self.spelling, self._reasoning(prompt_ids, may_reason))
         return replace(grammar, before=before)

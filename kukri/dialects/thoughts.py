@@ -13,7 +13,7 @@ _WHITE = " \t\r\n"
 
 @dataclass(frozen=True)
 class Thoughts:
-    """How a family marks its reasoning: (opener, closer), and what may be around the answer after it.
+    """How a family marks its reasoning: (opener, closer), and marks around the answer after it.
 
     `recurs`: the marks are control tokens, which open and close reasoning anywhere, and not only before the
     answer. `also` are further openers; `prompts` are ends of a prompt, besides the opener, that have begun
@@ -57,8 +57,8 @@ class ThoughtParser:
     """Splits a text into reasoning and answer. White space around the marks is in neither part.
 
     `thoughts` are the places of the reasoning in the text, from its opener to before its closer; the end of
-    the last one may be open, which is None. `answers` are those of the answer, in the same form. Up to
-    `n_settled` it is known which part a character belongs to.
+    an unfinished last place is None. `answers` are the places of the answer, in the same form. The part of
+    each character before `n_settled` is known.
     """
 
     def __init__(self, form: Thoughts, *, inside: bool = False) -> None:
@@ -70,7 +70,7 @@ class ThoughtParser:
         self._close = Marks([form.closer])
         ends = [*(form.openers if form.recurs else ()), *filter(None, form.answer[1:])]
         self._ends = Marks(ends) if ends else None
-        self._held: list[str] = []  # white space that is part of what is read if more follows
+        self._held: list[str] = []  # white space, which belongs to a part only if more of the part follows
         self._has_reasoned = False
         self._is_plain = False  # nothing but the answer follows
         self._events: list[Thought | str] = []
@@ -153,7 +153,7 @@ class ThoughtParser:
         self._write(text, str)
 
     def _write(self, text: str, part: Callable[[str], Thought | str]) -> None:
-        """Emits text; white space at its end waits for what follows."""
+        """Emit text, and hold white space at its end until more text comes."""
         solid = text.rstrip(_WHITE)
         if solid:
             self._events.append(part("".join((*self._held, solid))))

@@ -1,7 +1,7 @@
-"""A tool's own grammar, in Lark's syntax, as one regular expression: of a text, or of one as JSON writes it.
+"""A tool's grammar, in Lark's syntax, as a regular expression of a text, or of the text as a JSON string.
 
-Grammars are read by a lexer that never goes back, and a text within another ends where only its own rules
-say. So rules are put into each other, and a grammar that refers to itself cannot be enforced.
+Grammars are read by a lexer that never goes back, and only the text's own rules say where it ends within
+another text. So rules are inlined, and a grammar that refers to itself cannot be enforced.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _DEEPEST = 100  # rules within rules
 
 @lru_cache(maxsize=64)  # an agent sends its tools with each request
 def tool_regex(source: str, *, in_json: bool) -> str:
-    """A regular expression, for a place between slashes, of the texts of a grammar.
+    """Return a regular expression, to put between slashes, of the texts of a grammar.
 
-    With `in_json` of the insides of the JSON strings of these texts. Raises ValueError saying what stands in
-    the way.
+    With `in_json` it is of the contents of the texts' JSON strings. Raises ValueError with the reason if
+    there is no such expression.
     """
     try:
         found = _read(source, in_json=in_json).expanded("start")
@@ -81,7 +81,7 @@ def _read(source: str, *, in_json: bool) -> _Rules:
 
 
 class _Rules:
-    """Rules by name, of which each is written out once."""
+    """Rules by name, each of which is inlined once."""
 
     def __init__(self, bodies: dict[str, str], *, in_json: bool) -> None:
         self._bodies, self._in_json = bodies, in_json
@@ -135,7 +135,7 @@ def _flagged(regex: str, flags: str) -> str:
 
 
 def regex_of(text: str) -> str:
-    """A regular expression, for a place between slashes, of one text."""
+    """Return a regular expression, to put between slashes, of one text."""
     escaped = re.escape(text).replace("/", r"\/")
     for code, control in _CONTROLS.items():
         escaped = escaped.replace(f"\\{control}", f"\\{code}")
@@ -173,7 +173,7 @@ def _decoded(code: str | None) -> str:
 
 
 def _one_of(given: str) -> str:
-    """One of a set of characters, those that JSON escapes as it writes them."""
+    """Return the expression for a set of characters, with JSON's escapes."""
     read = re.compile(given)
     found = [_text(one, in_json=True) for one in _ESCAPED if read.fullmatch(one)]
     if any(read.fullmatch(chr(code)) for code in range(32, 0x300) if chr(code) not in _ESCAPED):

@@ -1,8 +1,8 @@
 """`ToolParser`: splits an answer into content and tool calls as it grows.
 
-It finds the marks of every family, not only the model's: models also write what others do, or bare JSON. A
-call in another form than the model's own has to name one of the tools. White space around calls belongs to
-neither part. What is not a call stays text.
+It finds the marks of every family, not only the model's, because models also write other forms, or bare JSON.
+A call in another form than the model's own has to name one of the tools. White space around calls belongs to
+neither part. Everything else stays text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAGS = ("<function=", "<function name=", "<invoke name=")  # which are part of t
 _LANGUAGES = ("json", "python", "tool_call", "tool_code", "xml")
 _BARE = ("{", "[")
 _TAG, _NAME = "a tag", "a name"
-_ANY = (*_BARE, _NAME)  # what may come after an opener; tags may always
+_ANY = (*_BARE, _NAME)  # what may come after an opener, besides tags
 _CODE_END = Marks([CODE_END])
 
 
@@ -39,7 +39,7 @@ _CODE_END = Marks([CODE_END])
 class CallMarks:
     """The marks that a parser looks for.
 
-    `own` are the openers of the model's form; `openers` and `closers` are those of every form. With
+    `own` are the openers of the model's form; `openers` and `closers` are the marks of every form. With
     `begins_bare` an answer that begins with { or [ is a call in the model's own form too; with `reads_code`
     <code>name(key=value)</code> is a call.
     """
@@ -98,9 +98,9 @@ class ToolParser:
         self._events.append(delta)
 
     def _say(self, text: str) -> None:
-        """Emits content; white space at its end waits for what follows, and after a call it is dropped.
+        """Emit content. White space at its end is held until more comes, and is dropped after a call.
 
-        What a cut leaves within a call or right after one is no content, but a part of its form.
+        Text that remains within or right after a call belongs to the call's form, and is not content.
         """
         if self._is_after_call and (self._is_cut or (self._is_stopped and self._begins_call(text))):
             return
@@ -117,7 +117,7 @@ class ToolParser:
             self._held.append(text[len(solid) :])
 
     def _begins_call(self, text: str) -> bool:
-        """True if a text is a mark of a call with what follows it, or the beginning of a mark."""
+        """Return True if a text begins with a mark of a call, or is the beginning of such a mark."""
         text = text.lstrip()
         return text.startswith(self._inner) or any(mark.startswith(text) for mark in self._inner)
 
@@ -174,9 +174,9 @@ class ToolParser:
             self._n_calls += 1
 
     def _calls(self, begin: str, *, is_own: bool = False, is_kept: bool = False) -> Reading[bool]:
-        """Reads calls from a mark, { or [ on, and what stands between and around them.
+        """Read calls from a mark, { or [ on, with the text between and around them.
 
-        What turns out not to be one is said. Returns False if there are none.
+        Text that turns out to be no call is emitted. Returns False if there are no calls.
         """
         feed, n_before = self._feed, self._n_calls
         if not is_kept:
@@ -184,7 +184,7 @@ class ToolParser:
         is_own = is_own or begin in self._marks.own
         may_come: tuple[str, ...] = _BARE if begin in _BARE else ()  # how the next call may begin
         is_list = False
-        is_text = True  # what is kept is text, unless a call comes
+        is_text = True  # the kept characters are text unless a call comes
         while True:
             if not is_text:
                 feed.keep()

@@ -1,7 +1,7 @@
-"""Values of tool calls, written as JSON whatever they come as: JSON, Python, or Gemma's own form.
+"""Reads values of tool calls in JSON, Python or Gemma's own form, and writes them as JSON.
 
 Small models write JSON with single quotes, a comma too many, a line break in a string or Python's `True`.
-All of that is read, and what is written is JSON: text that is JSON already is passed on as it is.
+All of that is read. Text that is JSON already is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BETWEEN = ("//", "/*", r"\n", r"\t", r"\r")  # what models write between values
 _COMMENT_ENDS = {"//": Marks(["\n"]), "/*": Marks(["*/"])}
 _SPACES = re.compile(r"^(?:\s|\\[ntr])*")
 _MAX_KEY = 100  # characters
-_OBJECT_ENDS = ",}"  # what may follow a text in an object
-# the next key of an object after a text, and what may become one
+_OBJECT_ENDS = ",}"  # the characters that may follow a text in an object
+# the next key of an object after a text, and the beginning of one
 _NEXT_KEY = re.compile(r""",?(?:\s|\\[ntr])*(?:(["'])[^"'\n]*\1|\w+)\s*[:=]|,\s*[}\]]""")
 _NEXT_KEY_BEGINS = re.compile(r""",?(?:\s|\\[ntr])*\\?(?:(["'])[^"'\n]*(?:\1\s*)?|\w*\s*)""")
 _TOKEN = re.compile(r"""[{}\[\],:]|"(?:[^"\\]|\\.)*("?)|[^\s{}\[\],:"]+""", re.DOTALL)
@@ -103,7 +103,7 @@ def literal(word: str) -> str:
         return _WORDS[word]
     if _NUMBER.fullmatch(word) and math.isfinite(float(word)):
         return word
-    try:  # what Python takes for a number: 1_000, .5, 0x1f
+    try:  # Python's numbers: 1_000, .5, 0x1f
         number = (
             int(word, 0) if not any(c in word for c in ".eE") or word[:2] in ("0x", "0X") else float(word)
         )
@@ -113,7 +113,7 @@ def literal(word: str) -> str:
 
 
 def as_json(text: str) -> str:
-    """A whole text as JSON: what it reads as, or else a string."""
+    """Return a text as JSON: its value, or a string if it is not one value."""
     pieces: list[str] = []
 
     def reader(feed: Feed) -> Reading[None]:
@@ -128,7 +128,7 @@ def as_json(text: str) -> str:
 
 
 def typed_json(text: str, types: Container[str]) -> str:
-    """A whole text as JSON of one of the types of JSON Schema; whatever it reads as if none is named.
+    """Return a text as JSON of one of these types of JSON Schema; of any type if none is named.
 
     Where a text is allowed too, null and None are null, objects and arrays are such. A number or a boolean
     is one if writing it gives the same characters: "007", "1e5" and " 12" are texts.
@@ -237,7 +237,7 @@ def _read_list(feed: Feed, write: Write, depth: int) -> Reading[None]:
 
 
 def _gap(feed: Feed) -> Reading[str]:
-    """Takes what stands between values, and returns its white space: comments and escapes are left out."""
+    """Take the text between values, and return its white space without comments and escapes."""
     space = yield from feed.space()
     while begin := (yield from feed.takes(_BETWEEN)):
         if begin in _COMMENT_ENDS:
@@ -288,7 +288,7 @@ def _read_string(feed: Feed, write: Write, quote: str, ends: str = "") -> Readin
 
 
 def _is_end(feed: Feed, quote: str, ends: str) -> Reading[bool]:
-    """True if the quote that comes next ends a text: what follows is one of `ends`, or the next key."""
+    """Return True if the next quote ends a text: one of `ends`, or the next key, follows it."""
     n = len(quote) + 1
     while True:
         text = yield from feed.ahead(n)

@@ -64,7 +64,7 @@ class ReadModel:
     model: Model
     vision: VisionModel | None  # the encoder of images, of a model that sees
     image_processor: ImageProcessor | None  # which prepares images for it
-    mmproj: Path | None  # the encoder's file, if it has one of its own
+    mmproj: Path | None  # the encoder's file, if it is a separate one
     default_params: SamplingParams  # as the files advise
     text_encoder: TextEncoder
 
@@ -116,7 +116,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
     if options.prefix_dir is None and options.prefix_bytes is not None:
         raise ConfigError("prefix_bytes (--prefix-size) limits prefix_dir (--prefix-dir): give both")
     if options.devices or not isinstance(options.stages, int):
-        # each stage has a processor of its own; on one machine they take turns at its cores
+        # stages on several processors run at the same time; on one machine they take turns at its cores
         engine_config = replace(engine_config, max_in_flight=_n_stages(options))
     read = read_model(options)
     _check_drafts(read.path, read.config, options)
@@ -358,7 +358,7 @@ class MemoryNeed:
         return self.weight_bytes + self.step_bytes + self.kv_bytes
 
 
-_LOGIT_ROWS = 64  # most rows that a step computes besides those of its requests
+_LOGIT_ROWS = 64  # the most rows that a step computes besides its requests' rows
 
 
 def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> MemoryNeed:
@@ -397,7 +397,7 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
 
 
 def draft_file(options: ModelOptions) -> str | None:
-    """The draft model that has files of its own; None without one."""
+    """Return the draft model that has separate files; None without one."""
     from kukri.engine.draft_kinds import is_own_part
 
     name = options.draft_model
@@ -425,7 +425,7 @@ def _weight_bytes(headers: Headers, quantize: str | None) -> int:
 
 
 def _encoder_kv_bytes(config: EngineConfig, encoder: Model, backend: Backend) -> int:
-    """Bytes of the cache of an encoder: the pages of one step's texts, which keep them no longer."""
+    """Return the bytes of an encoder's cache: pages for the texts of one step, which then frees them."""
     n_tokens = max(config.max_step_tokens, config.max_context or encoder.config.max_context)
     n_pages = n_tokens // backend.page_tokens + config.max_requests
     return n_pages * backend.page_bytes(encoder.cache_layout, cache_type(config, backend))

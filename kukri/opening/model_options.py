@@ -96,10 +96,10 @@ def _ray_stages(n_stages: int) -> "StagePlacer":
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Everything that `LLM` is opened with; any process can open the same model from it.
+    """All options of `LLM`, from which any process can open the same model.
 
-    Each field takes a value of its type or the text that the command line has for it. Raises ConfigError,
-    naming the field and its flag, for anything else.
+    Each field takes a value of its type or its text on the command line. Raises ConfigError, which names the
+    field and its flag, for anything else.
     """
 
     model: str | None = declared(
@@ -284,7 +284,7 @@ class ModelOptions:
 
     @property
     def readers(self) -> dict[str, Any]:
-        """What is loaded to steer the model or read its activations, by option."""
+        """The files that steer the model or read its activations, by option."""
         return {name: getattr(self, name) for name in READERS}
 
     @property

@@ -23,9 +23,9 @@ _DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ms|h|m|s))+|\d+(?:\.\d*)?")
 
 @dataclass(frozen=True)
 class OptionFacts:
-    """What an option accepts and how it is shown.
+    """The values that an option accepts, and how it is shown.
 
-    `read` makes the option's value of what a caller, a flag, a file or Ray gives it, and raises ValueError
+    `read` converts a value from a caller, a flag, a file or Ray to the option's value, and raises ValueError
     with the words after "must be". `flag` is empty for an option without one; `repeats` a flag that may be
     given several times.
     """
@@ -189,7 +189,7 @@ def as_file(value: Any) -> Path:
 
 
 def option_facts(one: Field[Any]) -> OptionFacts:
-    """What a field declared so accepts, and how it is shown."""
+    """Return the facts with which a field was declared."""
     facts: OptionFacts = one.metadata["facts"]
     return facts
 
@@ -201,7 +201,7 @@ def choices(one: Field[Any]) -> tuple[str, ...]:
 
 
 def flag_of(one: Field[Any]) -> str:
-    """The flag of an option: of a switch the one that turns it on, "" for an option without a flag."""
+    """Return the flag of an option, for a switch the one that turns it on; "" if it has no flag."""
     facts = option_facts(one)
     if facts.group is None:
         return ""
@@ -215,7 +215,7 @@ def read_option(one: Field[Any], value: Any, where: str | None = None) -> Any:
 
 
 def read_fields(options: Any, where: Callable[[Field[Any]], str | None] = lambda _: None) -> None:
-    """Makes the value of each field of a frozen dataclass of what was given. Raises ConfigError."""
+    """Convert the given value of each field of a frozen dataclass. Raises ConfigError."""
     for one in fields(options):
         value = getattr(options, one.name)
         if value is None:  # not given, as an empty form and YAML's null say it

@@ -1,7 +1,7 @@
 """Texts to vectors, and queries and documents to scores, according to the model's files.
 
 The hidden states come from requests to the engine (`Request.output`); prompts, lengths, pooling, dense layers
-and the length of vectors are those of sentence-transformers.
+and the length of vectors follow sentence-transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Encoded:
 
 
 class PairJudge:
-    """A prompt of a query and a document, and what a language model's answer to it says: yes or no."""
+    """A prompt of a query and a document, to which a language model answers yes or no."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, head: HeadConfig) -> None:
         """Raises UnsupportedError for a vocabulary without one token for either answer."""
@@ -92,7 +92,7 @@ class TextEncoder:
         dense: Sequence[DenseLayer] = (),
         max_context: int | None = None,
     ) -> None:
-        """`max_context` is the user's own limit, which overrides that of the files."""
+        """`max_context` is the user's limit, which overrides the limit in the files."""
         self.model, self.tokenizer, self.config, self._dense = model, tokenizer, config, tuple(dense)
         limit = model.config.max_context
         self.max_tokens = min(limit, max_context or config.max_tokens or limit)
@@ -227,8 +227,8 @@ class TextEncoder:
     ) -> list[Request]:
         """The requests whose `rows` are the pooled states [D] of texts when they have ended; not queued.
 
-        `priority`, `client` and `prefix_scope` are those of `Engine.make_requests`. Raises RequestError for a
-        sequence without tokens and for ids outside the vocabulary, ContextLengthError for one that is too
+        `priority`, `client` and `prefix_scope` are passed to `Engine.make_requests`. Raises RequestError for
+        a sequence without tokens and for ids outside the vocabulary, ContextLengthError for one that is too
         long.
         """
         if self.late is not None:
@@ -362,9 +362,9 @@ class TextEncoder:
             )
 
     def scores(self, rows: Sequence[FloatArray]) -> list[float]:
-        """The scores of a cross-encoder's outputs: a sigmoid of them, unless the files say otherwise.
+        """Return the scores of a cross-encoder's outputs: a sigmoid, unless the files say otherwise.
 
-        Of a language model it is the probability of yes against no.
+        A language model's score is the probability of yes against no.
         """
         if self.judge is not None:
             return [self.judge.score(row[0]) for row in rows]
@@ -439,13 +439,13 @@ def check_pooling(pooling: str | None) -> None:
 
 
 def normalized(vectors: FloatArray) -> FloatArray:
-    """The vectors [n, D] with length 1; those of length 0 stay."""
+    """Return the vectors [n, D] scaled to length 1; vectors of length 0 stay."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     scaled: FloatArray = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32, copy=False)
     return scaled
 
 
 def ranked(documents: Sequence[str], scores: Sequence[float], top_n: int | None) -> list[Ranked]:
-    """The documents by their scores, the best first, of equals the first; `top_n` of them."""
+    """Return the `top_n` documents with the best scores, best first; equal scores keep their order."""
     order = sorted(range(len(documents)), key=lambda i: -scores[i])
     return [Ranked(i, documents[i], scores[i]) for i in order[:top_n]]

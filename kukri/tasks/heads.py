@@ -72,7 +72,8 @@ def read_question(config: ModelConfig, tokenizer: Tokenizer, question: str, cont
 def answers(passage: Passage, outputs: FloatArray, *, top_k: int, max_answer_tokens: int) -> list[Span]:
     """The `top_k` most probable spans of the context by the head's outputs [T, 2], the best first.
 
-    A span's score is the probability of its first token as a start times that of its last as an end.
+    A span's score is the probability that it starts at its first token times the probability that it ends at
+    its last.
     """
     for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens)):
         if value < 1:
@@ -106,7 +107,7 @@ def read_text(config: ModelConfig, tokenizer: Tokenizer, text: str) -> list[int]
 
 
 def classified_row(config: ModelConfig, ids: Sequence[int]) -> int:
-    """The token whose outputs are those of the text: an encoder's first, of other models the last."""
+    """Return the index of the token whose outputs are the text's: the first of an encoder, else the last."""
     return last_token(ids, config.head.pad_id) % len(ids) if config.is_causal else 0
 
 

@@ -17,9 +17,10 @@ from kukri.tokenizer import Tokenizer
 
 
 def as_encoder(config: ModelConfig, late: LateInteraction | None) -> ModelConfig:
-    """The model as an encoder whose tokens see earlier ones alone, if nobody is to see some of a query's.
+    """Return the model as an encoder whose tokens see only earlier tokens, if expansion tokens are to be
+    hidden.
 
-    Convolutions of such a text leave those out; a causal model that keeps other states stays as it is.
+    Convolutions leave hidden tokens out. A causal model that keeps other states is returned unchanged.
     """
     hides = late is not None and late.expands and not late.sees_expansion
     has_states = config.recurrent is not None and config.recurrent.n_heads > 0
@@ -30,7 +31,7 @@ def as_encoder(config: ModelConfig, late: LateInteraction | None) -> ModelConfig
 
 
 class LateEncoder:
-    """What is special in a text whose tokens have a vector each: prefixes, expansion, tokens left out."""
+    """Prepares texts whose tokens have a vector each: prefixes, expansion, skipped tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, config: LateInteraction, model: ModelConfig, max_context: int | None
@@ -65,7 +66,7 @@ class LateEncoder:
         return self._most[is_query] - (self._prefix[is_query] is not None)
 
     def marked(self, ids: Sequence[int], is_query: bool) -> tuple[list[int], int]:
-        """A text's ids with its prefix, a query's expanded; and how many tokens at its end nobody sees."""
+        """Return a text's ids with its prefix, a query's expanded, and the number of hidden ones at its end."""
         prefix = self._prefix[is_query]
         found = [*ids[:1], *([] if prefix is None else [prefix]), *ids[1:]]
         if not (is_query and self.config.expands):
@@ -75,7 +76,7 @@ class LateEncoder:
         return found + [self._added] * n_added, 0 if self.config.sees_expansion else n_added
 
     def kept(self, ids: Sequence[int], vectors: FloatArray, is_query: bool) -> FloatArray:
-        """The vectors [T, width] of a text without those of skipped tokens, if it is a document."""
+        """Return the vectors [T, width] of a text, a document's without the vectors of skipped tokens."""
         return vectors if is_query else vectors[~np.isin(ids, self._skipped)]
 
 
