@@ -257,7 +257,7 @@ class _Trial:
     def _converse(self, temperature: float, kind: str) -> tuple[float, list[Result]]:
         """Seconds in which all turns were decoded, and the answers; fewer turns if the context is full."""
         messages: list[dict[str, str]] = []
-        self.llm.engine.earlier_answers.forget()
+        self.llm.engine.drafting.earlier_answers.forget()
         results: list[Result] = []
         for i, turn in enumerate(_TURNS):
             file = "" if i else f"Here is my file:\n```python\n{_FILE}```\n"
@@ -295,7 +295,7 @@ class _Trial:
         llm = self.llm
 
         def ask(kind: dict[str, Any]) -> Result:
-            llm.engine.earlier_answers.forget()
+            llm.engine.drafting.earlier_answers.forget()
             return llm.generate(prompt, params, **kind)
 
         measures = [partial(ask, kind) for kind in ({"speculation": "off"}, kind)]
@@ -308,7 +308,7 @@ class _Trial:
     def _answer(self, tasks: Sequence[Task], temperature: float, kind: str) -> tuple[float, list[Result]]:
         """Seconds of the answers, and the answers."""
         llm, calls = self.llm, []
-        llm.engine.earlier_answers.forget()  # the same requests are asked again
+        llm.engine.drafting.earlier_answers.forget()  # the same requests are asked again
         for i, task in enumerate(tasks):
             params = SamplingParams(
                 temperature=temperature, seed=i, max_tokens=task.max_tokens, stop=task.stop, speculation=kind
@@ -332,7 +332,7 @@ def force_drafts(llm: LLM, text: list[int]) -> None:
     from kukri.engine.lookup_drafts import LookupDrafts
     from kukri.engine.next_token_drafts import LayerModel, NextTokenDrafts
 
-    drafting = llm.engine._draft_model
+    drafting = llm.engine.drafting.drafter
     assert isinstance(drafting, LayerModel), "it was opened with its layer"
     draws, kind = random.Random(0), drafting.kind
 

@@ -182,6 +182,10 @@ class EitherDrafts:
         """See Drafts.propose."""
         return self.source.propose(n)
 
+    def learn(self, answer: IntArray) -> None:
+        """See Drafts.learn."""
+        self._looked_up.learn(answer)
+
     def release(self) -> None:
         """See Drafts.release."""
         self.model.release()

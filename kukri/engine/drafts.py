@@ -154,5 +154,8 @@ class Drafts(Protocol):
     def propose(self, n: int) -> list[int]:
         """The next `n` draft tokens, or fewer."""
 
+    def learn(self, answer: IntArray) -> None:
+        """Takes in the answer, which is complete, for drafts of later requests."""
+
     def release(self) -> None:
         """Frees the draft model's state of the request, which was preempted or has ended."""

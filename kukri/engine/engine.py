@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +14,15 @@ import numpy as np
 
 from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
-from kukri.engine.draft_model import Drafter, DraftSetup, DraftSource, EitherDrafts, make_drafts
+from kukri.engine.draft_model import Drafter, DraftSetup, DraftSource
+from kukri.engine.drafting import Drafting
 from kukri.engine.drafts import Drafts
 from kukri.engine.kv_allocator import KVAllocator
 from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
-from kukri.engine.request_maker import MOST_ROWS, RequestMaker, no_drafts
-from kukri.engine.row_drafts import StepRows, has_row_drafts
+from kukri.engine.request_maker import MOST_ROWS, RequestMaker
 from kukri.engine.runner import OwnTaps, Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
@@ -32,7 +31,7 @@ from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
 from kukri.engine.step_sampler import StepSampler
 from kukri.engine.step_taps import attends_both_ways, has_images, request_taps
-from kukri.errors import ConfigError, KukriError, RequestError, StageError, UnsupportedError
+from kukri.errors import ConfigError, KukriError, StageError, UnsupportedError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states, pool_windows, without_windows
@@ -47,8 +46,6 @@ from kukri.sampling import SamplingParams
 if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
     from kukri.engine.encodings import Encodings
     from kukri.vision.encoder import VisionModel
-
-logger = logging.getLogger("kukri.engine")
 
 _ENCODINGS_BYTES = 256 << 20  # the rows of embeddings of images that are kept
 
@@ -163,16 +160,14 @@ class Engine(RequestMaker):
             cost=StepCost(even_depth(model.config, model.n_parameters), (config.max_step_ms or inf) / 1000),
             n_in_flight=config.max_in_flight,
             row_costs=backend.row_costs,
-            earlier_answers=self.earlier_answers,
         )
         self.models = [model] if draft is None else [model, draft.model]
-        self._draft_model: Drafter | None = None
+        drafter: Drafter | None = None
         if draft is not None:
             own_sizes = self.max_context, self._max_pages, max(pool_sizes)
             setup = DraftSetup(self.runner, draft.backend or backend, config, *own_sizes)
-            self._draft_model = draft.make(draft.model, setup)
-        elif config.speculation == "draft":
-            raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
+            drafter = draft.make(draft.model, setup)
+        self.drafting = Drafting(config, model.config.n_vocab, self.max_context, drafter)
         self.encodings: Encodings | None = None
         if vision is not None:
             from kukri.engine.encodings import Encodings
@@ -243,7 +238,7 @@ class Engine(RequestMaker):
             self._copy(scheduled)  # for admitted requests that wait for an image
             return None
         try:
-            made_s = self._add_drafts(scheduled)
+            made_s = self.drafting.add_to(scheduled, self.scheduler, self._clock)
             chunks = scheduled.chunks
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
@@ -291,11 +286,7 @@ class Engine(RequestMaker):
 
     def _own_taps(self, chunks: Sequence[ScheduledChunk]) -> list[OwnTaps]:
         """The listeners of a step's requests, what writes its images, and what notes rows to draft by."""
-        own: list[OwnTaps] = [*request_taps(chunks)]
-        drafting = self._draft_model
-        if drafting is not None and drafting.layer is not None and has_row_drafts(chunks):
-            own.append(StepRows(chunks, drafting.layer))
-        return own
+        return [*request_taps(chunks), *self.drafting.taps(chunks)]
 
     def _copy(self, scheduled: ScheduledStep) -> None:
         """Writes the pages and states that requests are to begin with."""
@@ -406,9 +397,7 @@ class Engine(RequestMaker):
     def check_integrity(self) -> None:
         """Asserts that requests and pages agree: nothing lost, nothing held twice."""
         self.scheduler.check_integrity()
-        if self._draft_model is not None:
-            holding = (*self.scheduler.running, *self.scheduler.ending)
-            self._draft_model.check_integrity(request.drafts for request in holding)
+        self.drafting.check_integrity((*self.scheduler.running, *self.scheduler.ending))
 
     def _release_adapters(self) -> None:
         """Gives back the slots of adapters that are unloaded and that no request uses any more."""
@@ -418,40 +407,8 @@ class Engine(RequestMaker):
     def _use_adapter(self, name: str, request: Request) -> None:
         self.adapters.use(name, request)
 
-    def _add_drafts(self, scheduled: ScheduledStep) -> float:
-        """Extends the chunks of decoding requests by draft tokens; seconds in which a model made them."""
-        chunks = scheduled.chunks
-        if self._draft_model is not None:
-            self._draft_model.read_ahead(chunks)
-        planned = self.scheduler.plan_drafts(chunks)
-        made_s = 0.0
-        if self._draft_model is not None and planned:
-            unit_s = self.scheduler.row_costs.unit_s(len(chunks))
-            wanted = [(drafts, n) for _, drafts, n in planned]
-            made_s = make_drafts(self._draft_model, wanted, self._clock, unit_s)
-        if planned:
-            scheduled.can_repeat = scheduled.is_repeat = False
-            scheduled.chunks = chunks = chunks.copy()  # the same list would be taken for a repeat
-        for i, drafts, n in planned:
-            try:
-                proposed = drafts.propose(n)
-            except Exception:  # drafts change no answer: it goes without
-                logger.exception("the drafts of a request failed")
-                chunks[i].request.max_drafts, proposed = 0, []
-            chunks[i] = self.scheduler.with_drafts(chunks[i], proposed)
-        return made_s
-
     def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
-        kind = params.speculation or self.config.speculation
-        if kind == "off" and not params.prediction:
-            return no_drafts
-        if kind == "draft":
-            if self._draft_model is None:
-                raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
-            looked_up = self._lookup_drafts(params, prompt, client)
-            of_model = self._draft_model.drafts_for(prompt)
-            return lambda: EitherDrafts(looked_up(), of_model())
-        return self._lookup_drafts(params, prompt, client)
+        return self.drafting.drafts_for(params, prompt, client)
 
     def _begin_again(self, error: StageError) -> None:
         """Sends running requests back to the queue after a stage was lost, with all keys and values.

@@ -7,7 +7,7 @@ failed, and the longest one is found by comparing a few places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,9 +106,16 @@ class LookupDrafts:
 
     relative_cost = 0.0
 
-    def __init__(self, index: TextIndex, first: int | None = None) -> None:
-        """`first` is the position in the texts that the answer is expected to begin with, if any."""
-        self._index = index
+    def __init__(
+        self,
+        index: TextIndex,
+        first: int | None = None,
+        learn: Callable[[IntArray], None] = lambda answer: None,
+    ) -> None:
+        """`first` is the position in the texts that the answer is expected to begin with, if any. `learn` is
+        called with the answer once it is complete.
+        """
+        self._index, self.learn = index, learn
         self._first = max(len(index.tokens) - _LONGEST, 0)  # the position of the first of `_tail`
         self._tail: list[int] = index.tokens[self._first :].tolist()  # the end of the prompt, and the answer
         self._n_read = index.n_prompt  # tokens of the request

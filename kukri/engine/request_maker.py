@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from hashlib import sha256
 from itertools import count
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.engine.drafts import Drafts
-from kukri.engine.lookup_drafts import EarlierAnswers, LookupDrafts, TextIndex
 from kukri.engine.pages import PageKey, check_fits, pages_for
 from kukri.engine.request import Output, Request
 from kukri.engine.request_images import RequestImages
@@ -60,7 +58,7 @@ class RequestMaker(ABC):
         self.max_context, self.eos_ids = max_context, frozenset(eos_ids)
         self.n_pages, self.page_tokens = n_pages, page_tokens
         self._max_pages = pages_for(max_context, page_tokens)
-        self._identity, self.earlier_answers = identity, EarlierAnswers()
+        self._identity = identity
         self._ids = count(1)
 
     def make_request(self, prompt_ids: npt.ArrayLike, params: SamplingParams | None = None) -> Request:
@@ -245,22 +243,6 @@ class RequestMaker(ABC):
     def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
         """A function that makes the source of an answer's drafts. Raises RequestError if it is missing."""
 
-    def _lookup_drafts(
-        self, params: SamplingParams, prompt: IntArray, client: str
-    ) -> Callable[[], LookupDrafts]:
-        """Drafts from the text so far, the prediction, and earlier answers to the client.
-
-        Raises RequestError for a prediction in text.
-        """
-        n_vocab = self._model_config.n_vocab
-        given = [i for i in params.prediction if isinstance(i, int) and 0 <= i < n_vocab]
-        if len(given) < len(params.prediction):
-            raise RequestError("prediction must be token ids of the vocabulary here", param="prediction")
-        earlier = self.earlier_answers.of(client)
-        predicted = [given[: self.max_context]] if given else []
-        first = sum(len(answer) + 1 for answer in earlier) if given else None
-        return partial(LookupDrafts, TextIndex([*earlier, *predicted, prompt]), first=first)
-
     def _checked_prompt(self, prompt_ids: npt.ArrayLike | ImagePrompt) -> tuple[IntArray, ImagePrompt | None]:
         """The token ids of a prompt, and the prompt if images stand in it."""
         seen: ImagePrompt | None = None
@@ -286,10 +268,6 @@ class RequestMaker(ABC):
         if len(ids) > self.max_context:
             raise ContextLengthError(len(ids), self.max_context)
         return ids.astype(np.int32), seen
-
-
-def no_drafts() -> None:
-    """Makes no source of drafts, for requests that have none."""
 
 
 def _seed(seed: int) -> int:

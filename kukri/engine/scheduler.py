@@ -25,7 +25,6 @@ from operator import le
 
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.kv_allocator import KVAllocator
-from kukri.engine.lookup_drafts import EarlierAnswers
 from kukri.engine.request import ProgramKind, Request, RequestState
 from kukri.engine.row_costs import RowCosts
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
@@ -65,14 +64,12 @@ class Scheduler:
         n_in_flight: int = 1,
         cost: StepCost | None = None,
         row_costs: tuple[float, ...] = EVEN_ROW_COSTS,
-        earlier_answers: EarlierAnswers | None = None,
     ) -> None:
         self.allocator, self.needs_one_step, self.n_in_flight = allocator, needs_one_step, n_in_flight
         self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
         self.max_prompt_tokens = max_prompt_tokens or max_step_tokens
         self.max_logit_rows = max_logit_rows or max_step_tokens
         self.cost, self.row_costs = cost or StepCost(), RowCosts(row_costs)
-        self._earlier_answers = earlier_answers or EarlierAnswers()  # to which those that end are added
         self._step = ScheduledStep([], [], [], "hidden")  # the last one
         self._full: tuple[int, ...] | None = None  # when nobody could be admitted: see `_occupancy`
         self.takes_drafts = True  # False while somebody must see each token once, and no others
@@ -369,7 +366,7 @@ class Scheduler:
             self.waiting.leave(request)
         request.state, request.finish_reason, request.stop_reason = RequestState.FINISHED, reason, stop_reason
         if request.drafts is not None and reason in ("stop", "length"):
-            self._earlier_answers.add(request.client, request.tokens[request.n_prompt : request.n_tokens])
+            request.drafts.learn(request.tokens[request.n_prompt : request.n_tokens])
         if request.is_in_flight:
             self.ending.append(request)
         else:

@@ -9,9 +9,9 @@ from typing import Any, cast
 from kukri.config import EngineConfig
 from kukri.engine import Request, RequestMaker
 from kukri.engine.adapters import LoadedAdapter
+from kukri.engine.drafting import checked_prediction, no_drafts
 from kukri.engine.drafts import Drafts
 from kukri.engine.model_identity import weights_identity
-from kukri.engine.request_maker import no_drafts
 from kukri.errors import KukriError, RequestError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Logits
@@ -62,10 +62,7 @@ class RemoteRequestMaker(RequestMaker):
         request.prefix_root = sha256(request.prefix_root + name.encode()).digest()
 
     def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
-        if params.speculation == "draft" and not self._has_draft_model:
-            raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
-        if params.prediction:
-            self._lookup_drafts(params, prompt, client)  # checks it
+        checked_prediction(params, self._model_config.n_vocab, has_draft_model=self._has_draft_model)
         return no_drafts
 
 

@@ -110,6 +110,9 @@ class SeerDrafts:
     def chances(self, n: int) -> list[float]:
         return [1.0] * n
 
+    def learn(self, answer: IntArray) -> None:
+        pass
+
     def release(self) -> None:
         pass
 

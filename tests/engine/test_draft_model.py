@@ -120,8 +120,8 @@ def test_a_draft_model_changes_no_token(
         want = alone(prompt, request.params, max_context=96).output_ids
         done = request.output_ids
         assert done == (want[: len(done)] if request.finish_reason == "abort" else want)
-    assert engine._draft_model is not None
-    assert engine._draft_model.pool.n_free == engine._draft_model.pool.n_pages
+    assert engine.drafting.drafter is not None
+    assert engine.drafting.drafter.pool.n_free == engine.drafting.drafter.pool.n_pages
 
 
 def test_a_model_that_knows_saves_steps() -> None:
@@ -168,8 +168,8 @@ def no_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cheap(llm: LLM) -> None:
     """Makes drafts of a model that is not small worth their time."""
-    assert llm.engine._draft_model is not None
-    llm.engine._draft_model.cost.of_one = 0.0
+    assert llm.engine.drafting.drafter is not None
+    llm.engine.drafting.drafter.cost.of_one = 0.0
 
 
 @pytest.mark.usefixtures("no_look_up")
@@ -312,7 +312,7 @@ def test_other_tokens_change_no_answer(tiny: tuple[Path, Path], tmp_path: Path) 
         llm.engine.check_integrity()
         assert llm.engine.scheduler.n_preemptions > 0
         assert llm.engine.scheduler.n_drafted > 20
-        drafting = llm.engine._draft_model
+        drafting = llm.engine.drafting.drafter
         assert isinstance(drafting, TextDraftModel)
         assert drafting.pool.n_free == drafting.pool.n_pages
 

@@ -127,8 +127,8 @@ def test_what_a_model_takes_for_its_drafts_is_measured(monkeypatch: pytest.Monke
     request = add(engine, prompt_of(10), greedy(400))
     finish(engine)
     assert request.output_ids == expected_output(prompt_of(10), 400)
-    assert engine._draft_model is not None
-    assert 0.7 < engine._draft_model.cost.of_one < 1.2
+    assert engine.drafting.drafter is not None
+    assert 0.7 < engine.drafting.drafter.cost.of_one < 1.2
     assert now[0] < 1.1 * 400
 
 

@@ -240,7 +240,7 @@ def test_too_few_pages_change_no_answer(made: tuple[Path, Any, Any], monkeypatch
         llm.engine.check_integrity()
         assert llm.engine.scheduler.n_preemptions > 0
         assert llm.engine.scheduler.n_drafted > 20
-        drafting = llm.engine._draft_model
+        drafting = llm.engine.drafting.drafter
         assert drafting is not None
         assert drafting.pool.n_free == drafting.pool.n_pages
 

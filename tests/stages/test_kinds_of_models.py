@@ -56,7 +56,7 @@ def test_a_draft_model_drafts_for_stages(tmp_path: Path) -> None:
         expected = answers(llm)
     for draft in (target, other):
         with LLM(target, draft_model=draft, stages=2, **OPTIONS) as llm:
-            llm.engine._draft_model.cost.of_one = 0.0  # else models of one size draft nothing
+            llm.engine.drafting.drafter.cost.of_one = 0.0  # else models of one size draft nothing
             assert answers(llm) == expected
             assert llm.engine.scheduler.n_drafted > 0
             assert draft is other or llm.engine.scheduler.n_accepted > 0
