@@ -66,7 +66,7 @@ class LateEncoder:
         return self._most[is_query] - (self._prefix[is_query] is not None)
 
     def marked(self, ids: Sequence[int], is_query: bool) -> tuple[list[int], int]:
-        """Return a text's ids with its prefix, a query expanded, and how many tokens at its end are hidden."""
+        """Return a text's ids with its prefix, a query expanded, and how many at its end are hidden."""
         prefix = self._prefix[is_query]
         found = [*ids[:1], *([] if prefix is None else [prefix]), *ids[1:]]
         if not (is_query and self.config.expands):
