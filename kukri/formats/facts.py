@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from kukri.errors import UnsupportedError, brief
 from kukri.kernels.cache import MAX_HEAD
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.keys import Keys
+from kukri.models.lenses import Format
 
-Format = Literal["gguf", "hf"]
 MAX_LAYERS = 1 << 12
 MAX_STATE = 1 << 16  # a size of a recurrent state
 
@@ -109,6 +109,13 @@ def facts(architecture: Architecture) -> tuple[Fact, ...]:
         for fact in _FACTS
     )
     return (*common, epsilon, *(fact for fact in OPTIONAL_FACTS if fact.field in architecture.numbers))
+
+
+def keys_of(architecture: Architecture, form: Format) -> set[str]:
+    """The keys of all numbers and lenses of an architecture."""
+    numbers = (*facts(architecture), *mixture_facts(architecture))
+    of_lenses = (lens.keys(form) for lens in architecture.lenses)
+    return {fact.key(form) for fact in numbers}.union(*of_lenses)
 
 
 def read_numbers(

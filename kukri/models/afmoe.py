@@ -12,10 +12,11 @@ from typing import Any
 from kukri.config import ModelConfig
 from kukri.errors import UnsupportedError
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.architecture import Architecture, ExpertKeys, drop_rotating_windows, set_rotating_windows
+from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.gemma2 import Gemma2Block
 from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, Linear, RMSNorm
+from kukri.models.lenses import ROTATING_WINDOWS
 from kukri.models.llama import Llama
 from kukri.models.mixture import Mixture
 from kukri.models.qwen3 import Qwen3Attention
@@ -77,7 +78,6 @@ _MUP = "mup_enabled"
 
 
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    set_rotating_windows(facts)
     if keys.flag(_MUP):
         facts["embedding_scale"] = facts["d_model"] ** 0.5
 
@@ -87,14 +87,12 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
 
 
 def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    set_rotating_windows(facts)
     facts["embedding_scale"] = facts["d_model"] ** 0.5  # as llama.cpp does, without a key
 
 
 def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
     if config.embedding_scale == 1:
         raise UnsupportedError("readers of GGUF multiply afmoe's embeddings: these are not, by mup_enabled")
-    drop_rotating_windows(config, keys)
 
 
 AFMOE = Architecture(
@@ -125,6 +123,7 @@ AFMOE = Architecture(
     write_hf=_write_hf,
     read_gguf=_read_gguf,
     write_gguf=_write_gguf,
+    lenses=(ROTATING_WINDOWS,),
     experts=ExpertKeys(
         *("num_experts", "moe_intermediate_size", True),
         gguf_normalized=True,

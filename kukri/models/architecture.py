@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from kukri.config import ModelConfig
 from kukri.models.keys import Keys
+from kukri.models.lenses import Lens
 from kukri.models.stored import Stored
 from kukri.models.weights import WeightSource
 
@@ -125,7 +126,8 @@ class Architecture:
     gguf_factors: Callable[[ModelConfig, str], Any] | None = None
     hf_layers: Set[str] = frozenset()  # fields of LayerConfig that `write_hf` writes
 
-    # what no field says: changes the fields of `ModelConfig` that the common keys gave, or the keys to write
+    lenses: tuple[Lens, ...] = ()  # further facts, each read from both formats and written to both
+    # what no lens says: changes the fields of `ModelConfig` that the common keys gave, or the keys to write
     read_hf: Callable[[Keys, dict[str, Any]], None] = lambda keys, facts: None
     read_gguf: Callable[[Keys, dict[str, Any]], None] = lambda keys, facts: None
     write_hf: Callable[[ModelConfig, dict[str, Any]], None] = lambda config, keys: None

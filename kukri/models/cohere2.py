@@ -5,13 +5,12 @@ Three of four layers have a window; the fourth does not rotate. Rows of q and k 
 
 from __future__ import annotations
 
-from typing import Any
+import sys
 
-from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.architecture import Architecture, drop_rotating_windows, set_rotating_windows
-from kukri.models.keys import Keys
+from kukri.models.architecture import Architecture
 from kukri.models.layers import Attention, GatedMLP, PlainLayerNorm
+from kukri.models.lenses import ROTATING_WINDOWS, Number
 from kukri.models.llama import Llama
 from kukri.models.phi import PhiBlock
 
@@ -36,27 +35,16 @@ class Cohere2(Llama):
 _SCALE = "logit_scale"  # the key in both formats, a factor
 
 
-def _read(keys: Keys, facts: dict[str, Any]) -> None:
-    facts["logits_divisor"] = 1 / keys.positive(_SCALE)
-    set_rotating_windows(facts)
-
-
-def _write(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys[_SCALE] = 1 / config.logits_divisor
-    drop_rotating_windows(config, keys)
-
-
 COHERE2 = Architecture(
     "cohere2",
     Cohere2,
     "Cohere2ForCausalLM",
     gguf_epsilon="attention.layer_norm_epsilon",
-    gguf_reads={_SCALE},
     interleaved_rope=True,
     hf_interleaved_rope=True,
     full_interval=4,
     hf_epsilon="layer_norm_eps",
-    reads={"sliding_window", "sliding_window_pattern", "layer_types", _SCALE},
+    reads={"sliding_window", "sliding_window_pattern", "layer_types"},
     ignores={
         *("_sliding_window_pattern", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct"),
         *("use_embedding_sharing", "use_gated_activation"),
@@ -67,8 +55,14 @@ COHERE2 = Architecture(
         "sliding_window": 4096,
     },
     biases={"self_attn": "attention_bias"},
-    read_hf=_read,
-    read_gguf=_read,
-    write_hf=_write,
-    write_gguf=_write,
+    lenses=(
+        Number(
+            *("logits_divisor", _SCALE, _SCALE),
+            most=sys.float_info.max,
+            load=lambda factor, facts: 1 / factor,
+            store=lambda divisor, config: 1 / divisor,
+            alike=True,
+        ),
+        ROTATING_WINDOWS,
+    ),
 )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kukri.config import ModelConfig
 from kukri.models import latent
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.keys import Keys
+from kukri.models.lenses import Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 
@@ -24,16 +21,6 @@ class Deepseek(Llama):
     block_type = DeepseekBlock
 
 
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    keys.expect("norm_topk_prob", False)  # which the class ignores and files may say
-    latent.read_hf(keys, facts)
-
-
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    latent.write_hf(config, keys)
-    keys |= {"topk_method": "greedy", "norm_topk_prob": False}
-
-
 DEEPSEEK_V2 = Architecture(
     "deepseek_v2",
     Deepseek,
@@ -44,12 +31,12 @@ DEEPSEEK_V2 = Architecture(
     keys={"d_head": ("attention.key_length", latent.ROTARY)},
     gguf_reads=latent.GGUF_READS,
     tensor_names=latent.TENSOR_NAMES,
-    reads={*latent.HF_READS, "norm_topk_prob"},
+    reads={*latent.HF_READS},
     ignores={
         *("head_dim", "aux_loss_alpha", "seq_aux", "ep_size"),
         *("n_group", "topk_group", "rope_interleave", "qk_head_dim"),
     },
-    fixed={"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
+    fixed={"norm_topk_prob": False, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
     defaults={
         **{"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128},
         **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "n_routed_experts": 64, "n_shared_experts": 2},
@@ -66,8 +53,9 @@ DEEPSEEK_V2 = Architecture(
         n_shared="n_shared_experts",
         n_dense="first_k_dense_replace",
     ),
-    read_hf=_read_hf,
-    write_hf=_write_hf,
+    read_hf=latent.read_hf,
+    write_hf=latent.write_hf,
+    lenses=(Stated("hf", "topk_method", "greedy"), Stated("hf", "norm_topk_prob", False)),
     read_gguf=latent.read_gguf,
     write_gguf=latent.write_gguf,
 )

@@ -10,12 +10,7 @@ from kukri.models import latent
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.deepseek_v2 import DEEPSEEK_V2
 from kukri.models.keys import Keys
-
-
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    latent.write_hf(config, keys)
-    keys |= {"rope_interleave": True, "num_nextn_predict_layers": 0}
-
+from kukri.models.lenses import Stated
 
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
@@ -45,8 +40,7 @@ DEEPSEEK_V3 = replace(
         n_shared="n_shared_experts",
         n_dense="first_k_dense_replace",
     ),
-    read_hf=latent.read_hf,
-    write_hf=_write_hf,
+    lenses=(Stated("hf", "rope_interleave", True), Stated("hf", "num_nextn_predict_layers", 0)),
 )
 _TYPES = "mlp_layer_types"
 
@@ -65,7 +59,7 @@ def _read_glm(keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def _write_glm(config: ModelConfig, keys: dict[str, Any]) -> None:
-    _write_hf(config, keys)
+    latent.write_hf(config, keys)
     keys["partial_rotary_factor"] = 1.0
     keys[_TYPES] = ["dense" if layer.is_dense else "sparse" for layer in config.layers]
 

@@ -9,11 +9,12 @@ from kukri.config import ModelConfig
 from kukri.models.architecture import ExpertKeys
 from kukri.models.ernie4_5 import ERNIE4_5
 from kukri.models.keys import Keys
+from kukri.models.lenses import Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 from kukri.models.stored import BIAS_PARAMETER, ONE_ROW, Stored
 
-_LAST, _STEP = "moe_layer_end_index", "interleave_moe_layer_step"
+_LAST = "moe_layer_end_index"
 
 
 class Ernie45MoeBlock(Block):
@@ -38,10 +39,6 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys[_LAST] = config.n_layers - 1
 
 
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys[_STEP] = 1  # which other readers want
-
-
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
     name="ernie4_5_moe",
@@ -64,7 +61,7 @@ ERNIE4_5_MOE = replace(
     },
     read_hf=_read_hf,
     write_hf=_write_hf,
-    write_gguf=_write_gguf,
+    lenses=(Stated("gguf", "interleave_moe_layer_step", 1),),  # which other readers want
     experts=ExpertKeys(
         *("moe_num_experts", "moe_intermediate_size", True),
         gguf_normalized=True,

@@ -17,6 +17,7 @@ from kukri.models.granite import Granite
 from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2, check_head_width
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, GatedMLP, Scaled
+from kukri.models.lenses import Number
 from kukri.models.llama import Block
 from kukri.models.stored import Stored
 from kukri.models.weights import WeightSource
@@ -104,13 +105,28 @@ class FalconH1(Granite):
 
 
 _PARTS = {"mlp_multipliers": 2, "ssm_multipliers": 5}
-_FACTORS = {
-    **{"attention_in": "attention_in_multiplier", "attention_out": "attention_out_multiplier"},
-    "state_out": "ssm_out_multiplier",
-}
-_EMBEDDING, _HEAD, _STATE_IN = "embedding_multiplier", "lm_head_multiplier", "ssm_in_multiplier"
-_KEY = "key_multiplier"
+_STATE_IN = "ssm_in_multiplier"
 _D_STATE, _NORM, _BEFORE = "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate"
+
+
+_KEY = Number(
+    *("attention_scale", "key_multiplier"),
+    load=lambda factor, facts: factor * facts["d_head"] ** -0.5,
+    store=lambda _, config: float(config.attention(0).scale * config.d_head**0.5),
+)
+# In GGUF files the matrices have them.
+_NUMBERS = (
+    Number("multipliers.attention_in", "attention_in_multiplier"),
+    Number("multipliers.attention_out", "attention_out_multiplier"),
+    Number("multipliers.state_out", "ssm_out_multiplier"),
+    Number("embedding_scale", "embedding_multiplier"),
+    Number(
+        *("logits_divisor", "lm_head_multiplier"),
+        load=lambda factor, facts: 1 / factor,
+        store=lambda divisor, config: 1 / divisor,
+    ),
+    _KEY,
+)
 
 
 def _set_layers(facts: dict[str, Any], has_norm: bool) -> None:
@@ -137,32 +153,20 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     (gate, down), inputs = (_several(keys, key) for key in _PARTS)
     into = keys.positive(_STATE_IN, most=1e4)
     facts["multipliers"] = MultiplierConfig(
-        **{field: keys.positive(key, most=1e4) for field, key in _FACTORS.items()},
         state_inputs=tuple(into * factor for factor in inputs),
         gate=gate,
         down=down,
     )
-    facts["attention_scale"] = keys.positive(_KEY, most=1e4) * facts["d_head"] ** -0.5
-    facts["embedding_scale"] = keys.positive(_EMBEDDING, most=1e4)
-    facts["logits_divisor"] = 1 / keys.as_positive(_HEAD, keys.value(_HEAD), most=1e4)
-
-
-def _key_factor(config: ModelConfig) -> float:
-    return float(config.attention(0).scale * config.d_head**0.5)
 
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     factors, own = config.multipliers, config.recurrent
     assert own is not None, "each layer has a state"
     keys.pop("layer_types")
-    keys |= {key: getattr(factors, field) for field, key in _FACTORS.items()}
     keys |= {
-        _KEY: _key_factor(config),
         _STATE_IN: 1.0,
         "mlp_multipliers": [factors.gate, factors.down],
         "ssm_multipliers": [*factors.state_inputs],
-        _EMBEDDING: config.embedding_scale,
-        _HEAD: 1 / config.logits_divisor,
         "mamba_d_head": own.d_head,
         _NORM: own.has_norm,
         _BEFORE: False,
@@ -188,7 +192,7 @@ def _gguf_factors(config: ModelConfig, module: str) -> float | FloatArray:
         "model.embed_tokens": config.embedding_scale,
         "lm_head": 1 / config.logits_divisor,
         "self_attn.q_proj": factors.attention_in,
-        "self_attn.k_proj": factors.attention_in * _key_factor(config),
+        "self_attn.k_proj": factors.attention_in * float(_KEY.store(None, config)),
         "self_attn.v_proj": factors.attention_in,
         "self_attn.o_proj": factors.attention_out,
         "mamba.out_proj": factors.state_out,
@@ -210,7 +214,7 @@ FALCON_H1 = Architecture(
     },
     reads={
         *("mamba_d_head", _NORM, _BEFORE),
-        *(*_PARTS, *_FACTORS.values(), _EMBEDDING, _HEAD, _STATE_IN, _KEY),
+        *(*_PARTS, _STATE_IN),
     },
     ignores={"mamba_expand", "mamba_chunk_size", "num_logits_to_keep", "layers_block_type", "mamba_use_mlp"},
     fixed={
@@ -222,7 +226,7 @@ FALCON_H1 = Architecture(
         **{"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_d_head": "auto"},
         **{
             "mamba_conv_bias": True,
-            **dict.fromkeys((*_FACTORS.values(), _EMBEDDING, _HEAD, _STATE_IN, _KEY), 1.0),
+            **dict.fromkeys((_STATE_IN, *(number.hf for number in _NUMBERS)), 1.0),
         },
     },
     biases={"mamba.conv1d": "mamba_conv_bias"},
@@ -239,4 +243,5 @@ FALCON_H1 = Architecture(
     read_gguf=_read_gguf,
     write_gguf=_write_gguf,
     gguf_factors=_gguf_factors,
+    lenses=_NUMBERS,
 )

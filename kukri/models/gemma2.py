@@ -8,6 +8,7 @@ what is added to 1, and in GGUF files as they multiply, which is how they come h
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, PostNormed, RMSNorm
+from kukri.models.lenses import Number
 from kukri.models.llama import Block, Llama
 from kukri.models.weights import WeightSource
 
@@ -62,18 +64,7 @@ class Gemma2(Llama):
         return logits if cap is None else ops.map("softcap", logits, a=cap)
 
 
-_QUERY_SCALAR, _SCALE = "query_pre_attn_scalar", "attention.scale"
-
-
-def read_query_scalar(keys: Keys, facts: dict[str, Any]) -> None:
-    """Scores are divided by the square root of this number, and not of a head's width."""
-    scalar = keys.positive(_QUERY_SCALAR)
-    facts["attention_scale"] = None if scalar == facts["d_head"] else scalar**-0.5
-
-
-def write_query_scalar(config: ModelConfig, keys: dict[str, Any]) -> None:
-    """The whole number nearest to it: transformers takes no other."""
-    keys[_QUERY_SCALAR] = round(config.attention(0).scale ** -2)
+_SCALE = "attention.scale"
 
 
 def read_gguf_scale(wide_layers: int, keys: Keys, facts: dict[str, Any]) -> None:
@@ -95,6 +86,14 @@ def _wide_scale(wide_layers: int, facts: Mapping[str, Any]) -> float | None:
     return float((facts["d_model"] // facts["n_heads"]) ** -0.5)
 
 
+# Scores are divided by the root of this number, a whole one, and not of a head's width.
+QUERY_SCALAR = Number(
+    *("attention_scale", "query_pre_attn_scalar"),
+    most=sys.float_info.max,
+    load=lambda scalar, facts: None if scalar == facts["d_head"] else scalar**-0.5,
+    store=lambda _, config: round(config.attention(0).scale ** -2),
+)
+
 GEMMA2 = Architecture(
     "gemma2",
     Gemma2,
@@ -108,8 +107,7 @@ GEMMA2 = Architecture(
     gguf_reads={"attention.scale"},
     read_gguf=partial(read_gguf_scale, 46),
     write_gguf=partial(write_gguf_scale, 46),
-    read_hf=read_query_scalar,
-    write_hf=write_query_scalar,
+    lenses=(QUERY_SCALAR,),
     full_interval=2,
     tensor_names={
         "post_attention_layernorm": "post_attention_norm",
@@ -119,7 +117,7 @@ GEMMA2 = Architecture(
     hf_norm_offset=1.0,
     hf_activation="hidden_activation",
     activation="gelu_pytorch_tanh",
-    reads={"sliding_window", "layer_types", "query_pre_attn_scalar"},
+    reads={"sliding_window", "layer_types"},
     ignores={"hidden_activation", "cache_implementation"},
     fixed={"use_bidirectional_attention": False},
     defaults={

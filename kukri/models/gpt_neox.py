@@ -11,6 +11,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.keys import Keys
 from kukri.models.layers import ExactMLP, LayerNorm
+from kukri.models.lenses import Stated
 from kukri.models.llama import Llama
 from kukri.models.phi import PhiAttention, PhiBlock
 from kukri.models.weights import WeightSource
@@ -70,10 +71,6 @@ def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
     keys.expect(_PARALLEL, True)
 
 
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys[_PARALLEL] = True
-
-
 GPT_NEOX = Architecture(
     "gpt_neox",
     GPTNeoX,
@@ -112,5 +109,5 @@ GPT_NEOX = Architecture(
     read_hf=_read_hf,
     write_hf=_write_hf,
     read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
+    lenses=(Stated("gguf", _PARALLEL, True),),
 )

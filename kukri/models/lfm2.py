@@ -15,6 +15,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, Linear
+from kukri.models.lenses import Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution
@@ -101,10 +102,6 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
         )
 
 
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys[_ADJUSTS] = False
-
-
 LFM2 = Architecture(
     "lfm2",
     Lfm2,
@@ -142,6 +139,6 @@ LFM2 = Architecture(
     },
     biases={"conv": "conv_bias"},
     read_hf=_read_hf,
-    write_hf=_write_hf,
+    lenses=(Stated("hf", _ADJUSTS, False),),
     recurrent=RecurrentKeys(("conv",), {"n_taps": "shortconv.l_cache"}, {"n_taps": "conv_L_cache"}),
 )

@@ -53,7 +53,7 @@ LFM2_MOE = replace(
         **{"num_dense_layers": 2, "routed_scaling_factor": 1.0},
     },
     read_hf=_read_hf,
-    write_hf=lambda config, keys: None,
+    lenses=(),
     experts=ExpertKeys(
         *("num_experts", "moe_intermediate_size", "norm_topk_prob"),
         gguf_normalized=True,

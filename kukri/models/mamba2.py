@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from kukri.config import ModelConfig, RopeConfig
-from kukri.models.architecture import RecurrentKeys, set_rotating
+from kukri.models.architecture import RecurrentKeys
 from kukri.models.granitemoehybrid import STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.nemotron_h import NEMOTRON_H, NemotronBlock, NemotronH
@@ -34,7 +34,6 @@ def _set_sizes(facts: dict[str, Any]) -> None:
     own = facts["recurrent"]
     facts |= {"n_kv_heads": own.n_heads, "d_head": own.d_head, "d_ffn": own.n_heads * own.d_head}
     facts["rope"] = RopeConfig(rotary_dim=own.d_head)
-    set_rotating(facts, [False] * facts["n_layers"])
 
 
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
@@ -58,7 +57,6 @@ def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
 def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys |= {"attention.head_count": 0, "feed_forward_length": 0}
     keys.pop("attention.head_count_kv")
-    keys.pop("attention.nope_layers")
 
 
 MAMBA2 = replace(

@@ -16,10 +16,11 @@ from kukri.config import ModelConfig
 from kukri.errors import brief
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.architecture import Architecture, ExpertKeys, RecurrentKeys, set_rotating
+from kukri.models.architecture import Architecture, ExpertKeys, RecurrentKeys
 from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, RMSNorm, SquaredReluMLP
+from kukri.models.lenses import Rotating, Stated
 from kukri.models.llama import Llama
 from kukri.models.mixture import Mixture
 from kukri.models.weights import WeightSource
@@ -138,7 +139,6 @@ def _set_layers(facts: dict[str, Any], recurrent: list[bool], mlps: list[bool]) 
     facts["layers"] = tuple(
         replace(layer, is_recurrent=is_recurrent, is_mlp=is_mlp) for layer, is_recurrent, is_mlp in layers
     )
-    set_rotating(facts, [False] * len(recurrent))
 
 
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
@@ -174,9 +174,6 @@ def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys[_KV] = np.array([config.n_kv_heads * own for own in attends], np.int32)
     keys[_FFN] = np.array([width * layer.is_mlp for layer in config.layers], np.int32)
     keys["attention.layer_norm_rms_epsilon"] = config.norm_eps  # readers want both
-    keys.pop("attention.nope_layers", None)
-    if config.mixture is not None:
-        keys["expert_shared_count"] = 1
 
 
 def _joined(*modules: str) -> dict[str, tuple[str, ...]]:
@@ -246,6 +243,7 @@ NEMOTRON_H = Architecture(
     write_hf=_write_hf,
     read_gguf=_read_gguf,
     write_gguf=_write_gguf,
+    lenses=(Rotating(lambda layer: False),),
 )  # fmt: skip
 
 NEMOTRON_H_MOE = replace(
@@ -255,6 +253,7 @@ NEMOTRON_H_MOE = replace(
     hf_type="nemotron_h",
     hf_when=_has_mixture,
     gguf="nemotron_h_moe",
+    lenses=(*NEMOTRON_H.lenses, Stated("gguf", "expert_shared_count", 1)),
     gguf_reads={"expert_shared_count"},
     joined={
         **_PARTS,

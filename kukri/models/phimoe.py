@@ -9,15 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.errors import UnsupportedError
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.keys import Keys
 from kukri.models.layers import LayerNorm
+from kukri.models.lenses import Number
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 from kukri.models.rope import attention_factor
 
-_JITTER = 0.01  # the class's, which GGUF files mean
 _MSCALES = ("short_mscale", "long_mscale")
 _EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -34,13 +33,8 @@ class Phimoe(Llama):
     block_type, norm_type = PhimoeBlock, LayerNorm
 
 
-def _set_jitter(facts: dict[str, Any], jitter: float) -> None:
-    facts["mixture"] = replace(facts["mixture"], tolerance=2 * jitter)
-
-
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     keys.expect("num_experts_per_tok", 2)
-    _set_jitter(facts, keys.positive("router_jitter_noise", most=0.5))
     scaling = facts["rope"].scaling
     if scaling is None:
         return
@@ -55,21 +49,8 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    assert config.mixture is not None, "every layer has one"
-    keys["router_jitter_noise"] = config.mixture.tolerance / 2
     if config.rope.scaling is not None:
         keys["rope_scaling"] |= dict.fromkeys(_MSCALES, attention_factor(config.rope.scaling))
-
-
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    _set_jitter(facts, _JITTER)
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    """Raises UnsupportedError for what no key says."""
-    assert config.mixture is not None, "every layer has one"
-    if config.mixture.tolerance != 2 * _JITTER:
-        raise UnsupportedError(f"GGUF has no key for a router_jitter_noise other than {_JITTER}")
 
 
 PHIMOE = Architecture(
@@ -85,17 +66,23 @@ PHIMOE = Architecture(
     },
     reads={
         *("sliding_window", "original_max_position_embeddings"),
-        "router_jitter_noise",
     },
     ignores={*_MSCALES, "input_jitter_noise"},
     defaults={
         **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
-        **{"num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": _JITTER},
+        **{"num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01},
     },
     biases={"self_attn": "attention_bias", "lm_head": "lm_head_bias"},
     experts=ExpertKeys("num_local_experts", "intermediate_size", normalized=False, gguf_normalized=False),
     read_hf=_read_hf,
     write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
+    lenses=(
+        Number(
+            *("mixture.tolerance", "router_jitter_noise", ""),
+            usual=0.01,
+            most=0.5,
+            load=lambda jitter, facts: 2 * jitter,
+            store=lambda tolerance, config: tolerance / 2,
+        ),
+    ),
 )

@@ -18,6 +18,7 @@ from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.keys import Keys
 from kukri.models.layers import HeadNorm, Linear
+from kukri.models.lenses import Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution, state_layer
@@ -106,15 +107,8 @@ class Qwen35(Llama):
     block_type = Qwen35Block
 
 
-_SECTIONS = "rope.dimension_sections"
-
-
 def _with_gates(keys: Keys, facts: dict[str, Any]) -> None:
     facts["has_gates"] = True
-
-
-def _with_sections(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys.setdefault(_SECTIONS, np.array([11, 11, 10, 0], np.int32))  # which other readers want
 
 
 # In GGUF the value heads that read one key head lie n_groups apart.
@@ -146,7 +140,8 @@ QWEN3_5_TEXT = Architecture(
     gguf="qwen35",
     read_gguf=_with_gates,
     read_hf=_with_gates,
-    write_gguf=_with_sections,
+    # which other readers want
+    lenses=(Stated("gguf", "rope.dimension_sections", np.array([11, 11, 10, 0], np.int32)),),
     interleaved_rope=True,
     hf_interleaved_rope=True,
     hf_norm_offset=1.0,

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kukri.config import EmbeddingConfig, ModelConfig
+from kukri.errors import UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.convert import of_directory, write
-from kukri.formats.gguf.config import model_config
+from kukri.formats.gguf.config import model_config, model_metadata
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import directory_config
 from kukri.formats.huggingface.writer import write_directory
@@ -75,6 +76,24 @@ def test_tensors_and_keys_come_back_to_the_bit(name: str, tmp_path: Path) -> Non
         scaling = replace(got.rope.scaling, attention_factor=None)
         got = replace(got, rope=replace(got.rope, scaling=scaling))
     assert replace(got, name="tiny") == want_config
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "message"),
+    [
+        ("minicpm3", {"embedding_scale": 3.0}, "a scale_emb other than 12"),
+        ("minicpm3", {"logits_divisor": 0.5}, "a dim_model_base other than 256"),
+        ("phimoe", {}, "a router_jitter_noise other than 0.01"),
+    ],
+)
+def test_a_number_without_a_key_in_gguf_is_refused(name: str, facts: dict[str, Any], message: str) -> None:
+    """Catches a file that another program reads with the number that GGUF files mean."""
+    config = replace(make(name)[1], **facts)
+    if not facts:
+        assert config.mixture is not None
+        config = replace(config, mixture=replace(config.mixture, tolerance=0.1))
+    with pytest.raises(UnsupportedError, match=f"GGUF has no key for {message}"):
+        model_metadata(config)
 
 
 def test_what_a_model_loses_is_told() -> None:

@@ -16,9 +16,8 @@ from kukri.formats.facts import (
     SHARED_COUNT,
     SHARED_WIDTH,
     by_layer,
-    facts,
+    keys_of,
     leading_dense,
-    mixture_facts,
     read_mixture,
     read_numbers,
     read_recurrent,
@@ -169,6 +168,8 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
         n_positions=_n_rows(gguf, "position_embd.weight"),
     )
     architecture.read_gguf(keys, found)
+    for lens in architecture.lenses:
+        lens.read(keys, "gguf", found)
     if keys.has(NOPE_KEY):
         found["layers"] = _without_rope(keys, found["layers"])
     return ModelConfig(**found)
@@ -197,6 +198,8 @@ def model_metadata(config: ModelConfig, *, has_next_token: bool = False) -> dict
     if has_next_token:
         keys |= {"block_count": config.n_layers + 1, _NEXT_TOKEN: 1}
     architecture.write_gguf(config, keys)
+    for lens in architecture.lenses:
+        lens.write(config, "gguf", keys)
     name = gguf_architecture(config)
     return {
         "general.architecture": name,
@@ -231,7 +234,7 @@ def is_known(key: str, architecture: Architecture) -> bool:
     """True for a key, without its prefix, that is read, checked or ignored by name."""
     listed = READ | IGNORED_KEYS | NEUTRAL.keys() | AS_WITHOUT_WINDOW.keys()
     epsilons = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")  # savers write both
-    of_numbers = {fact.gguf for fact in (*facts(architecture), *mixture_facts(architecture))}
+    of_numbers = keys_of(architecture, "gguf")
     if architecture.experts is not None and key.startswith(("expert", "moe", "interleave_moe")):
         others = (
             *(_EXPERT_NORM, _EXPERT_FUNCTION, "expert_group_scale", "experts_per_group"),  # Grove's alone
@@ -301,14 +304,13 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     neutral[CAUSAL_KEY] = (architecture.is_causal,)
     if keys.value(_WINDOW, 0):
         neutral |= {key: (keys.value(base),) for key, base in AS_WITHOUT_WINDOW.items() if keys.has(base)}
-    read_here = {fact.gguf for fact in facts(architecture)}
+    read_here = keys_of(architecture, "gguf")
     read_here |= {_LOCAL_THETA} if architecture.local_rope else set()
     read_here |= {_NEXT_TOKEN} if architecture.next_token else set()
     if architecture.recurrent is not None:
         read_here |= {*architecture.recurrent.gguf.values(), _INTERVAL, _RECURRENT}
     read_here |= architecture.gguf_reads
     read_here |= {SECTIONS_KEY} if has_sections(architecture, keys.prefix[:-1]) else set()
-    read_here |= {fact.gguf for fact in mixture_facts(architecture)}
     if architecture.experts is not None:
         read_here |= {LEADING_DENSE} if architecture.experts.n_dense else set()
         read_here |= {SHARED_COUNT, SHARED_WIDTH} if architecture.experts.n_shared else set()

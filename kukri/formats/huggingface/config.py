@@ -12,9 +12,8 @@ from typing import Any
 from kukri.config import MAX_TOKEN_TYPES, PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.facts import (
-    facts,
+    keys_of,
     leading_dense,
-    mixture_facts,
     read_mixture,
     read_numbers,
     read_recurrent,
@@ -154,6 +153,8 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
         n_positions=0 if architecture.has_rope else numbers["max_context"],
     )
     architecture.read_hf(keys, found)
+    for lens in architecture.lenses:
+        lens.read(keys, "hf", found)
     return ModelConfig(**found)
 
 
@@ -227,6 +228,8 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
             of_part = (name for name in biases if f".{part}." in f".{name}")
             made[key] = made.get(key, False) or any(of_part)
     architecture.write_hf(config, made)
+    for lens in architecture.lenses:
+        lens.write(config, "hf", made)
     _check_written(config, made, architecture)
     return made
 
@@ -318,9 +321,9 @@ def _infinite(value: Any) -> Any:
     return math.inf if value == {"__float__": "Infinity"} else value
 
 
-def _known(architecture: Architecture) -> frozenset[str]:
+def _known(architecture: Architecture) -> set[str]:
     """The keys that are read or ignored, whatever they hold."""
-    numbers = frozenset(fact.hf for fact in (*facts(architecture), *mixture_facts(architecture)))
+    numbers = keys_of(architecture, "hf")
     if architecture.recurrent is not None:
         numbers |= {*architecture.recurrent.hf.values(), "layer_types"}
     stated = [*architecture.biases.values()]

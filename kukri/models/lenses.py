@@ -1,0 +1,111 @@
+"""Lenses: facts that files of both formats state, each one row that reads and writes either format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
+from math import isclose
+from typing import Any, Literal
+
+from kukri.config import LayerConfig, ModelConfig
+from kukri.errors import UnsupportedError
+from kukri.models.keys import Keys
+
+Format = Literal["gguf", "hf"]
+
+
+class Lens:
+    """One fact of an architecture (`Architecture.lenses`)."""
+
+    def keys(self, form: Format) -> Set[str]:
+        """The keys that it reads."""
+        return frozenset()
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        """Sets fields of a `ModelConfig` to be. Raises FormatError and UnsupportedError naming a key."""
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        """Sets the keys of a file. Raises UnsupportedError for what no key says."""
+
+
+@dataclass(frozen=True)
+class Number(Lens):
+    """A number: its field in `ModelConfig` (`mixture.tolerance` is in a part of it), and its keys.
+
+    `load` makes ours of config.json's, given the other fields, and `store` config.json's of ours. A GGUF file
+    has ours under its key, or config.json's if both are `alike`. With "" GGUF has no key and means `usual`,
+    config.json's number; with None other things of a GGUF file say it.
+    """
+
+    field: str
+    hf: str
+    gguf: str | None = None
+    usual: float | None = None
+    kind: type = float
+    most: float = 1e4
+    load: Callable[[Any, Mapping[str, Any]], Any] = lambda value, facts: value
+    store: Callable[[Any, ModelConfig], Any] = lambda value, config: value
+    alike: bool = False
+
+    def keys(self, form: Format) -> Set[str]:
+        """See Lens.keys."""
+        return {key for key in (self.hf if form == "hf" else self.gguf,) if key}
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        """See Lens.read."""
+        if form == "hf" or self.alike:
+            (key,) = self.keys(form)
+            stated = keys.whole(key) if self.kind is int else keys.positive(key, most=self.most)
+            value = self.load(stated, facts)
+        elif self.gguf is None:
+            return
+        else:
+            usual = None if self.usual is None else self.load(self.usual, facts)
+            value = keys.positive(self.gguf, usual, most=self.most) if self.gguf else usual
+        part, _, field = self.field.rpartition(".")
+        facts |= {part: replace(facts[part], **{field: value})} if part else {field: value}
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        """See Lens.write."""
+        ours: Any = config
+        for name in self.field.split("."):
+            ours = getattr(ours, name)
+        if form == "hf" or self.alike:
+            keys |= dict.fromkeys(self.keys(form), self.store(ours, config))
+        elif self.gguf:
+            keys[self.gguf] = float(ours)
+        elif self.usual is not None and not isclose(self.store(ours, config), self.usual, rel_tol=1e-5):
+            raise UnsupportedError(f"GGUF has no key for a {self.hf} other than {self.usual:g}")
+
+
+@dataclass(frozen=True)
+class Rotating(Lens):
+    """Which layers rotate, by a rule: kukri's key in GGUF says it only where it says something else."""
+
+    rule: Callable[[LayerConfig], bool]
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        """See Lens.read."""
+        facts["layers"] = tuple(replace(layer, use_rope=self.rule(layer)) for layer in facts["layers"])
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        """See Lens.write."""
+        if form == "gguf" and all(layer.use_rope == self.rule(layer) for layer in config.layers):
+            keys.pop("attention.nope_layers", None)
+
+
+@dataclass(frozen=True)
+class Stated(Lens):
+    """A key that says nothing here, and that other readers of a format want."""
+
+    form: Format
+    key: str
+    value: Any
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        """See Lens.write."""
+        if form == self.form:
+            keys.setdefault(self.key, self.value)
+
+
+ROTATING_WINDOWS = Rotating(lambda layer: bool(layer.window))
