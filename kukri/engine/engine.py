@@ -23,14 +23,14 @@ from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request, RequestState
 from kukri.engine.request_images import RequestImages
 from kukri.engine.request_maker import MOST_ROWS, RequestMaker
-from kukri.engine.runner import OwnTaps, Runner
+from kukri.engine.runner import Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
 from kukri.engine.step_sampler import StepSampler
-from kukri.engine.step_taps import attends_both_ways, has_images, request_taps
+from kukri.engine.step_taps import StepImages, StepTaps, attends_both_ways, has_images
 from kukri.errors import ConfigError, KukriError, StageError, UnsupportedError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Backend, Logits
@@ -38,7 +38,7 @@ from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states, pool_win
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import pages_of_pools, state_bytes
 from kukri.kernels.step import StepLimits
-from kukri.kernels.taps import Hook
+from kukri.kernels.taps import Hook, TapListener
 from kukri.models import Model
 from kukri.models.adapter import Adapter
 from kukri.sampling import SamplingParams
@@ -243,8 +243,8 @@ class Engine(RequestMaker):
             if self._in_flight:  # the next run overwrites the logits of the last
                 self._in_flight[-1].logits = self._in_flight[-1].logits.copy()
             if scheduled.is_repeat:
-                own = self._own_taps(chunks) if scheduled.has_listeners else ()
-                logits = self.runner.run(chunks, *own)
+                listeners = self._listeners(chunks) if scheduled.has_listeners else ()
+                logits = self.runner.run(chunks, *listeners)
             else:
                 logits = self._run(scheduled)
             step = InFlight(chunks, logits, scheduled.is_repeat, scheduled.prompt_cost, now_s, made_s)
@@ -269,24 +269,32 @@ class Engine(RequestMaker):
         self._copy(scheduled)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
         if not has_images(chunks):
-            own = self._own_taps(chunks)
-            scheduled.has_listeners = bool(own)
-            return run(chunks, *own)
+            listeners = self._listeners(chunks)
+            scheduled.has_listeners = bool(listeners)
+            return run(chunks, *listeners)
         scheduled.has_listeners = True
         # runs of images that see all of themselves come first, in a program of their own
         chunks.sort(key=lambda chunk: not attends_both_ways(chunk))
         n_whole = sum(map(bool, map(attends_both_ways, chunks)))
         parts = [part for part in (chunks[:n_whole], chunks[n_whole:]) if part]
         logits = [
-            run(part, *self._own_taps(part), attends_both_ways=attends_both_ways(part[0])) for part in parts
+            run(part, *self._listeners(part), attends_both_ways=attends_both_ways(part[0])) for part in parts
         ]
         if len(logits) == 1 or not len(logits[0]):
             return logits[-1]
         return HostLogits(np.concatenate([each.numpy() for each in logits]))
 
-    def _own_taps(self, chunks: Sequence[ScheduledChunk]) -> list[OwnTaps]:
-        """The listeners of a step's requests, what writes its images, and what notes rows to draft by."""
-        return [*request_taps(chunks), *self.drafting.taps(chunks)]
+    def _listeners(self, chunks: Sequence[ScheduledChunk]) -> list[TapListener]:
+        """Return the listeners of a step, each of which sees what those before it left.
+
+        What writes images comes before the hooks. The list is empty if the hooks are the only listener.
+        """
+        before: list[TapListener] = [StepImages(chunks)] if has_images(chunks) else []
+        after: list[TapListener] = []
+        if any(chunk.request.taps is not None for chunk in chunks):
+            after.append(StepTaps(chunks))
+        after += self.drafting.taps(chunks)
+        return [*before, self.runner.hooks, *after] if before or after else []
 
     def _copy(self, scheduled: ScheduledStep) -> None:
         """Writes the pages and states that requests are to begin with."""

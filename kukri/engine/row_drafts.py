@@ -37,8 +37,6 @@ class RowDrafts:
 class StepRows:
     """Notes the rows of a step's requests that have drafts made of them."""
 
-    is_before_hooks = False
-
     def __init__(self, chunks: Sequence[ScheduledChunk], reader: RowReader) -> None:
         self._chunks, self._reader = chunks, reader
         self.names = frozenset(reader.taps)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.request import ProgramKind
@@ -14,7 +14,7 @@ from kukri.kernels.backend import Backend, CompiledProgram, Logits
 from kukri.kernels.cache import CacheLayout, KVType, has_states
 from kukri.kernels.op_set import Program
 from kukri.kernels.step import StepLimits
-from kukri.kernels.taps import Hook, Hooks
+from kukri.kernels.taps import Hooks, TapListener, in_turn
 from kukri.kernels.weight_handles import AdapterSlots
 from kukri.models import Model
 from kukri.models.both_ways import BothWays, BothWaysLayers
@@ -67,30 +67,32 @@ class Runner:
     def run(
         self,
         chunks: Sequence[Chunk],
-        *own: OwnTaps,
+        *listeners: TapListener,
         attends_both_ways: BothWaysLayers = "",
         activations: FloatArray | None = None,
     ) -> Logits:
         """Runs one step and gives its logits [N, V], valid until the next. Writes its tokens to the cache.
 
-        `own` see the taps of the step's requests, one after another: `StepImages` before the hooks. With
+        `listeners` see the step's taps one after another; without any the hooks alone do. With
         `attends_both_ways` a token attends to the later tokens of its chunk too, in those layers.
         `activations` [T, D] are for a program that reads them.
         """
         has_adapters = self._has_adapters(chunks)
-        if not own and not self.hooks and not has_adapters:
+        if not listeners and not self.hooks and not has_adapters:
             program, builder = self.plain
         else:
-            program, builder = self._compiled("logits", self._names(own), has_adapters, attends_both_ways)
-        return program(builder.build(chunks, activations), self._listener(own))
+            taps = _names(listeners or [self.hooks])
+            program, builder = self._compiled("logits", taps, has_adapters, attends_both_ways)
+        return program(builder.build(chunks, activations), in_turn(listeners) if listeners else self.hooks)
 
     def run_hidden(
-        self, chunks: Sequence[Chunk], *own: OwnTaps, attends_both_ways: BothWaysLayers = ""
+        self, chunks: Sequence[Chunk], *listeners: TapListener, attends_both_ways: BothWaysLayers = ""
     ) -> Logits:
         """Runs one step and gives hidden states [N, D], the last norm's outputs, instead of logits."""
         has_adapters = self._has_adapters(chunks)
-        program, builder = self._compiled("hidden", self._names(own), has_adapters, attends_both_ways)
-        return program(builder.build(chunks), self._listener(own))
+        listeners = listeners or (self.hooks,)
+        program, builder = self._compiled("hidden", _names(listeners), has_adapters, attends_both_ways)
+        return program(builder.build(chunks), in_turn(listeners))
 
     def forget(self) -> None:
         """Keeps nothing of the last step's requests."""
@@ -99,25 +101,6 @@ class Runner:
 
     def _has_adapters(self, chunks: Sequence[Chunk]) -> bool:
         return bool(self.adapters) and any(chunk.sequence.adapter_slot >= 0 for chunk in chunks)
-
-    def _names(self, own: Sequence[OwnTaps]) -> frozenset[str]:
-        return self.hooks.names.union(*(each.names for each in own))
-
-    def _listener(self, own: Sequence[OwnTaps]) -> Hook:
-        if not own:
-            return self.hooks
-        first = [each for each in own if each.is_before_hooks]
-        last = [each for each in own if not each.is_before_hooks]
-
-        def listen(name: str, x: FloatArray) -> FloatArray:
-            for each in first:
-                each(name, x)
-            x = self.hooks(name, x)
-            for each in last:
-                each(name, x)
-            return x
-
-        return listen
 
     def _compiled(
         self,
@@ -159,18 +142,13 @@ class Runner:
         return Compiled(program, builder)
 
 
-class OwnTaps(Protocol):
-    """The taps of a step's requests."""
-
-    names: frozenset[str]
-    is_before_hooks: bool  # True if hooks see what it makes of a tap
-
-    def __call__(self, name: str, x: FloatArray) -> None:
-        """Shows x [rows, width], to be edited in place."""
-
-
 class Compiled(NamedTuple):
     """A program, and the arrays of its inputs."""
 
     program: CompiledProgram
     builder: BatchBuilder
+
+
+def _names(listeners: Iterable[TapListener]) -> frozenset[str]:
+    """Return the taps that any of the listeners needs."""
+    return frozenset().union(*(listener.names for listener in listeners))

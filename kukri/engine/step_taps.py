@@ -14,8 +14,6 @@ from kukri.models.both_ways import BothWaysLayers
 class StepTaps:
     """The listener of a step with requests that listen. An error in a request's taps ends only that one."""
 
-    is_before_hooks = False
-
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._listening: list[tuple[ScheduledChunk, slice, slice]] = []  # rows of tokens, rows of logits
         names: set[str] = set()
@@ -58,8 +56,6 @@ class StepImages:
     A step without any runs a program that does not stop there.
     """
 
-    is_before_hooks = True
-
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._chunks = chunks
         n_deep = max((c.request.images.n_deep for c in chunks if c.request.images is not None), default=0)
@@ -77,13 +73,6 @@ class StepImages:
             if images is not None:
                 images.fill(x[row : row + chunk.n_tokens], chunk.start, depth)
             row += chunk.n_tokens
-
-
-def request_taps(chunks: Sequence[ScheduledChunk]) -> list[StepTaps | StepImages]:
-    """The listeners of a step's requests, and what writes its images."""
-    listens = any(chunk.request.taps is not None for chunk in chunks)
-    own: list[StepTaps | StepImages] = [StepTaps(chunks)] if listens else []
-    return [*own, StepImages(chunks)] if has_images(chunks) else own
 
 
 def has_images(chunks: Sequence[ScheduledChunk]) -> bool:

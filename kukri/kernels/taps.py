@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,14 +19,37 @@ def tap_name(name: str, layer: int | None) -> str:
     return name if layer is None else f"blocks.{layer}.{name}"
 
 
+class TapListener(Protocol):
+    """A hook that says which taps it needs: `Hooks`, and what a step shows its taps to besides."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The full names of the taps. It may be shown others, which it leaves as they are."""
+
+    def __call__(self, name: str, x: FloatArray) -> FloatArray | None:
+        """See Hook."""
+
+
 class SequenceTaps(Protocol):
-    """The taps of one sequence, in a step with others."""
+    """The taps of one sequence, in a step with others: `StepTaps` shows it the sequence's rows."""
 
     names: frozenset[str]  # full names of taps
     edits: bool  # False if it only reads
 
     def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
         """Shows the sequence's rows of a tap, to be edited in place: `n_tokens` tokens from `start` on."""
+
+
+def in_turn(listeners: Sequence[TapListener]) -> Hook:
+    """Return the hook that shows a tap to each listener, as the listeners before left it."""
+
+    def listen(name: str, x: FloatArray) -> FloatArray:
+        for listener in listeners:
+            replacement = listener(name, x)
+            x = x if replacement is None else replacement
+        return x
+
+    return listen
 
 
 def sees_logit_rows(name: str) -> bool:

@@ -85,10 +85,10 @@ def test_a_program_without_a_cache_runs(name: str) -> None:
     if name == "torch":
         pytest.importorskip("torch")
     program = make_backend(name, n_threads=1).compile(
-        lambda ops, batch: ops.softcap(ops.activations(batch, 32), 2.0), None, StepLimits.of_rows(5)
+        lambda ops, batch: ops.scale(ops.activations(batch, 32), 0.5), None, StepLimits.of_rows(5)
     )
     for n in (5, 1, 3):
         x = np.random.default_rng(n).normal(size=(n, 32)).astype(np.float32)
-        np.testing.assert_allclose(program(rows_batch(x)).numpy(), 2 * np.tanh(x / 2), rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(program(rows_batch(x)).numpy(), x / 2)
     with pytest.raises(ShapeError, match="activations"):
         program(replace(rows_batch(x), activations=x[:2]))
