@@ -19,7 +19,7 @@ _PRIOR_WEIGHT = 4.0  # drafts that the prior counts for
 _DECAY = 0.98  # a draft's weight in the rate falls by this with each later draft of its kind
 # least chance of a draft alongside a prompt, and what each decoding request adds
 _MIN_CHANCE, _MIN_CHANCE_EACH = 0.2, 0.05
-# least chance of a draft, as a part of what a row costs at least: it may come with others of better chance
+# least chance of a draft, as a part of the least cost of a row, because it may come with likelier drafts
 _LEAST_PART = 0.5
 _LEAST_GAIN = 1.06  # speed of a step with drafts, against one without: chances are guesses
 
@@ -48,18 +48,18 @@ class _Draft(NamedTuple):
     """A draft on offer."""
 
     chance: float  # it and those before it are accepted
-    gain: float  # what it adds to the logarithm of its request's tokens
-    cost: float  # what making it takes, in steps of one token
+    gain: float  # its contribution to the logarithm of its request's tokens
+    cost: float  # time to make it, in steps of one token
     request: int
 
 
 class DraftBudget:
     """Shares the rows of a step among drafts of its requests.
 
-    Drafts are worth their rows if they give the most speed, which is a request's tokens for the step's time:
-    the geometric mean of all, as a longer step delays those that draft nothing. While others wait for a place
-    it is their sum, as whoever ends sooner lets the next one in. Alongside a prompt, whose many rows cost as
-    much each, drafts are worth theirs if they are likely.
+    Drafts are worth their rows if they give the most speed, in tokens of a request for the step's time.
+    Speeds are compared by the geometric mean over requests, because a longer step delays requests without
+    drafts, but by the sum while others wait for a place, because an earlier end lets the next one in.
+    Alongside a prompt, whose many rows cost as much each, drafts are worth their rows if they are likely.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DraftBudget:
         self._drafts: list[_Draft] = []
 
     def offer(self, chances: Iterable[float], relative_cost: float = 0.0) -> None:
-        """Adds a request's drafts, whose number `share` tells.
+        """Add a request's drafts, of which `share` returns how many are computed.
 
         `chances`: the probability that each is accepted, given that those before it are. `relative_cost`: the
         time that making a draft takes, in steps of one token.
@@ -101,10 +101,10 @@ class DraftBudget:
         self._n_requests += 1
 
     def share(self) -> list[int]:
-        """How many drafts each request that made an offer computes: those of all that gain the most."""
+        """Return how many drafts each request that made an offer computes: those with the largest gains."""
         n_drafts = [0] * self._n_requests
         by_sum = self._others_wait or self._has_prompt
-        # those of one request stay in order, as each gains at most as much as the last
+        # drafts of a request stay in order, because each gains at most as much as the one before
         self._drafts.sort(key=lambda draft: -(draft.chance if by_sum else draft.gain))
         for draft in self._drafts[: self._n_worthwhile()]:
             n_drafts[draft.request] += 1

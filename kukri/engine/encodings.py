@@ -1,10 +1,10 @@
 """Encodes images between steps, a little at a time, and keeps their rows of embeddings by digest.
 
-An encoder runs in programs of its own: one for a part of an image (`VisionModel.parts`), one for its
-projector. While others generate, a part is cut into slices of some milliseconds: at its layers, and these and
-the projector by rows. Where attention is cut, a layer's keys and values are stored in slices of their own
-before, and computed again with the queries. No bit of a row depends on slices, on other images, or on whether
-the row was kept.
+An encoder runs in two programs of its own, for a part of an image (`VisionModel.parts`) and for its
+projector. While other requests generate, a part is cut into slices of some milliseconds: at its layers, and
+layers and the projector by rows. Where attention is cut, a layer's keys and values are stored in slices
+before it, and computed again with the queries. No bit of a row depends on slices, on other images, or on
+whether the row was kept.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Encodings:
 
 
 class _Job:
-    """An image under way: the rows of its parts so far, and what is known of the part that is cut."""
+    """An image under way: the rows of its finished parts, and the state of the part that is cut."""
 
     def __init__(
         self, image: ImageInput, model: VisionModel, listener: PartListener = lambda part: _ignore
@@ -110,10 +110,12 @@ class _Job:
         self.on_tap = self._listener(following)
         self.n_cuts = 0
         self.hidden: FloatArray | None = None  # hidden states at the last cut
-        self.n_stored = 0  # rows whose keys and values are in the cache, of the layer that attends next
-        self.deep: dict[str, list[FloatArray]] = {}  # others that the projector reads, by tap, as they come
-        self.merged: dict[str | None, FloatArray] = {}  # what it reads, by tap; None: the last states
-        self.slices: list[FloatArray] = []  # the first rows of what follows
+        self.n_stored = 0  # rows of the next attention layer whose keys and values are in the cache
+        self.deep: dict[str, list[FloatArray]] = {}  # further inputs of the projector, by tap, in order
+        self.merged: dict[
+            str | None, FloatArray
+        ] = {}  # the projector's inputs, by tap; None: the last states
+        self.slices: list[FloatArray] = []  # finished rows of the next result
         return True
 
     @property
@@ -273,7 +275,7 @@ class _EncoderPrograms:
 
 
 def _together(slices: Sequence[FloatArray]) -> FloatArray:
-    """Rows that came in slices; those of a single one are not copied."""
+    """Concatenate slices of rows; a single slice is returned without a copy."""
     return slices[0] if len(slices) == 1 else np.concatenate(slices)
 
 

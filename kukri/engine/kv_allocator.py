@@ -1,8 +1,8 @@
-"""What requests hold in the caches: pages of keys and values, slots of recurrent states, and their prefixes.
+"""Allocates what requests hold in the caches: pages of keys and values, slots of recurrent states, prefixes.
 
 A request begins after the longest prefix whose pages are cached, or saved on disk; computed pages are cached
-in turn for requests to come. Neither changes a token: a page's contents depend on its tokens and those before
-it alone. Who runs, waits and is preempted is the scheduler's business.
+for later requests. Neither changes a token, because a page's contents depend only on its tokens and the
+tokens before it. The scheduler decides which requests run, wait and are preempted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kukri.kernels.arrays import IntArray
 
 
 class Prefix(NamedTuple):
-    """The cached beginning of a text: whole pages, and of each pool those of them that are needed."""
+    """The cached beginning of a text: the number of whole pages, and the needed pages of each pool."""
 
     n_pages: int
     pages: list[list[int]]
@@ -30,11 +30,10 @@ class Prefix(NamedTuple):
 class KVAllocator:
     """Gives requests their pages and states, and takes them back.
 
-    There is a pool of pages for the layers that see all, and one for those of each window
-    (`cache.pool_windows`): pages that a window has passed are freed. With `caches_prefixes` full pages
-    outlive their requests; `saved` keeps them and states on disk too, of a cache of one pool without a
-    window. `states`
-    has the slots of a model with recurrent layers, None for any other.
+    Layers without a window have a pool of pages, and so have the layers of each window
+    (`cache.pool_windows`), whose pages are freed once the window has passed them. With `caches_prefixes` full
+    pages outlive their requests; `saved` keeps pages and states on disk too, if there is one pool, without a
+    window. `states` has the slots of a model with recurrent layers; None for any other.
     """
 
     def __init__(
@@ -69,9 +68,10 @@ class KVAllocator:
     def find_room(
         self, request: Request, leaving: Sequence[Request] = (), promised: Sequence[Request] = ()
     ) -> Prefix | None:
-        """The cached prefix that a waiting request can begin with; None if the rest of it finds no room.
+        """Return the cached prefix that a waiting request can begin with; None if the rest of it finds no
+        room.
 
-        What only `leaving` hold counts as free; what the prompts of `promised` have yet to get does not.
+        Pages that only `leaving` hold count as free; pages that the prompts of `promised` still need do not.
         """
         if self.states is not None and not self.states.n_free and not leaving:
             return None
@@ -87,8 +87,8 @@ class KVAllocator:
     def has_room(
         self, request: Request, leaving: Sequence[Request] = (), promised: Sequence[Request] = ()
     ) -> bool:
-        """True if `find_room` finds room. Where that does not depend on what is cached, looks no prefix up:
-        a long prompt that waits costs a step no more than a short one.
+        """Return True if `find_room` finds room. If that does not depend on cached pages, no prefix is looked
+        up, so that a long waiting prompt costs a step no more than a short one.
         """
         if self.states is not None and not self.states.n_free and not leaving:
             return False
@@ -108,7 +108,7 @@ class KVAllocator:
         self._cached_prefix(request)
 
     def n_common(self, request: Request, other: Request) -> int:
-        """Tokens at the beginning of both requests that the first would find cached once the other is."""
+        """Return how many tokens of `request` would be found cached once the other request is."""
         if not (self._uses_cache(request) and self._uses_cache(other)) or request.taps is not None:
             return 0
         n_pages = min(request.next_row, other.n_tokens) // self.page_tokens
@@ -125,7 +125,10 @@ class KVAllocator:
         if self.states is not None:
             self._admit_state(request, n_found, self.states, state_copies)
         elif (of_leader := self._pages_of_leader(request)) is not None:
-            n_found, is_shared = request.n_prompt - 1, True  # its last token is computed again, for logits
+            n_found, is_shared = (
+                request.n_prompt - 1,
+                True,
+            )  # the last token of the prompt is computed again, for logits
             pages = of_leader
         request.n_pages = self.pools[0].pages_for(n_found)
         request.first_pages = [request.n_pages - len(own) for own in pages]
@@ -134,7 +137,9 @@ class KVAllocator:
         for pool, row, first, own in zip(self.pools, request.page_rows, request.first_pages, pages):
             pool.share(own)
             row[first : request.n_pages] = own
-        request.n_cached_pages = 0  # counted when its next token shows that all is well, or if it is aborted
+        request.n_cached_pages = (
+            0  # counted once the next token confirms that the pages are valid, or at an abort
+        )
         self._count_found(request, n_found)
         request.may_restore = self.saved is not None and not is_shared and request.taps is None
         request.saved_state = None
@@ -169,7 +174,8 @@ class KVAllocator:
         return n_found
 
     def _find_state(self, request: Request, n_wanted: int, saved: SavedPrefixes) -> int:
-        """The pages up to the last saved state among the request's next `n_wanted`; without, those it has.
+        """Return the pages up to the last saved state among the request's next `n_wanted`, else the pages it
+        has.
 
         The state is read first, and set when all of its pages are there and the request's first step begins.
         """
@@ -180,7 +186,7 @@ class KVAllocator:
         return request.saved_state.n_pages
 
     def _end_restoring(self, request: Request, n_missing: int) -> None:
-        """No more is read. A state whose pages are not all there is of no use, nor are the pages."""
+        """End reading saved pages. A state is of no use without all its pages, nor are they without it."""
         request.may_restore = False
         if request.saved_state is not None and n_missing:
             self.n_restored -= request.n_cached - request.saved_state.n_known * self.page_tokens
@@ -215,7 +221,7 @@ class KVAllocator:
         return True
 
     def pass_windows(self, request: Request) -> None:
-        """Frees the pages that no token to come sees, nor one that its state reads again.
+        """Free pages that no later token sees and that no state reads again.
 
         Those that are not cached yet are set aside until the request's next token shows that all is well. The
         pages of interest to others, up to the prompt's end and up to where they share it, go last.
@@ -234,11 +240,11 @@ class KVAllocator:
                 request.first_pages[i] = first
 
     def n_fitting(self, request: Request) -> int:
-        """Tokens up to which the request's pages reach, and those that are free."""
+        """Return the number of tokens for which the request's pages and the free pages have room."""
         return (request.n_pages + self.n_free) * self.page_tokens
 
     def grow(self, request: Request, n_tokens: int) -> None:
-        """Allocates pages up to this many tokens of the request; they must be free."""
+        """Allocate pages for the request's first `n_tokens` tokens; enough must be free."""
         before, n_pages = request.n_pages, self.pools[0].pages_for(n_tokens)
         if n_pages > before:
             for pool, row in zip(self.pools, request.page_rows):
@@ -272,10 +278,10 @@ class KVAllocator:
         return saves
 
     def draft_room(self, request: Request) -> int:
-        """The most drafts of a decoding request in a step.
+        """Return the most drafts of a decoding request in a step.
 
-        Those of a recurrent model stay on the page of its newest token: accepted ones that its state has to
-        read again are then on a page that is its own, and a state after a whole page is one to keep.
+        A recurrent model's drafts stay on the page of its newest token, so that accepted drafts which its
+        state reads again are on a page that no other request reads, and a state after a full page is kept.
         """
         if self.states is None:
             return request.max_length
@@ -284,8 +290,8 @@ class KVAllocator:
     def save_before_drafts(
         self, request: Request, n_drafts: int, n_reserved: int
     ) -> list[tuple[int, int]] | None:
-        """(tokens, slot) of the states to save in a step with drafts: the one before them, to go back to, and
-        a snapshot after them, which leaves `n_reserved` slots free. None if there is no slot.
+        """(tokens, slot) of the states to save in a step with drafts: the state before the drafts, to return
+        to, and a snapshot after them, which leaves `n_reserved` slots free. None if there is no slot.
         """
         if self.states is None:
             return []
@@ -296,9 +302,9 @@ class KVAllocator:
         return [(start, request.state_before), *snapshots]
 
     def settle_drafts(self, request: Request, n_drafts: int, n_accepted: int) -> None:
-        """Keeps what a step with drafts wrote for those that were accepted.
+        """Keep the results of accepted drafts.
 
-        A recurrent state has read all drafts or none: those accepted are read again in the next step.
+        A recurrent state has read all drafts or none, so the accepted ones are read again in the next step.
         """
         if self.states is not None:
             unneeded = request.state_before
@@ -312,7 +318,7 @@ class KVAllocator:
         self.trim(request)
 
     def cache_pages(self, request: Request) -> None:
-        """Caches the request's full pages for others: its logits were numbers, so all that is in them is."""
+        """Cache the request's full pages for others. Its logits are finite, so its pages' contents are."""
         n_full = request.n_cached // self.page_tokens
         if n_full == request.n_cached_pages or not self._uses_cache(request):
             return
@@ -331,17 +337,17 @@ class KVAllocator:
             self._keep_snapshots(request, self.states)
 
     def cache_unfinished(self, request: Request) -> None:
-        """Caches the pages of a request that is aborted or preempted: its prompt may come again.
+        """Cache the pages of an aborted or preempted request, because its prompt may come again.
 
         No logits have shown that these are numbers. Others would compute the same of the same tokens.
         """
-        while request.snapshots and request.snapshots[-1][0] > request.n_cached:  # a step in flight made it
+        while request.snapshots and request.snapshots[-1][0] > request.n_cached:  # made by a step in flight
             assert self.states is not None, "snapshots are states"
             self.states.free(request.snapshots.pop()[1])
         self.cache_pages(request)
 
     def release(self, request: Request) -> None:
-        """Takes back all that a request holds."""
+        """Free everything that a request holds."""
         if request.drafts is not None:
             request.drafts.release()
         if request.images is not None:
@@ -362,7 +368,7 @@ class KVAllocator:
         request.n_pages = request.n_cached = request.n_cached_pages = 0
 
     def keep(self, request: Request) -> None:
-        """Keeps what a request that has ended left in the cache longer than others."""
+        """Keep the cached pages of a request that has ended longer than others."""
         for pool in self.pools:
             pool.keep(request.page_keys)
         if self.states is not None:
@@ -376,7 +382,7 @@ class KVAllocator:
             self.states.forget()
 
     def check_integrity(self, holding: Iterable[Request]) -> None:
-        """Asserts that `holding` hold all pages and states that are not free, and in good order."""
+        """Assert that `holding` hold all pages and states that are not free, in good order."""
         holding = list(holding)
         for i, pool in enumerate(self.pools):
             pool.check_integrity([request.pages(i) for request in holding if request.n_pages])
@@ -405,7 +411,7 @@ class KVAllocator:
         return self.caches_prefixes and request.is_cacheable
 
     def _cached_prefix(self, request: Request) -> Prefix:
-        """The cached pages with the request's tokens, up to the first token whose row of output is wanted.
+        """Return the cached pages of the request's tokens, up to the first token whose output row is needed.
 
         With recurrent layers, up to the last page that has a snapshot.
         """
@@ -426,9 +432,10 @@ class KVAllocator:
         return Prefix(n_known, [p.find(known[first:n_known]) for p, first in zip(self.pools, firsts)])
 
     def _n_first(self, request: Request, is_known: Callable[[PageKey], bool]) -> int:
-        """How many pages at the beginning of a waiting request are known to the pool of layers that see all.
+        """Return how many pages at the beginning of a waiting request the pool without a window knows.
 
-        Found by bisection: whoever holds a page holds those before it, and what is cached mostly is so too.
+        It bisects, because a request that holds a page holds the pages before it, and this is mostly true of
+        cached pages too.
         """
         if not self._uses_cache(request) or request.taps is not None or self.pools[0].window is not None:
             return 0
@@ -437,12 +444,12 @@ class KVAllocator:
         return bisect_left(range(n_pages), True, key=lambda i: not is_known(keys[i]))
 
     def _n_promised(self, i: int, promised: Iterable[Request]) -> int:
-        """Pages of a pool that prompts have yet to get."""
+        """Return the number of pages of a pool that prompts still need."""
         return sum(max(self.pools[i].most_held(one.n_tokens) - one.n_held(i), 0) for one in promised)
 
     def _pages_of_leader(self, request: Request) -> list[list[int]] | None:
-        """The pages of the request whose prompt is its own, which has computed it; None if there is none, or
-        if its windows have moved on.
+        """Return the pages of the leader, which has computed the same prompt; None without a leader, or if
+        its windows have moved on.
         """
         leader, n_tokens = request.leader, request.n_prompt - 1
         if leader is None or leader.n_cached < request.n_prompt or request.n_generated:
@@ -453,18 +460,18 @@ class KVAllocator:
         return [row[first:stop].tolist() for row, first in zip(leader.page_rows, firsts)]
 
     def _is_of_interest(self, request: Request, pool: PagePool, place: int) -> bool:
-        """True if a window before the end of the prompt, or of what others share of it, covers a page."""
+        """Return True if a window before the end of the prompt, or of its shared part, covers a page."""
         ends = (request.n_prompt - 1) // self.page_tokens, request.n_found // self.page_tokens
         return any(pool.first_needed(end * self.page_tokens) <= place < end for end in ends)
 
     def _keys(self, request: Request, first: int, stop: int) -> list[PageKey]:
-        """The keys of the request's pages `first` to `stop` - 1."""
+        """Return the keys of the request's pages `first` to `stop` - 1."""
         return request.hash_pages(stop, self.page_tokens)[first:stop]
 
     def _count_found(self, request: Request, n_tokens: int) -> None:
         """Counts further tokens whose keys and values were found."""
         request.n_cached += n_tokens
-        request.next_row = max(request.next_row, request.n_cached)  # those before are the leader's to give
+        request.next_row = max(request.next_row, request.n_cached)  # the leader outputs the rows before
         if not request.n_generated and not request.n_preemptions:
             request.n_prefix_hit += n_tokens
         self.n_prefix_hit += n_tokens
@@ -472,18 +479,22 @@ class KVAllocator:
     def _admit_state(
         self, request: Request, n_known: int, states: StatePool, copies: list[tuple[int, int]]
     ) -> None:
-        """Gives a request a slot, with the state after the cached tokens that it begins with."""
+        """Give a request a slot, with the state after its cached tokens."""
         source = states.find(request.page_keys[n_known // self.page_tokens - 1]) if n_known else None
         request.state_slot = states.allocate()
-        if source is not None and source != request.state_slot:  # which may be the only one left
+        if (
+            source is not None and source != request.state_slot
+        ):  # else it got the source's slot, the only one left
             copies.append((source, request.state_slot))
 
     def _keep_snapshots(self, request: Request, states: StatePool) -> None:
-        """Keeps the states after the request's cached pages for others; of its answer only the newest."""
+        """Keep the states after the request's cached pages for others, of its answer only the newest."""
         for place, slot in request.snapshots:
             n_pages = place // self.page_tokens
             key = request.page_keys[n_pages - 1]
-            if self.saved is not None and place <= request.n_prompt:  # an answer has one for each page
+            if (
+                self.saved is not None and place <= request.n_prompt
+            ):  # an answer would have a state for each page
                 self.saved.save_state(slot, key, n_pages - 1)
             states.keep(key, slot)
             if place > request.n_prompt:
@@ -494,6 +505,6 @@ class KVAllocator:
 
 
 def _slots(request: Request) -> list[int]:
-    """The slots of states that a request holds."""
+    """Return the slots of states that a request holds."""
     held = (request.state_slot, request.state_before, *(slot for _, slot in request.snapshots))
     return [slot for slot in held if slot >= 0]

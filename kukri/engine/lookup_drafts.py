@@ -17,13 +17,13 @@ from kukri.kernels.arrays import IntArray
 
 _END = (1 << 31) - 1  # between two texts: no token
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2^64 over the golden ratio: spreads n-grams over keys
-_POSITION = (1 << 24) - 1  # the bits of a position; the others are those of a key
+_POSITION = (1 << 24) - 1  # the bits of a position; the other bits are the key's
 _SIZES = (2, 4)  # tokens of the n-grams that are looked up
 _MOST_PLACES = 4  # places that are followed at a time
 _MOST_EARLIER, _MOST_CLIENTS = 4096, 64  # tokens of a client's answers that are kept, and clients
 _LONGEST = 16  # tokens of a match that are compared: rates tell no longer ones apart
-# chance of a draft after 0, 1, 2, 4, 8, 16 matching tokens, before an answer shows its own: of places that
-# disagree about it, of one place, and of several that agree; at most what code and prose of two models showed
+# chance of a draft after 0, 1, 2, 4, 8, 16 matching tokens, before an answer shows its own: for places that
+# disagree about it, for one place, and for several that agree; at most rates in code and prose of two models
 _PRIORS = (
     (0.1, 0.3, 0.3, 0.35, 0.5, 0.7),
     (0.1, 0.4, 0.4, 0.6, 0.8, 0.95),
@@ -34,8 +34,8 @@ _PRIORS = (
 class EarlierAnswers:
     """The last answers to each client, which later ones may repeat: some thousand tokens of some clients.
 
-    Nobody's answers are drafted for others: how long a draft takes would tell what it is. One thread adds,
-    and any may read.
+    A client's answers are never drafted for another, because the time of a draft would reveal its text. One
+    thread adds, and any may read.
     """
 
     def __init__(self) -> None:
@@ -100,8 +100,8 @@ class LookupDrafts:
 
     Up to 4 places whose tokens match the last ones equally long are followed for as long as they are right,
     and vote for each draft. After a mismatch without another match the newest counts as one with a token
-    replaced. Every token tells whether a draft would have been right, computed or not: so the acceptance rate
-    is known without trying.
+    replaced. Every token shows whether a draft would have been right, even if none was computed, so the
+    acceptance rate is known without trying.
     """
 
     relative_cost = 0.0
@@ -255,16 +255,16 @@ def _elected(tokens: list[int]) -> tuple[int, int]:
         return draft, 1
     if tokens.count(draft) == len(tokens):
         return draft, 2
-    return max(reversed(tokens), key=tokens.count), 0  # the newest of those that are as frequent
+    return max(reversed(tokens), key=tokens.count), 0  # the newest of equally frequent ones
 
 
 def _pair_key(first: Any, second: Any) -> Any:
-    """The key of two tokens; of two arrays of tokens, uint64, those of each two."""
+    """Return the key of two tokens, or of each pair in two arrays of tokens, uint64."""
     return (first << 32 | second) * _FACTOR & _MASK
 
 
 def _four_key(before: Any, last: Any) -> Any:
-    """The key of four tokens, by those of the first two and of the last; or of such arrays."""
+    """Return the key of four tokens by the keys of the first and the last two; or of such arrays."""
     return (before ^ last >> 32) * _FACTOR & _MASK
 
 

@@ -46,9 +46,9 @@ class EngineStatus:
 class EngineLoop:
     """Runs an engine on a thread of its own.
 
-    `deliver` is called on that thread, once after each step, with what became of the requests; it must be
-    quick and must not raise. At most `max_waiting` requests wait for their first step. The engine belongs to
-    the thread from `start` on: only what makes requests may be called from elsewhere.
+    `deliver` is called on that thread, once after each step, with the requests' outputs; it must be quick and
+    must not raise. At most `max_waiting` requests wait for their first step. The engine belongs to
+    the thread from `start` on: only its makers of requests may be called from other threads.
 
     Attributes: has_failed, True once the thread has ended by an error, which then ends every request;
     n_faults, the times that the idle engine's pages did not add up.
@@ -105,14 +105,14 @@ class EngineLoop:
             self._wake.notify()
 
     def call(self, command: Callable[[], None]) -> Future[None]:
-        """Runs a command of the engine between two steps; the future has what it raised.
+        """Run a command of the engine between two steps; the future has its exception.
 
         Raises CapacityError if the engine stops.
         """
         done: Future[None] = Future()
 
         def run() -> None:
-            if not done.set_running_or_notify_cancel():  # whoever waited has left
+            if not done.set_running_or_notify_cancel():  # the waiting caller has left
                 return
             try:
                 command()
@@ -226,7 +226,7 @@ class EngineLoop:
         return not self._is_stopping
 
     def _inspect(self) -> None:
-        """Checks the books of the idle engine; what is wrong there is logged and ends nobody's answer."""
+        """Check the books of the idle engine. An error is logged, and ends no answer."""
         try:
             self.engine.check_integrity()
         except Exception:

@@ -1,9 +1,9 @@
 """The pool of KV pages: reference counts, and the prefix cache.
 
-A full page can be *cached*: found again by its tokens and all those before it. Its key is the SHA-256 of the
-key of the page before it and its own tokens, with the digests of the images that some are rows of, so no two
-contexts are taken for one another, and a page has the same key in every process. A cached page without owners
-keeps its contents until its space is needed, least recently used first; those of a conversation that is about
+A full page can be *cached*: found again by its tokens and all tokens before it. Its key is the SHA-256 of the
+key of the page before it and its own tokens, with the digests of images whose rows are among them, so no two
+contexts are confused, and a page has the same key in every process. A cached page without owners
+keeps its contents until its space is needed, least recently used first; pages of a conversation that is about
 to continue go last (`keep`).
 """
 
@@ -47,8 +47,9 @@ def check_fits(n_tokens: int, n_needed: int, n_pages: int) -> None:
 
 
 def most_pages(n_tokens: int, page_tokens: int, window: int | None, step_tokens: int) -> int:
-    """The most pages that a sequence of `n_tokens` holds at a time, of layers with a window: those that the
-    window covers before a step of `step_tokens` tokens, and those that the step writes.
+    """Return the most pages that a sequence of `n_tokens` holds at a time. For layers with a window these are
+    the pages that the window covers before a step of `step_tokens` tokens, and the pages that the step
+    writes.
     """
     n_pages = pages_for(n_tokens, page_tokens)
     return n_pages if window is None else min(n_pages, pages_for(window + step_tokens - 1, page_tokens) + 1)
@@ -58,8 +59,8 @@ class PagePool:
     """Pages 0 to n_pages - 1, of `page_tokens` tokens each: free, held by owners, who are counted, or idle.
 
     An idle page has no owner. It is cached, or set aside: its owner may still want to cache it. Layers with a
-    `window` have a pool of their own, of whose pages a sequence holds those that the window covers, and those
-    that a step of up to `step_tokens` tokens writes.
+    `window` have a pool of their own, in which a sequence holds the pages that the window covers, and the
+    pages that a step of up to `step_tokens` tokens writes.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What a step's rows cost, and what a draft does: stated at first, then learned from the steps that ran.
+"""The costs of a step's rows and of drafts: from a table at first, then learned from the steps that ran.
 
-A table of costs holds for the processor that it was measured on. Another one, a longer context or a busy
-machine have other costs, and by a wrong table drafts lose what they should gain.
+A table of costs holds for the processor that it was measured on. On another processor, with a longer context
+or on a busy machine costs differ, and with a wrong table drafts lose time instead of saving it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from kukri.engine.step_cost import smoothed
 
-_PLAIN_EVERY = 24  # steps with drafts, before one without is due: it is what their time is compared with
-_PLAIN_WEIGHT, _MAKING_WEIGHT = 0.15, 0.1  # what a measurement weighs, once there are some
+_PLAIN_EVERY = 24  # steps with drafts, before one without is due, with whose time they are compared
+_PLAIN_WEIGHT, _MAKING_WEIGHT = 0.15, 0.1  # weights of a measurement, after the first
 _LEAST_FALL = 5.0  # see `smoothed`: one step alone may well take half as long as another
-_MEMORY = 0.97  # what is left of a measurement's weight after each later one
+_MEMORY = 0.97  # factor of a measurement's weight after each later one
 _FORGET_EVERY = 8  # steps without drafts
 _TABLE_WEIGHT = 1.0  # measurements that the table counts for
-_MOST_EXCESS = log(2.0)  # a step is counted as no dearer than expected by more
+_MOST_EXCESS = log(2.0)  # a larger excess over the expected cost counts as this
 
 
 class RowCosts:
-    """The time of steps by their rows: a table's, corrected by those that ran. No result depends on it."""
+    """The time of steps by their rows, from a table corrected by steps that ran. No result depends on it."""
 
     def __init__(self, table: Sequence[float]) -> None:
         """`table`: see Backend.row_costs."""
@@ -73,10 +73,10 @@ class _MeasuredCosts:
         self._n_tokens, self._n_plain = n_tokens, 0
         self._table = np.log(table)
         places = np.log2(np.arange(1, len(table) + 1))
-        # what a measurement of some rows says of others: the less the larger their ratio
+        # the influence of a measurement on other numbers of rows, which falls with their ratio
         self._nearness = 0.25 ** np.abs(places[:, None] - places)
         np.fill_diagonal(self._nearness, 0.0)
-        # the weight of what was measured, by rows, and the mean of its corrections, logarithms
+        # by rows: the weight of measurements, and the mean of the logarithms of their corrections
         self._weights, self._means = np.zeros(len(table)), np.zeros(len(table))
 
     @property
@@ -123,15 +123,15 @@ class _MeasuredCosts:
 
 
 class MakingCost:
-    """What a draft of a model costs, in steps of one token of the larger model: by its size, then measured.
+    """The cost of a model's draft, in steps of one token of the larger model: by its size, later as measured.
 
-    Attributes: of_one, of one draft.
+    Attributes: of_one, the cost of one draft.
     """
 
     def __init__(self, of_one: float) -> None:
         self.of_one = of_one
 
     def observe(self, expected: float, measured: float) -> None:
-        """Notes what drafts cost that were expected to cost so much."""
+        """Note the measured cost of drafts, and the cost that was expected."""
         if expected > 0.0:
             self.of_one = smoothed(self.of_one, self.of_one * measured / expected, _MAKING_WEIGHT)
