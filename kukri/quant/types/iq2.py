@@ -21,7 +21,7 @@ IQ2_TILES = QuantType(
         factor=0.125,
         scales=q3_k.SCALES,
         plus=-32,
-        packed_like="Q3_K",
+        tile=q3_k.TILE,
     ),
 )
 

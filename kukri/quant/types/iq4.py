@@ -16,7 +16,7 @@ IQ4_NL = QuantType(
 )
 IQ4_XS = QuantType(
     *("IQ4_XS", 23, 256, 136),
-    Block(STRUCT_XS, (Bits("q", 4, run=16),), IQ4_VALUES, scales=SCALES_XS, plus=-32),
+    Block(STRUCT_XS, (Bits("q", 4, run=16),), IQ4_VALUES, scales=SCALES_XS, plus=-32, is_slow_to_unpack=True),
     file_type=30,
     stand_in="IQ4_NL",
 )

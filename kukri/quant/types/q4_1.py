@@ -1,5 +1,6 @@
 """Q4_1 and Q5_1: 32 weights d * q + m, of 4 or 5 bits."""
 
+from kukri.quant.types.q4_0 import TILE_5
 from kukri.quant.types.schema import Bits, Block, QuantType, struct_of
 
 _M = (Bits("m", 16),)
@@ -15,7 +16,7 @@ Q5_1 = QuantType(
         struct_of(("d", "<f2"), ("m", "<f2"), ("high", "u1", 4), ("q", "u1", 16)),
         (Bits("q", 4, run=16), Bits("high", 1, left=4)),
         minimum=_M,
-        packed_like="Q5_0",
+        tile=TILE_5,
     ),
     file_type=9,
 )

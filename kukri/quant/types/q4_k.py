@@ -1,10 +1,12 @@
 """Q4_K and Q5_K: 256 weights in 8 groups, d s q - m t; q of 4 or 5 bits, s and t of 6."""
 
-from kukri.quant.types.schema import Bits, Block, QuantType, struct_of
+from kukri.quant.types.q4_0 import FIVE_WORDS, five_bits
+from kukri.quant.types.schema import Bits, Block, QuantType, TileWords, struct_of
 
 # the first four scales and minimums in the low 6 bits of their bytes; of the last four the low 4 bits lie
 # together and the top 2 above those of the first
-_HEAD = (("d", "<f2"), ("m", "<f2"), ("s", "u1", 4), ("t", "u1", 4), ("low", "u1", 4))
+_STEPS = (("s", "u1", 4), ("t", "u1", 4), ("low", "u1", 4))
+_HEAD = (("d", "<f2"), ("m", "<f2"), *_STEPS)
 _SCALES = (
     Bits("s", 6),
     Bits("low", 4, n=1, first=4),
@@ -24,7 +26,9 @@ Q4_K = QuantType(
         scales=_SCALES,
         minimum=(Bits("m", 16),),
         minimums=_MINIMUMS,
-        packed_like="Q4_K",
+        tile=TileWords(
+            struct_of(*_STEPS, ("q", "u1", 128)), (Bits("q", 4, run=16),), scales=_SCALES, minimums=_MINIMUMS
+        ),
     ),
     stand_in="Q5_0",
 )
@@ -36,7 +40,13 @@ Q5_K = QuantType(
         scales=_SCALES,
         minimum=(Bits("m", 16),),
         minimums=_MINIMUMS,
-        packed_like="Q5_K",
+        tile=TileWords(
+            struct_of(*_STEPS, *((f"g{i}", FIVE_WORDS) for i in range(8))),
+            tuple(part for i in range(8) for part in five_bits(f"g{i}", 32 * i)),
+            scales=_SCALES,
+            minimums=_MINIMUMS,
+        ),
+        is_slow_to_unpack=True,
     ),
     stand_in="Q5_1",
 )

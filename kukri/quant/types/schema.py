@@ -11,7 +11,7 @@ quant, level(q) an entry of a table or q - offset, and step(s) = times * s + plu
 once, in a file of its own. From them follow decoding in NumPy (`blocks.py`), PyTorch and compiled code, how
 weights are packed into tiles, and where quantizers put what they found.
 
-To read a type is to state it: docs/quantization.md shows how to add one.
+To read a type is to state it: docs/adding-a-part.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -103,6 +103,16 @@ class Placement:
 
 
 @dataclass(frozen=True, eq=False)
+class TileWords:
+    """Where the words of the CPU's tiles have the numbers of a block (kernels/cpu/pack/word_moves.py)."""
+
+    struct: np.dtype[Any]  # has as many bytes as the words
+    quants: Numbers
+    scales: Numbers = ()
+    minimums: Numbers = ()
+
+
+@dataclass(frozen=True, eq=False)
 class Block:
     """The facts of one block. Byte order is little-endian."""
 
@@ -118,14 +128,13 @@ class Block:
     plus: int = 0
     minimum: Numbers = ()
     minimums: Numbers = ()
-    packed_like: str = (
-        ""  # the CPU arranges words in the way of this type (pack_kernels.py); "": as in the file
-    )
+    tile: TileWords | None = None  # where the CPU's tiles have these numbers; None: where the file has them
+    is_slow_to_unpack: bool = False  # so the CPU would rather load inputs twice than unpack weights twice
     tiles: QuantType | None = None
 
     def places(self, numbers: Numbers) -> tuple[Placement, ...]:
         """Where numbers lie."""
-        return tuple(_place(self.struct, part) for part in numbers)
+        return places_in(self.struct, numbers)
 
     @cached_property
     def quant_numbers(self) -> Numbers:
@@ -142,6 +151,11 @@ class Block:
             for i in range(prod(kind.shape))
             if kind.base == np.dtype("<f2")
         )
+
+
+def places_in(struct: np.dtype[Any], numbers: Numbers) -> tuple[Placement, ...]:
+    """Where numbers lie in a struct."""
+    return tuple(_place(struct, part) for part in numbers)
 
 
 def n_numbers(places: Sequence[Placement]) -> int:

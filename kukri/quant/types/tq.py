@@ -1,10 +1,15 @@
 """TQ2_0 and TQ1_0, for ternary models (BitNet): 256 weights -d, 0 or d, of 2 bits or in base 3."""
 
-from kukri.quant.types.schema import Bits, Block, QuantType, Trits, struct_of
+from kukri.quant.types.schema import Bits, Block, QuantType, TileWords, Trits, struct_of
 
 TQ2_0 = QuantType(
     *("TQ2_0", 35, 256, 66),
-    Block(struct_of(("q", "u1", 64), ("d", "<f2")), (Bits("q", 2, run=32),), offset=1, packed_like="TQ2_0"),
+    Block(
+        struct_of(("q", "u1", 64), ("d", "<f2")),
+        (Bits("q", 2, run=32),),
+        offset=1,
+        tile=TileWords(struct_of(("q", "u1", 64)), (Bits("q", 2, run=4),)),
+    ),
     file_type=37,
     stand_in="Q4_0",
     embedding="Q4_K",

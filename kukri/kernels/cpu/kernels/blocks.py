@@ -3,7 +3,7 @@
 A block function is (out, w, x) -> out after one block: `out` is a tile of one vector (16 rows) per token, `w`
 the address of the block in the weight tile, `x` that of its inputs in the panel, of which 4 are a group. Byte
 layouts of the blocks are stated in `kukri.quant`; in a tile, word j of a block is the 64 bytes at 64 j:
-4 bytes of each row, which packing has put in another order for some types (pack_kernels.py).
+4 bytes of each row, in another order than in the file for types that say so (`schema.TileWords`).
 
 Blocks of 256 weights, whose groups have scales of their own, are in `super_blocks`; the table has all.
 """

@@ -263,16 +263,12 @@ class CachedNumbers(NamedTuple):
     store: Any  # (k, v, key_page, value_page, offset, n_heads, d_head): a token's keys and values
     key_scale: Any = None  # (keys, v, d_head): scales of a page's 16 keys; None: there are none
     value_scale: Any = None  # (values, v, d_head): scales of their values
+    has_int8_products: bool = False  # heads are attended to by products of int8 (`int8_attention.py`)
 
     @property
     def is_rotated(self) -> bool:
         """True if heads are stored rotated."""
         return KV_TYPES[self.kv_type].is_rotated
-
-    @property
-    def has_int8_products(self) -> bool:
-        """True if heads are attended to by products of whole numbers: see `int8_attention.py`."""
-        return self.kv_type == "q8_0"
 
     def head_bytes(self, d_head: int) -> int:
         """Bytes of one head's keys, or values, in a page."""
@@ -286,6 +282,6 @@ class CachedNumbers(NamedTuple):
 CACHED = (
     CachedNumbers("f16", _key_f16, _value_f16, _store_f16),
     CachedNumbers("f32", _key_f32, _value_f32, _store_f32),
-    CachedNumbers("q8_0", _key_q8_0, _value_q8_0, _store_q8_0, _key_scale_q8_0, _value_scale_q8_0),
+    CachedNumbers("q8_0", _key_q8_0, _value_q8_0, _store_q8_0, _key_scale_q8_0, _value_scale_q8_0, True),
     CachedNumbers("q4", _key_q4, _value_q4, _store_q4, _scale_q4, _scale_q4),
 )

@@ -40,9 +40,6 @@ CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microse
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
 ROW_TILES_PER_CLAIM = 2
 _PAIR_BYTES = 2 * 64 * TOKENS  # the sums of two row tiles take so many
-# AVX2 has registers for sums of 4 tokens and 16 rows, or of 8 tokens and 8 rows. The latter unpacks weights
-# once, not twice, but loads inputs twice as often: a gain only for types that take long to unpack.
-_BY_HALVES = ("Q5_K", "Q6_K", "IQ4_XS")
 
 
 class Steps(NamedTuple):
@@ -130,7 +127,11 @@ def make_panel_tile(weight_type: str, kind: PanelKind) -> Any:
 
         return row_halves
 
-    by_halves = weight_type in _BY_HALVES and kind == "q8" and cpu_target().lowering == "avx2"
+    # AVX2 has registers for sums of 4 tokens and 16 rows, or of 8 tokens and 8 rows. The latter unpacks
+    # weights once, not twice, but loads inputs twice as often: a gain only for types that are slow to unpack
+    facts = LAYOUTS[weight_type].block
+    is_slow = facts is not None and facts.is_slow_to_unpack
+    by_halves = is_slow and kind == "q8" and cpu_target().lowering == "avx2"
 
     def make(n: int) -> Callable[..., Any]:
         if by_halves and n == TOKENS:

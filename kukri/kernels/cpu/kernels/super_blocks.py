@@ -1,7 +1,7 @@
 """Block functions of weight types with blocks of 256 weights: 8 groups of 32, with scales of their own.
 
-See `blocks` for what a block function is. Each group has a panel block, and words are put in the order of the
-groups when packed (pack_kernels.py).
+See `blocks` for what a block function is. Each group has a panel block, and its words lie side by side in a
+tile (`schema.TileWords`).
 """
 
 from __future__ import annotations

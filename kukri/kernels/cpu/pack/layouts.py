@@ -65,8 +65,8 @@ from typing import Literal
 import numpy as np
 
 from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.quant.types import FLOATS, PACKED, QUANT_TYPES, TILES, QuantType
-from kukri.quant.types.schema import Bits, Block
+from kukri.quant.types import FLOATS, PACKED, TILES, QuantType
+from kukri.quant.types.schema import Block
 
 ROWS = 16  # output rows of a weight tile
 TOKENS = 8  # tokens of a full activation panel
@@ -109,9 +109,7 @@ class TileLayout:
     n_halves: int = 0
     exponent: int = -1  # byte offset of a scale's exponent
     panel: PanelKind = "q8"  # the form activations take
-    # how words are rearranged (pack_kernels.py): GGML's number of the type named by `Block.packed_like`, or
-    # `side_by_side`; -1: as in the file
-    order: int = -1
+    block: Block | None = None  # the facts of a type in blocks
 
     @property
     def tile_block_bytes(self) -> int:
@@ -122,8 +120,8 @@ class TileLayout:
 def _layout(type: QuantType) -> TileLayout:
     """The packing of a type whose struct has its fields of 2 bytes side by side, first or last."""
     if type.block is None:  # floats
-        words = {"n_words": 1} if type.block_bytes == 4 else {"n_halves": 1}
-        return TileLayout(1, type.block_bytes, panel="f32", **words)
+        n_words = type.block_bytes // 4
+        return TileLayout(1, type.block_bytes, n_words=n_words, n_halves=1 - n_words, panel="f32")
     fields = [(kind, at) for kind, at, *_ in (type.block.struct.fields or {}).values()]
     exponent = next((at for kind, at in fields if kind == np.uint8), -1)
     halves = [(at, kind.itemsize // 2) for kind, at in fields if kind.base.itemsize == 2]
@@ -137,32 +135,13 @@ def _layout(type: QuantType) -> TileLayout:
         half=min(halves, default=(0, 0))[0],
         n_halves=n_halves,
         exponent=exponent,
-        order=_order(type.block),
+        block=type.block,
     )
-
-
-NO_QUANTS = -4  # the order of words that are no bytes of quants, nor mixed with other rows' for `smmla`
-
-
-def side_by_side(n_bits: int) -> int:
-    """The order of words in whose bytes neighbouring quants of 1 or 2 bits lie side by side."""
-    return -1 - n_bits
-
-
-def _order(block: Block) -> int:
-    if block.packed_like:
-        return QUANT_TYPES[block.packed_like].ggml_id
-    match block.quants:
-        case (Bits(n_bits=(1 | 2) as n_bits, run=1),):
-            return side_by_side(n_bits)
-    return -1
 
 
 # the types and forms that have tiles
 LAYOUTS = {type.name: _layout(type) for type in (*FLOATS, *PACKED, *TILES) if type.tiles is type}
-LAYOUTS[I16_TILES] = TileLayout(
-    I16_BLOCK, I16_BLOCK_BYTES, n_words=I16_BLOCK_BYTES // 4, panel="i16", order=NO_QUANTS
-)
+LAYOUTS[I16_TILES] = TileLayout(I16_BLOCK, I16_BLOCK_BYTES, n_words=I16_BLOCK_BYTES // 4, panel="i16")
 
 
 def inputs_bytes(kind: PanelKind, n_inputs: int) -> int:

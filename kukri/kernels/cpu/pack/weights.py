@@ -10,6 +10,7 @@ import numpy as np
 from kukri.errors import MissingKernelError
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
+from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import (
     I16_TILES,
     LAYOUTS,
@@ -19,6 +20,7 @@ from kukri.kernels.cpu.pack.layouts import (
     PanelKind,
     TileLayout,
 )
+from kukri.kernels.cpu.pack.word_moves import word_moves
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.run.pool import ThreadPool
 from kukri.kernels.weight_handles import Experts, Weight
@@ -97,6 +99,7 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> PackedWeight:
             if per_token:
                 sums[group, start:stop] = row_sums(rows)[order]
             start = stop
+    moves, masks, flip = word_moves(layout, cpu_target().has_int8_matrix)
     pool.run_kernel(
         "pack",
         row_addresses=address_of(addresses),
@@ -105,7 +108,10 @@ def _pack(groups: Sequence[Sequence[Weight]], pool: ThreadPool) -> PackedWeight:
         block_bytes=layout.block_bytes,
         word=layout.word,
         n_words=layout.n_words,
-        order=layout.order,
+        moves=address_of(moves),
+        masks=address_of(masks),
+        n_moves=len(moves),
+        flip=flip,
         half=layout.half,
         n_halves=layout.n_halves,
         exponent=layout.exponent,
