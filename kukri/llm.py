@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+from warnings import warn
 
 from kukri.calls import MAX_ROUNDS
 from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_chat, is_many
@@ -334,7 +335,21 @@ class LLM:
             found.append((question, question.logprobs(told)))
         return decide.decision(found[0][0], texts, found[0][1], normalization, *found[1:])
 
-    def answer(
+    def describe(self) -> dict[str, Any]:
+        """Return what the model's files say of it, as `kukri inspect --json` prints it.
+
+        Format, sizes, types, layers, configuration, memory of a token, modules and metadata, ready for JSON.
+        """
+        from kukri.opening.description import describe
+
+        return describe(self.path)
+
+    def answer(self, question: str, context: str, **options: int) -> list[Span]:
+        """`extract` under its name of before 0.1, which sounds as if the model answered by itself."""
+        warn("LLM.answer is called LLM.extract now", DeprecationWarning, stacklevel=2)
+        return self.extract(question, context, **options)
+
+    def extract(
         self, question: str, context: str, *, top_k: int = 1, max_answer_tokens: int = 15
     ) -> list[Span]:
         """Finds the `top_k` spans of the context that most probably answer the question, the best first.
@@ -731,7 +746,7 @@ class LLM:
         return _open, (self.options,)
 
     def __copy__(self) -> LLM:
-        raise KukriError("an LLM is not copied: threads may share one, and kukri.load() opens another")
+        raise KukriError("an LLM is not copied: threads may share one, and LLM(model) opens another")
 
     def __deepcopy__(self, memo: Any) -> LLM:
         return self.__copy__()
@@ -768,5 +783,6 @@ def _open(options: ModelOptions) -> LLM:
 
 
 def load(model: str | os.PathLike[str] | None = None, **options: Any) -> LLM:
-    """Opens an LLM: the same as `LLM(model, **options)`."""
+    """`LLM(model, **options)` under its name of before 0.1."""
+    warn("kukri.load is called kukri.LLM now", DeprecationWarning, stacklevel=2)
     return LLM(model, **options)

@@ -219,6 +219,13 @@ def test_every_method_that_computes_is_there(llm: LLM) -> None:
 
     asyncio.run(main())
     here = {"hooks", "attribute", "ask_about", "run_with_cache", "run_with_hooks", "generate_with_hooks"}
-    here |= {"add_hook", "reset_hooks", "intervene", "chat_prompt", "close"}  # one thread's, or at once
+    here |= {
+        "add_hook",
+        "reset_hooks",
+        "intervene",
+        "chat_prompt",
+        "close",
+        "answer",
+    }  # one thread's, at once, or old
     methods = {name for name in vars(LLM) if callable(getattr(LLM, name)) and not name.startswith("_")}
     assert methods - here <= set(vars(AsyncLLM))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 import subprocess
@@ -24,6 +25,7 @@ from kukri.errors import (
     HookError,
     KukriError,
     RequestError,
+    UnsupportedError,
     UnusedTensorError,
 )
 from kukri.kernels.host_step import HostLogits
@@ -538,6 +540,22 @@ def test_wrong_options_name_the_right_one(tiny_path: Path) -> None:
             LLM(tiny_path, **{name: 512})  # type: ignore[arg-type]
 
 
+def test_old_names_warn_and_work(tiny_path: Path) -> None:
+    """Catches a program of before 0.1 that ends, or is not told."""
+    with pytest.warns(DeprecationWarning, match=r"kukri\.LLM"):
+        llm = kukri.load(tiny_path)
+    with llm, pytest.warns(DeprecationWarning, match="extract"), pytest.raises(UnsupportedError):
+        llm.answer("Who?", "Ada.")
+
+
+def test_a_model_describes_itself(fresh: LLM) -> None:
+    """Catches a report that only the terminal can have, or that JSON cannot."""
+    told = fresh.describe()
+    assert told["config"]["n_layers"] == fresh.config.n_layers
+    assert told["kv_bytes_per_token"] > 0
+    assert json.loads(json.dumps(told))["n_parameters"] == told["n_parameters"]
+
+
 def test_defaults_are_replaced_and_kept(fresh: LLM) -> None:
     """Catches a way to set one parameter that drops the model's advice on the others."""
     made = fresh.default_params.replace(max_tokens=3)
@@ -571,7 +589,7 @@ def test_absurd_thread_counts_are_refused(tiny_path: Path) -> None:
 
 def test_a_closed_llm_says_so(tiny_path: Path) -> None:
     """A stream that continues after its model is gone, or an AttributeError on None."""
-    llm = kukri.load(tiny_path, backend="reference")
+    llm = LLM(tiny_path, backend="reference")
     stream = llm.stream("Hello", GREEDY, ignore_eos=True)
     next(stream)
     llm.close()

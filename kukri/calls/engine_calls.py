@@ -26,7 +26,7 @@ from kukri.tokenizer import ChatTemplate, Tokenizer
 from kukri.vision.image import ImagePrompt
 
 _USES = {
-    "question_answering": "answer()",
+    "question_answering": "extract()",
     "sequence_classification": "classify()",
     "token_classification": "classify_tokens()",
     "none": "embed()",

@@ -179,7 +179,7 @@ def test_other_heads_of_bert(head: str, tmp_path: Path) -> None:
             start = out.start_logits[0][[s is not None for s in spans]].softmax(0)
             stop = out.end_logits[0][[s is not None for s in spans]].softmax(0)
             best = max(float(start[i] * stop[j]) for i in range(3) for j in range(i, 3))
-            assert llm.answer("cat?", "the cat sat")[0].score == pytest.approx(best, abs=1e-4)
+            assert llm.extract("cat?", "the cat sat")[0].score == pytest.approx(best, abs=1e-4)
 
 
 def test_word_pieces_are_those_of_transformers(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_answers_are_those_of_the_model(tmp_path: Path) -> None:
     """Catches offsets of bytes, fewer answers than asked for, and numbers without bounds."""
     make(tmp_path, "llama", QUESTIONS)
     with LLM(tmp_path, n_threads=1) as llm:
-        wanted = llm.answer(QUESTION, CONTEXT, top_k=3)
+        wanted = llm.extract(QUESTION, CONTEXT, top_k=3)
         with serving(llm) as server, server.http() as http:
             body = {"model": MODEL, "question": QUESTION, "context": CONTEXT, "top_k": 3}
             found = http.post("/v1/answers", json=body).json()

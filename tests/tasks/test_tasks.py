@@ -138,7 +138,7 @@ def test_answers_are_the_best_spans(loaded: Any, backend: str) -> None:
     assert [spans[i] for i in inside] == [tuple(offsets[i]) for i in inside]
     logits = outputs(model, input_ids=pair["input_ids"])[0][inside].astype(np.float64)
     wanted = best_spans(logits[:, 0], logits[:, 1], 9, 5)
-    got = llm.answer(QUESTION, CONTEXT, top_k=5, max_answer_tokens=9)
+    got = llm.extract(QUESTION, CONTEXT, top_k=5, max_answer_tokens=9)
     assert len(got) == 5
     for span, (score, first, last) in zip(got, wanted, strict=True):
         assert abs(span.score - score) < TOLERANCES[backend] * 0.05
@@ -147,10 +147,10 @@ def test_answers_are_the_best_spans(loaded: Any, backend: str) -> None:
             start, stop = offsets[inside[first]][0], offsets[inside[last]][1]
             assert span.text == CONTEXT[start:stop].strip()
             assert start <= span.start <= span.stop <= stop
-    one = llm.answer(QUESTION, CONTEXT)
+    one = llm.extract(QUESTION, CONTEXT)
     assert len(one) == 1
     assert one[0].score >= got[0].score
-    assert len(llm.answer("?", "ab", top_k=10)) == 3  # a, b and ab
+    assert len(llm.extract("?", "ab", top_k=10)) == 3  # a, b and ab
 
 
 def test_a_span_is_found_where_it_was_put(loaded: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_span_is_found_where_it_was_put(loaded: Any) -> None:
         return made
 
     llm._outputs = program  # type: ignore[method-assign]
-    (span,) = llm.answer(QUESTION, CONTEXT)
+    (span,) = llm.extract(QUESTION, CONTEXT)
     assert (span.text, span.start, span.stop) == ("Zürich", at, at + 6)
     assert span.score > 0.99
 
@@ -257,7 +257,7 @@ def test_a_language_model_still_generates(loaded: Any) -> None:
     llm, _, _ = loaded("llama", "ForCausalLM")
     assert len(llm.generate("Hi", max_tokens=3, temperature=0, ignore_eos=True).token_ids) == 3
     with pytest.raises(UnsupportedError, match="head for language model; this needs one for question ans"):
-        llm.answer("a", "b")
+        llm.extract("a", "b")
 
 
 def test_research_beside_a_request_changes_none_of_its_tokens(loaded: Any) -> None:
@@ -286,7 +286,7 @@ def test_forward_gives_what_the_engine_gives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("head", "use"),
-    [(QUESTIONS, r"answer\(\)"), (TEXTS, r"classify\(\)"), (TOKENS, "classify_tokens"), (BASE, "embed")],
+    [(QUESTIONS, r"extract\(\)"), (TEXTS, r"classify\(\)"), (TOKENS, "classify_tokens"), (BASE, "embed")],
 )
 def test_heads_generate_no_text(head: str, use: str, tmp_path: Path) -> None:
     """A token sampled from two logits, or an error that hides which method there is."""
@@ -322,7 +322,7 @@ def test_heads_are_converted(architecture: str, head: str, tmp_path: Path) -> No
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
     use = {
-        QUESTIONS: lambda llm: llm.answer(QUESTION, CONTEXT, top_k=3),
+        QUESTIONS: lambda llm: llm.extract(QUESTION, CONTEXT, top_k=3),
         TEXTS: lambda llm: llm.classify(TEXT),
         TOKENS: lambda llm: llm.classify_tokens(TEXT),
         BASE: lambda llm: llm.embed([TEXT, "a"]).tolist(),
@@ -387,9 +387,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             ({"context": "b", "max_answer_tokens": 0}, "max_answer_tokens must be at least 1"),
         ):
             with pytest.raises(RequestError, match=message):
-                llm.answer("a", **arguments)
+                llm.extract("a", **arguments)
         with pytest.raises(ContextLengthError, match="has 302 tokens and the context holds 256"):
-            llm.answer("a", "b" * 300)
+            llm.extract("a", "b" * 300)
         with pytest.raises(RequestError, match="pooling must be one of mean, last, cls"):
             llm.embed("a", pooling="max")
         for texts, message in ((5, "texts must be str or a list"), (["a", 5], "text must be str, not int")):
