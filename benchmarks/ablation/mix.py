@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.ablation.trial import Range, Row, Sizes, Trial, random_ids, request_of, row
 from kukri.engine import Engine, Request
 from kukri.engine.batch_builder import Chunk
-from kukri.engine.runner import OwnTaps
 from kukri.kernels.backend import Logits
+from kukri.kernels.taps import TapListener
 
 
 def mixed_requests(engine: Engine, sizes: Sizes) -> list[Request]:
@@ -66,7 +66,7 @@ def watched(engine: Engine) -> Iterator[HeldMemory]:
     """Records the pages held during each step within the `with` block."""
     held, forward = HeldMemory(), engine.runner.run
 
-    def look(chunks: Sequence[Chunk], *own: OwnTaps, **more: Any) -> Logits:
+    def look(chunks: Sequence[Chunk], *own: TapListener, **more: Any) -> Logits:
         running = engine.scheduler.running
         held.pages = max(held.pages, engine.pool.n_pages - engine.pool.n_free)
         held.whole = max(held.whole, len(running) * engine.pool.pages_for(engine.max_context))
