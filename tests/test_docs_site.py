@@ -98,7 +98,7 @@ def test_the_docs_name_files_that_exist() -> None:
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     paths = [path.as_posix() for path in (*sources, *ROOT.glob("*.py"))]
     documents = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log"]
-    for document in (*documents, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+    for document in (*documents, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md"))):
         named = re.findall(r"`(?:\.\./)*([\w/]+\.py)`", document.read_text("utf-8"))
         for name in named:
             is_there = any(path.endswith(f"/{name}") for path in paths)
