@@ -329,8 +329,9 @@ def force_drafts(llm: LLM, text: list[int]) -> None:
 
     The layer computes them as ever. No text is looked up.
     """
+    from kukri.engine.draft_kinds.next_token import NextTokenDrafts
+    from kukri.engine.layer_drafts import LayerModel
     from kukri.engine.lookup_drafts import LookupDrafts
-    from kukri.engine.next_token_drafts import LayerModel, NextTokenDrafts
 
     drafting = llm.engine.drafting.drafter
     assert isinstance(drafting, LayerModel), "it was opened with its layer"

@@ -8,11 +8,12 @@ that replaced rejected drafts are prefilled before the next drafts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -221,28 +222,27 @@ class DraftSetup:
         return model.n_parameters / self.runner.model.n_parameters
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Computes a model's drafts for the requests of a step, in one batch. Not for several threads at once."""
 
-    @property
-    def layer(self) -> RowReader | None:
-        """The model, if it reads rows that the larger model made, which has to be in one process then."""
+    layer: RowReader | None = None  # the model, if it reads rows that the larger model made
+    cost: MakingCost
 
-    @property
-    def cost(self) -> MakingCost:
-        """What a draft costs."""
-
+    @abstractmethod
     def drafts_for(self, prompt: IntArray) -> Callable[[], CountedDrafts]:
         """A function that makes fresh draft state for an answer to a prompt. For any thread."""
 
-    def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Reads what is known of a step's requests before their drafts are made, if that pays."""
-
+    @abstractmethod
     def compute(self, wanted: Sequence[tuple[Any, int]]) -> None:
         """Makes this many drafts for each draft state that `drafts_for` made, or fewer."""
 
+    def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
+        """Reads what is known of a step's requests before their drafts are made, if that pays."""
+        return
+
     def check_integrity(self, running: Iterable[Drafts | None]) -> None:
         """Asserts that what it holds belongs to the requests that run."""
+        return
 
 
 class DraftSource(NamedTuple):
@@ -253,11 +253,10 @@ class DraftSource(NamedTuple):
     backend: Backend | None = None
 
 
-class DraftModel:
-    """Computes drafts by a model that has a cache of its own. See Drafter."""
+class DraftModel(Drafter):
+    """Computes drafts by a model that has a cache of its own."""
 
     kind: type[ModelDrafts] = ModelDrafts
-    layer: RowReader | None = None  # what reads rows that the larger model made, if it does
     _activations: FloatArray | None = None  # [T, D] that a run reads besides its tokens
 
     def __init__(self, model: Model, setup: DraftSetup) -> None:
@@ -284,7 +283,6 @@ class DraftModel:
         self.pool = PagePool(n_pages, backend.page_tokens)
 
     def drafts_for(self, prompt: IntArray) -> Callable[[], ModelDrafts]:
-        """See Drafter.drafts_for."""
         return self.drafts
 
     def drafts(self, *more: Any) -> ModelDrafts:
@@ -293,13 +291,10 @@ class DraftModel:
         sizes = self._max_context, self._n_vocab, self.cost
         return self.kind(self.pool, page_row, *sizes, *more)
 
-    def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """See Drafter.read_ahead."""
-
     def compute(self, wanted: Sequence[tuple[Any, int]]) -> None:
-        """See Drafter.compute. Makes none if pages or context leave no room.
+        """Makes none if pages or context leave no room.
 
-        They are written after the request's tokens, if it has room for them.
+        Drafts are written after the request's tokens, if it has room for them.
         """
         ready = [(drafts, n) for drafts, n in self._prefill(wanted) if n > 1 == len(drafts.drafts)]
         depth = 1

@@ -13,7 +13,7 @@ import torch
 import transformers as tr
 
 from kukri import LLM, SamplingParams
-from kukri.engine.assistant_drafts import AssistantDrafts
+from kukri.engine.draft_kinds.assistant import AssistantDrafts
 from kukri.engine.drafts import DraftBudget
 from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.errors import UnsupportedError

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from kukri import LLM, SamplingParams
 from kukri.engine.drafts import DraftBudget
+from kukri.engine.layer_drafts import LayerDrafts
 from kukri.engine.lookup_drafts import LookupDrafts
-from kukri.engine.next_token_drafts import LayerDrafts
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.huggingface.eagle3 import read_eagle3

@@ -15,9 +15,9 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from kukri import LLM, SamplingParams
+from kukri.engine.draft_kinds.next_token import NextTokenDrafts
 from kukri.engine.drafts import DraftBudget
 from kukri.engine.lookup_drafts import LookupDrafts
-from kukri.engine.next_token_drafts import NextTokenDrafts
 from kukri.errors import ConfigError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.formats.gguf.reader import GGUFFile

@@ -1,14 +1,13 @@
-"""Drafts by a layer that reads what the model made of tokens: its own for multi-token prediction
-(models/next_token.py), or EAGLE-3's (models/eagle3.py).
+"""Drafts by a layer that reads the larger model's rows: the base of its own layer's and of EAGLE-3's.
 
-A draft model whose tokens are a request's, one later, and which reads what the model made of the token before
-each: the rows of taps, noted as steps run. Its sequence begins where a request's first step does: what a
-cached prefix holds it does not see. So a draft may be worse, and no answer differs.
+The layer is a draft model whose tokens are a request's, one later. For each it reads the rows of taps for the
+token before, noted as steps run. Its sequence begins where a request's first step does, so it does not see
+what a cached prefix holds. A draft may be worse for that, but no answer differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,12 @@ from kukri.engine.draft_model import DraftModel, DraftSetup, ModelDrafts, chunk_
 from kukri.engine.row_drafts import RowDrafts
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.backend import CompiledProgram, Logits
+from kukri.kernels.backend import CompiledProgram
 from kukri.kernels.op_set import Program
-from kukri.kernels.step import StepLimits, rows_batch
-from kukri.models.eagle3 import Eagle3
-from kukri.models.next_token import RESULT, NextTokenLayer, RowReader
+from kukri.kernels.step import StepLimits
+from kukri.models.next_token import RESULT, RowReader
 
 _MOST_UNREAD = 64  # rows of a request that wait for others, whether drafts are wanted or not
-_N_LAST, _MOST_RARE = 64, 8  # last tokens of a text, and how many may be rare for frequent ones to be drafted
 
 
 class LayerDrafts(RowDrafts, ModelDrafts):
@@ -119,65 +116,3 @@ class LayerModel(DraftModel):
 
     def _keep(self, name: str, x: FloatArray) -> None:
         self._results = x.copy()
-
-
-class NextTokenDrafts(LayerDrafts):
-    """The state of the model's own layer, which drafts frequent tokens unless the text has others."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.has_rare = False  # True if rare tokens are likely: all are drafted then
-        # set by the model: tokens that are not rare, and what a draft among all costs by one among these
-        self.n_frequent, self.rare_factor = 0, 1.0
-
-    def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        super().follow(tokens, n_tokens)
-        n_rare = np.count_nonzero(tokens[max(n_tokens - _N_LAST, 0) : n_tokens] >= self.n_frequent)
-        self.has_rare = bool(n_rare > _MOST_RARE)
-        self.cost_factor = self.rare_factor if self.has_rare else 1.0
-
-
-class NextTokenDraftModel(LayerModel):
-    """Computes drafts by the model's own layer."""
-
-    kind = NextTokenDrafts
-    layer: NextTokenLayer
-    _head: CompiledProgram | None = None  # for rare tokens, once there are some
-
-    def drafts(self, *more: Any) -> NextTokenDrafts:
-        made, layer = super().drafts(*more), self.layer
-        assert isinstance(made, NextTokenDrafts)
-        rest = (layer.config.n_vocab - layer.n_frequent) * layer.config.d_model / layer.n_parameters
-        made.n_frequent, made.rare_factor = layer.n_frequent, 1 + rest
-        return made
-
-    def _chosen(self, logits: Logits, drafting: Sequence[ModelDrafts]) -> Sequence[int]:
-        found = list(super()._chosen(logits, drafting))
-        rare = [
-            i for i, drafts in enumerate(drafting) if isinstance(drafts, NextTokenDrafts) and drafts.has_rare
-        ]
-        if rare and self._results is not None:
-            for i, token in zip(rare, self._of_all(self._results[rare]), strict=True):
-                found[i] = token
-        return found
-
-    def _of_all(self, results: FloatArray) -> Sequence[int]:
-        """The likeliest of all tokens by results [n, D]."""
-        self._head = self._head or self._compiled(self.layer.of_all, self._runner.limits.max_sequences)
-        return self._head(rows_batch(results)).argmax()
-
-
-class EagleModel(LayerModel):
-    """Computes drafts by EAGLE-3's layer, whose head has a part of the tokens."""
-
-    layer: Eagle3
-
-    def __init__(self, layer: Eagle3, setup: DraftSetup) -> None:
-        super().__init__(layer, setup)
-        self._reduce = self._compiled(self.layer.reduced, self._runner.limits.max_tokens)
-
-    def _read(self, rows: FloatArray) -> FloatArray:
-        return self._reduce(rows_batch(rows)).numpy().copy()
-
-    def _chosen(self, logits: Logits, drafting: Sequence[ModelDrafts]) -> Sequence[int]:
-        return [int(self.layer.to_target[token]) for token in super()._chosen(logits, drafting)]
