@@ -2,7 +2,7 @@
 
 A formula is written over `xp`, the functions that NumPy and PyTorch have in common, so that one formula
 serves the reference backend, the tape of gradients, PyTorch and the GPU. The CPU backend computes a row by
-the function of vectors that `kukri.kernels.cpu.kernels.elementwise` has under the row's name.
+the function of vectors that `kukri.kernels.cpu.codegen.elementwise` has under the row's name.
 """
 
 from __future__ import annotations

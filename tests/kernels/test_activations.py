@@ -10,7 +10,7 @@ import torch
 from transformers.activations import ACT2FN, XIELUActivation
 
 from kukri.kernels.activations import ACTIVATIONS, NUMPY, activate, slopes
-from kukri.kernels.cpu.kernels import elementwise
+from kukri.kernels.cpu.codegen import elementwise
 from kukri.kernels.pytorch.ops import TensorFunctions
 
 

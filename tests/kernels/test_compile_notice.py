@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kukri.kernels import compile_notice
-from kukri.kernels.compile_notice import CompileNotice
+from kukri.kernels.cpu.compile import compile_notice
+from kukri.kernels.cpu.compile.compile_notice import CompileNotice
 
 
 @pytest.mark.parametrize(("n_free", "says"), [(1 << 30, ", once"), (0, "at every start: .*KUKRI_CACHE_DIR")])

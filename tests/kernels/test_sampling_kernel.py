@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kukri.errors import UnsupportedError
 from kukri.kernels import sampling_record, sampling_stages
+from kukri.kernels.cpu.codegen.sampling_backend import CpuSampling
 from kukri.kernels.cpu.compile.jit import KernelLibrary
-from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
 from kukri.kernels.cpu.run.pool import ThreadPool
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.reference_sampling import ReferenceSampling, weights_of

@@ -19,7 +19,7 @@ from kukri.kernels.cpu.compile.shipped_kernels import ShippedKernels, read_shipp
 from kukri.kernels.cpu.compile.wheel_kernels import wheel_kernel_names
 
 CODE = ("symbol", ("a", "b"), b"object code " * 50)
-MODULE = "kernels.linear"
+MODULE = "codegen.linear"
 
 
 @pytest.fixture
@@ -148,24 +148,24 @@ cpu_features()
 def test_nothing_but_kernels_imports_numba() -> None:
     """Catches an import by which a program without Numba ends."""
     made_of = (
-        "kernels.intrinsics",
+        "codegen.intrinsics",
         "run.atomics",
-        "kernels.simd",
-        "kernels.dots",
-        "kernels.tile_folds",
-        "kernels.tile_products",
-        "kernels.tiles",
-        "kernels.unpack",
-        "kernels.block_numbers",
-        "kernels.blocks",
-        "kernels.super_blocks",
-        "kernels.group_dots",
-        "kernels.candidates",
-        "kernels.head_rotation",
-        "kernels.kv_types",
-        "kernels.attention_rows",
-        "kernels.prompt_attention",
-        "kernels.int8_attention",
+        "codegen.simd",
+        "codegen.dots",
+        "codegen.tile_folds",
+        "codegen.tile_products",
+        "codegen.tiles",
+        "codegen.unpack",
+        "codegen.block_numbers",
+        "codegen.blocks",
+        "codegen.super_blocks",
+        "codegen.group_dots",
+        "codegen.candidates",
+        "codegen.head_rotation",
+        "codegen.kv_types",
+        "codegen.attention_rows",
+        "codegen.prompt_attention",
+        "codegen.int8_attention",
         "pack.scale_search",
     )
     command = [sys.executable, "-c", _WITHOUT, " ".join([*kernel_cache.KERNEL_MODULES, *made_of])]

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 from kukri.errors import ShapeError
 from kukri.host.hardware import available_bytes
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
+from kukri.kernels.cpu.codegen.sampling_backend import CpuSampling
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.jit import KernelLibrary, entry_point, pack_record
 from kukri.kernels.cpu.compile.kernel_cache import sources_hash
-from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
 from kukri.kernels.cpu.pack.layouts import PanelKind
 from kukri.kernels.cpu.pack.weights import PackedWeight, pack, pack_experts
 from kukri.kernels.cpu.plan.adapter_ops import PackedLowRank

@@ -15,8 +15,8 @@ import torch
 from kukri.host.hardware import cpu_model
 from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram, SamplingBackend
 from kukri.kernels.cache import Cache, CacheLayout, KVType
+from kukri.kernels.cpu.codegen.sampling_backend import CpuSampling
 from kukri.kernels.cpu.compile.jit import KernelLibrary
-from kukri.kernels.cpu.kernels.sampling_backend import CpuSampling
 from kukri.kernels.cpu.run.pool import ThreadPool
 from kukri.kernels.host_step import StoppedError, check_adapters, check_sizes, row_adapters
 from kukri.kernels.op_set import Program

@@ -153,7 +153,7 @@ def _compile_and_store(name: str) -> KernelCode:
             os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU
         elif cpu_target().lowering == "dotprod":
             os.environ["NUMBA_CPU_FEATURES"] = cpu_target().features  # those that LLVM does not find itself
-    from kukri.kernels.cpu.kernels.intrinsics import compile_kernel
+    from kukri.kernels.cpu.codegen.intrinsics import compile_kernel
 
     module, source = find_source(name)
     with _without_collections():

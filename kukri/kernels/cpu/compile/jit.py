@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kukri.errors import UnsupportedError
-from kukri.kernels.compile_notice import CompileNotice
 from kukri.kernels.cpu.compile import object_code
+from kukri.kernels.cpu.compile.compile_notice import CompileNotice
 from kukri.kernels.cpu.compile.features import has_compiler
 from kukri.kernels.cpu.compile.kernel_cache import read_cached
 from kukri.kernels.cpu.compile.object_code import ObjectCode, UnsupportedObjectError

@@ -11,8 +11,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.intrinsics import (
     broadcast,
     call_llvm,
     constant,
@@ -24,7 +23,8 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     renamed,
     split,
 )
-from kukri.kernels.cpu.kernels.simd import F32x16, I32x16, U8x64
+from kukri.kernels.cpu.codegen.simd import F32x16, I32x16, U8x64
+from kukri.kernels.cpu.compile.features import cpu_target
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 

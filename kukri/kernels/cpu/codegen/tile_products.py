@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.kernels.dots import (
+from kukri.kernels.cpu.codegen.dots import (
     I16X16,
     I16X32,
     add_pairs,
@@ -20,7 +19,7 @@ from kukri.kernels.cpu.kernels.dots import (
     matrix_dot,
     sdot,
 )
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.intrinsics import (
     at,
     broadcast,
     join,
@@ -29,11 +28,11 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     renamed,
     split,
 )
-from kukri.kernels.cpu.kernels.simd import (
+from kukri.kernels.cpu.codegen.simd import (
     I32x16,
     U8x64,
 )
-from kukri.kernels.cpu.kernels.tiles import (
+from kukri.kernels.cpu.codegen.tiles import (
     Tile,
     each,
     entry_of,
@@ -41,6 +40,7 @@ from kukri.kernels.cpu.kernels.tiles import (
     same,
     tile_operation,
 )
+from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import (
     GROUP,
     ODD_INPUTS,

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kukri.kernels.cpu.kernels.group_dots import (
+from kukri.kernels.cpu.codegen.group_dots import (
     SMALL_SHIFT,
     dot_five_bits,
     dot_iq4,
     dot_nibbles,
     make_dot_runs,
 )
-from kukri.kernels.cpu.kernels.intrinsics import device
-from kukri.kernels.cpu.kernels.simd import load_f16x16, load_i32x16, load_u8x64, load_u16x16, splat
-from kukri.kernels.cpu.kernels.tile_folds import (
+from kukri.kernels.cpu.codegen.intrinsics import device
+from kukri.kernels.cpu.codegen.simd import load_f16x16, load_i32x16, load_u8x64, load_u16x16, splat
+from kukri.kernels.cpu.codegen.tile_folds import (
     tile_add_min,
     tile_fold_halves,
     tile_fold_mins,
@@ -31,19 +31,19 @@ from kukri.kernels.cpu.kernels.tile_folds import (
     tile_scales_weights,
     tile_short_half_start,
 )
-from kukri.kernels.cpu.kernels.tile_products import (
+from kukri.kernels.cpu.codegen.tile_products import (
     fetch_ahead,
     tile_dot4_short,
     tile_scaled_short_end,
     tile_short_start,
 )
-from kukri.kernels.cpu.kernels.tiles import (
+from kukri.kernels.cpu.codegen.tiles import (
     panel_block_bytes,
     tile_add_scaled,
     tile_sums_like,
     tile_zeros_like,
 )
-from kukri.kernels.cpu.kernels.unpack import (
+from kukri.kernels.cpu.codegen.unpack import (
     add_to_pairs,
     byte_bits,
     byte_pairs,

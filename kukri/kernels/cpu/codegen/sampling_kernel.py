@@ -16,8 +16,7 @@ import numpy as np
 
 from kukri.kernels import sampling_record
 from kukri.kernels import sampling_stages as stages
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
-from kukri.kernels.cpu.kernels.candidates import (
+from kukri.kernels.cpu.codegen.candidates import (
     LOWEST,
     copy_row,
     count_from,
@@ -43,7 +42,7 @@ from kukri.kernels.cpu.kernels.candidates import (
     weigh,
     weigh_candidates,
 )
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.intrinsics import (
     device,
     load_f32,
     load_f64,
@@ -56,8 +55,9 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     store_i32,
     store_i64,
 )
-from kukri.kernels.cpu.kernels.sampling_scratch import ARRAYS, BLOCK_SUMS, CONTEXT, SUM_BLOCK, padded_size
-from kukri.kernels.cpu.kernels.simd import splat, store_f32x16
+from kukri.kernels.cpu.codegen.sampling_scratch import ARRAYS, BLOCK_SUMS, CONTEXT, SUM_BLOCK, padded_size
+from kukri.kernels.cpu.codegen.simd import splat, store_f32x16
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.run.atomics import atomic_count
 from kukri.kernels.sampling_record import (
     LN_2,

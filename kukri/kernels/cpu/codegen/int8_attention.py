@@ -17,16 +17,15 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.kernels.attention_rows import (
+from kukri.kernels.cpu.codegen.attention_rows import (
     NO_SCORE,
     PAGES_BYTES,
     RANGE_BYTES,
     load_pages,
     make_load_rows,
 )
-from kukri.kernels.cpu.kernels.blocks import signed_bytes
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.blocks import signed_bytes
+from kukri.kernels.cpu.codegen.intrinsics import (
     constant,
     device,
     load_f32,
@@ -36,9 +35,9 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     stack_bytes,
     store_i64,
 )
-from kukri.kernels.cpu.kernels.kv_types import CachedNumbers
-from kukri.kernels.cpu.kernels.panels import quantize_row
-from kukri.kernels.cpu.kernels.prompt_attention import (
+from kukri.kernels.cpu.codegen.kv_types import CachedNumbers
+from kukri.kernels.cpu.codegen.panels import quantize_row
+from kukri.kernels.cpu.codegen.prompt_attention import (
     LANES,
     LANES_BYTES,
     ROW_SCORES,
@@ -47,7 +46,7 @@ from kukri.kernels.cpu.kernels.prompt_attention import (
     make_fetch,
     make_softmax,
 )
-from kukri.kernels.cpu.kernels.simd import (
+from kukri.kernels.cpu.codegen.simd import (
     TO_WHOLE,
     fma,
     load_f16x16,
@@ -61,8 +60,8 @@ from kukri.kernels.cpu.kernels.simd import (
     zero_below,
     zero_outside,
 )
-from kukri.kernels.cpu.kernels.tile_products import tile_dot2_rows
-from kukri.kernels.cpu.kernels.tiles import (
+from kukri.kernels.cpu.codegen.tile_products import tile_dot2_rows
+from kukri.kernels.cpu.codegen.tiles import (
     make_tile_zeros,
     tile_merge,
     tile_rows,
@@ -70,6 +69,7 @@ from kukri.kernels.cpu.kernels.tiles import (
     tile_store,
     tile_zeros_like,
 )
+from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import LAYOUTS, Q8_BLOCK, Q8_BLOCK_BYTES, TOKENS
 from kukri.kernels.cpu.run.abi import (
     CHUNK_PAGES,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kukri.kernels.cpu.kernels.group_dots import (
+from kukri.kernels.cpu.codegen.group_dots import (
     SMALL_SHIFT,
     TURNS,
     dot_five_bits,
@@ -21,10 +21,10 @@ from kukri.kernels.cpu.kernels.group_dots import (
     make_dot_runs,
     signed_start,
 )
-from kukri.kernels.cpu.kernels.intrinsics import device
-from kukri.kernels.cpu.kernels.simd import load_bf16x16, load_f16x16, load_f32x16, load_u8x64
-from kukri.kernels.cpu.kernels.super_blocks import SUPER_BLOCK_FUNCTIONS
-from kukri.kernels.cpu.kernels.tile_folds import (
+from kukri.kernels.cpu.codegen.intrinsics import device
+from kukri.kernels.cpu.codegen.simd import load_bf16x16, load_f16x16, load_f32x16, load_u8x64
+from kukri.kernels.cpu.codegen.super_blocks import SUPER_BLOCK_FUNCTIONS
+from kukri.kernels.cpu.codegen.tile_folds import (
     tile_add_min,
     tile_fold,
     tile_fold_into,
@@ -35,7 +35,7 @@ from kukri.kernels.cpu.kernels.tile_folds import (
     tile_raised_offset_start,
     tile_raised_start,
 )
-from kukri.kernels.cpu.kernels.tile_products import (
+from kukri.kernels.cpu.codegen.tile_products import (
     fetch_ahead,
     tile_dot2,
     tile_dot4_short,
@@ -43,14 +43,14 @@ from kukri.kernels.cpu.kernels.tile_products import (
     tile_short_end,
     tile_short_start,
 )
-from kukri.kernels.cpu.kernels.tiles import (
+from kukri.kernels.cpu.codegen.tiles import (
     panel_block_bytes,
     tile_add_scaled,
     tile_fma,
     tile_sums_like,
     tile_zeros_like,
 )
-from kukri.kernels.cpu.kernels.unpack import byte_bits, load_powers, look_up, low_bits
+from kukri.kernels.cpu.codegen.unpack import byte_bits, load_powers, look_up, low_bits
 from kukri.kernels.cpu.pack.layouts import I16_SCALES, I16_TILES, TOKENS
 from kukri.quant.types.fp4 import FP4_VALUES
 

@@ -17,9 +17,7 @@ from functools import partial
 from typing import Any
 
 from kukri.kernels.cache import MAX_HEAD
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
-from kukri.kernels.cpu.kernels.attention_rows import (
+from kukri.kernels.cpu.codegen.attention_rows import (
     ADJUSTED,
     NO_SCORE,
     PAGES_BYTES,
@@ -31,8 +29,8 @@ from kukri.kernels.cpu.kernels.attention_rows import (
     load_pages,
     make_load_rows,
 )
-from kukri.kernels.cpu.kernels.int8_attention import make_int8_entry
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.int8_attention import make_int8_entry
+from kukri.kernels.cpu.codegen.intrinsics import (
     device,
     f32_of_bits,
     load_f32,
@@ -41,10 +39,10 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     stack_bytes,
     store_f32,
 )
-from kukri.kernels.cpu.kernels.kv_types import CACHED, CachedNumbers
-from kukri.kernels.cpu.kernels.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
-from kukri.kernels.cpu.kernels.prompt_attention import make_prompt_entry
-from kukri.kernels.cpu.kernels.simd import (
+from kukri.kernels.cpu.codegen.kv_types import CACHED, CachedNumbers
+from kukri.kernels.cpu.codegen.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
+from kukri.kernels.cpu.codegen.prompt_attention import make_prompt_entry
+from kukri.kernels.cpu.codegen.simd import (
     fma,
     load_f32x16,
     mask_outside,
@@ -55,7 +53,9 @@ from kukri.kernels.cpu.kernels.simd import (
     store_f32x16,
     sum_lanes,
 )
-from kukri.kernels.cpu.kernels.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.codegen.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.run.abi import (
     CHUNK_TOKENS,
     MAX_TILE_ROWS,

@@ -8,26 +8,25 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.kernels.dots import (
+from kukri.kernels.cpu.codegen.dots import (
     I16X32,
     dot2,
     pair_words,
     row_sums,
 )
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.intrinsics import (
     at,
     broadcast,
     constant,
     pointer,
     renamed,
 )
-from kukri.kernels.cpu.kernels.simd import (
+from kukri.kernels.cpu.codegen.simd import (
     F32x16,
     I32x16,
 )
-from kukri.kernels.cpu.kernels.tile_products import ZEN_4, sums_int16
-from kukri.kernels.cpu.kernels.tiles import (
+from kukri.kernels.cpu.codegen.tile_products import ZEN_4, sums_int16
+from kukri.kernels.cpu.codegen.tiles import (
     I32x32,
     Tile,
     as_sums,
@@ -40,6 +39,7 @@ from kukri.kernels.cpu.kernels.tiles import (
     same,
     tile_operation,
 )
+from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import (
     HALF_STARTS,
     LAST_NEGATIVE_SUMS,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from kukri.kernels import sampling_record
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.intrinsics import (
     device,
     load_f32,
     load_f64,
@@ -25,8 +25,8 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     store_i32,
     store_i64,
 )
-from kukri.kernels.cpu.kernels.sampling_scratch import CONTEXT, GROUP, HISTOGRAM, N_DIGITS
-from kukri.kernels.cpu.kernels.simd import (
+from kukri.kernels.cpu.codegen.sampling_scratch import CONTEXT, GROUP, HISTOGRAM, N_DIGITS
+from kukri.kernels.cpu.codegen.simd import (
     add_f64,
     exponential,
     lanes_from,

@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
-from kukri.kernels.cpu.kernels.intrinsics import device, load_f32, load_i64, store_f32, store_i32
-from kukri.kernels.cpu.kernels.simd import (
+from kukri.kernels.cpu.codegen.intrinsics import device, load_f32, load_i64, store_f32, store_i32
+from kukri.kernels.cpu.codegen.simd import (
     absolute,
     fma,
     load_f32x16,
@@ -32,6 +30,8 @@ from kukri.kernels.cpu.kernels.simd import (
     sum_lanes_i32,
     to_i32,
 )
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.pack.layouts import (
     F32_INPUT_BYTES,
     GROUP,

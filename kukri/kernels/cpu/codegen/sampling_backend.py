@@ -9,8 +9,8 @@ import numpy as np
 
 from kukri.errors import ShapeError, UnsupportedError
 from kukri.kernels.backend import Logits
+from kukri.kernels.cpu.codegen.sampling_scratch import scratch_bytes
 from kukri.kernels.cpu.compile.jit import KernelLibrary, entry_point, pack_record
-from kukri.kernels.cpu.kernels.sampling_scratch import scratch_bytes
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.cpu.run.pool import ThreadPool
 from kukri.kernels.sampling_record import MAX_VOCAB, SamplingRecords

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
-from kukri.kernels.cpu.kernels.blocks import BLOCK_FUNCTIONS, i16_pair
-from kukri.kernels.cpu.kernels.intrinsics import device, load_i64, stack_bytes
-from kukri.kernels.cpu.kernels.simd import load_f32x16, splat, store_f32x16
-from kukri.kernels.cpu.kernels.tiles import (
+from kukri.kernels.cpu.codegen.blocks import BLOCK_FUNCTIONS, i16_pair
+from kukri.kernels.cpu.codegen.intrinsics import device, load_i64, stack_bytes
+from kukri.kernels.cpu.codegen.simd import load_f32x16, splat, store_f32x16
+from kukri.kernels.cpu.codegen.tiles import (
     make_tile_zeros,
     tile_add,
     tile_fma,
@@ -25,6 +23,8 @@ from kukri.kernels.cpu.kernels.tiles import (
     tile_rows,
     tile_store,
 )
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.pack.layouts import (
     LAYOUTS,
     PER_TOKEN_TYPE,

@@ -13,8 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, register_model
 
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.intrinsics import (
     at,
     broadcast,
     call_llvm,
@@ -23,12 +22,13 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     pointer,
     split,
 )
-from kukri.kernels.cpu.kernels.simd import (
+from kukri.kernels.cpu.codegen.simd import (
     F32x16,
     I32x16,
     RegisterModel,
     Vec,
 )
+from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import (
     I16_SCALES,
     Q8_BLOCK_BYTES,

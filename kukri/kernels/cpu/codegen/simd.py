@@ -17,8 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import models, overload, register_model
 
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.kernels.intrinsics import (
+from kukri.kernels.cpu.codegen.intrinsics import (
     at,
     broadcast,
     call_llvm,
@@ -27,6 +26,7 @@ from kukri.kernels.cpu.kernels.intrinsics import (
     operation,
     pointer,
 )
+from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import GROUP, ODD_INPUTS
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))

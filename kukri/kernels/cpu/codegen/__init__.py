@@ -1,0 +1,1 @@
+"""Kernels and the operations that they are made of, as Numba compiles them."""

@@ -1,1 +1,0 @@
-"""The kernels, as Numba compiles them."""
