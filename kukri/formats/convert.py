@@ -37,13 +37,12 @@ from kukri.formats.huggingface.weights import (
     parts_of,
 )
 from kukri.formats.imatrix import ImportanceMatrix
-from kukri.formats.tensor_forms import gguf_form, hf_form, inverse, row_of, table, taken
+from kukri.formats.tensor_forms import gguf_form, hf_form, inverse, row_factors, row_of, table, taken
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts
 from kukri.models import ARCHITECTURES
 from kukri.models.next_token import is_after_last
-from kukri.models.stored import Order
 from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, dequantize
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
@@ -206,44 +205,24 @@ def _of_safetensors(
     model_name = hf_name(stored_name, config.architecture)
     hf, gguf = (form(model_name, config, n_rows) for form in (hf_form, gguf_form))
     shape = hf.transform.load_shape((n_rows, *tensor.shape[1:]))
-    order = _between(hf.rows, gguf.rows, n_rows)
+    load, store = hf.transform.load, gguf.transform.store
 
     def read() -> ByteArray:
         rows: ByteArray = file.data(tensor).reshape(first + n_parts * n_rows, -1)
-        rows = taken(rows[first + part * n_rows :][:n_rows], order)
+        rows = taken(taken(rows[first + part * n_rows :][:n_rows], hf.rows), inverse(gguf.rows))
         numbers = taken(rows.view(f"u{type.block_bytes}"), None, inverse(gguf.columns))
         return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(rows) if len(shape) > 1 else 1, -1)
 
-    factors = row_factors(config, model_name)
-
     def read_changed() -> ByteArray:
         values = dequantize(read(), type)
-        values = values if hf.transform.load is None else hf.transform.load(values)
-        return (values if factors is None else values * np.float32(factors).reshape(-1, 1)).view(np.uint8)
+        values = values if load is None else load(values)
+        return (values if store is None else store(values)).view(np.uint8)
 
     is_small = len(shape) == 1 or row_of(model_name, config.architecture).is_small
     target, stored_shape = _F32 if is_small else type, gguf.transform.store_shape(shape, config.recurrent)
-    if factors is not None or hf.transform.load is not None:
+    if load is not None or store is not None:
         return Step(stored_name, stored_shape, _F32, target, read_changed, name)
     return Step(stored_name, stored_shape, type, target, read, name)
-
-
-def _between(hf: Order, gguf: Order, n_rows: int) -> Order:
-    """For each row of a GGUF file's, that of safetensors; None if all stay."""
-    if hf is None and gguf is None:
-        return None
-    order = np.arange(n_rows) if hf is None else hf
-    order = order if gguf is None else order[np.argsort(gguf)]
-    return None if np.array_equal(order, np.arange(n_rows)) else order
-
-
-def row_factors(config: ModelConfig, name: str) -> Any:
-    """What GGUF files have a matrix, or each of its rows, multiplied by; None if by nothing."""
-    factors_of = ARCHITECTURES[config.architecture].gguf_factors
-    if factors_of is None or not name.endswith(".weight"):
-        return None
-    factors = factors_of(config, re.sub(r"model\.layers\.\d+\.|\.weight$", "", name))
-    return None if np.all(np.equal(factors, 1)) else factors
 
 
 def _is_head_multiplied(config: ModelConfig) -> bool:

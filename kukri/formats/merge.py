@@ -6,14 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.errors import FormatError, UnsupportedError
-from kukri.formats.convert import Conversion, Step, row_factors
+from kukri.formats.convert import Conversion, Step
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.huggingface.safetensors import (
     INDEX_NAME,
@@ -58,11 +57,11 @@ def with_adapter(conversion: Conversion, adapter: Adapter) -> Conversion:
 
         def read() -> ByteArray:
             n_out = step.shape[-2]
+            model_name = hf_name(step.name, config.architecture)
             rows = np.array(dequantize(step.read(), step.source))
-            for name, expert, update in updates[step.name]:
-                form = gguf_form(name, config, n_out)
-                factors = row_factors(config, hf_name(step.name, config.architecture))
-                _add(rows[expert * n_out : (expert + 1) * n_out], update, form, factors)
+            for _, expert, update in updates[step.name]:
+                form = gguf_form(model_name, config, n_out)
+                _add(rows[expert * n_out : (expert + 1) * n_out], update, form)
             return rows.view(np.uint8)
 
         return replace(step, source=_F32, read=read)
@@ -123,13 +122,10 @@ def write_merged_directory(
         raise FormatError(f"cannot be written: {error.strerror}", path=target) from None
 
 
-def _add(matrix: FloatArray, update: LowRank, form: Form, factors: Any = None) -> None:
-    """Adds scale * B A to W, in place, whose rows and columns are in the order of a file.
-
-    `factors` are what W, or each of its rows, has been multiplied by; None for nothing.
-    """
+def _add(matrix: FloatArray, update: LowRank, form: Form) -> None:
+    """Add scale * B A to W in place, a matrix in the form that a file has it in."""
     down, up = (dequantize(w.data, w.type).astype(np.float64) for w in (update.down, update.up))
     down = taken(down, None, inverse(form.columns))
     rows: slice | npt.NDArray[np.int64] = slice(None) if form.rows is None else form.rows
-    factor = 1.0 if factors is None else np.reshape(factors, (-1, 1))
-    matrix[rows] += (update.scale * factor * (up @ down)).astype(np.float32)
+    added, store = update.scale * (up @ down), form.transform.store
+    matrix[rows] += (added if store is None else store(added)).astype(np.float32)

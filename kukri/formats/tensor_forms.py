@@ -123,7 +123,22 @@ def gguf_form(name: str, config: ModelConfig, n_rows: int = 0) -> Form:
         rows, columns = (inverse(order) for order in _tiled(row, config))
     if architecture.in_pairs(config) and n_rows:
         rows = rope_row_order(name, n_rows, config) if rows is None else rows
-    return Form(row.in_gguf, rows, columns)
+    factors = row_factors(config, name)
+    return Form(row.in_gguf if factors is None else _multiplied(factors), rows, columns)
+
+
+def row_factors(config: ModelConfig, name: str) -> Any:
+    """What GGUF files have a matrix, or each of its rows, multiplied by; None if by nothing."""
+    factors_of = ARCHITECTURES[config.architecture].gguf_factors
+    if factors_of is None or not name.endswith(".weight"):
+        return None
+    factors = factors_of(config, re.sub(r"model\.layers\.\d+\.|\.weight$", "", name))
+    return None if np.all(np.equal(factors, 1)) else factors
+
+
+def _multiplied(factors: Any) -> Transform:
+    """A matrix, or each of its rows, has been multiplied; a model takes it as it is."""
+    return Transform(store=lambda values: values * np.float32(factors).reshape(-1, 1))
 
 
 def _tiled(row: Stored, config: ModelConfig) -> tuple[Order, Order]:

@@ -29,9 +29,7 @@ DEEPSEEK_V2 = Architecture(
     interleaved_rope=True,
     hf_interleaved_rope=True,
     keys={"d_head": ("attention.key_length", latent.ROTARY)},
-    gguf_reads=latent.GGUF_READS,
     tensor_names=latent.TENSOR_NAMES,
-    reads={*latent.HF_READS},
     ignores={
         *("head_dim", "aux_loss_alpha", "seq_aux", "ep_size"),
         *("n_group", "topk_group", "rope_interleave", "qk_head_dim"),
@@ -53,9 +51,9 @@ DEEPSEEK_V2 = Architecture(
         n_shared="n_shared_experts",
         n_dense="first_k_dense_replace",
     ),
-    read_hf=latent.read_hf,
-    write_hf=latent.write_hf,
-    lenses=(Stated("hf", "topk_method", "greedy"), Stated("hf", "norm_topk_prob", False)),
-    read_gguf=latent.read_gguf,
-    write_gguf=latent.write_gguf,
+    lenses=(
+        latent.Latent(),
+        Stated("hf", "topk_method", "greedy"),
+        Stated("hf", "norm_topk_prob", False),
+    ),
 )

@@ -40,7 +40,11 @@ DEEPSEEK_V3 = replace(
         n_shared="n_shared_experts",
         n_dense="first_k_dense_replace",
     ),
-    lenses=(Stated("hf", "rope_interleave", True), Stated("hf", "num_nextn_predict_layers", 0)),
+    lenses=(
+        latent.Latent(),
+        Stated("hf", "rope_interleave", True),
+        Stated("hf", "num_nextn_predict_layers", 0),
+    ),
 )
 _TYPES = "mlp_layer_types"
 
@@ -49,7 +53,6 @@ def _read_glm(keys: Keys, facts: dict[str, Any]) -> None:
     """Which layers are dense, by a list or, in older files, by how many come first."""
     if facts["rope"].rotary_dim != facts["d_head"]:
         raise keys.unsupported("partial_rotary_factor", "must be 1: kukri rotates the whole part of a head")
-    latent.read_hf(keys, facts)
     if keys.value(_TYPES) is not None:
         types = keys.first(_TYPES, str, facts["n_layers"])
         if unknown := set(types) - {"dense", "sparse"}:
@@ -59,7 +62,6 @@ def _read_glm(keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def _write_glm(config: ModelConfig, keys: dict[str, Any]) -> None:
-    latent.write_hf(config, keys)
     keys["partial_rotary_factor"] = 1.0
     keys[_TYPES] = ["dense" if layer.is_dense else "sparse" for layer in config.layers]
 

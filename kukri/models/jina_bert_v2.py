@@ -15,6 +15,7 @@ from kukri.config import ModelConfig
 from kukri.kernels.weight_handles import Vector
 from kukri.models.bert import BERT, Bert, BertAttention, BertBlock
 from kukri.models.keys import Keys
+from kukri.models.lenses import Given
 from kukri.models.modernbert import ModernBertMLP
 from kukri.models.weights import WeightSource
 
@@ -68,13 +69,8 @@ class JinaBertV2(Bert):
     block_type = JinaV2Block
 
 
-def _without_positions(keys: Keys, facts: dict[str, Any]) -> None:
-    facts["n_positions"] = 0
-
-
 def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
     keys.expect(_BIAS_KEY, _MOST_BIAS)
-    _without_positions(keys, facts)
 
 
 _MLP = {"intermediate.dense", "output.dense", "output.LayerNorm"}
@@ -96,6 +92,6 @@ JINA_BERT_V2 = replace(
     ignores=BERT.ignores | {"emb_pooler", "model_max_length"},
     fixed={"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
     biases={"attention": True, "mlp.wo": True, "mlp.layernorm": True},
-    read_hf=_without_positions,
     read_gguf=_read_gguf,
+    lenses=(Given("n_positions", 0),),
 )

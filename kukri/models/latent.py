@@ -9,6 +9,7 @@ chunk.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import AttentionSpec
 from kukri.models.keys import Keys
 from kukri.models.layers import Linear, RMSNorm
+from kukri.models.lenses import Format, Lens
 from kukri.models.rope import rope_frequencies, yarn_mscale
 from kukri.models.weights import WeightSource
 
@@ -99,7 +101,7 @@ class LatentAttention:
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
 
-def read_hf(keys: Keys, facts: dict[str, Any]) -> None:
+def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     """The latent's widths of config.json. Raises FormatError naming a key that is missing or too large."""
     widths = {field: keys.whole(key, most=MAX_WIDTH) for field, key in HF_KEYS.items()}
     q_rank = 0 if keys.value(Q_RANK) is None else keys.whole(Q_RANK, most=MAX_WIDTH)
@@ -124,7 +126,7 @@ def set_latent(facts: dict[str, Any], latent: LatentConfig) -> None:
     }
 
 
-def write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
+def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     """The keys of config.json that say what the latent's widths are."""
     latent = config.latent
     assert latent is not None, "the model has one"
@@ -136,7 +138,7 @@ def write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     }
 
 
-def read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
+def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
     """The latent's widths of a GGUF file, whose own heads are those that attend, or the checkpoint's.
 
     Raises FormatError unless they go together.
@@ -164,7 +166,7 @@ def read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
     set_latent(facts, LatentConfig(rank, d_head - n_rotary, d_value, q_rank))
 
 
-def write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
+def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
     """The keys of a GGUF file: llama.cpp's deepseek2, whose heads are those that attend.
 
     Raises UnsupportedError for a YaRN that no key says.
@@ -188,8 +190,20 @@ def write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
         keys["rope.scaling.yarn_log_multiplier"] = scaling.mscale_all_dim / 10
 
 
-GGUF_READS = {
-    *(GGUF_RANK, GGUF_Q_RANK, GGUF_KEY, GGUF_VALUE, "attention.value_length"),
-    "rope.scaling.yarn_log_multiplier",
-}
-HF_READS = {*HF_KEYS.values(), Q_RANK, ROTARY}
+class Latent(Lens):
+    """The latent's widths, and the heads that follow from them."""
+
+    def keys(self, form: Format) -> Set[str]:
+        """See Lens.keys."""
+        if form == "hf":
+            return {*HF_KEYS.values(), Q_RANK, ROTARY}
+        widths = {GGUF_RANK, GGUF_Q_RANK, GGUF_KEY, GGUF_VALUE, "attention.value_length"}
+        return widths | {"rope.scaling.yarn_log_multiplier"}
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        """See Lens.read."""
+        (_read_hf if form == "hf" else _read_gguf)(keys, facts)
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        """See Lens.write."""
+        (_write_hf if form == "hf" else _write_gguf)(config, keys)

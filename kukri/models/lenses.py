@@ -108,4 +108,16 @@ class Stated(Lens):
             keys.setdefault(self.key, self.value)
 
 
+@dataclass(frozen=True)
+class Given(Lens):
+    """A field that is the same in every model of an architecture, whatever its files say."""
+
+    field: str
+    value: Any
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        """See Lens.read."""
+        facts[self.field] = self.value
+
+
 ROTATING_WINDOWS = Rotating(lambda layer: bool(layer.window))

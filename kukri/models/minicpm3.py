@@ -9,6 +9,7 @@ from kukri.config import ModelConfig
 from kukri.models import latent, minicpm
 from kukri.models.architecture import Architecture
 from kukri.models.granite import Granite, GraniteBlock
+from kukri.models.lenses import Format
 
 
 class MiniCPM3Block(GraniteBlock):
@@ -23,14 +24,18 @@ class MiniCPM3(Granite):
     block_type = MiniCPM3Block
 
 
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    latent.write_gguf(config, keys)
-    d_head, d_value = keys.pop(latent.GGUF_KEY), keys.pop(latent.GGUF_VALUE)
-    keys |= {
-        "attention.key_length": d_head,
-        "attention.value_length": d_value,
-        "attention.head_count_kv": config.n_heads,
-    }
+class _Latent(latent.Latent):
+    """The latent of GGUF files whose heads are the checkpoint's, not those that attend."""
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        """See Lens.write."""
+        super().write(config, form, keys)
+        if form == "gguf":
+            keys |= {
+                "attention.key_length": keys.pop(latent.GGUF_KEY),
+                "attention.value_length": keys.pop(latent.GGUF_VALUE),
+                "attention.head_count_kv": config.n_heads,
+            }
 
 
 MINICPM3 = Architecture(
@@ -38,13 +43,11 @@ MINICPM3 = Architecture(
     MiniCPM3,
     "MiniCPM3ForCausalLM",
     keys={"d_head": ("attention.key_length", latent.ROTARY)},
-    gguf_reads=latent.GGUF_READS,
     tensor_names={
         module: stored
         for module, stored in latent.TENSOR_NAMES.items()
         if module not in ("self_attn.k_b_proj", "self_attn.v_b_proj")  # files hold them as one
     },
-    reads=latent.HF_READS,
     ignores={"head_dim", "qk_head_dim"},
     defaults={
         **{"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64},
@@ -55,9 +58,5 @@ MINICPM3 = Architecture(
         **{"self_attn.q_proj": False, "self_attn.q_b_proj": False, "self_attn.kv_b_proj": False},
         **{"self_attn": "attention_bias", "mlp": "mlp_bias"},
     },
-    read_hf=latent.read_hf,
-    write_hf=latent.write_hf,
-    read_gguf=latent.read_gguf,
-    write_gguf=_write_gguf,
-    lenses=tuple(replace(number, gguf="") for number in minicpm.MULTIPLIERS),
+    lenses=(_Latent(), *(replace(number, gguf="") for number in minicpm.MULTIPLIERS)),
 )

@@ -16,9 +16,8 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import DeltaSpec
 from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, RecurrentKeys
-from kukri.models.keys import Keys
 from kukri.models.layers import HeadNorm, Linear
-from kukri.models.lenses import Stated
+from kukri.models.lenses import Given, Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution, state_layer
@@ -107,10 +106,6 @@ class Qwen35(Llama):
     block_type = Qwen35Block
 
 
-def _with_gates(keys: Keys, facts: dict[str, Any]) -> None:
-    facts["has_gates"] = True
-
-
 # In GGUF the value heads that read one key head lie n_groups apart.
 
 
@@ -138,10 +133,10 @@ QWEN3_5_TEXT = Architecture(
     Qwen35,
     "Qwen3_5ForCausalLM",
     gguf="qwen35",
-    read_gguf=_with_gates,
-    read_hf=_with_gates,
-    # which other readers want
-    lenses=(Stated("gguf", "rope.dimension_sections", np.array([11, 11, 10, 0], np.int32)),),
+    lenses=(
+        Given("has_gates", True),
+        Stated("gguf", "rope.dimension_sections", np.array([11, 11, 10, 0], np.int32)),
+    ),
     interleaved_rope=True,
     hf_interleaved_rope=True,
     hf_norm_offset=1.0,

@@ -141,7 +141,8 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
         message = f"is {numbers['d_model']}, but the width of tensor 'token_embd.weight' is {d_model}"
         raise keys.error("embedding_length", message)
     d_value = keys.whole("attention.value_length", numbers["d_head"])
-    if d_value != numbers["d_head"] and "attention.value_length" not in architecture.gguf_reads:
+    own = keys_of(architecture, "gguf") | architecture.gguf_reads
+    if d_value != numbers["d_head"] and "attention.value_length" not in own:
         message = f"is {d_value}: kukri runs values as wide as keys ({numbers['d_head']})"
         raise keys.unsupported("attention.value_length", message)
     rope = RopeConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -237,36 +237,36 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
 def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: Architecture) -> None:
     """Raises UnsupportedError unless the keys say what the configuration does: some have no key."""
     again = hf_model_config(made, Path("config.json"), config.name)
-    lost = [
-        part
-        for part in (
-            "d_model",
-            "n_heads",
-            "n_vocab",
-            "max_context",
-            "mixture",
-            "is_causal",
-            "has_gates",
-            "latent",
-        )
-        if getattr(config, part) != getattr(again, part)
-    ]
-    for i in range(config.n_layers):
-        want, got = config.attention(i), again.attention(i)
-        lost += ["layers without RoPE"] if (want.rope is None) != (got.rope is None) else []
-        lost += ["windows"] if want.window != got.window else []
-        lost += [
-            f"{part} by layer"
-            for part in ("d_head", "n_kv_heads", "kv_from", "keys_are_values")
-            if getattr(want, part) != getattr(got, part)
-        ]
-        lost += ["layers of one part"] if config.layers[i].is_mlp != again.layers[i].is_mlp else []
-        lost += ["dense layers"] if config.layers[i].is_dense != again.layers[i].is_dense else []
-        lost += ["MLPs by layer"] if config.mlp_width(i) != again.mlp_width(i) else []
-        lost += ["scale of scores"] if not math.isclose(want.scale, got.scale, rel_tol=1e-5) else []
-        lost += ["recurrent layers"] if config.layers[i].is_recurrent != again.layers[i].is_recurrent else []
+    lost = [part for (part, want), (_, got) in zip(_said(config), _said(again)) if want != got]
+    scales = [(c.attention(i).scale for i in range(c.n_layers)) for c in (config, again)]
+    lost += ["scale of scores" for want, got in zip(*scales) if not math.isclose(want, got, rel_tol=1e-5)]
     if lost:
         raise UnsupportedError(f"config.json of {architecture.name} has no key for these {lost[0]}")
+
+
+def _said(config: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """What config.json must say, by name."""
+    for part in (
+        "d_model",
+        "n_heads",
+        "n_vocab",
+        "max_context",
+        "mixture",
+        "is_causal",
+        "has_gates",
+        "latent",
+    ):
+        yield part, getattr(config, part)
+    for i, layer in enumerate(config.layers):
+        this = config.attention(i)
+        yield "layers without RoPE", this.rope is None
+        yield "windows", this.window
+        for part in ("d_head", "n_kv_heads", "kv_from", "keys_are_values"):
+            yield f"{part} by layer", getattr(this, part)
+        yield "layers of one part", layer.is_mlp
+        yield "dense layers", layer.is_dense
+        yield "MLPs by layer", config.mlp_width(i)
+        yield "recurrent layers", layer.is_recurrent
 
 
 def unknown_config_keys(config: Mapping[str, Any], path: Path) -> list[str]:
