@@ -31,7 +31,7 @@ class Logits(Protocol):
         """Takes rows, in the order given."""
 
     def copy(self) -> Logits:
-        """The same, valid for as long as it is held."""
+        """Return the same logits, valid for as long as the result is held."""
 
     def numpy(self) -> FloatArray:
         """An array on the host, which is not to be written to."""
@@ -47,8 +47,8 @@ class Logits(Protocol):
 
 
 class CompiledProgram(Protocol):
-    """A model bound to a backend, a cache and inputs of its own. It runs one step at a time: for a second
-    one under way, compile it a second time.
+    """A model bound to a backend, a cache and inputs of its own. It runs one step at a time, so compile it
+    again for a second step under way.
     """
 
     inputs: StepInputs
@@ -93,8 +93,8 @@ EVEN_ROW_COSTS = tuple(1 + i / 50 for i in range(64))  # where reading the weigh
 class Backend(Protocol):
     """Runs programs. `kukri.kernels.make_backend(name)` makes one.
 
-    No value past a context is read, nor before what the first token of a sequence in the step sees: what lies
-    there in its pages, and in other pages, may be anything, NaN included, and changes no bit of a result.
+    No value after a context is read, and no value before the first key that a sequence's first token in the
+    step sees. Other values in its pages, and other pages, may be anything, NaN included, and change no bit.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Backend(Protocol):
 
     @property
     def arithmetic(self) -> str:
-        """A name of what the bits of a result depend on besides the model: kernels, libraries, processor."""
+        """A name of all that the bits of a result depend on besides the model: kernels, libraries, CPU."""
 
     @property
     def sampling(self) -> SamplingBackend:
@@ -125,8 +125,8 @@ class Backend(Protocol):
         n_states: int = 0,
         kv_type: KVType = "f16",
     ) -> Cache:
-        """A cache for a model of this layout, with so many pages in each pool. Raises MemoryError, and
-        UnsupportedError on heads that `kv_type` cannot hold.
+        """Return a cache for a model of this layout, with `n_pages` pages in the pools. Raises MemoryError,
+        and UnsupportedError for heads that `kv_type` cannot hold.
         """
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
@@ -145,8 +145,8 @@ class Backend(Protocol):
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> CompiledProgram:
-        """Binds a model to kernels and a cache of this backend. `taps` are the full names of those that its
-        calls will show to a listener; the others cost nothing. `adapters` are those that its steps may name
+        """Bind a model to kernels and a cache of this backend. `taps` are the full names of the taps that a
+        listener will see; other taps cost nothing. `adapters` are the adapters that its steps may name
         (`ForwardBatch.adapters`). A program without a cache has neither attention nor recurrent layers; its
         limits are `StepLimits.of_rows`, its steps are made by `rows_batch`.
         """

@@ -92,7 +92,7 @@ class AttentionSpec:
             raise ValueError("a range of keys leaves out a part of scores that softcaps and sinks see")
 
     def biases(self, ahead: npt.NDArray[Any]) -> FloatArray | None:
-        """What is added to scores of keys so many tokens `ahead` of a query: [H, *ahead.shape], or None."""
+        """Return the biases of scores for keys `ahead` tokens after a query, [H, *ahead.shape], or None."""
         if self.distances is None:
             return None
         table = self.distances.data.reshape(self.n_heads, -1)

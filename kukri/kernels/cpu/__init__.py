@@ -48,8 +48,8 @@ _ROW_COSTS = (1, 1.13, 1.6, 1.65, 2.75, 2.8, 2.95, 3.05, 3.45, 3.7, 4.2, 4.3, 5.
 class CpuBackend:
     """Runs models on the CPU. Holds the kernels and the packed weights; backends share their thread pool.
 
-    If it `is_portable`, results have equal bits on all processors. They have so without on those with an int8
-    dot product; others compute rows that become logits in int16, in half as many instructions.
+    If it `is_portable`, results have equal bits on all processors. Otherwise only processors with an int8 dot
+    product agree, because others compute rows that become logits in int16, in half as many instructions.
     """
 
     name = "cpu"

@@ -87,7 +87,7 @@ def gemm_tile(form: Form, n_tokens: int) -> Tile:
 
 
 def splits_sums(n_programs: int, n_tokens: int) -> bool:
-    """True for such a product of so many programs that is to have one for each of its LANES sums."""
+    """Return True if a product of `n_programs` programs should have a program for each of its LANES sums."""
     return n_programs < SPLIT_PROGRAMS and n_tokens <= MAX_SPLIT_TOKENS
 
 

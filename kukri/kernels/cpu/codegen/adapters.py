@@ -110,7 +110,7 @@ def adapter_runs(tile, batch, rows, indices, runs):
 
 
 def expert_runs(tile, batch, n_experts, n_used, experts, runs):
-    """A run for each of a mixture's rows whose token has an adapter: slot * n_experts + expert."""
+    """Make a run for each row of a mixture whose token has an adapter: slot * n_experts + expert."""
     if tile < 0:
         return 1
     starts = load_i64(batch + QUERY_START)
@@ -130,7 +130,7 @@ def expert_runs(tile, batch, n_experts, n_used, experts, runs):
 
 
 class _Product(NamedTuple):
-    """Where the inputs of rows are, what is added to their outputs (0 for none), and where these go."""
+    """The addresses of rows' inputs, of rows to add to their outputs (0 for none), and of the outputs."""
 
     x: int
     x_stride: int
@@ -209,7 +209,7 @@ def _product(type, w, tile, n_rows, of):
 def adapter_down(tile, runs, updates, n_parts, rank_tiles, repeats, x, x_stride, n_inputs, y, y_stride):
     """y = scale * (x Aᵀ) of each run; a part of y has `rank_tiles` tiles. A tile is one of A's, for a run.
 
-    A row of x is that of `repeats` rows of y, which are then runs of one row each.
+    `repeats` rows of y share a row of x; they are then runs of one row each.
     """
     per_run = n_parts * rank_tiles
     if tile < 0:

@@ -48,7 +48,7 @@ class Work(NamedTuple):
     cap: Any
     keys: Any  # this head's, as the values
     values: Any
-    next_keys: Any  # those of the head that the thread attends with next; this one's if it is the last
+    next_keys: Any  # the next head's of the thread; this head's if it is the last
     page_stride: Any
     window: Any
     n_ahead: Any

@@ -74,7 +74,7 @@ def in_play(c):
 
 @device
 def token_at(c, place):
-    """The token whose logit is the `place`-th of those in play."""
+    """Return the token whose logit is number `place` of the logits in play."""
     return place if is_whole(c) else load_i32(load_i64(c + CONTEXT.ids) + 4 * place)
 
 
@@ -184,10 +184,10 @@ def keep_largest(c, k):
 
 @routine
 def _bound_of_largest(c, k):
-    """A bound that at least k logits of the row reach, and few more, or that all finite ones reach.
+    """Return a bound that at least k logits of the row reach, and few more, or that all finite logits reach.
 
-    As many elements reach a bound as groups have a maximum that does, so the maxima are looked at if there
-    are enough of them.
+    At least as many elements reach a bound as maxima of groups do, so the maxima are used if there are
+    enough.
     """
     values, n_values = in_play(c)
     n_maxima = (n_values // GROUP + 15) & -16

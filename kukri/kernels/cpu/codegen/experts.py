@@ -1,8 +1,9 @@
 """Mixtures of experts: the choice of experts, their matrix products, and the sum of their results.
 
-`dispatch` orders a step's rows, one for each expert that a token uses, by experts, each of which begins with
-a whole panel: an expert's weights are read once a step, those of the others not at all. A product is that of
-`linear` and results are summed in the order of experts, so that no token's result depends on the others.
+`dispatch` orders a step's rows, one for each expert that a token uses, by experts. The rows of an expert
+begin with a new panel, so its weights are read once a step, and weights of unused experts are not read.
+Products are computed as in `linear`, and results are summed in the order of experts, so that no token's
+result depends on other tokens.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _best_sum(numbers, n, n_best):
 
 @device
 def _keep_groups(numbers, n, n_groups, n_kept, n_best):
-    """-inf in place of n numbers but those of the best groups."""
+    """Set the numbers, of n, that are not in the best groups to -inf."""
     sums = stack_bytes(_SUMS_BYTES)
     size = n // n_groups
     for group in range(n_groups):
@@ -130,7 +131,7 @@ def _keep_groups(numbers, n, n_groups, n_kept, n_best):
 
 @device
 def _nearest_share(logits, n, own, tolerance):
-    """The share of the logit `own` among those of n that are not chosen before it and about as good."""
+    """Return the share of the logit `own` among logits about as good that were not chosen before it."""
     best = load_f32(logits + 4 * own)
     total = np.float32(0.0)
     for i in range(n):
@@ -157,11 +158,11 @@ def route(
     y,
     y_stride,
 ):
-    """y = the scores of the n_used best of n logits, divided by their sum or that of all; 0 for the others.
+    """y = the scores of the n_used best of n logits, divided by their sum or by the sum of all; 0 for the
+    rest.
 
-    With a tolerance, those of `_nearest_share`.
-
-    If the logits are no numbers to choose by, the weights of the first n_used experts are NaN.
+    With a tolerance the scores are `_nearest_share`'s. If the logits have NaN or cannot be ordered, the
+    weights of the first n_used experts are NaN.
     """
     logits = x + row * x_stride
     weights = y + row * y_stride
@@ -176,7 +177,7 @@ def route(
         for i in range(0, n, 16):
             shares = exponential(mask_outside(load_f32x16(logits + 4 * i), i, 0, n - 1) - top)
             whole += sum_lanes(shares)
-    if bias == 0 and n_groups == 1:  # the order of scores is that of logits
+    if bias == 0 and n_groups == 1:  # scores have the order of the logits
         for i in range(0, 4 * n, 4):
             store_f32(weights + i, load_f32(logits + i))
     else:
@@ -252,9 +253,9 @@ def dispatch(
 
 
 def _make_expert_panel(kind: PanelKind, panel: Callable[..., None]) -> KernelSource:
-    """The kernel that writes rows as `panel` does, at their slots; x has one for `repeats` rows.
+    """Make the kernel that writes rows as `panel` does, at their slots; `repeats` rows share a row of x.
 
-    `next_slots` has what comes after each expert's last slot, as `dispatch` leaves it.
+    `next_slots` has the slot after each expert's last, as `dispatch` leaves it.
     """
     write = device(panel)
 

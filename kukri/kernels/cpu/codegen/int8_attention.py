@@ -163,7 +163,7 @@ def _make_rearrange(cached: CachedNumbers, d_head: int) -> tuple[Any, Any]:
 
 
 def _make_tiles(rows: int, make: Callable[[int], Any]) -> Any:
-    """A function that calls those of `make(n)`, first with their first row, for tiles of `rows` rows."""
+    """Return a function that covers `rows` rows by calls of `make(n)`'s functions with their first rows."""
     n_whole, n_left = divmod(rows, _TILE)
     whole = make(_TILE)
     if not n_left:

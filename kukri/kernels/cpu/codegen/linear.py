@@ -39,20 +39,21 @@ from kukri.kernels.cpu.pack.layouts import (
 CLAIM_BYTES = 20_000  # weights per claimed tile in decode: about half a microsecond of memory bandwidth
 _PANELS_PER_CLAIM = 16  # tokens / 8 per claimed tile in prefill
 ROW_TILES_PER_CLAIM = 2
-_PAIR_BYTES = 2 * 64 * TOKENS  # the sums of two row tiles take so many
+_PAIR_BYTES = 2 * 64 * TOKENS  # the size of the sums of two row tiles
 
 
 class Steps(NamedTuple):
-    """Bytes that a product steps by: a block of a weight tile and of a panel, and what follows the last.
+    """The bytes of a product's steps: a block of a weight tile and of a panel, and the rest after the last
+    block.
 
-    Those of inputs are for each token of a panel's width.
+    Bytes of inputs are for each token of a panel's width.
     """
 
     weights: int
     weights_tail: int
     inputs: int
     inputs_tail: int
-    n_terms: int  # a panel has so many lanes for a token
+    n_terms: int  # lanes of a panel for a token
 
 
 def steps(weight_type: str, kind: PanelKind) -> Steps:

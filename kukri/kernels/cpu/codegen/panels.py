@@ -76,7 +76,7 @@ def stop_row(tile, n_rows):
 
 @device
 def panel_width(row, n_rows):
-    """Tokens that the panel of a row is wide: those in it, rounded up to 1, 2, 4 or 8."""
+    """Return the width of a row's panel: its number of tokens, rounded up to 1, 2, 4 or 8."""
     count = n_rows - (row & -TOKENS)
     if count > 4:
         return 8
@@ -86,8 +86,8 @@ def panel_width(row, n_rows):
 def row_kernel(each: Callable[..., None], n_parts: Any = None) -> KernelSource:
     """The kernel that calls `each(row, a, b, …)` for each row; its record has `rows`, a, b, …
 
-    Two parameters are not in the record: `width`, that of the panel which has the row, and `part`, if there
-    is `n_parts`, a device function of n: rows are cut into so many parts of columns.
+    Two parameters are not in the record: `width`, the width of the row's panel, and `part`, if there is
+    `n_parts`, a device function of n that gives the number of parts of columns into which rows are cut.
     """
     code = each.__code__
     given = {"width": "panel_width(row, n_rows)", "part": "tile % parts"}

@@ -1,8 +1,9 @@
-"""Attention of several tokens at once: a prompt's, or those of sequences that share a prefix.
+"""Attention of several tokens at once: a prompt's tokens, or tokens of sequences that share a prefix.
 
 A chunk's keys are widened to float32 once for all query rows of a work entry, then its values. Rows meet
-them in tiles, as many sums as registers hold, whatever token and head a row is of. Softmax takes 16 rows at
-a time. A row's operations, and so its bits, are those of `attention.py`, which attends for one token.
+them in tiles, as many sums as registers hold, whatever a row's token and head. Softmax takes 16 rows at
+a time. A row has the same operations, and so the same bits, as in `attention.py`, which attends for one
+token.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def make_softmax(ending: str, rows: int = LANES) -> Any:
 
     @device
     def limit(scores, cap, ranges, base, is_masked):
-        """Adjusts scores, and masks those of keys that a row does not see."""
+        """Adjust scores, and mask the scores of keys that a row does not see."""
         for row in range(rows):
             seen = ranges + RANGE_BYTES * row
             first = load_i64(seen)
@@ -339,7 +340,7 @@ def make_prompt_entry(cached: CachedNumbers, group: int, d_head: int, ending: st
 
     @device
     def store_bounds(ranges, n_tiles, n_vectors, tile_ranges, all_see):
-        """Stores the keys that any row of a tile sees, and those that all of 16 rows do."""
+        """Store which keys any row of a tile sees, and which keys all of 16 rows see."""
         n_context = 0
         for tile in range(n_tiles):
             first, _, _, last = bounds(ranges, tile * _TILE_ROWS, _TILE_ROWS)

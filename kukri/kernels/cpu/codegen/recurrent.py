@@ -51,7 +51,7 @@ def _begins(batch, sequence):
 
 @device
 def _input(place, x, x_stride, start, state, row, n_before, begins):
-    """The 16 inputs of token `place`, which for those before `start` are in the state, or zeros."""
+    """Return the 16 inputs of token `place`; inputs before `start` are in the state, or zeros."""
     if place >= start:
         return load_f32x16(x + place * x_stride)
     if begins:
@@ -99,7 +99,7 @@ def conv(tile, batch, x, x_stride, n, taps, bias, n_taps, is_activated, state, s
 
 
 def conv_both_ways(tile, batch, x, x_stride, n, taps, bias, n_taps, n_after, y, y_stride):
-    """The same over inputs of which n_after come after a token, without a state; 0 for tokens nobody sees."""
+    """The same over inputs, n_after of which come after a token, without a state; 0 for hidden tokens."""
     row = 4 * n
     n_parts = (row + _CONV_BYTES - 1) // _CONV_BYTES
     if tile < 0:
@@ -242,7 +242,7 @@ def scan(
 
 @device
 def _delta_token(rows, d_state, q, k, value, left, rate):
-    """One token of 16 values of a head: what q reads, after what k found in the state moved to `value`."""
+    """Update 16 values of a head for one token: move k's value in the state to `value`, and read by q."""
     m0 = splat(0.0)
     m1 = splat(0.0)
     m2 = splat(0.0)

@@ -150,7 +150,7 @@ def _penalize_dry(c):
 
 @routine
 def _allow(words, n, row):
-    """Makes -inf those of n elements whose bits are 0 in int32 words."""
+    """Set the elements, of n, whose bits are 0 in int32 words to -inf."""
     for i in range(0, n, 16):
         bits = (load_i32(words + 4 * (i >> 5)) >> (i & 16)) & 0xFFFF
         if bits == 0:

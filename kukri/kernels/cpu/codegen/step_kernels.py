@@ -156,7 +156,7 @@ def _sharing(batch, first, group_tokens, window):
     """(sequences from `first` on that decode from a common prefix, its chunks): where it saves most reads.
 
     (1, 0) if no prefix is shared. Sequences are taken `group_tokens` at a time, the last time more than half.
-    Those whose windows begin in another chunk do not share: an entry reads the pages of one sequence.
+    Sequences whose windows begin in another chunk do not share, because an entry reads one sequence's pages.
     """
     members = 1
     shared = 0

@@ -53,7 +53,7 @@ def compile_with_helpers(names: Sequence[str]) -> Iterator[tuple[str, KernelCode
 
 
 def compile_kernels(names: Iterable[str]) -> Iterator[tuple[str, KernelCode]]:
-    """Each kernel, from the cache or compiled; those that another process is compiling come last."""
+    """Yield each kernel, from the cache or compiled; kernels that another process is compiling come last."""
     left = deque(names)
     n_busy = 0  # how many of those left were looked at since the last that was not
     while left:
@@ -135,7 +135,7 @@ def find_source(name: str) -> tuple[str, KernelSource]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collects no garbage meanwhile: what Numba makes stays until a kernel is done, and walks take long."""
+    """Collect no garbage within the block, since Numba's objects live until a kernel is done."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -152,7 +152,9 @@ def _compile_and_store(name: str) -> KernelCode:
         if os.environ.get("NUMBA_CPU_NAME"):
             os.environ["NUMBA_CPU_FEATURES"] = ""  # else Numba adds the host's features to the named CPU
         elif cpu_target().lowering == "dotprod":
-            os.environ["NUMBA_CPU_FEATURES"] = cpu_target().features  # those that LLVM does not find itself
+            os.environ["NUMBA_CPU_FEATURES"] = (
+                cpu_target().features
+            )  # features that LLVM does not find itself
     from kukri.kernels.cpu.codegen.intrinsics import compile_kernel
 
     module, source = find_source(name)

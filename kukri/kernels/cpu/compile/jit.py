@@ -1,4 +1,4 @@
-"""Machine code of kernels, loaded without Numba: what came with kukri, then the cache's.
+"""Machine code of kernels, loaded without Numba from kukri's shipped kernels, then from the cache.
 
 `compiling.py` compiles missing ones.
 
@@ -73,7 +73,7 @@ class KernelLibrary:
         self._llvm: _LlvmLoader | None = None  # made if an object needs it
 
     def load(self, names: Iterable[str]) -> None:
-        """Makes the kernels available, compiling those that are missing on all cores; a notice says so.
+        """Make the kernels available. Missing kernels are compiled on all cores, with a notice.
 
         Raises MissingKernelError if some are missing and nothing is installed to compile with.
         """

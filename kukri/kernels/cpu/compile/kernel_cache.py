@@ -3,8 +3,8 @@
 `jit.py` loads kernels from here without Numba, `compiling.py` fills the cache. Object code lies in a
 directory named by a hash of the versions and the CPU, in a file named by the kernel and by a hash of the
 module that defines the kernel and of all that this module imports: a stale file is never found, and an edit
-of one kernel leaves the other modules' kernels alone. Object code is run as it is found, so directory and
-file must be this user's, and nobody else's to write.
+of one kernel leaves the other modules' kernels alone. Object code is run without a check, so directory and
+file must belong to this user, and no one else may write to them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiled kernels that come with kukri: a file of object code for each level of processors.
 
-`wheel_kernels.py` makes the files when a wheel is built. A kernel is used if it was made of the very sources
-that are installed: those who edit a kernel compile it. Format: the SHA-256 of the header in hexadecimal and
+`wheel_kernels.py` makes the files when a wheel is built. A kernel is used only if its sources are equal to
+the installed sources, so an edited kernel is compiled. Format: the SHA-256 of the header in hexadecimal and
 the header (JSON), a line each, then every kernel's object code, compressed by zlib.
 """
 
@@ -22,7 +22,7 @@ SHIPPED_DIR = Path(__file__).with_name("shipped")
 
 
 class ShippedKernels:
-    """The kernels of one file, which is read whole; each is decompressed and verified as it is asked for."""
+    """The kernels of a file. The file is read at once; a kernel is decompressed and verified on request."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, and ValueError if the file is damaged."""
@@ -39,7 +39,7 @@ class ShippedKernels:
         return tuple(self._facts["kernels"])
 
     def read(self, name: str) -> KernelCode | None:
-        """A kernel; None if it is not there, damaged or made of other sources."""
+        """Return a kernel; None if it is missing, damaged or made of other sources."""
         if name not in self._facts["kernels"]:
             return None
         symbol, parameters, start, stop, digest, sources = self._facts["kernels"][name]

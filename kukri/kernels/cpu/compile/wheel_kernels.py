@@ -52,7 +52,7 @@ MOST_PROCESSES = 16  # each takes some 250 MB
 
 
 def wheel_kernel_names() -> list[str]:
-    """Names of all kernels that a wheel carries, those that take longest to compile first."""
+    """Return the names of all kernels of a wheel, beginning with those that take longest to compile."""
     names = [f"attend_f16[{g},{d}]" for g, d in ATTENTION_SIZES]
     names += [f"attend_q8_0[{g},{d}]" for g, d in ATTENTION_SIZES if d % KV_BLOCK == 0]
     names += [f"{family}[{g},{d}]" for family in SOFTCAP_FAMILIES for g, d in SOFTCAP_SIZES]

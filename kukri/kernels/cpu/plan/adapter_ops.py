@@ -37,9 +37,9 @@ _NO_UPDATE = (0,) * 6
 
 
 class Updates:
-    """The updates of one product, whose matrices lie side by side: by slot, one for each matrix or None.
+    """The updates of one product of matrices side by side: for each slot, an update of each matrix or None.
 
-    Those of a mixture are by slot and expert: number slot * experts + expert. Attributes: n_parts, of
+    A mixture's updates are by slot and expert: number slot * experts + expert. Attributes: n_parts, of
     matrices; rank_tiles, of the largest rank; records and parts as in abi.py.
     """
 
@@ -56,7 +56,7 @@ class Updates:
 
 
 def runs_bytes(max_rows: int) -> int:
-    """Bytes for the runs of so many rows: a run each, at worst."""
+    """Return the bytes for the runs of `max_rows` rows: at worst each row is a run."""
     return RUNS_HEADER_BYTES + max_rows * RUN_BYTES
 
 

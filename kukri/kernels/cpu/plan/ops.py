@@ -1,8 +1,8 @@
 """Typed ops of a recorded plan: each is one kernel call, on values whose addresses are not known yet.
 
-An op is a dataclass. Its fields of type `Value` and `Buffer` are what it uses in memory, `y` being what it
-writes and does not read, and `in_place` naming those that it edits. `kernel` is the kernel's name, `record`
-the numbers and addresses that the kernel takes.
+An op is a dataclass. Its fields of type `Value` and `Buffer` are the memory that it uses: it writes `y`
+without reading it, and edits the fields that `in_place` names. `kernel` is the kernel's name, `record` the
+numbers and addresses that the kernel takes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RouteTable(Buffer):
         return cls(starts[-1], routing, n_rows, n_slots, *starts[:-1])
 
 
-# rows of a value: the step's tokens, those that want logits, or of a mixture one for each expert of a token
+# rows of a value: the step's tokens, tokens that want logits, or in a mixture one for each expert of a token
 Rows = Literal["T", "N"] | RouteTable
 
 
@@ -148,13 +148,13 @@ class Op:
 
 @dataclass(eq=False)
 class Producer(Op):
-    """An op that can write the int8 panels of its result y too, or in its place if nothing reads y."""
+    """An op that can also write the int8 panels of its result y, or only these if nothing reads y."""
 
     y: Value | None
     panels: Buffer | None = field(default=None, kw_only=True)
 
     def outputs(self, at: Addresses) -> dict[str, int]:
-        """The parameters of its results: 0 for those that are not wanted."""
+        """Return the parameters of its results, with 0 for results that nothing reads."""
         return {
             "y": 0 if self.y is None else at.of(self.y),
             "y_stride": 0 if self.y is None else self.y.stride,
@@ -164,7 +164,7 @@ class Producer(Op):
 
 @dataclass(eq=False)
 class Embed(Op):
-    """Rows of a matrix, as it is in its file, for the step's tokens; `residual` added."""
+    """Rows of a matrix for the step's tokens, read from the file, plus `residual`."""
 
     weight: Weight
     y: Value
@@ -374,7 +374,8 @@ class Linear(Op):
 class RopeStore(Op):
     """Rotates q and k in place if `rope` is there, and writes k and v to the cache if it `stores`.
 
-    A cache of rotated heads has those of all three rotated, too. A layer that reads another's has q alone.
+    For a cache of rotated heads the heads of all three are rotated too. A layer that reads another's has only
+    q.
     """
 
     q: Value
@@ -415,12 +416,12 @@ class RopeStore(Op):
 
 # Parts of a prompt's attention for each thread: few, as keys are widened once for all rows of a part
 _PARTS_PER_THREAD = 2
-_BUSY_ENTRIES_PER_THREAD = 4  # so many work entries keep threads busy without being cut into key heads
+_BUSY_ENTRIES_PER_THREAD = 4  # enough work entries to keep threads busy without a cut by key heads
 
 
 @dataclass(eq=False)
 class AttentionWork(Op):
-    """Cuts the step's attention into work entries for each `Attend` whose `Cut` is that of `spec`."""
+    """Cuts the step's attention into work entries for each `Attend` with the same `Cut` as `spec`."""
 
     spec: AttentionSpec
     kernel = "attention_work"
@@ -469,7 +470,7 @@ class Attend(Op):
 class AttendFinish(Producer):
     """Combines the partial results of `Attend`, if there are any, into the rest of `attended`."""
 
-    attended: Value  # what y is too: it is read and written
+    attended: Value  # also y, as it is read and written
     partials: Buffer
     spec: AttentionSpec
     kv_type: KVType
@@ -542,16 +543,16 @@ class Tap(Op):
 
 
 class Cut(NamedTuple):
-    """What the cut of a step's attention into work entries depends on, for layers of one kind."""
+    """The facts that decide how a step's attention is cut into work entries, for layers of one kind."""
 
-    group_tokens: int  # new tokens that have one partial result
+    group_tokens: int  # new tokens that share a partial result
     most_tokens: int  # new tokens of a sequence that a work entry may have
     n_ahead: int  # later tokens that a token sees
     window: int  # tokens up to itself that it sees
 
 
 def cut_of(spec: AttentionSpec) -> Cut:
-    """How a layer's attention is cut."""
+    """Return how a layer's attention is cut."""
     window, n_ahead = spec.window or _ALL, _ALL if spec.n_ahead is None else spec.n_ahead
     tokens = query_tokens(spec.group), prompt_tokens(spec.group, spec.d_head)
     return Cut(*tokens, n_ahead, window)

@@ -95,7 +95,7 @@ class Plan:
         return address_of(array)
 
     def is_cut(self, segment: Segment) -> bool:
-        """True if the ops after a segment read nothing that was made before it but its own value."""
+        """Return True if the ops after a segment read no earlier value than the segment's own."""
         if segment.residual is not None:
             return False
         at = next(i for i, op in enumerate(self._ops) if isinstance(op, Tap) and op.name == segment.name)

@@ -93,7 +93,7 @@ MAX_TILE_ROWS = 16  # query rows (tokens x heads of a group) that attend togethe
 
 
 def query_tokens(group: int) -> int:
-    """New tokens that have one partial result when `group` query heads share a key head.
+    """Return how many new tokens share a partial result when `group` query heads share a key head.
 
     More tokens of a sequence are not cut by chunks; their work entries have up to `prompt_tokens`.
     """

@@ -50,8 +50,8 @@ class _Workers:
     def start(self, n_workers: int) -> None:
         """Starts threads 1 to n_workers; thread 0 is the pool's caller.
 
-        On a thread of its own, as only the main thread is interrupted: a thread that was half started could
-        be neither joined nor started again.
+        It uses a thread of its own, because only the main thread is interrupted, and a half-started thread
+        could be neither joined nor started again.
         """
         is_done = threading.Lock()
         is_done.acquire()
@@ -112,10 +112,11 @@ class _Workers:
                 self.n_parked -= 1
 
     def _is_wanted(self, index: int) -> bool:
-        """True if a thread should not sleep: a plan runs that it takes part in, or the threads are to end.
+        """Return True if a thread should not sleep: it takes part in a running plan, or the threads are to
+        end.
 
-        Who runs a plan wakes those that sleep, before it begins. One that was idle for long enough to sleep,
-        but had to wait for the GIL first, is not among them.
+        The caller of a plan wakes sleeping threads before the plan begins. A thread that was about to sleep
+        but waited for the GIL is not woken, so it asks.
         """
         has_plan = bool(self.state[N_OPS // 8]) and index < self.state[N_ACTIVE // 8]
         return has_plan or bool(self.state[STOP // 8])
@@ -124,10 +125,10 @@ class _Workers:
 class ThreadPool:
     """`n_threads` threads, the caller's among them, that run plans together.
 
-    One plan at a time: other threads that call `run` wait, and nobody runs two plans while one waits. Workers
-    start with the first plan and spin through a generation; after some milliseconds without work they sleep
-    until the next plan. They end with the pool. An interrupt (an exception that a signal's handler raises)
-    leaves the pool in order; a process that is forked starts workers of its own.
+    Plans run one at a time: other threads that call `run` wait, and no thread runs two plans while another
+    waits. Workers start with the first plan and spin through a generation; after some milliseconds without
+    work they sleep until the next plan. They end with the pool. An interrupt (an exception that a signal's
+    handler raises) leaves the pool in order; a process that is forked starts workers of its own.
     """
 
     def __init__(self, kernels: KernelLibrary, n_threads: int | None = None) -> None:
@@ -173,7 +174,7 @@ class ThreadPool:
             self._enter = enter
         self._state[OPS // 8] = ops_address
         try:
-            self._state[N_OPS // 8] = n_ops  # from here on nobody falls asleep who is wanted
+            self._state[N_OPS // 8] = n_ops  # from here on no thread of the plan falls asleep
             if self._n_active < self.n_threads and time.monotonic() >= self._retry_at:
                 self._set_active(self._n_active + 1)
             if self._workers.n_parked > self.n_threads - self._n_active:

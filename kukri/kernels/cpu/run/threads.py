@@ -1,18 +1,18 @@
 """The executor: threads that run a plan's ops together, each taking tiles from its own range first.
 
 All threads run the same loop inside one call that holds no GIL. An op's tiles are cut into one range per
-thread, so that each streams its own stretch of weights; one that is done early steals tiles from the others.
+thread, so that each streams its own stretch of weights; a thread that is done early steals tiles from others.
 A range is a *ticket word*, and taking a tile is one atomic decrement of it:
 
     word = op << 32 | BIAS + tiles left        (BIAS keeps failed claims from borrowing into the op)
 
-The thread that finishes an op's last tile opens the next op. One that the system put to sleep holds up the
-others only if it took a tile with it: nothing waits for threads, only for tiles.
+The thread that finishes an op's last tile opens the next op. A thread that the system put to sleep
+holds up the others only if it had taken a tile, because they wait for tiles, never for threads.
 
 Memory is ordered by two chains. Opening an op stores its words (release) after all that belongs to it, which
 a claim of a tile (acquire) therefore sees. A thread adds tiles to DONE (release) after writing their results,
-which the one that adds the last (acquire) therefore sees, and so whoever takes a tile of the next op. What is
-not atomic is read only with a tile in hand, or while opening an op.
+so the thread that adds the last (acquire) sees them, and so does a thread that takes a tile of the next op.
+Words that are not atomic are read only by a thread that has a tile, or that opens an op.
 
 Between steps word 0 names the op IDLE. Workers keep looking for a while and then return, to be parked by
 Python (pool.py): waking a sleeping thread costs more than most ops. A long wait in the middle of a plan is
@@ -99,7 +99,7 @@ def open_op(state, op):
 def take_tile(state, thread, n_threads):
     """Takes a tile, from the thread's own range or the next that has one, and runs it -> its op, or -1.
 
-    `n_threads` may be that of an earlier plan: it only says where to look.
+    `n_threads` may belong to an earlier plan, since it only says where to look.
     """
     for i in range(n_threads):
         owner = thread + i
@@ -112,7 +112,7 @@ def take_tile(state, thread, n_threads):
         left = (ticket & _LOW) - BIAS
         if left <= 0:
             continue
-        # with a tile in hand the op cannot end, so all that belongs to it stays as it is
+        # the op cannot end before this tile does, so its words do not change
         op = ticket >> 32
         entry = load_i64(state + OPS) + op * OP_BYTES
         stop = range_start(load_i64(entry + OP_N_TILES), owner + 1, load_i64(state + N_SHARES))
