@@ -9,11 +9,12 @@ import numpy as np
 
 from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.kernels.backend import Logits
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.weight_handles import AdapterSlots
 
 
-class HostLogits:
+class HostLogits(Logits):
     """`Logits` of a float32 array [N, V]."""
 
     def __init__(self, array: FloatArray) -> None:
@@ -29,7 +30,7 @@ class HostLogits:
         return self._array.shape
 
     def take(self, rows: Sequence[int]) -> HostLogits:
-        """See Logits.take. Rows that follow one another are not copied."""
+        """Rows that follow one another are not copied."""
         wanted = list(rows)
         first = wanted[0] if wanted else 0
         if wanted == list(range(first, first + len(wanted))):
@@ -39,23 +40,18 @@ class HostLogits:
         return HostLogits(self._array[wanted])
 
     def copy(self) -> HostLogits:
-        """See Logits.copy."""
         return HostLogits(self._array.copy())
 
     def numpy(self) -> FloatArray:
-        """See Logits.numpy."""
         return self._array
 
     def has_nan(self, row: int) -> bool:
-        """See Logits.has_nan."""
         return bool(np.isnan(self._array[row].max()))
 
     def logit(self, row: int, token_id: int) -> float:
-        """See Logits.logit."""
         return float(self._array[row, token_id])
 
     def argmax(self) -> list[int]:
-        """See Logits.argmax."""
         ids: list[int] = self._array.argmax(axis=1).tolist()
         return ids
 

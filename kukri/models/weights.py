@@ -71,7 +71,7 @@ class Parameter:
         return prod(self.shape)
 
 
-class NoWeights:
+class NoWeights(WeightSource):
     """A `WeightSource` of zeros that take no memory: of a model of which the configuration alone is known.
 
     Raises FormatError on a tensor of more than `most` numbers, as no file holds.
@@ -81,29 +81,24 @@ class NoWeights:
         self._most = most
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """See WeightSource.matrix."""
         self._check(name, shape)
         kind = QUANT_TYPES["F32"]
         row = np.zeros((1, kind.row_bytes(shape[1])), np.uint8)
         return Weight(np.broadcast_to(row, (shape[0], row.shape[1])), kind, shape, name)
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """See WeightSource.experts."""
         self._check(name, shape)
         return Experts((self.matrix(name, shape[1:]),) * shape[0], name)
 
     def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """See WeightSource.expert_vectors."""
         self._check(name, shape)
         return np.zeros(shape, np.float32)
 
     def vector(self, name: str, size: int) -> FloatArray:
-        """See WeightSource.vector."""
         self._check(name, (size,))
         return np.zeros(size, np.float32)
 
     def has(self, name: str) -> bool:
-        """See WeightSource.has."""
         return False
 
     def done(self) -> None:
@@ -114,7 +109,7 @@ class NoWeights:
             raise FormatError(f"tensor {name!r} of shape {shape} in a model of {self._most:,} parameters")
 
 
-class TakenWeights:
+class TakenWeights(WeightSource):
     """A `WeightSource` that passes on another's tensors, and keeps those that a model takes.
 
     Attributes: matrices, stacks (of experts), stacked_vectors (their biases) and vectors, and a parameter for
@@ -130,35 +125,29 @@ class TakenWeights:
         self.parameters: dict[str, Parameter] = {}
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """See WeightSource.matrix."""
         weight = self.matrices[name] = self._source.matrix(name, shape)
         self._note(name, shape, weight.type.name, weight.stored.nbytes)
         return weight
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """See WeightSource.experts."""
         experts = self.stacks[name] = self._source.experts(name, shape)
         self._note(name, shape, experts.type.name, sum(w.stored.nbytes for w in experts.weights))
         return experts
 
     def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """See WeightSource.expert_vectors."""
         vectors = self.stacked_vectors[name] = self._source.expert_vectors(name, shape)
         self._note(name, shape, "F32", vectors.nbytes)
         return vectors
 
     def vector(self, name: str, size: int) -> FloatArray:
-        """See WeightSource.vector."""
         vector = self.vectors[name] = self._source.vector(name, size)
         self._note(name, (size,), "F32", vector.nbytes)
         return vector
 
     def has(self, name: str) -> bool:
-        """See WeightSource.has."""
         return self._source.has(name)
 
     def done(self) -> None:
-        """See WeightSource.done."""
         self._source.done()
 
     def _note(self, name: str, shape: tuple[int, ...], type_name: str, n_bytes: int) -> None:

@@ -289,7 +289,7 @@ class StagedProgram:
         return logits
 
 
-class StagedLogits:
+class StagedLogits(Logits):
     """See Logits. The first read waits for the step; each of several steps under way has logits of its own.
 
     Attributes: stage_s, the seconds until the other stages had done the step, and the seconds they computed.
@@ -308,36 +308,30 @@ class StagedLogits:
         self.collected = self._last(step_from_bytes(self._step, self._limits, self._last.inputs, activations))
 
     def __len__(self) -> int:
-        """See Logits. Does not wait."""
+        """Does not wait."""
         return self._n_rows
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See Logits.shape."""
         return self._wait().shape
 
     def take(self, rows: Sequence[int]) -> Logits:
-        """See Logits.take."""
         return self._wait().take(rows)
 
     def copy(self) -> StagedLogits:
-        """See Logits.copy: these are valid until a later step has been looked at."""
+        """Logits of a stage are valid until a later step has been looked at."""
         return self
 
     def numpy(self) -> FloatArray:
-        """See Logits.numpy."""
         return self._wait().numpy()
 
     def has_nan(self, row: int) -> bool:
-        """See Logits.has_nan."""
         return self._wait().has_nan(row)
 
     def logit(self, row: int, token_id: int) -> float:
-        """See Logits.logit."""
         return self._wait().logit(row, token_id)
 
     def argmax(self) -> list[int]:
-        """See Logits.argmax."""
         return self._wait().argmax()
 
     def _wait(self) -> Logits:

@@ -46,7 +46,7 @@ class StagePlacer(Protocol):
         """
 
 
-class OwnProcesses:
+class OwnProcesses(StageSource):
     """Stages in processes of this machine, which live as long as their connection."""
 
     is_remote = False
@@ -56,7 +56,6 @@ class OwnProcesses:
         self._processes: list[StageProcess] = []
 
     def __len__(self) -> int:
-        """See StageSource."""
         return self._n
 
     @property
@@ -65,7 +64,6 @@ class OwnProcesses:
         return [process.pid for process in self._processes]
 
     def start(self) -> list[tuple[Address, bytes]]:
-        """See StageSource.start."""
         try:
             self._processes = [StageProcess() for _ in range(self._n)]
             return [(process.address, process.token) for process in self._processes]
@@ -74,7 +72,6 @@ class OwnProcesses:
             raise
 
     def end(self) -> None:
-        """See StageSource.end."""
         for process in self._processes:
             process.end()
         self._processes = []
@@ -82,7 +79,7 @@ class OwnProcesses:
     close = end
 
 
-class StagesAt:
+class StagesAt(StageSource):
     """Stages at fixed addresses, which are started, and started again, from outside."""
 
     is_remote = True
@@ -91,11 +88,9 @@ class StagesAt:
         self._found = [(address, token) for address in addresses]
 
     def __len__(self) -> int:
-        """See StageSource."""
         return len(self._found)
 
     def start(self) -> list[tuple[Address, bytes]]:
-        """See StageSource.start."""
         return self._found
 
     def end(self) -> None:

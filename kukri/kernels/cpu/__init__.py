@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from kukri.errors import ShapeError
 from kukri.host.hardware import available_bytes
+from kukri.kernels.backend import Backend
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType
 from kukri.kernels.cpu.codegen.sampling_backend import CpuSampling
 from kukri.kernels.cpu.compile.features import cpu_target
@@ -45,7 +46,7 @@ _WIDE_ROW_COSTS = (1, 1.1, 1.2, 1.22, 1.67, 1.72, 1.78, 1.82, 2.1, 2.3, 2.6, 2.6
 _ROW_COSTS = (1, 1.13, 1.6, 1.65, 2.75, 2.8, 2.95, 3.05, 3.45, 3.7, 4.2, 4.3, 5.5, 5.6, 5.7, 5.8)
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Runs models on the CPU. Holds the kernels and the packed weights; backends share their thread pool.
 
     If it `is_portable`, results have equal bits on all processors. Otherwise only processors with an int8 dot
@@ -77,15 +78,12 @@ class CpuBackend:
         n_states: int = 0,
         kv_type: KVType = "f16",
     ) -> PagedKV:
-        """See Backend.new_cache."""
         return PagedKV(_with_whole_heads(layout), n_pages, n_states, kv_type)
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
-        """See Backend.page_bytes."""
         return page_bytes(_with_whole_heads(layout), kv_type)
 
     def free_bytes(self) -> int:
-        """See Backend.free_bytes."""
         return available_bytes()
 
     def compile(
@@ -96,19 +94,18 @@ class CpuBackend:
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> CpuProgram:
-        """See Backend.compile. Weights are packed on first use and shared by all programs."""
+        """Weights are packed on first use and shared by all programs."""
         cache = self.new_cache((), 1) if cache is None else cache
         assert isinstance(cache, PagedKV), "a cache belongs to the backend that made it"
         return CpuProgram(self, program, cache, limits, taps, adapters)
 
     @property
     def arithmetic(self) -> str:
-        """See Backend.arithmetic. Kernels say where products are fused: no compiler or processor matters."""
+        """Kernels say where products are fused: no compiler or processor matters."""
         return f"cpu {sources_hash()[:24]} {self.head_panels}"
 
     @property
     def sampling(self) -> CpuSampling:
-        """See Backend.sampling."""
         if self._sampling is None:
             self._sampling = CpuSampling(self.kernels, self.pool)
         return self._sampling

@@ -74,9 +74,7 @@ class GpuBackend(TorchBackend):
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> CompiledProgram:
-        """See Backend.compile. Decode steps are captured as graphs, unless something is tapped or there are
-        adapters.
-        """
+        """Decode steps are captured as graphs, unless something is tapped or there are adapters."""
         cache = self.new_cache((), 1) if cache is None else cache
         assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
         ops = TritonOps(self.constants, cache, taps, adapters)

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from kukri.host.hardware import cpu_model
-from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram, SamplingBackend
+from kukri.kernels.backend import EVEN_ROW_COSTS, Backend, CompiledProgram, SamplingBackend
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.cpu.codegen.sampling_backend import CpuSampling
 from kukri.kernels.cpu.compile.jit import KernelLibrary
@@ -32,7 +32,7 @@ from kukri.kernels.taps import Hook
 from kukri.kernels.weight_handles import AdapterSlots
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Runs models with PyTorch. Keeps a model's constants on the device once they were used.
 
     Not batch-invariant: the libraries' matrix products sum in an order that depends on their shape.
@@ -68,12 +68,10 @@ class TorchBackend:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """See Backend.is_batch_invariant."""
         return False
 
     @property
     def arithmetic(self) -> str:
-        """See Backend.arithmetic."""
         processor = cpu_model() if self.device.type == "cpu" else self.device_name
         return f"{self.name}, PyTorch {torch.__version__}, {processor}"
 
@@ -89,15 +87,12 @@ class TorchBackend:
         n_states: int = 0,
         kv_type: KVType = "f16",
     ) -> TensorCache:
-        """See Backend.new_cache."""
         return TensorCache(layout, n_pages, n_states, kv_type, self.device)
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
-        """See Backend.page_bytes."""
         return page_bytes(layout, kv_type)
 
     def free_bytes(self) -> int:
-        """See Backend.free_bytes."""
         return free_bytes(self.device)
 
     def compile(
@@ -108,14 +103,14 @@ class TorchBackend:
         taps: frozenset[str] = frozenset(),
         adapters: AdapterSlots = (),
     ) -> CompiledProgram:
-        """See Backend.compile. The program runs eagerly."""
+        """The program runs eagerly."""
         cache = self.new_cache((), 1) if cache is None else cache
         assert isinstance(cache, TensorCache), "a cache belongs to the backend that made it"
         return TorchProgram(program, TorchOps(self.constants, cache, taps, adapters), limits)
 
     @cached_property
     def sampling(self) -> SamplingBackend:
-        """See Backend.sampling: on the device, or by the CPU's kernel if it is the CPU or lacks float64."""
+        """On the device, or by the CPU's kernel if it is the CPU or lacks float64."""
         if self.device.type in ("cpu", "mps"):
             return self._host_sampling()
         return TorchSampling(self._host_sampling)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import FloatArray
+from kukri.kernels.backend import Logits
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepInputs, StepLimits
@@ -181,8 +182,8 @@ class AttentionGroup:
         return torch.arange(self.first_place, self.first_place + n_places, device=self.tokens.device)
 
 
-class TensorLogits:
-    """See `backend.Logits`: a float32 tensor [N, V]."""
+class TensorLogits(Logits):
+    """A float32 tensor [N, V]."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -198,7 +199,7 @@ class TensorLogits:
         return tuple(self.tensor.shape)
 
     def take(self, rows: Sequence[int]) -> TensorLogits:
-        """See Logits.take. Rows that follow one another are not copied."""
+        """Rows that follow one another are not copied."""
         wanted = list(rows)
         first = wanted[0] if wanted else 0
         if wanted == list(range(first, first + len(wanted))):
@@ -206,25 +207,21 @@ class TensorLogits:
         return TensorLogits(self.tensor[torch.tensor(wanted, device=self.tensor.device)])
 
     def copy(self) -> TensorLogits:
-        """See Logits.copy."""
         return TensorLogits(self.tensor.clone())
 
     def numpy(self) -> FloatArray:
-        """See Logits.numpy. Waits for the step, and copies the rows to the host once."""
+        """Waits for the step, and copies the rows to the host once."""
         if self._on_host is None:
             self._on_host = self.tensor.cpu().numpy()
         return self._on_host
 
     def has_nan(self, row: int) -> bool:
-        """See Logits.has_nan."""
         return bool(self.tensor[row].isnan().any())
 
     def logit(self, row: int, token_id: int) -> float:
-        """See Logits.logit."""
         return float(self.tensor[row, token_id])
 
     def argmax(self) -> list[int]:
-        """See Logits.argmax."""
         ids: list[int] = self.tensor.argmax(dim=1).tolist()
         return ids
 

@@ -15,7 +15,7 @@ from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.cpu.compile.jit import KernelLibrary
 from kukri.kernels.cpu.pack.layouts import ROWS
 from kukri.kernels.cpu.plan.batch_memory import BatchMemory
-from kukri.kernels.cpu.plan.ops import Attend, Buffer, Op, RopeStore, Tap, Value, cut_of
+from kukri.kernels.cpu.plan.ops import Addresses, Attend, Buffer, Op, RopeStore, Tap, Value, cut_of
 from kukri.kernels.cpu.run.abi import OP_BYTES
 from kukri.kernels.cpu.run.memory import address_of, aligned_zeros
 from kukri.kernels.paged_kv import PagedKV
@@ -36,7 +36,7 @@ class Segment:
     n_used: int | None  # see ops.Tap
 
 
-class Plan:
+class Plan(Addresses):
     """Ops placed in memory: int64 [n, OP_BYTES / 8] for the executor, and the taps between them.
 
     Attributes: ops; kernel_names, of each op; segments; ropes, whose rows must be there before a step;
@@ -79,17 +79,14 @@ class Plan:
             start += 8 * len(records[i])
 
     def batch_of(self, spec: AttentionSpec) -> int:
-        """See Addresses.batch_of."""
         return self._batch.view(self.cache.pool_of[spec.kv_layer], cut_of(spec))
 
     def of(self, used: Value | Buffer) -> int:
-        """See Addresses.of."""
         if isinstance(used, Value):
             return self._addresses[used.buffer] + used.offset
         return self._addresses[used]
 
     def of_array(self, array: np.ndarray[Any, Any]) -> int:
-        """See Addresses.of_array."""
         array = np.ascontiguousarray(array)
         self._keep.append(array)
         return address_of(array)
