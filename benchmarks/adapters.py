@@ -65,7 +65,7 @@ def decode_tokens_per_s(engine: Engine, n_streams: int, adapters: tuple[str, ...
     for i in range(n_streams):
         name = adapters[i % len(adapters)] if adapters else None
         prompt = rng.integers(0, engine.model.config.n_vocab, _PROMPT)
-        requests += engine.make_requests(prompt, params, adapter=name)
+        requests += engine.maker.make_requests(prompt, params, adapter=name)
     for request in requests:
         engine.add_request(request)
     while not all(request.n_generated for request in requests):
@@ -81,7 +81,7 @@ def prefill_tokens_per_s(engine: Engine, adapter: str | None) -> float:
     engine.pool.forget()
     params = SamplingParams(temperature=0, max_tokens=1, speculation="off")
     prompt = np.random.default_rng(2).integers(0, engine.model.config.n_vocab, _LONG_PROMPT)
-    (request,) = engine.make_requests(prompt, params, adapter=adapter)
+    (request,) = engine.maker.make_requests(prompt, params, adapter=adapter)
     engine.add_request(request)
     started_s = perf_counter()
     while engine.has_work:

@@ -140,7 +140,7 @@ class _User:
     def both(self, case: str) -> _FirstTokens:
         """A chat that arrives while a long prompt is read."""
         long = self._send(self.n_long, 1, client="a")
-        while long.n_cached < _ARRIVES * self.n_long and not long.has_ended:
+        while long.sequence.n_cached < _ARRIVES * self.n_long and not long.has_ended:
             time.sleep(0.01)
         n_before = self._loop.status().n_steps
         chat = self._send(_SHORT, _ANSWER, **_CASES[case])
@@ -151,7 +151,7 @@ class _User:
 
     def _send(self, n_prompt: int, n_new: int, **options: Any) -> Request:
         prompt = self._random.integers(0, self._engine.model.config.n_vocab, n_prompt)
-        (request,) = self._engine.make_requests(prompt, _greedy(n_new), **options)
+        (request,) = self._engine.maker.make_requests(prompt, _greedy(n_new), **options)
         self._loop.submit([request])
         return request
 
@@ -179,17 +179,17 @@ def _full(
     n_long = min(n_long, engine.max_context - 2)
     prompts = random.integers(0, engine.model.config.n_vocab, (2 * n_streams, _STREAM_PROMPT))
     long = random.integers(0, engine.model.config.n_vocab, n_long)
-    engine.add_request(engine.make_request(long, _greedy(1)))
+    engine.add_request(engine.maker.make_request(long, _greedy(1)))
     while engine.has_work:
         engine.step()
-    streams = [engine.make_request(prompt, _greedy(n_streamed)) for prompt in prompts[:n_streams]]
+    streams = [engine.maker.make_request(prompt, _greedy(n_streamed)) for prompt in prompts[:n_streams]]
     for request in streams:
         engine.add_request(request)
     while not all(request.n_generated > 4 for request in streams):
         engine.step()
 
     def step_ms(n_waiting: int) -> float:
-        waiting = [engine.make_request(prompt, _greedy(2)) for prompt in prompts[:n_waiting]]
+        waiting = [engine.maker.make_request(prompt, _greedy(2)) for prompt in prompts[:n_waiting]]
         for request in waiting:
             engine.add_request(request)
         for _ in range(3):
@@ -207,7 +207,7 @@ def _full(
         """Every other step has an arrival: both kinds see the same load of the machine."""
         times: tuple[list[float], list[float]] = [], []
         for i in range(_STEPS):
-            new = engine.make_request(long, _greedy(2, speculation="ngram"))
+            new = engine.maker.make_request(long, _greedy(2, speculation="ngram"))
             started_s = time.perf_counter()
             if i % 2 == 0:
                 engine.add_request(new)

@@ -205,14 +205,14 @@ def _encode_s(llm: LLM, picture: ByteArray) -> float:
 
 
 def _asked(llm: LLM, image: ImageInput, before: list[int], after: list[int]) -> ImagePrompt:
-    assert llm.engine.vision is not None
-    run = [llm.engine.vision.config.image_token_id] * image.n_tokens
+    assert llm.engine.maker.vision is not None
+    run = [llm.engine.maker.vision.config.image_token_id] * image.n_tokens
     return ImagePrompt([*before, *run, *after], (image,), (ImageSpan(len(before), image.n_tokens, 0),))
 
 
 def _request(engine: Engine, asked: Any, n_tokens: int) -> Request:
     params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
-    request = engine.make_request(asked, params)
+    request = engine.maker.make_request(asked, params)
     engine.add_request(request)
     return request
 

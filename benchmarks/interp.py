@@ -292,7 +292,7 @@ def _generate(
     params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
     engine = llm.engine
     engine.pool.forget()
-    requests = [engine.make_request(np.array(prompt, np.int32), params) for prompt in prompts]
+    requests = [engine.maker.make_request(np.array(prompt, np.int32), params) for prompt in prompts]
     taps = [llm.interp.intervene([request], one) for request, one in zip(requests, interventions)]
     for request in requests:
         engine.add_request(request)

@@ -65,7 +65,7 @@ def waiting_us(n_tokens: int, n_steps: int, *, has_states: bool = False) -> floa
 
     def add(prompt: np.ndarray, n_new: int) -> None:
         params = SamplingParams(max_tokens=n_new)
-        made.append(Request(len(made), prompt, params, None, frozenset(), 1 << 20, n_pages))
+        made.append(Request.new(len(made), prompt, params, max_context=1 << 20, max_pages=n_pages))
         scheduler.add(made[-1])
 
     def finish(step: ScheduledStep) -> None:

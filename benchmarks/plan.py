@@ -66,8 +66,8 @@ def plan(model: str | None, users: LoadOfUsers, loading: dict[str, Any], *, as_j
             config.max_requests,
             config.max_step_tokens,
             config.max_prompt_tokens,
-            llm.engine.n_pages,
-            llm.engine.page_tokens,
+            llm.engine.pool.n_pages,
+            llm.engine.pool.page_tokens,
         )
         longest = users.prefix_tokens + users.own_tokens + users.tokens
         if longest > llm.engine.max_context:
@@ -147,7 +147,7 @@ def _decode_s(llm: LLM, n: int) -> float:
     """Seconds of a step in which `n` sequences decode."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=_N_STEPS + 8, ignore_eos=True, speculation="off")
-    requests = [engine.make_request(_ids(llm, 16, i), params) for i in range(n)]
+    requests = [engine.maker.make_request(_ids(llm, 16, i), params) for i in range(n)]
     for request in requests:
         engine.add_request(request)
     times: list[float] = []
@@ -165,7 +165,7 @@ def _prompt_s(llm: LLM) -> float:
     engine, times = llm.engine, []
     n_prompt = min(_N_PROMPT, engine.max_context - 1, engine.config.max_step_tokens)
     for i in range(4):
-        request = engine.make_request(
+        request = engine.maker.make_request(
             _ids(llm, n_prompt, 100 + i), SamplingParams(temperature=0, max_tokens=1)
         )
         engine.add_request(request)

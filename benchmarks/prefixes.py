@@ -103,13 +103,13 @@ def _next_to_streams(llm: LLM, n_prompt: int, seeds: Iterator[int]) -> tuple[flo
     """Milliseconds to the first token of a new prompt next to streams, and of the median step after it."""
     engine, seed = llm.engine, next(seeds)
     params = SamplingParams(temperature=0, max_tokens=n_prompt + _N_TOKENS, ignore_eos=True)
-    streams = [engine.make_request(_prompt(llm, 99 * seed + i, 8), params) for i in range(_N_STREAMS)]
+    streams = [engine.maker.make_request(_prompt(llm, 99 * seed + i, 8), params) for i in range(_N_STREAMS)]
     for stream in streams:
         engine.add_request(stream)
     while not all(stream.n_generated for stream in streams):
         engine.step()
     params = SamplingParams(temperature=0, max_tokens=_N_TOKENS, ignore_eos=True)
-    asked = engine.make_request(_prompt(llm, 10**6 + seed, n_prompt), params)
+    asked = engine.maker.make_request(_prompt(llm, 10**6 + seed, n_prompt), params)
     engine.add_request(asked)
     started_s = time.perf_counter()
     while not asked.n_generated:

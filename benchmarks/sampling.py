@@ -91,7 +91,7 @@ def measure(
             fields = _MIXED[i % len(_MIXED)] | {"ignore_eos": True}
         params = resolve_texts(SamplingParams(**fields, seed=i, max_tokens=n_new), llm.tokenizer)
         prompt = [(7 * i + 13 * j) % 1000 + 300 for j in range(n_prompt)]
-        engine.add_request(engine.make_request(prompt, params))
+        engine.add_request(engine.maker.make_request(prompt, params))
     sampling_s, masks_s = [0.0], [0.0]
     sampler = engine.sampler
     sampler.sample = _timed(sampler.sample, sampling_s)  # type: ignore[method-assign]

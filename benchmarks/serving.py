@@ -158,7 +158,7 @@ def _prefix(engine: Engine, rounds: int) -> Comparison:
 
     def first_token_ms(prefix: IntArray) -> float:
         own = random.integers(0, n_vocab, 20, np.int32)
-        request = engine.make_request(np.concatenate([prefix, own]), _greedy(1))
+        request = engine.maker.make_request(np.concatenate([prefix, own]), _greedy(1))
         engine.add_request(request)
         while engine.has_work:
             engine.step()
@@ -224,7 +224,7 @@ def _stream(port: int) -> float:
 
 def _request(engine: Engine, random: np.random.Generator, n_prompt: int, n_new: int) -> Request:
     prompt = random.integers(0, engine.model.config.n_vocab, n_prompt)
-    return engine.make_request(prompt, _greedy(n_new))
+    return engine.maker.make_request(prompt, _greedy(n_new))
 
 
 def _greedy(n_new: int) -> SamplingParams:

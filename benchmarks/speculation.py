@@ -42,7 +42,7 @@ from kukri.sampling import SamplingParams
 if TYPE_CHECKING:
     from kukri.calls.results import Result
     from kukri.config import ModelConfig
-    from kukri.engine.request import Timings
+    from kukri.engine.timings import Timings
     from kukri.kernels.arrays import IntArray
     from kukri.llm import LLM
 

@@ -290,7 +290,7 @@ class LLM:
         Raises UnsupportedError for a model without a language model head, RequestError on bad token ids.
         """
         self.calls.check_generates()
-        request = self.engine.make_output_request(token_ids, "logits", adapter=adapter)
+        request = self.engine.maker.make_output_request(token_ids, "logits", adapter=adapter)
         (rows,) = self.calls.compute([request])
         return rows
 
@@ -325,7 +325,7 @@ class LLM:
             told: dict[tuple[int, ...], float] = {}
             for part in question.batches(self.config.n_vocab):
                 requests = [
-                    self.engine.make_output_request(
+                    self.engine.maker.make_output_request(
                         text, "logits", first_row=question.first_row, adapter=adapter
                     )
                     for text in question.texts[part]
@@ -408,7 +408,7 @@ class LLM:
         encoder = self.text_encoder
         encoder.check_dimensions(dimensions)
         encoded = encoder.encode(many, prompt=prompt, prompt_name=prompt_name, truncate=truncate)
-        requests = encoder.requests(self.calls.engine, encoded.ids, pooling, adapter=adapter)
+        requests = encoder.requests(self.calls.engine.maker, encoded.ids, pooling, adapter=adapter)
         vectors = encoder.vectors(self.calls.compute(requests), normalize, dimensions)
         return vectors[0] if isinstance(texts, str) else vectors
 
@@ -430,7 +430,7 @@ class LLM:
         encoder = self.text_encoder
         many = [texts] if isinstance(texts, str) else texts
         encoded = encoder.encode_tokens(many, prompt_name=prompt_name, truncate=truncate)
-        requests = encoder.token_requests(self.calls.engine, encoded, adapter=adapter)
+        requests = encoder.token_requests(self.calls.engine.maker, encoded, adapter=adapter)
         vectors = encoder.token_vectors(encoded, self.calls.compute(requests), normalize=normalize)
         return vectors[0] if isinstance(texts, str) else vectors
 
@@ -460,7 +460,7 @@ class LLM:
         encoder.check_ranks(instruction)
         if encoder.is_cross_encoder:
             pairs = encoder.encode_pairs(query, documents, truncate=truncate, instruction=instruction)
-            requests = encoder.pair_requests(self.calls.engine, pairs.ids, adapter=adapter)
+            requests = encoder.pair_requests(self.calls.engine.maker, pairs.ids, adapter=adapter)
             scores = encoder.scores(self.calls.compute(requests))
         elif encoder.late is not None:
             asked, found = (
@@ -762,7 +762,7 @@ class LLM:
     def _outputs(self, token_ids: list[int]) -> FloatArray:
         """The outputs of the model's head for each token: float32 [T, width]."""
         types = self.text_encoder.token_types(token_ids)
-        request = self.calls.engine.make_output_request(token_ids, "logits", token_types=types)
+        request = self.calls.engine.maker.make_output_request(token_ids, "logits", token_types=types)
         (rows,) = self.calls.compute([request])
         return rows
 

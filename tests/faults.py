@@ -56,9 +56,9 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
         'return sha256(before + tokens.tobytes()).digest()',
     ),
     (
-        'kukri/engine/adapters.py',
-        'request.prefix_root = sha256(request.prefix_root + found.adapter.digest).digest()',
-        'request.prefix_root = sha256(request.prefix_root).digest()',
+        'kukri/engine/request.py',
+        'self.sequence.prefix_root = sha256(self.sequence.prefix_root + digest).digest()',
+        'self.sequence.prefix_root = sha256(self.sequence.prefix_root).digest()',
     ),
     (
         'kukri/engine/saved_prefixes.py',
@@ -143,13 +143,13 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
     ),
     (
         'kukri/engine/scheduler.py',
-        '        elif request.n_tokens >= request.max_length:',
-        '        elif request.n_tokens > request.max_length:',
+        '        elif request.sequence.n_tokens >= request.max_length:',
+        '        elif request.sequence.n_tokens > request.max_length:',
     ),
     (
         'kukri/engine/adapters.py',
-        '        with self._lock:\n            found = self._find(name)\n            request.adapter = found',
-        '        if True:\n            found = self._find(name)\n            request.adapter = found',
+        '        with self._lock:\n            found = self._find(name)\n            request.use_adapter',
+        '        if True:\n            found = self._find(name)\n            request.use_adapter',
     ),
 )  # fmt: skip
 

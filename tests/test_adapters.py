@@ -152,7 +152,7 @@ def test_a_head_of_its_own(llama: tuple[Path, Any], tmp_path: Path) -> None:
     path = write_peft(tmp_path, updates)
     with LLM(directory, adapters={"a": path}, n_threads=2) as llm:
         close(llm.logits(IDS, adapter="a"), theirs(merged(model, updates, 2.0), IDS), 2e-2)
-        request = llm.engine.make_output_request(IDS, "logits", first_row=20, stop_row=30, adapter="a")
+        request = llm.engine.maker.make_output_request(IDS, "logits", first_row=20, stop_row=30, adapter="a")
         (rows,) = llm.calls.compute([request])
         np.testing.assert_array_equal(rows, llm.logits(IDS, adapter="a")[20:30])
 
@@ -340,7 +340,7 @@ def test_logits_are_those_of_peft(tmp_path: Path) -> None:
 
 def requests(llm: LLM, prompts: list[list[int]], names: list[str | None]) -> list[Request]:
     made = [
-        llm.engine.make_requests(ids, GREEDY, adapter=name)[0]
+        llm.engine.maker.make_requests(ids, GREEDY, adapter=name)[0]
         for ids, name in zip(prompts, names, strict=True)
     ]
     for request in made:
@@ -387,7 +387,7 @@ def requests_of(llm: LLM, prompt: list[int]) -> list[Request]:
 def test_logits_in_a_crowd_are_those_alone_to_the_bit(llm: LLM) -> None:
     """A row that differs in its last bits, which greedy tokens would not show."""
     alone = {name: llm.logits(IDS, adapter=name) for name in (None, *NAMES)}
-    made = [llm.engine.make_output_request(IDS, "logits", adapter=name) for name in (*NAMES, None) * 2]
+    made = [llm.engine.maker.make_output_request(IDS, "logits", adapter=name) for name in (*NAMES, None) * 2]
     for rows, name in zip(llm.calls.compute(made), (*NAMES, None) * 2, strict=True):
         np.testing.assert_array_equal(rows, alone[name])
 
@@ -398,16 +398,16 @@ def test_a_prefix_of_one_adapter_is_no_other_ones(llama: tuple[Path, Any], adapt
         for name in ("a", "b", None):
             (first,) = requests(llm, [IDS], [name])
             finish(llm)
-            assert first.n_prefix_hit == 0
+            assert first.sequence.n_prefix_hit == 0
             (again,) = requests(llm, [IDS], [name])
             finish(llm)
-            assert again.n_prefix_hit == 32
+            assert again.sequence.n_prefix_hit == 32
             assert again.output_ids == first.output_ids
         llm.unload_adapter("a")
         llm.load_adapter("a", adapters["three"])
         (other,) = requests(llm, [IDS], ["a"])
         finish(llm)
-        assert other.n_prefix_hit == 0
+        assert other.sequence.n_prefix_hit == 0
     with LLM(llama[0], adapters={"c": adapters["three"]}, n_threads=2) as llm:
         assert llm.generate(IDS, GREEDY, adapter="c").token_ids == other.output_ids
 
@@ -425,7 +425,7 @@ def test_adapters_come_and_go_while_requests_run(llama: tuple[Path, Any], adapte
         llm.load_adapter("one", adapters["one"])
         llm.load_adapter("two", adapters["two"])
         running = requests(llm, [IDS, IDS], ["one", "two"])
-        queued = llm.engine.make_requests(IDS, GREEDY, adapter="one")[0]  # made, and not yet there
+        queued = llm.engine.maker.make_requests(IDS, GREEDY, adapter="one")[0]  # made, and not yet there
         llm.engine.step()
         llm.engine.step()
         llm.unload_adapter("one")
@@ -438,9 +438,9 @@ def test_adapters_come_and_go_while_requests_run(llama: tuple[Path, Any], adapte
             assert request.output_ids == wanted[name]
         assert len(llm.engine.adapters.slots) == 3
         assert llm.engine.adapters.slots[0] is None
-        with pytest.raises(RequestError, match="no adapter 'one': two, three"):
+        with pytest.raises(RequestError, match="adapter 'one' was not found: choose one of two, three"):
             llm.generate(IDS, adapter="one")
-        with pytest.raises(RequestError, match="no adapter 'one'"):
+        with pytest.raises(RequestError, match="adapter 'one' was not found"):
             llm.unload_adapter("one")
 
 
@@ -449,7 +449,7 @@ def test_names_of_adapters_are_checked_and_their_number_is_bounded(
 ) -> None:
     """A name that is taken, cannot be written on a command line, or is unknown; too many adapters."""
     with LLM(llama[0], n_threads=2) as llm:
-        with pytest.raises(RequestError, match="no adapter 'a': none is loaded"):
+        with pytest.raises(RequestError, match="adapter 'a' was not found: no adapters are loaded"):
             llm.generate("Hi", adapter="a")
         for name in ("", "a b", "a=b", "x" * 201):
             with pytest.raises(ConfigError, match="an adapter's name"):
@@ -511,7 +511,7 @@ def test_activations_with_an_adapter(llm: LLM, llama: tuple[Path, Any]) -> None:
         IDS, GREEDY, names=["blocks.2.attn.hook_result", "blocks.2.hook_attn_out"], adapter="one"
     )
     close(generated["blocks.2.attn.hook_result"].sum(axis=2), generated["blocks.2.hook_attn_out"], 1e-2)
-    with pytest.raises(RequestError, match="no adapter 'nothing'"):
+    with pytest.raises(RequestError, match="adapter 'nothing' was not found"):
         llm.run_with_cache(IDS, adapter="nothing")
 
 

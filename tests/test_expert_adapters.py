@@ -114,7 +114,7 @@ def test_a_crowd_of_adapters_changes_no_bit(tmp_path: Path) -> None:
     names = ["a", None, "b", "c", "a", "b"]
     prompts = [IDS[i : 20 + 2 * i] for i in range(6)]
     with LLM(directory, quantize="Q8_0", adapters=paths, max_requests=6, n_threads=2) as llm:
-        made = [llm.engine.make_output_request(p, "logits", adapter=n) for p, n in zip(prompts, names)]
+        made = [llm.engine.maker.make_output_request(p, "logits", adapter=n) for p, n in zip(prompts, names)]
         rows = llm.calls.compute(made)
         crowd = requests(llm, prompts, names)
         finish(llm)

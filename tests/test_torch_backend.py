@@ -43,7 +43,7 @@ def answers(model: Any, backend: Any, **options: Any) -> list[list[int]]:
     config = EngineConfig(max_requests=3, max_step_tokens=24, max_context=120, **options)
     engine = Engine(model, backend, config)
     prompts = [random_ids(n, V, seed=n) for n in (1, 17, 50, 33)]
-    requests = [engine.make_request(ids, params) for ids in prompts for params in (GREEDY, SAMPLED)]
+    requests = [engine.maker.make_request(ids, params) for ids in prompts for params in (GREEDY, SAMPLED)]
     for request in requests:
         engine.add_request(request)
     while engine.has_work:
@@ -81,7 +81,7 @@ def test_sampling_on_the_device_gives_the_same_answers() -> None:
             backend.sampling = TorchSampling(lambda host=host: host)
         engine = Engine(model, backend, EngineConfig(max_requests=4, max_step_tokens=24, max_context=120))
         requests = [
-            engine.make_request(
+            engine.maker.make_request(
                 random_ids(9 + i, V, seed=i), SamplingParams(max_tokens=10, ignore_eos=True, **kind)
             )
             for i, kind in enumerate(kinds)
@@ -90,8 +90,8 @@ def test_sampling_on_the_device_gives_the_same_answers() -> None:
             engine.add_request(request)
         while engine.has_work:
             engine.step()
-        assert [request.error for request in requests] == [None] * len(kinds)
-        answered.append([(r.sampled, r.prompt_logprobs) for r in requests])
+        assert [request.answer.error for request in requests] == [None] * len(kinds)
+        answered.append([(r.answer.sampled, r.answer.prompt_logprobs) for r in requests])
     for found, wanted in zip(*reversed(answered), strict=True):
         for got, want in zip(found, wanted, strict=True):
             assert [token.id for token in got] == [token.id for token in want]

@@ -96,8 +96,8 @@ def batching(trial: Trial) -> Iterator[Row]:
             requests = mixed_requests(engine, sizes)
             started = time.perf_counter()
             serve(engine, [requests[i : i + group] for i in range(0, len(requests), group)])
-            ends = [request.last_token_s - started for request in requests]
-            firsts = [request.first_token_s - started for request in requests]
+            ends = [request.times.last_token_s - started for request in requests]
+            firsts = [request.times.first_token_s - started for request in requests]
             return max(ends), float(np.mean(ends)), float(np.mean(firsts))
 
         return measure

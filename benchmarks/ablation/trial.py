@@ -115,7 +115,7 @@ def random_ids(engine: Engine, n_tokens: int, random: np.random.Generator) -> In
 
 def request_of(engine: Engine, prompt: IntArray, n_new: int) -> Request:
     """A greedy request for exactly `n_new` tokens, not yet queued."""
-    return engine.make_request(prompt, SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True))
+    return engine.maker.make_request(prompt, SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True))
 
 
 def run(engine: Engine, request: Request) -> Request:

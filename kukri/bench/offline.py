@@ -75,7 +75,7 @@ class Kukri:
         """The same for streams whose prompts, int [streams, tokens], are given."""
         engine = self.llm.engine
         params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
-        requests = [engine.make_request(prompt, params) for prompt in prompts]
+        requests = [engine.maker.make_request(prompt, params) for prompt in prompts]
         n_prompts_left = len(requests)
         for request in requests:
             engine.add_request(request)

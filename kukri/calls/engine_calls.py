@@ -16,7 +16,7 @@ from kukri.calls.answer import Answer
 from kukri.calls.image_prompts import ImagePrompts
 from kukri.calls.results import Chunk, FinishReason, Output, Result, ToolCall, Usage
 from kukri.calls.turn import Turn
-from kukri.engine import Engine, Request, RequestState
+from kukri.engine import Engine, Request
 from kukri.engine.turns import EngineTurns
 from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
 from kukri.kernels.arrays import FloatArray
@@ -251,8 +251,8 @@ class EngineCalls:
                 "best_of cannot be streamed: the best is known only at the end", param="best_of"
             )
         engine = self.engine
-        requests = engine.make_requests(prompt_ids, params, adapter=adapter)
-        engine.check_fits(requests[0])
+        requests = engine.maker.make_requests(prompt_ids, params, adapter=adapter)
+        engine.maker.check_fits(requests[0])
         taps = [] if intervene is None else intervene(requests)
         return Call(requests, params, self.tokenizer, taps, streams=streams, turn=turn)
 
@@ -333,7 +333,7 @@ class EngineCalls:
         ended = [
             (answer, call)
             for answer, call in self._running.values()
-            if answer.request.state is RequestState.FINISHED or not has_work
+            if answer.request.has_ended or not has_work
         ]
         for answer, call in ended:
             del self._running[answer.request.id]
@@ -457,7 +457,7 @@ class Call:
         request, i = answer.request, answer.index
         first, stop = request.n_prompt + self._n_tokens_taken[i], request.n_prompt + answer.n_tokens
         self._n_tokens_taken[i] = answer.n_tokens
-        ids = request.tokens[first:stop].tolist()
+        ids = request.sequence.tokens[first:stop].tolist()
         reason = self._reason(answer)
         return Chunk(written.text, ids, reason, result, i, readouts, written.reasoning, written.tool_calls)
 
@@ -472,9 +472,9 @@ class Call:
             tool_calls=tuple(call for written in parts for call in written.tool_calls),
             token_ids=request.output_ids,
             finish_reason=cast("FinishReason", self._reason(answer)),
-            stop_reason=request.stop_reason if answer.stop_string is None else answer.stop_string,
-            logprobs=None if params.logprobs is None else request.sampled,
-            cumulative_logprob=request.cumulative_logprob if has_logprobs else None,
+            stop_reason=request.answer.stop_reason if answer.stop_string is None else answer.stop_string,
+            logprobs=None if params.logprobs is None else request.answer.sampled,
+            cumulative_logprob=request.answer.cumulative_logprob if has_logprobs else None,
             timings=request.timings,
             raw_text=self._tokenizer.decode(request.output_ids),
         )
@@ -485,7 +485,7 @@ class Call:
         if len(outputs) > n:
             outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
         best, request = outputs[0], self.answers[0].request
-        prompt_ids: list[int] = request.tokens[: request.n_prompt].tolist()
+        prompt_ids: list[int] = request.prompt.tolist()
         scores = self._params.prompt_logprobs
         return Result(
             text=best.text,
@@ -497,17 +497,17 @@ class Call:
             timings=best.timings,
             prompt_logprobs=None
             if scores is None
-            else [SampledToken(prompt_ids[0]), *request.prompt_logprobs],
+            else [SampledToken(prompt_ids[0]), *request.answer.prompt_logprobs],
             outputs=tuple(replace(output, index=i) for i, output in enumerate(outputs[:n])),
             activations=self._taps[0].activations(request) if self._taps and self._taps[0].captures else None,
             readouts=self._readouts,
-            image_tokens=[] if request.images is None else request.images.n_tokens,
+            image_tokens=[] if request.sequence.images is None else request.sequence.images.n_tokens,
             reasoning=best.reasoning,
             tool_calls=best.tool_calls,
             raw_text=best.raw_text,
             usage=Usage(
                 prompt_tokens=request.n_prompt,
-                cached_tokens=request.n_prefix_hit,
+                cached_tokens=request.sequence.n_prefix_hit,
                 completion_tokens=sum(answer.n_tokens for answer in self.answers),
                 reasoning_tokens=sum(choice.n_reasoning for choice in self._choices or ()),
             ),
@@ -533,7 +533,7 @@ class _OutputBatch:
     @property
     def is_done(self) -> bool:
         """True once every request has ended, or one could not be queued."""
-        while self._left and self._left[-1].state is RequestState.FINISHED:
+        while self._left and self._left[-1].has_ended:
             self._left.pop()
         return not self._left or self.error is not None
 
@@ -543,9 +543,9 @@ class _OutputBatch:
             raise self.error
         rows: list[FloatArray] = []
         for request in self.requests:
-            if request.finish_reason != "stop" or request.rows is None:
+            if request.answer.finish_reason != "stop" or request.answer.rows is None:
                 raise _ending_of(request)
-            rows.append(request.rows)
+            rows.append(request.answer.rows)
         return rows
 
 
@@ -555,8 +555,8 @@ def _ignore() -> None:
 
 def _ending_of(request: Request) -> KukriError:
     """The error that ended a request."""
-    if request.error is not None and str(request.error):
-        return request.error
+    if request.answer.error is not None and str(request.answer.error):
+        return request.answer.error
     return KukriError(f"request {request.id} was aborted")
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-from hashlib import sha256
+from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from kukri.engine.pages import PageKey
 from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.kernels.weight_handles import AdapterSlots
 from kukri.models.adapter import Adapter
@@ -28,8 +27,8 @@ class LoadedAdapter:
 class UsesAdapter(Protocol):
     """A request, as far as adapters know it."""
 
-    adapter: LoadedAdapter | None
-    prefix_root: PageKey
+    def use_adapter(self, adapter: LoadedAdapter, digest: bytes) -> None:
+        """Makes a new request one of an adapter, whose prefixes are kept apart by `digest`."""
 
     @property
     def has_ended(self) -> bool:
@@ -68,14 +67,10 @@ class LoadedAdapters:
         return self._find(name).adapter
 
     def use(self, name: str, request: UsesAdapter) -> None:
-        """Makes a new request one of an adapter, whose prefixes are others than those without it.
-
-        Raises RequestError if there is none of this name.
-        """
+        """Makes a new request one of an adapter. Raises RequestError if no adapter has this name."""
         with self._lock:
             found = self._find(name)
-            request.adapter = found
-            request.prefix_root = sha256(request.prefix_root + found.adapter.digest).digest()
+            request.use_adapter(found, found.adapter.digest)
             found.requests.add(request)
 
     def add(self, name: str, adapter: Adapter) -> None:
@@ -119,6 +114,12 @@ class LoadedAdapters:
     def _find(self, name: str) -> LoadedAdapter:
         found = self._by_name.get(name)
         if found is None:
-            known = ", ".join(self._by_name) or "none is loaded"
-            raise RequestError(f"there is no adapter {name!r}: {known}", param="adapter")
+            raise unknown_adapter(name, self._by_name)
         return found
+
+
+def unknown_adapter(name: str, known: Iterable[str]) -> RequestError:
+    """The error for a name that no loaded adapter has."""
+    loaded = ", ".join(known)
+    remedy = f"choose one of {loaded}" if loaded else "no adapters are loaded"
+    return RequestError(f"adapter {name!r} was not found: {remedy}", param="adapter")

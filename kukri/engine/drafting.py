@@ -77,7 +77,7 @@ class Drafting:
                 proposed = drafts.propose(n)
             except Exception:  # drafts only save time, so a failing source is switched off
                 logger.exception("the drafts of a request failed")
-                chunks[i].request.max_drafts, proposed = 0, []
+                chunks[i].sequence.next_draft, proposed = chunks[i].request.max_length, []
             chunks[i] = scheduler.with_drafts(chunks[i], proposed)
         return made_s
 

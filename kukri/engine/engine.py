@@ -16,23 +16,22 @@ from kukri.config import EngineConfig
 from kukri.engine.adapters import LoadedAdapters
 from kukri.engine.draft_model import Drafter, DraftSetup, DraftSource
 from kukri.engine.drafting import Drafting
-from kukri.engine.drafts import Drafts
 from kukri.engine.kv_allocator import KVAllocator
 from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
-from kukri.engine.request import Request, RequestState
+from kukri.engine.request import Request
 from kukri.engine.request_images import RequestImages
 from kukri.engine.request_maker import MOST_ROWS, RequestMaker
 from kukri.engine.runner import Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.scheduler import Scheduler
+from kukri.engine.sequence import RequestState
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
 from kukri.engine.step_sampler import StepSampler
 from kukri.engine.step_taps import StepImages, StepTaps, attends_both_ways, has_images
 from kukri.errors import ConfigError, KukriError, StageError, UnsupportedError
-from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states, pool_windows, without_windows
 from kukri.kernels.host_step import HostLogits
@@ -41,7 +40,6 @@ from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hook, TapListener
 from kukri.models import Model
 from kukri.models.adapter import Adapter
-from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
     from kukri.engine.encodings import Encodings
@@ -66,15 +64,14 @@ class InFlight:
     made_s: float = 0.0  # seconds in which a draft model made drafts for it
 
 
-class Engine(RequestMaker):
-    """Runs requests on a model. Not for several threads at a time, but for `make_requests`.
+class Engine:
+    """Runs requests on a model. Not for several threads at a time, but for its `maker` of requests.
 
     The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
     pages in each pool of pages; its memory is taken as it is used. A model that is to `draft` may have a pool
     of its own with as many pages. `vision` encodes the images of prompts. `clock` times steps, in seconds.
 
-    Attributes: those of RequestMaker; model, config; arithmetic, equal for engines that compute the same
-    bits.
+    Attributes: maker; model, config, max_context; arithmetic, equal for engines that compute the same bits.
     """
 
     def __init__(
@@ -104,33 +101,23 @@ class Engine(RequestMaker):
             config = replace(config, max_step_tokens=n_tokens)
         self.model, self.config = model, config
         self.arithmetic = f"{backend.arithmetic}, {config.kv_type}"
-        max_context, page_tokens = _max_context(config, model), backend.page_tokens
+        self.max_context, page_tokens = _max_context(config, model), backend.page_tokens
+        max_pages = pages_for(self.max_context, page_tokens)
         kv_type = cache_type(config, backend)
         layout = engine_layout(model, config)
         windows = pool_windows(layout)
         cost = KVCost.of(backend, layout, kv_type, config.max_step_tokens)
         if n_pages is None:
-            pool_sizes = cost.pool_sizes(config.kv_bytes, config.max_requests, max_context)
+            pool_sizes = cost.pool_sizes(config.kv_bytes, config.max_requests, self.max_context)
         else:
             pool_sizes = pages_of_pools(n_pages, len(windows))
-        super().__init__(
-            model.config,
-            backend.sampling,
-            max_context=max_context,
-            n_pages=pool_sizes[0] if windows[0] is None else pages_for(max_context, page_tokens),
-            page_tokens=page_tokens,
-            eos_ids=eos_ids,
-            identity=identity,
-            vision=vision,
-        )
-        self.max_draft_tokens, self.caches_prefixes = config.max_draft_tokens, config.caches_prefixes
         self._has_states = has_states(model.cache_layout)
         n_states = state_slots(config, layout, max(pool_sizes))
         is_large = model.config.head.kind == "language_model"
         n_tokens = config.max_step_tokens if is_causal else max(config.max_step_tokens, self.max_context)
         n_rows = min(MOST_ROWS, n_tokens) if is_large else n_tokens
         max_rows = config.max_requests + n_rows
-        sizes = n_tokens, config.max_requests, max_rows, self._max_pages
+        sizes = n_tokens, config.max_requests, max_rows, max_pages
         limits = StepLimits(*sizes, free_contexts=not is_causal)
         try:
             self.runner = Runner(model, backend, layout, pool_sizes, limits, kv_type, n_states)
@@ -142,14 +129,13 @@ class Engine(RequestMaker):
             ) from None
         self.saved_prefixes = _saved_prefixes(config, self.runner.cache)
         pools = [PagePool(n, page_tokens, w, config.max_step_tokens) for n, w in zip(pool_sizes, windows)]
-        self.pool = pools[0]
+        self.pool, self.adapters = pools[0], LoadedAdapters()
         self.allocator = KVAllocator(
             pools,
             caches_prefixes=config.caches_prefixes,
             saved=self.saved_prefixes,
             states=StatePool(n_states) if self._has_states else None,
         )
-        self.adapters = LoadedAdapters()
         self.scheduler = Scheduler(
             self.allocator,
             config.max_requests,
@@ -164,26 +150,35 @@ class Engine(RequestMaker):
         self.models = [model] if draft is None else [model, draft.model]
         drafter: Drafter | None = None
         if draft is not None:
-            own_sizes = self.max_context, self._max_pages, max(pool_sizes)
+            own_sizes = self.max_context, max_pages, max(pool_sizes)
             setup = DraftSetup(self.runner, draft.backend or backend, config, *own_sizes)
             drafter = draft.make(draft.model, setup)
         self.drafting = Drafting(config, model.config.n_vocab, self.max_context, drafter)
+        self.maker = RequestMaker(
+            model.config,
+            backend.sampling,
+            pools=pools,
+            adapters=self.adapters,
+            drafts=self.drafting.drafts_for,
+            vision=vision,
+            max_context=self.max_context,
+            max_draft_tokens=config.max_draft_tokens,
+            caches_prefixes=config.caches_prefixes,
+            eos_ids=eos_ids,
+            identity=identity,
+        )
         self.encodings: Encodings | None = None
         if vision is not None:
             from kukri.engine.encodings import Encodings
 
             self.encodings = Encodings(vision, backend, _ENCODINGS_BYTES, clock)
         self._in_flight: deque[InFlight] = deque()  # in launch order
-        self.sampler = StepSampler(self._sampling)
+        self.sampler = StepSampler(backend.sampling)
 
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs, or a step is in flight."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._in_flight)
-
-    @property
-    def adapter_names(self) -> tuple[str, ...]:
-        return self.adapters.names
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Makes an adapter of this model usable by a name, between steps.
@@ -207,10 +202,6 @@ class Engine(RequestMaker):
         """
         self.adapters.remove(name)
         self._release_adapters()
-
-    def check_fits(self, request: Request) -> None:
-        """See RequestMaker.check_fits: of layers with a window a request needs the window's pages alone."""
-        self.allocator.check_fits(request)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises CapacityError if it could never get all its pages."""
@@ -263,9 +254,9 @@ class Engine(RequestMaker):
         """Runs a step that repeats no other."""
         chunks, now_s = scheduled.chunks, perf_counter()
         if self.runner.adapters:
-            chunks.sort(key=lambda chunk: chunk.request.adapter_slot)  # rows of one adapter side by side
+            chunks.sort(key=lambda chunk: chunk.sequence.adapter_slot)  # rows of one adapter side by side
         for chunk in chunks:
-            chunk.request.started_s = chunk.request.started_s or now_s
+            chunk.request.times.started_s = chunk.request.times.started_s or now_s
         self._copy(scheduled)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
         if not has_images(chunks):
@@ -312,8 +303,9 @@ class Engine(RequestMaker):
         """
         waiting: list[tuple[RequestImages, int]] = []
         for request in self.scheduler.running:
-            images = None if request.may_restore else request.images  # saved pages may hold its rows
-            while images is not None and (number := images.wanted(request.n_cached)) is not None:
+            sequence = request.sequence
+            images = None if sequence.may_restore else sequence.images  # saved pages may hold its rows
+            while images is not None and (number := images.wanted(sequence.n_cached)) is not None:
                 rows = encodings.find(images.images[number])
                 if rows is None:
                     waiting.append((images, number))
@@ -326,7 +318,7 @@ class Engine(RequestMaker):
         try:
             rows = encodings.advance(images.images[number], is_brief=self.scheduler.generates)
         except BaseException as error:
-            self._fail([r for r in self.scheduler.running if r.images is images], error)
+            self._fail([r for r in self.scheduler.running if r.sequence.images is images], error)
             raise
         if rows is not None:
             images.rows[number] = rows
@@ -341,11 +333,11 @@ class Engine(RequestMaker):
         self._in_flight.popleft()
         chunks, is_repeat = step.chunks, step.is_repeat
         for chunk in chunks:
-            request = chunk.sequence
-            request.is_in_flight = False
-            if request.state is RequestState.FINISHED:
+            sequence = chunk.sequence
+            sequence.is_in_flight = False
+            if sequence.state is RequestState.FINISHED:
                 is_repeat = False
-                self.scheduler.release_ended(request)
+                self.scheduler.release_ended(chunk.request)
         try:
             if is_repeat:
                 tokens = self.sampler.sample_each(chunks, step.logits)
@@ -374,7 +366,7 @@ class Engine(RequestMaker):
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request between steps, for example at a stop string; one that ended stays so."""
-        if request.state is not RequestState.FINISHED:
+        if not request.has_ended:
             self._end(request, reason, stop_reason)
 
     def abort(self, request: Request) -> None:
@@ -383,7 +375,7 @@ class Engine(RequestMaker):
 
     def keep(self, request: Request) -> None:
         """Keeps the pages of a request that has ended longer than others: its conversation will continue."""
-        self.allocator.keep(request)
+        self.allocator.keep(request.sequence)
 
     def close(self) -> None:
         """Waits until prefixes that are to be saved are on the disk. No step may follow."""
@@ -412,12 +404,6 @@ class Engine(RequestMaker):
         if self.adapters.release():
             self.runner.set_adapters(self.adapters.slots)
 
-    def _use_adapter(self, name: str, request: Request) -> None:
-        self.adapters.use(name, request)
-
-    def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
-        return self.drafting.drafts_for(params, prompt, client)
-
     def _begin_again(self, error: StageError) -> None:
         """Sends running requests back to the queue after a stage was lost, with all keys and values.
 
@@ -426,18 +412,18 @@ class Engine(RequestMaker):
         """
         for step in self._in_flight:
             for chunk in step.chunks:
-                chunk.request.is_in_flight = False
-                if chunk.request.state is RequestState.FINISHED:
+                chunk.sequence.is_in_flight = False
+                if chunk.request.has_ended:
                     self.scheduler.release_ended(chunk.request)
         self._in_flight.clear()
         self._forget_prefixes()
         has_failed = False
         for request in reversed(self.scheduler.running.copy()):
-            if request.n_generated_at_loss == request.n_generated:
-                request.error, has_failed = error, True
+            if request.sequence.n_generated_at_loss == request.n_generated:
+                request.answer.error, has_failed = error, True
                 self.scheduler.finish(request, "error")
             else:
-                request.n_generated_at_loss = request.n_generated
+                request.sequence.n_generated_at_loss = request.n_generated
                 self.scheduler.preempt(request)
         if has_failed:
             raise error
@@ -445,9 +431,9 @@ class Engine(RequestMaker):
     def _fail(self, requests: Iterable[Request], error: BaseException) -> None:
         """Ends the requests of a step that raised."""
         for request in requests:
-            if request.state is RequestState.RUNNING:
+            if request.sequence.state is RequestState.RUNNING:
                 text = str(error) or type(error).__name__
-                request.error = error if isinstance(error, KukriError) else KukriError(text)
+                request.answer.error = error if isinstance(error, KukriError) else KukriError(text)
                 self._end(request, "error")
 
     def _end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -464,7 +450,7 @@ class Engine(RequestMaker):
         self.allocator.forget()
         self.scheduler.start_over()
         for request in (*self.scheduler.running, *self.scheduler.ending):
-            request.n_cached_pages, request.is_cacheable = 0, False
+            request.sequence.n_cached_pages, request.sequence.is_cacheable = 0, False
         self.allocator.caches_prefixes = self.config.caches_prefixes and not self.runner.hooks
         # a hook sees each token of a sequence once, and none that is not in it
         self.scheduler.takes_drafts = not self.runner.hooks
@@ -475,7 +461,7 @@ def _note_stages(step: InFlight) -> None:
     stage_s = getattr(step.logits, "stage_s", None)
     if stage_s is not None:
         for chunk in step.chunks:
-            chunk.request.note_stages(*stage_s)
+            chunk.request.times.note_stages(*stage_s)
 
 
 def _saved_prefixes(config: EngineConfig, cache: Cache) -> SavedPrefixes | None:

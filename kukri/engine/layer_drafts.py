@@ -76,10 +76,10 @@ class LayerModel(DraftModel):
         """Reads what is known of requests of which much is unread, such as prompts: all but the last row."""
         n_left, reading, read = self._max_tokens, list[Chunk](), list[tuple[LayerDrafts, int]]()
         for chunk in chunks:
-            request, drafts = chunk.request, model_drafts(chunk.request.drafts)
+            sequence, drafts = chunk.sequence, model_drafts(chunk.request.drafts)
             if not isinstance(drafts, LayerDrafts):
                 continue
-            drafts.follow(request.tokens, min(request.n_cached + 1, request.n_tokens))
+            drafts.follow(sequence.tokens, min(sequence.n_cached + 1, sequence.n_tokens))
             n = min(drafts.n_tokens - 1 - drafts.n_cached, n_left)
             if n < _MOST_UNREAD:
                 continue

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from kukri.engine.engine import Engine
-from kukri.engine.request import Request, RequestState
+from kukri.engine.request import Request
 from kukri.engine.scheduled_step import StepOutput
+from kukri.engine.sequence import RequestState
+from kukri.engine.timings import Timestamps
 from kukri.engine.traces import Facts
 from kukri.errors import CapacityError, KukriError, failure_of
 
@@ -77,7 +79,7 @@ class EngineLoop:
         Raises CapacityError if too many wait already, if one could never fit, or while draining.
         """
         for request in requests:
-            self.engine.check_fits(request)
+            self.engine.maker.check_fits(request)
         with self._wake:
             self._check_room(len(requests))
             for request in requests:
@@ -190,12 +192,12 @@ class EngineLoop:
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request.state is not RequestState.NEW:  # it was ended before it got here
+            if request.sequence.state is not RequestState.NEW:  # it was ended before it got here
                 continue
             try:
                 self.engine.add_request(request)
             except Exception as error:
-                request.error = failure_of("queueing the request", error)
+                request.answer.error = failure_of("queueing the request", error)
                 self.engine.finish(request, "error")
                 self._deliver_ended()
 
@@ -263,10 +265,10 @@ class EngineLoop:
 
     def _deliver_ended(self) -> None:
         """Tells the requests that ended without a token."""
-        ended = [request for request in self._live.values() if request.state is RequestState.FINISHED]
+        ended = [request for request in self._live.values() if request.has_ended]
         self._forget(ended)
         if ended:
-            self._deliver([StepOutput(request, None, request.finish_reason) for request in ended])
+            self._deliver([StepOutput(request, None, request.answer.finish_reason) for request in ended])
 
     def _fail_all(self) -> None:
         """Fails every request with the engine's error, and refuses new ones."""
@@ -275,7 +277,7 @@ class EngineLoop:
             left = list(self._live.values())
         error = KukriError("the engine stopped: see the log")
         for request in left:
-            request.error = request.error or error
+            request.answer.error = request.answer.error or error
         self._fail_calls(error)
         self._forget(left)
         self._deliver([StepOutput(request, None, "error") for request in left])
@@ -298,37 +300,37 @@ class EngineLoop:
                 self._wake.notify_all()
         for request in ended:
             try:
-                _trace(request, request.finish_reason or "error")
+                _trace(request, request.answer.finish_reason or "error")
             except Exception:
                 logger.exception("the trace of a request failed")
 
 
 def _trace(request: Request, reason: str) -> None:
     """Writes the times of a request that has ended to the trace that it belongs to, if there is one."""
-    trace = request.trace
+    times, sequence, trace = request.times, request.sequence, request.times.trace
     if trace is None:
         return
     now_s = perf_counter()
-    started_s, first_s = request.started_s or now_s, request.first_token_s or now_s
-    trace.record("queue", request.arrived_s, started_s, {})
-    if request.started_s:
+    started_s, first_s = times.started_s or now_s, times.first_token_s or now_s
+    trace.record("queue", times.arrived_s, started_s, {})
+    if times.started_s:
         prompt: Facts = {
             "gen_ai.usage.input_tokens": request.n_prompt,
-            "kukri.cached_tokens": request.n_prefix_hit,
+            "kukri.cached_tokens": sequence.n_prefix_hit,
         }
-        trace.record("prefill", started_s, first_s, {**prompt, **_stages(request, "prefill")})
-    if request.first_token_s:
+        trace.record("prefill", started_s, first_s, {**prompt, **_stages(times, "prefill")})
+    if times.first_token_s:
         answer: Facts = {
             "gen_ai.usage.output_tokens": request.n_generated,
             "gen_ai.response.finish_reasons": [reason],
-            "kukri.drafted_tokens": request.n_drafted,
-            "kukri.accepted_tokens": request.n_accepted,
-            "kukri.preemptions": request.n_preemptions,
+            "kukri.drafted_tokens": sequence.n_drafted,
+            "kukri.accepted_tokens": sequence.n_accepted,
+            "kukri.preemptions": sequence.n_preemptions,
         }
-        trace.record("decode", first_s, request.last_token_s, {**answer, **_stages(request, "decode")})
+        trace.record("decode", first_s, times.last_token_s, {**answer, **_stages(times, "decode")})
 
 
-def _stages(request: Request, part: str) -> Facts:
+def _stages(times: Timestamps, part: str) -> Facts:
     """Seconds that a part's steps were in other stages, and that these computed; empty without stages."""
-    names, found = ("kukri.stages.elapsed_s", "kukri.stages.compute_s"), request.stage_s.get(part, ())
+    names, found = ("kukri.stages.elapsed_s", "kukri.stages.compute_s"), times.stage_s.get(part, ())
     return dict(zip(names, found, strict=bool(found)))

@@ -37,15 +37,6 @@ def pages_for(n_tokens: int, page_tokens: int) -> int:
     return -(-n_tokens // page_tokens)
 
 
-def check_fits(n_tokens: int, n_needed: int, n_pages: int) -> None:
-    """Raises CapacityError if a request of up to `n_tokens` tokens needs more pages than a pool has."""
-    if n_needed > n_pages:
-        raise CapacityError(
-            f"a request of up to {n_tokens} tokens needs {n_needed} KV pages and there are {n_pages}: "
-            "shorten it or lower max_tokens"
-        )
-
-
 def most_pages(n_tokens: int, page_tokens: int, window: int | None, step_tokens: int) -> int:
     """Return the most pages that a sequence of `n_tokens` holds at a time. For layers with a window these are
     the pages that the window covers before a step of `step_tokens` tokens, and the pages that the step
@@ -55,12 +46,11 @@ def most_pages(n_tokens: int, page_tokens: int, window: int | None, step_tokens:
     return n_pages if window is None else min(n_pages, pages_for(window + step_tokens - 1, page_tokens) + 1)
 
 
-class PagePool:
-    """Pages 0 to n_pages - 1, of `page_tokens` tokens each: free, held by owners, who are counted, or idle.
+class PoolSize:
+    """The size of a pool: `n_pages` pages of `page_tokens` tokens each.
 
-    An idle page has no owner. It is cached, or set aside: its owner may still want to cache it. Layers with a
-    `window` have a pool of their own, in which a sequence holds the pages that the window covers, and the
-    pages that a step of up to `step_tokens` tokens writes.
+    Layers with a `window` have a pool of their own, of whose pages a sequence holds the pages that the window
+    covers, and the pages that a step of up to `step_tokens` tokens writes.
     """
 
     def __init__(
@@ -68,6 +58,45 @@ class PagePool:
     ) -> None:
         self.n_pages, self.page_tokens = n_pages, page_tokens
         self.window, self._step_tokens = window, step_tokens
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that hold `n_tokens` tokens."""
+        return pages_for(n_tokens, self.page_tokens)
+
+    def first_needed(self, n_tokens: int) -> int:
+        """Return the first page that a sequence of `n_tokens` computed tokens needs: no later token attends
+        to the pages before it.
+
+        The last computed token counts as later, because a prompt's may be computed again, for its logits.
+        """
+        return 0 if self.window is None else max(n_tokens - self.window, 0) // self.page_tokens
+
+    def most_held(self, n_tokens: int) -> int:
+        """Return the most pages that a sequence of `n_tokens` tokens holds at a time."""
+        return most_pages(n_tokens, self.page_tokens, self.window, self._step_tokens)
+
+
+def check_fits(n_tokens: int, pools: Iterable[PoolSize]) -> None:
+    """Raise CapacityError if a request of up to `n_tokens` tokens could outgrow a whole pool."""
+    for pool in pools:
+        n_needed = pool.most_held(n_tokens)
+        if n_needed > pool.n_pages:
+            raise CapacityError(
+                f"a request of up to {n_tokens} tokens needs {n_needed} KV pages and there are "
+                f"{pool.n_pages}: shorten it or lower max_tokens"
+            )
+
+
+class PagePool(PoolSize):
+    """Pages 0 to n_pages - 1: free, held by owners, who are counted, or idle.
+
+    An idle page has no owner. It is cached, or set aside: its owner may still want to cache it.
+    """
+
+    def __init__(
+        self, n_pages: int, page_tokens: int, window: int | None = None, step_tokens: int = 0
+    ) -> None:
+        super().__init__(n_pages, page_tokens, window, step_tokens)
         self._aside: dict[int, tuple[int, int]] = {}  # page -> (request, place in its sequence)
         # taken from the end: the page freed last is the warmest, and untouched pages cost no memory
         self._free = list(range(n_pages - 1, -1, -1))
@@ -87,26 +116,13 @@ class PagePool:
         """Pages that may be found by their tokens."""
         return len(self._key_of)
 
-    def pages_for(self, n_tokens: int) -> int:
-        """Pages that hold `n_tokens` tokens."""
-        return pages_for(n_tokens, self.page_tokens)
-
-    def first_needed(self, n_tokens: int) -> int:
-        """Return the first page that a sequence of `n_tokens` computed tokens needs: no later token attends
-        to the pages before it.
-
-        The last computed token counts as later, because a prompt's may be computed again, for its logits.
-        """
-        return 0 if self.window is None else max(n_tokens - self.window, 0) // self.page_tokens
-
-    def most_held(self, n_tokens: int) -> int:
-        """Return the most pages that a sequence of `n_tokens` tokens holds at a time."""
-        return most_pages(n_tokens, self.page_tokens, self.window, self._step_tokens)
-
     def allocate(self, n: int) -> list[int]:
         """Allocates n pages to one owner. Raises CapacityError, allocating none, if fewer are free."""
         if n > self.n_free:
-            raise CapacityError(f"{n} KV pages wanted, {self.n_free} of {self.n_pages} free: try again later")
+            raise CapacityError(
+                f"not enough KV cache: {n} pages are needed and {self.n_free} of {self.n_pages} are free, so "
+                "try again later"
+            )
         pages = [self._free.pop() if self._free else self._evict() for _ in range(n)]
         for page in pages:
             self._n_owners[page] = 1

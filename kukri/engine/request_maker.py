@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
 from kukri.engine.drafts import Drafts
-from kukri.engine.pages import PageKey, check_fits, pages_for
+from kukri.engine.pages import PoolSize, check_fits, pages_for
 from kukri.engine.request import Output, Request
 from kukri.engine.request_images import RequestImages
+from kukri.engine.sequence import TokenSequence
 from kukri.errors import ContextLengthError, RequestError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import SamplingBackend
@@ -31,34 +31,53 @@ MOST_ROWS = 64  # rows of logits of a step beyond one for each request: a row is
 _GREEDY = SamplingParams(temperature=0)  # for requests that draw nothing
 
 
-class RequestMaker(ABC):
-    """Makes the requests of an engine. `make_requests` may be called from any thread.
+class Adapters(Protocol):
+    """The adapters that requests may use, by name."""
 
-    The engine's pool has `n_pages` pages of `page_tokens` tokens. `eos_ids` end a request unless it ignores
-    them. `identity` names all that keys and values depend on besides the tokens, for prefixes that are saved
-    on disk. `vision` encodes images. Attributes: max_context, eos_ids, n_pages, page_tokens, vision.
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may give."""
+
+    def use(self, name: str, request: Request) -> None:
+        """Makes a new request one of an adapter. Raises RequestError if no adapter has this name."""
+
+
+DraftsOf = Callable[[SamplingParams, IntArray, str], Callable[[], Drafts | None]]
+
+
+class RequestMaker:
+    """Makes the requests of an engine. Its methods may be called from any thread.
+
+    `pools` are the sizes of the engine's pools of pages. `drafts`, given parameters, a prompt and a client,
+    returns a function that makes the source of an answer's drafts, and raises RequestError if it is missing;
+    a step has up to `max_draft_tokens` for each request unless the request says. Without `caches_prefixes` no
+    request begins with another's pages. `eos_ids` end a request unless it ignores them. `identity` names all
+    that keys and values depend on besides the tokens, for prefixes that are saved on disk. `vision` encodes
+    images.
+
+    Attributes: max_context, eos_ids, page_tokens, vision.
     """
-
-    max_draft_tokens = 0  # per request and step, unless the request says
-    caches_prefixes = True  # False if no request begins with another's pages
 
     def __init__(
         self,
         config: ModelConfig,
         sampling: SamplingBackend,
         *,
+        pools: Sequence[PoolSize],
+        adapters: Adapters,
+        drafts: DraftsOf,
         vision: VisionModel | None = None,
         max_context: int,
-        n_pages: int,
-        page_tokens: int,
+        max_draft_tokens: int = 0,
+        caches_prefixes: bool = True,
         eos_ids: Iterable[int] = (),
         identity: bytes = b"",
     ) -> None:
         self._model_config, self._sampling, self.vision = config, sampling, vision
-        self.max_context, self.eos_ids = max_context, frozenset(eos_ids)
-        self.n_pages, self.page_tokens = n_pages, page_tokens
-        self._max_pages = pages_for(max_context, page_tokens)
-        self._identity = identity
+        self._pools, self._adapters, self._drafts = pools, adapters, drafts
+        self.max_context, self.page_tokens = max_context, pools[0].page_tokens
+        self._max_draft_tokens, self._caches_prefixes = max_draft_tokens, caches_prefixes
+        self.eos_ids, self._identity = frozenset(eos_ids), identity
         self._ids = count(1)
 
     def make_request(self, prompt_ids: npt.ArrayLike, params: SamplingParams | None = None) -> Request:
@@ -88,34 +107,29 @@ class RequestMaker(ABC):
         prompt, seen = self._checked_prompt(prompt_ids)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         stop_ids = eos_ids.union(params.stop_token_ids)
-        prefix_root = self._prefix_root(prefix_scope)
-        n_answers = params.best_of or params.n
+        n_answers = params.n_generated_answers
         if n_answers > params.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # what the best are chosen by
         make_drafts = self._drafts(params, prompt, client)
         requests: list[Request] = []
         for i in range(n_answers):
             own = params if i == 0 or params.seed is None else replace(params, seed=_seed(params.seed + i))
-            requests.append(
-                Request(
-                    next(self._ids),
-                    prompt,
-                    own,
-                    RequestSampler(own, prompt, self._model_config.n_vocab, self._sampling, eos_ids),
-                    stop_ids,
-                    self.max_context,
-                    self._max_pages,
-                    priority=priority,
-                    client=client,
-                    leader=requests[0] if requests else None,
-                    drafts=make_drafts(),
-                    max_drafts=params.max_draft_tokens or self.max_draft_tokens,
-                    prefix_root=prefix_root,
-                    images=self._images(seen),
-                )
+            sampler = RequestSampler(own, prompt, self._model_config.n_vocab, self._sampling, eos_ids)
+            request = self._new(
+                prompt,
+                own,
+                adapter,
+                sampler=sampler,
+                stop_ids=stop_ids,
+                priority=priority,
+                client=client,
+                leader=requests[0].sequence if requests else None,
+                drafts=make_drafts(),
+                max_drafts=params.max_draft_tokens or self._max_draft_tokens,
+                prefix_scope=prefix_scope,
+                images=self._images(seen),
             )
-            requests[-1].page_keys = requests[0].page_keys.copy()
-            self._finish(requests[-1], adapter)
+            requests.append(request)
         return requests
 
     def make_output_request(
@@ -138,14 +152,10 @@ class RequestMaker(ABC):
         an encoder. It is checked, and not yet queued. Raises what `make_requests` raises.
         """
         ids, seen = self._checked_prompt(token_ids)
-        request = Request(
-            next(self._ids),
+        return self._new(
             ids,
             _GREEDY,
-            None,
-            frozenset(),
-            self.max_context,
-            self._max_pages,
+            adapter,
             priority=priority,
             client=client,
             output=output,
@@ -153,31 +163,44 @@ class RequestMaker(ABC):
             stop_row=stop_row,
             token_types=token_types,
             n_unseen=n_unseen,
-            prefix_root=self._prefix_root(prefix_scope),
+            prefix_scope=prefix_scope,
             images=self._images(seen),
         )
-        self._finish(request, adapter)
-        return request
 
-    def _finish(self, request: Request, adapter: str | None) -> None:
-        """Checks a new request, gives it its adapter, and hashes its prompt: no step should wait for that."""
+    def _new(
+        self,
+        prompt: IntArray,
+        params: SamplingParams,
+        adapter: str | None,
+        *,
+        prefix_scope: str,
+        leader: TokenSequence | None = None,
+        **asked: Any,
+    ) -> Request:
+        """A checked request. Its prompt is hashed here, because no step should wait for that."""
+        request = Request.new(
+            next(self._ids),
+            prompt,
+            params,
+            max_context=self.max_context,
+            max_pages=pages_for(self.max_context, self.page_tokens),
+            leader=leader,
+            prefix_root=sha256(self._identity + b"\0" + prefix_scope.encode()).digest(),
+            **asked,
+        )
         self._check_rows(request)
         if adapter is not None:
-            self._use_adapter(adapter, request)
-        if self.caches_prefixes:
-            request.hash_pages(request.n_prompt // self.page_tokens, self.page_tokens)
+            self._adapters.use(adapter, request)
+        if leader is not None:
+            request.sequence.page_keys = leader.page_keys.copy()
+        if self._caches_prefixes:
+            request.sequence.hash_pages(request.n_prompt // self.page_tokens, self.page_tokens)
+        return request
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
         """The names of the adapters that requests may use."""
-        return ()
-
-    def _use_adapter(self, name: str, request: Request) -> None:
-        """Makes a new request one of an adapter. Raises RequestError if there is none of this name."""
-        raise RequestError(f"there is no adapter {name!r}: none is loaded", param="adapter")
-
-    def _prefix_root(self, scope: str) -> PageKey:
-        return sha256(self._identity + b"\0" + scope.encode()).digest()
+        return self._adapters.names
 
     def check_generates(self) -> None:
         """Raises RequestError if the model has no language model head."""
@@ -192,7 +215,7 @@ class RequestMaker(ABC):
         return "the model reads text and sees no images: leave them out, or load a model that sees"
 
     def check_images(self, images: Sequence[ImageInput]) -> None:
-        """Raises RequestError unless the model sees images of this form; no images are always well."""
+        """Raises RequestError unless the model sees images of this form; an empty list is always accepted."""
         if not images:
             return
         if self.vision is None:
@@ -222,9 +245,10 @@ class RequestMaker(ABC):
 
     def _check_rows(self, request: Request) -> None:
         """Raises RequestError if more rows of logits are wanted of an image than a step has room for."""
-        if request.images is None or request.program == "hidden":
+        images = request.sequence.images
+        if images is None or request.program == "hidden":
             return
-        n_rows = request.images.most_rows(request.first_row, request.stop_row)
+        n_rows = images.most_rows(request.first_row, request.stop_row)
         if n_rows > MOST_ROWS:
             raise RequestError(
                 f"{n_rows} rows of logits are wanted of one image, and a step has room for {MOST_ROWS}: ask "
@@ -233,15 +257,11 @@ class RequestMaker(ABC):
             )
 
     def check_fits(self, request: Request) -> None:
-        """Raises CapacityError if a request could outgrow the whole pool.
+        """Raises CapacityError if a request could outgrow a whole pool.
 
         Whoever queues requests asks this first, on the thread that made them.
         """
-        check_fits(request.max_cached, pages_for(request.max_cached, self.page_tokens), self.n_pages)
-
-    @abstractmethod
-    def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
-        """A function that makes the source of an answer's drafts. Raises RequestError if it is missing."""
+        check_fits(request.max_cached, self._pools)
 
     def _checked_prompt(self, prompt_ids: npt.ArrayLike | ImagePrompt) -> tuple[IntArray, ImagePrompt | None]:
         """The token ids of a prompt, and the prompt if images stand in it."""

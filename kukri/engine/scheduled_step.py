@@ -7,19 +7,16 @@ from typing import NamedTuple
 
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.request import ProgramKind, Request
+from kukri.engine.sequence import TokenSequence
 from kukri.sampling import SampledToken
 
 
 @dataclass(eq=False, slots=True)
 class ScheduledChunk(Chunk):
-    """A chunk of a request."""
+    """A chunk of a request's sequence."""
 
-    sequence: Request
-
-    @property
-    def request(self) -> Request:
-        """The request whose tokens they are."""
-        return self.sequence
+    sequence: TokenSequence
+    request: Request = field(kw_only=True)
 
     @property
     def gives_token(self) -> bool:
@@ -27,7 +24,7 @@ class ScheduledChunk(Chunk):
         return (
             self.request.output == "tokens"
             and self.n_logits > 0
-            and self.start + self.n_tokens - self.n_drafts == self.request.n_tokens
+            and self.start + self.n_tokens - self.n_drafts == self.sequence.n_tokens
         )
 
 
@@ -57,7 +54,7 @@ class StepOutput(NamedTuple):
 
     A step has one for each accepted draft and one more; the last of a request says whether it continues.
     `finish_reason` is None while the request continues: it may be "stop", "length", "abort" or "error"
-    (`request.stop_reason` and `request.error` then say more).
+    (its answer's `stop_reason` and `error` then say more).
     """
 
     request: Request

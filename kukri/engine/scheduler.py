@@ -25,9 +25,11 @@ from operator import le
 
 from kukri.engine.drafts import DraftBudget, Drafts
 from kukri.engine.kv_allocator import KVAllocator
-from kukri.engine.request import ProgramKind, Request, RequestState
+from kukri.engine.pages import check_fits
+from kukri.engine.request import ProgramKind, Request
 from kukri.engine.row_costs import RowCosts
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
+from kukri.engine.sequence import RequestState, TokenSequence
 from kukri.engine.step_cost import StepCost
 from kukri.engine.waiting import WaitingQueue
 from kukri.errors import KukriError
@@ -83,11 +85,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a new request. Raises CapacityError if it could outgrow a whole pool."""
-        self.allocator.check_fits(request)
-        self.allocator.note_cached(request)
+        check_fits(request.max_cached, self.allocator.pools)
+        self.allocator.note_cached(request.sequence)
         if self.running or self.waiting:
             self.cost.share()
-        request.state = RequestState.WAITING
+        request.sequence.state = RequestState.WAITING
         self.waiting.arrive(request)
 
     def schedule(self) -> ScheduledStep:
@@ -118,7 +120,7 @@ class Scheduler:
     @property
     def generates(self) -> bool:
         """True if a running request is decoding."""
-        return any(_generates(request) for request in self.running)
+        return any(request.sequence.generates for request in self.running)
 
     def _occupancy(self) -> tuple[int, ...]:
         """What admission depends on: who waits, how many run, and how many pages are free."""
@@ -137,7 +139,7 @@ class Scheduler:
         """True if a step gives each running request one token and does nothing else."""
         if self.allocator.states is not None or self.n_in_flight > 1 or len(step.chunks) < len(self.running):
             return False
-        known = [r for r in self.running if _generates(r) and not r.may_restore]
+        known = [r for r in self.running if r.sequence.generates and not r.sequence.may_restore]
         return len(known) == len(step.chunks) and not step.copies
 
     def _repeat(self) -> bool:
@@ -145,19 +147,19 @@ class Scheduler:
         chunks, allocator = self._step.chunks, self.allocator
         if len(chunks) != len(self.running) or (self.waiting and not self._is_full()):
             return False
-        growing: list[Request] = []
+        growing: list[TokenSequence] = []
         for chunk in chunks:
-            request = chunk.sequence
-            if request.is_in_flight:
+            sequence = chunk.sequence
+            if sequence.is_in_flight:
                 return False
-            if request.n_cached % allocator.page_tokens == 0:
-                growing.append(request)
-        for request in growing:
-            allocator.pass_windows(request)
+            if sequence.n_cached % allocator.page_tokens == 0:
+                growing.append(sequence)
+        for sequence in growing:
+            allocator.pass_windows(sequence)
         if growing and len(growing) > allocator.n_free:
             return False
-        for request in growing:
-            allocator.grow(request, request.n_cached + 1)
+        for sequence in growing:
+            allocator.grow(sequence, sequence.n_cached + 1)
         for chunk in chunks:
             chunk.start = chunk.sequence.n_cached
         self._step.is_repeat = True
@@ -172,8 +174,8 @@ class Scheduler:
         i = 0
         while i < len(self.running):  # preemption shortens the list from its end
             request = self.running[i]
-            if request.program == program and not request.is_in_flight:
-                if not _generates(request):
+            if request.program == program and not request.sequence.is_in_flight:
+                if not request.sequence.generates:
                     prompts.append(request)
                 elif budget.n_tokens and len(step.chunks) < n_most:
                     self._schedule(request, budget, step)
@@ -190,9 +192,12 @@ class Scheduler:
     ) -> None:
         """Shares what is left of a step among prompts, in order of their turn: see the module."""
         first = prompts[0]
-        least = self.cost.of(first.n_cached, _LEAST_TOKENS)
+        least = self.cost.of(first.sequence.n_cached, _LEAST_TOKENS)
         shorter = [r for r in prompts if r.priority == first.priority and _n_left(r) < _n_left(first)]
-        n_tokens, rest = budget.n_prompt_tokens, sum(self.cost.of(r.n_cached, _n_left(r)) for r in prompts)
+        n_tokens, rest = (
+            budget.n_prompt_tokens,
+            sum(self.cost.of(r.sequence.n_cached, _n_left(r)) for r in prompts),
+        )
         limit = self.cost.limit(n_tokens, rest, has_decodes=bool(step.chunks))
         if shorter and not self.needs_one_step:
             half, n_chunks = n_tokens // 2, len(step.chunks)
@@ -207,19 +212,19 @@ class Scheduler:
     def _begin(self, prompts: Iterable[Request], budget: _Budget, step: ScheduledStep, n_most: int) -> None:
         """Computes as much of prompts, one after another, as a budget allows, admitting those that wait.
 
-        Nobody is admitted after one that finds no room. Prompts that the step has already are passed over.
+        Admission stops at the first request that does not fit. Prompts already in the step are skipped.
         """
         is_full = self.n_preemptions > budget.n_preemptions  # who was just preempted must not be admitted
         for request in prompts:
             if not budget.has_room(request) or len(step.chunks) >= n_most:
                 return
-            if request.state is RequestState.WAITING:
+            if request.sequence.state is RequestState.WAITING:
                 if is_full or self._awaits_prefix(request):
                     continue
                 if not self._admit(request, step):
                     is_full = True
                     continue
-            if all(chunk.sequence is not request for chunk in step.chunks):
+            if all(chunk.request is not request for chunk in step.chunks):
                 self._schedule(request, budget, step)
                 is_full = is_full or self.n_preemptions > budget.n_preemptions
 
@@ -239,9 +244,10 @@ class Scheduler:
         That is, before the part that both have in common could be computed again by half of each step.
         """
         for other in self.running:
-            if other.priority <= request.priority and not _generates(other):
-                n_common = self.allocator.n_common(request, other) - request.n_found
-                if other.n_tokens - other.n_cached <= 2 * n_common:
+            if other.priority <= request.priority and not other.sequence.generates:
+                n_common = self.allocator.n_common(request.sequence, other.sequence)
+                n_left = other.sequence.n_tokens - other.sequence.n_cached
+                if n_left <= 2 * (n_common - request.sequence.n_found):
                     return True
         return False
 
@@ -252,12 +258,12 @@ class Scheduler:
 
     def plan_drafts(self, chunks: list[ScheduledChunk]) -> list[tuple[int, Drafts, int]]:
         """(index of a chunk, its request's drafts, how many to compute) for each that is to have some."""
-        if not self.takes_drafts or not [chunk for chunk in chunks if chunk.sequence.drafts is not None]:
+        if not self.takes_drafts or not [chunk for chunk in chunks if chunk.request.drafts is not None]:
             return []
         n_tokens = sum(chunk.n_tokens for chunk in chunks)
         n_rows = sum(chunk.n_logits for chunk in chunks)
         room = min(self.max_step_tokens - n_tokens, self.max_logit_rows - n_rows)
-        n_decoding = sum(_generates(chunk.request) for chunk in chunks)
+        n_decoding = sum(chunk.sequence.generates for chunk in chunks)
         has_prompt = n_decoding < len(chunks)
         if not has_prompt and self.row_costs.needs_plain(n_tokens):
             return []
@@ -267,41 +273,41 @@ class Scheduler:
         )
         offered: list[tuple[int, Drafts]] = []
         for i, chunk in enumerate(chunks):
-            request = chunk.request
-            if request.drafts is None or not request.max_drafts or not _generates(request):
+            request, sequence = chunk.request, chunk.sequence
+            if request.drafts is None or not request.max_drafts or not sequence.generates:
                 continue
-            if request.n_tokens < request.next_draft:
+            if sequence.n_tokens < sequence.next_draft:
                 continue
             try:
-                request.drafts.follow(request.tokens, request.n_tokens)
+                request.drafts.follow(sequence.tokens, sequence.n_tokens)
                 # the last token that it may come to needs no draft: it follows from the row before
-                n = min(room, request.max_drafts, request.max_length - request.n_tokens - 1)
-                n = min(n, self.allocator.draft_room(request))
+                n = min(room, request.max_drafts, request.max_length - sequence.n_tokens - 1)
+                n = min(n, self.allocator.draft_room(sequence))
                 budget.offer(request.drafts.chances(n), request.drafts.relative_cost)
                 offered.append((i, request.drafts))
-            except Exception:  # drafts change no answer: it goes without
+            except Exception:  # drafts only save time, so a failing source is switched off
                 logger.exception("the drafts of a request failed")
-                request.max_drafts = 0
+                sequence.next_draft = request.max_length
         planned: list[tuple[int, Drafts, int]] = []
         for (i, drafts), n in zip(offered, budget.share(), strict=True):
             if n:
                 planned.append((i, drafts, n))
-            else:  # a look costs as much as a thousandth of the step, and each request has one
-                request = chunks[i].request
-                request.next_draft = request.n_tokens + n_decoding
+            else:  # asking a source costs about 0.1 % of a step, and every request has a source
+                sequence = chunks[i].sequence
+                sequence.next_draft = sequence.n_tokens + n_decoding
         return planned
 
     def with_drafts(self, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledChunk:
         """A decoding request's chunk with drafts after its newest token, as many as free pages hold."""
-        request = chunk.request
-        n = max(min(len(drafts), self.allocator.n_fitting(request) - request.n_tokens), 0)
+        sequence = chunk.sequence
+        n = max(min(len(drafts), self.allocator.n_fitting(sequence) - sequence.n_tokens), 0)
         n_to_come = self.max_requests - len(self.running)
-        saves = self.allocator.save_before_drafts(request, n, n_to_come) if n else None
+        saves = self.allocator.save_before_drafts(sequence, n, n_to_come) if n else None
         if saves is None:
             return chunk
-        stop = request.n_tokens + n
-        request.tokens[request.n_tokens : stop] = drafts[:n]
-        self.allocator.grow(request, stop)
+        stop = sequence.n_tokens + n
+        sequence.tokens[sequence.n_tokens : stop] = drafts[:n]
+        self.allocator.grow(sequence, stop)
         saves = [*chunk.saves, *saves]
         return replace(chunk, n_tokens=chunk.n_tokens + n, n_logits=1 + n, n_drafts=n, saves=saves)
 
@@ -317,13 +323,13 @@ class Scheduler:
         """
         outputs: list[StepOutput] = []
         for chunk, tokens in zip(chunks, results, strict=True):
-            request = chunk.request
-            if request.state is not RequestState.RUNNING:
+            request, sequence = chunk.request, chunk.sequence
+            if sequence.state is not RequestState.RUNNING:
                 continue
             if not tokens:
                 self._count(chunk, chunk.n_tokens)
-                if request.output != "tokens" and request.n_cached == request.n_prompt:
-                    self.allocator.cache_pages(request)
+                if request.output != "tokens" and sequence.n_cached == sequence.n_prompt:
+                    self.allocator.cache_pages(sequence)
                     self.finish(request, "stop")
                     outputs.append(StepOutput(request, None, "stop"))
                 continue
@@ -331,7 +337,7 @@ class Scheduler:
             if chunk.n_drafts:
                 self._forget_drafts(chunk, len(tokens) - 1)
             if not isinstance(tokens[-1], KukriError):
-                self.allocator.cache_pages(request)
+                self.allocator.cache_pages(sequence)
             for token in tokens:
                 outputs.append(self._take(request, token, now_s))
         return outputs
@@ -344,30 +350,31 @@ class Scheduler:
         size = self.allocator.page_tokens
         self.n_computed += len(chunks)
         for chunk, token in zip(chunks, tokens, strict=True):
-            request = chunk.sequence
-            request.n_cached = request.next_row = n_cached = chunk.start + 1
+            sequence, request = chunk.sequence, chunk.request
+            sequence.n_cached = sequence.next_row = n_cached = chunk.start + 1
             self.waiting.count_served(request, 1)
             if isinstance(token, KukriError):
                 outputs.append(self._take(request, token, now_s))
             else:
                 if n_cached % size == 0:
-                    self.allocator.cache_pages(request)
+                    self.allocator.cache_pages(sequence)
                 self._append(request, token, now_s)
-                outputs.append(StepOutput(request, token, request.finish_reason))
+                outputs.append(StepOutput(request, token, request.answer.finish_reason))
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request that waits or runs, and frees its pages: of one in flight, once it is collected."""
-        if request.state is RequestState.RUNNING:
+        sequence, answer = request.sequence, request.answer
+        if sequence.state is RequestState.RUNNING:
             self.running.remove(request)
             if not self.running:  # the last step would keep requests that have ended while nothing runs
                 self._step = ScheduledStep([], [], [], self._step.program)
-        if request.state is not RequestState.NEW:
+        if sequence.state is not RequestState.NEW:
             self.waiting.leave(request)
-        request.state, request.finish_reason, request.stop_reason = RequestState.FINISHED, reason, stop_reason
+        sequence.state, answer.finish_reason, answer.stop_reason = RequestState.FINISHED, reason, stop_reason
         if request.drafts is not None and reason in ("stop", "length"):
-            request.drafts.learn(request.tokens[request.n_prompt : request.n_tokens])
-        if request.is_in_flight:
+            request.drafts.learn(sequence.tokens[sequence.n_prompt : sequence.n_tokens])
+        if sequence.is_in_flight:
             self.ending.append(request)
         else:
             self._release(request)
@@ -379,27 +386,35 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Frees what a finished request holds; what an aborted one has computed stays cached."""
-        if request.finish_reason == "abort":
-            self.allocator.cache_unfinished(request)
-        self.allocator.release(request)
+        self._free(request, is_cached=request.answer.finish_reason == "abort")
+
+    def _free(self, request: Request, *, is_cached: bool) -> None:
+        """Frees what a request holds, after its pages are cached for others if `is_cached`."""
+        if is_cached:
+            self.allocator.cache_unfinished(request.sequence)
+        if request.drafts is not None:
+            request.drafts.release()
+        if request.sequence.images is not None:
+            request.sequence.images.rows.clear()
+        self.allocator.release(request.sequence)
 
     def check_integrity(self) -> None:
         """Asserts that queue, running requests and pages agree with one another."""
         assert len(self.running) <= self.max_requests, "more requests run than max_requests allows"
         assert self.running == sorted(self.running, key=_turn), "the running requests are out of order"
-        self.allocator.check_integrity((*self.running, *self.ending))
-        assert all(request.is_in_flight for request in self.ending), "a collected request has not been freed"
+        self.allocator.check_integrity(request.sequence for request in (*self.running, *self.ending))
+        assert all(r.sequence.is_in_flight for r in self.ending), "a collected request has not been freed"
         for request in self.waiting:
-            assert request.state is RequestState.WAITING, (
-                f"request {request.id} is in the queue and {request.state}"
+            assert request.sequence.state is RequestState.WAITING, (
+                f"request {request.id} is in the queue and {request.sequence.state}"
             )
-            self.allocator.check_absent(request)
+            self.allocator.check_absent(request.sequence)
         for request in self.running:
-            assert request.state is RequestState.RUNNING, (
-                f"request {request.id} is among the running and {request.state}"
+            assert request.sequence.state is RequestState.RUNNING, (
+                f"request {request.id} is among the running and {request.sequence.state}"
             )
             assert request not in self.waiting, f"request {request.id} runs and waits"
-            assert request.n_cached <= request.n_tokens <= request.max_length, (
+            assert request.sequence.n_cached <= request.sequence.n_tokens <= request.max_length, (
                 f"request {request.id} is longer than it may be"
             )
 
@@ -409,7 +424,10 @@ class Scheduler:
         if urgent is None:
             return None
         leaving = list(
-            takewhile(lambda r: not r.is_in_flight and urgent.priority < r.priority, reversed(self.running))
+            takewhile(
+                lambda r: not r.sequence.is_in_flight and urgent.priority < r.priority,
+                reversed(self.running),
+            )
         )
         return urgent if leaving and self._has_room(urgent, leaving) else None
 
@@ -426,65 +444,69 @@ class Scheduler:
 
     def _schedule(self, request: Request, budget: _Budget, step: ScheduledStep) -> None:
         """Adds the request's next tokens to the step, within the budget."""
-        if request.may_restore:
-            budget.n_saved_pages -= self.allocator.restore(request, budget.n_saved_pages)
-            if request.may_restore:
+        sequence = request.sequence
+        if sequence.may_restore:
+            budget.n_saved_pages -= self.allocator.restore(sequence, budget.n_saved_pages)
+            if sequence.may_restore:
                 return
-        start, n_replayed = request.n_cached, request.n_replayed
+        start, n_replayed = sequence.n_cached, sequence.n_replayed
         n_tokens, n_logits = budget.take(request)
         if n_tokens == 0 or not self._allocate(request, start, start + n_tokens, step):
             return
         n_after = max(start + n_tokens - request.stop_row, 0)
         n_to_come = self.max_requests - len(self.running)  # requests, each of which wants a state
-        saves = self.allocator.snapshots(request, start, start + n_tokens, n_to_come)
-        first, n_all, request.n_replayed = start - n_replayed, n_tokens + n_replayed, 0
+        saves = self.allocator.snapshots(sequence, start, start + n_tokens, n_to_come)
+        first, n_all, sequence.n_replayed = start - n_replayed, n_tokens + n_replayed, 0
         chunk = ScheduledChunk(
-            request, first, n_all, n_logits, n_after=n_after, n_unseen=request.n_unseen, saves=saves
+            *(sequence, first, n_all, n_logits),
+            request=request,
+            n_after=n_after,
+            n_unseen=request.n_unseen,
+            saves=saves,
         )
         step.chunks.append(chunk)
-        if request.saved_state is not None:
-            if request.saved_state.contents is not None:
-                step.state_writes.append((request.state_slot, request.saved_state.contents))
-            request.saved_state = None
-        if not _generates(request):
+        if sequence.saved_state is not None:
+            if sequence.saved_state.contents is not None:
+                step.state_writes.append((sequence.state_slot, sequence.saved_state.contents))
+            sequence.saved_state = None
+        if not sequence.generates:
             step.prompt_cost += self.cost.of(start, n_tokens)
         budget.spend(request, n_all, n_logits)
 
     def _forget_drafts(self, chunk: ScheduledChunk, n_accepted: int) -> None:
         """Counts drafts, and forgets rejected ones."""
-        request = chunk.request
-        for counts in (self, request):
+        for counts in (self, chunk.sequence):
             counts.n_drafted += chunk.n_drafts
             counts.n_accepted += n_accepted
-        self.allocator.settle_drafts(request, chunk.n_drafts, n_accepted)
+        self.allocator.settle_drafts(chunk.sequence, chunk.n_drafts, n_accepted)
 
     def _count(self, chunk: ScheduledChunk, n_kept: int) -> None:
         """Counts the tokens of a chunk whose keys and values stay in the cache."""
-        request, n_cached = chunk.request, chunk.start + n_kept
-        n_new, request.n_cached = n_cached - request.n_cached, n_cached
-        request.next_row = max(request.next_row, n_cached)
+        sequence, n_cached = chunk.sequence, chunk.start + n_kept
+        n_new, sequence.n_cached = n_cached - sequence.n_cached, n_cached
+        sequence.next_row = max(sequence.next_row, n_cached)
         self.n_computed += n_new
-        self.waiting.count_served(request, n_new)
+        self.waiting.count_served(chunk.request, n_new)
 
     def _take(self, request: Request, token: SampledToken | KukriError, now_s: float) -> StepOutput:
         """Appends a request's token, or ends it by an error."""
         if isinstance(token, KukriError):
-            request.error = token
+            request.answer.error = token
             self.finish(request, "error")
             return StepOutput(request, None, "error")
         self._append(request, token, now_s)
-        return StepOutput(request, token, request.finish_reason)
+        return StepOutput(request, token, request.answer.finish_reason)
 
     def _allocate(self, request: Request, start: int, stop: int, step: ScheduledStep) -> bool:
         """Allocates pages to write tokens `start` to `stop` - 1 to, preempting the requests last in turn.
 
         False if it was preempted itself, or has to wait until a later request has been collected.
         """
-        while not self.allocator.copy_on_write(request, start, stop, step.copies):
+        while not self.allocator.copy_on_write(request.sequence, start, stop, step.copies):
             last = self.running[-1]
-            if last.is_in_flight:
+            if last.sequence.is_in_flight:
                 return False
-            step.chunks = [chunk for chunk in step.chunks if chunk.sequence is not last]
+            step.chunks = [chunk for chunk in step.chunks if chunk.request is not last]
             self.preempt(last)
             if last is request:
                 return False
@@ -497,32 +519,32 @@ class Scheduler:
         """
         if len(self.running) - len(leaving) >= self.max_requests:
             return False
-        return self.allocator.has_room(request, leaving, self._prompts(leaving))
+        left = [other.sequence for other in leaving]
+        return self.allocator.has_room(request.sequence, left, self._prompts(leaving))
 
-    def _prompts(self, leaving: Sequence[Request] = ()) -> list[Request]:
-        """The running requests whose prompts are computed."""
-        return [r for r in self.running if not _generates(r) and r not in leaving]
+    def _prompts(self, leaving: Sequence[Request] = ()) -> list[TokenSequence]:
+        """The sequences of the running requests whose prompts are computed."""
+        return [r.sequence for r in self.running if not r.sequence.generates and r not in leaving]
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Moves a waiting request to the running, with the pages it can share, if it has room."""
         if len(self.running) >= self.max_requests:
             return False
-        prefix = self.allocator.find_room(request, promised=self._prompts())
+        prefix = self.allocator.find_room(request.sequence, promised=self._prompts())
         if prefix is None:
             return False
-        self.allocator.admit(request, prefix, step.state_copies)
+        self.allocator.admit(request.sequence, prefix, step.state_copies)
         self.waiting.remove(request)
         insort(self.running, request, key=_turn)
-        request.state = RequestState.RUNNING
+        request.sequence.state = RequestState.RUNNING
         return True
 
     def preempt(self, request: Request) -> None:
         """Sends a running request back to the queue, without its pages."""
         self.running.remove(request)
-        self.allocator.cache_unfinished(request)
-        self.allocator.release(request)
-        request.state = RequestState.WAITING
-        request.n_preemptions += 1
+        self._free(request, is_cached=True)
+        request.sequence.state = RequestState.WAITING
+        request.sequence.n_preemptions += 1
         self.waiting.put(request)
         self.n_preemptions += 1
 
@@ -531,7 +553,7 @@ class Scheduler:
         if token.id in request.stop_ids:
             named = token.id in request.params.stop_token_ids
             self.finish(request, "stop", token.id if named else None)
-        elif request.n_tokens >= request.max_length:
+        elif request.sequence.n_tokens >= request.max_length:
             self.finish(request, "length")
 
 
@@ -554,64 +576,60 @@ class _Budget:
     def has_room(self, request: Request) -> bool:
         """False if the step is too full for a prompt, or for all of it if it must be in one step."""
         if self.needs_one_step:
-            return self.is_unspent or request.n_tokens <= self.n_tokens
+            return self.is_unspent or request.sequence.n_tokens <= self.n_tokens
         return min(self.n_tokens, self.n_prompt_tokens) > 0 and self.cost > 0
 
     def take(self, request: Request) -> tuple[int, int]:
         """(tokens, logit rows) that the request may have."""
-        n_left = request.n_tokens - request.n_cached
+        sequence = request.sequence
+        n_left = sequence.n_tokens - sequence.n_cached
         if self.needs_one_step:
             n_rows = request.stop_row - request.first_row
             return (n_left, n_rows) if self.has_room(request) else (0, 0)
-        if _generates(request):
-            return int(request.n_replayed < self.n_tokens), 1
-        if request.images is not None:
-            n_left = request.images.n_ready(request.n_cached, request.n_tokens) - request.n_cached
-            if request.images.is_whole(request.n_cached):
+        if sequence.generates:
+            return int(sequence.n_replayed < self.n_tokens), 1
+        if sequence.images is not None:
+            n_left = sequence.images.n_ready(sequence.n_cached, sequence.n_tokens) - sequence.n_cached
+            if sequence.images.is_whole(sequence.n_cached):
                 return self._take_whole(request, n_left)
-        n_without = request.next_row - request.n_cached  # tokens that come before the first row
-        n_timely = self._step_cost.n_within(request.n_cached, self.cost)
+        n_without = sequence.next_row - sequence.n_cached  # tokens that come before the first row
+        n_timely = self._step_cost.n_within(sequence.n_cached, self.cost)
         n_tokens = min(n_left, self.n_tokens, self.n_prompt_tokens, n_without + 1 + self.n_rows, n_timely)
-        n_after = max(request.n_cached + n_tokens - request.stop_row, 0)
+        n_after = max(sequence.n_cached + n_tokens - request.stop_row, 0)
         return n_tokens, max(n_tokens - n_without - n_after, 0)
 
     def _take_whole(self, request: Request, n_left: int) -> tuple[int, int]:
         """(tokens, logit rows) of a run of an image's rows, which is not cut: all or none."""
-        n_rows = request.n_cached + n_left - max(request.next_row, request.n_cached)
-        n_rows -= max(request.n_cached + n_left - request.stop_row, 0)
+        n_cached, next_row = request.sequence.n_cached, request.sequence.next_row
+        n_rows = n_cached + n_left - max(next_row, n_cached) - max(n_cached + n_left - request.stop_row, 0)
         return (n_left, max(n_rows, 0)) if n_left <= self.n_tokens and n_rows <= self.n_rows + 1 else (0, 0)
 
     def spend(self, request: Request, n_tokens: int, n_logits: int) -> None:
         """Subtracts a request's share."""
         self.is_unspent = False
         self.n_tokens = max(self.n_tokens - n_tokens, 0)
-        if not _generates(request):
+        if not request.sequence.generates:
             self.n_prompt_tokens -= n_tokens
-            self.cost -= self._step_cost.of(request.n_cached, n_tokens)
+            self.cost -= self._step_cost.of(request.sequence.n_cached, n_tokens)
             self.n_rows -= max(n_logits - 1, 0)
-
-
-def _generates(request: Request) -> bool:
-    """True if the request is decoding: only its newest token is left to compute."""
-    return request.n_cached == request.n_tokens - 1 and request.n_generated > 0
 
 
 def _n_left(request: Request) -> int:
     """Tokens to compute before a request's next one, as far as is known of one that waits."""
-    leader = request.leader
-    if leader is not None and not request.n_generated and leader.n_cached >= request.n_prompt:
+    sequence, leader = request.sequence, request.sequence.leader
+    if leader is not None and not sequence.n_generated and leader.n_cached >= sequence.n_prompt:
         return 1
-    return request.n_tokens - max(request.n_cached, request.n_found)
+    return sequence.n_tokens - max(sequence.n_cached, sequence.n_found)
 
 
 def _may_run(request: Request) -> bool:
     """False until the request whose prompt it shares has prefilled it, and while that one is in flight."""
-    leader = request.leader
+    leader = request.sequence.leader
     if leader is None:
         return True
     return not leader.is_in_flight and (leader.state is RequestState.FINISHED or leader.n_generated > 0)
 
 
 def _turn(request: Request) -> tuple[int, int]:
-    """The order in which running requests get pages; the last loses its own first."""
+    """Return the sort key for page allocation. The request that sorts last is preempted first."""
     return request.priority, request.id

@@ -1,11 +1,11 @@
-"""`StepSampler`: what a step's logits give its requests: tokens, rows to keep, scores of their prompts."""
+"""Turns the logits of a step into tokens, kept rows and scores of prompts."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kukri.engine.request import RequestState
 from kukri.engine.scheduled_step import ScheduledChunk
+from kukri.engine.sequence import RequestState
 from kukri.errors import KukriError, StageError, failure_of
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Logits, SamplingBackend
@@ -35,15 +35,16 @@ class StepSampler:
             n_own = chunk.n_logits - chunk.n_drafts
             row += n_own
             first_draft_row, draft_row = draft_row, draft_row + chunk.n_drafts
-            if chunk.request.state is not RequestState.RUNNING:  # it ended while in flight
+            request = chunk.request
+            if chunk.sequence.state is not RequestState.RUNNING:  # it ended while in flight
                 continue
-            if chunk.request.taps is not None and chunk.request.error is not None:
-                results[i].append(chunk.request.error)
+            if request.taps is not None and request.answer.error is not None:
+                results[i].append(request.answer.error)
                 continue
             try:
-                if chunk.request.output != "tokens":
+                if request.output != "tokens":
                     _keep_rows(chunk, logits.take(range(row - n_own, row)).numpy())
-                elif chunk.request.params.prompt_logprobs is not None:
+                elif request.params.prompt_logprobs is not None:
                     self._score_prompt(chunk, logits.take(range(row - n_own, row)))
             except StageError:
                 raise
@@ -62,9 +63,9 @@ class StepSampler:
 
     def sample_each(self, chunks: list[ScheduledChunk], logits: Logits) -> list[SampledToken | KukriError]:
         """`sample` of a repeated step, of requests that all run: one token each, or its error."""
-        samplers = [chunk.sequence.sampler for chunk in chunks if chunk.sequence.sampler is not None]
+        samplers = [chunk.request.sampler for chunk in chunks if chunk.request.sampler is not None]
         tokens = sample_rows(samplers, logits, self._backend, self._records)
-        return [chunk.sequence.error or token for chunk, token in zip(chunks, tokens, strict=True)]
+        return [chunk.request.answer.error or token for chunk, token in zip(chunks, tokens, strict=True)]
 
     def _sample_next(
         self,
@@ -82,45 +83,45 @@ class StepSampler:
         for chunk, rows, results in turns:
             first, stop = stop, stop + len(rows)
             for i in range(first, stop):
-                results.append(chunk.request.error or tokens[i])
+                results.append(chunk.request.answer.error or tokens[i])
                 if i + 1 < stop and not _was_accepted(chunk, results):
                     _sampler_of(chunk).put_back(self._records, range(i + 1, stop))
                     break
 
     def _score_prompt(self, chunk: ScheduledChunk, logits: Logits) -> None:
         """Keeps the log-probabilities of the prompt's tokens that the rows of a chunk are about."""
-        request = chunk.request
+        request, answer = chunk.request, chunk.request.answer
         n_top = request.params.prompt_logprobs
         assert n_top is not None
         first = chunk.start + chunk.n_tokens - chunk.n_drafts - len(logits)
         for i in range(first + 1, first + 1 + len(logits)):  # the row of token i - 1
-            if i < request.n_prompt and i == len(request.prompt_logprobs) + 1:
+            if i < request.n_prompt and i == len(answer.prompt_logprobs) + 1:
                 try:
                     row = logits.take([i - first - 1])
-                    token = token_logprobs(int(request.tokens[i]), row, n_top, self._backend)
+                    token = token_logprobs(int(request.prompt[i]), row, n_top, self._backend)
                 except KukriError as error:  # the request fails when it would get its token
-                    request.error = error
+                    answer.error = error
                     return
-                request.prompt_logprobs.append(token)
+                answer.prompt_logprobs.append(token)
 
 
 def _keep_rows(chunk: ScheduledChunk, rows: FloatArray) -> None:
     """Copies a chunk's rows to its request. NaN is a result too, which no other request may read."""
-    request, stop = chunk.request, chunk.start + chunk.n_tokens
+    request, answer, stop = chunk.request, chunk.request.answer, chunk.start + chunk.n_tokens
     if len(rows):
         n_wanted = request.stop_row - request.first_row
         last = min(stop, request.stop_row) - request.first_row
         if request.output == "pooled":
-            before = rows[:0] if request.rows is None else request.rows[None]
+            before = rows[:0] if answer.rows is None else answer.rows[None]
             # row after row, so that the sum does not depend on chunks: NumPy states no order for `sum`
             total: FloatArray = np.add.accumulate(np.concatenate([before, rows]), axis=0)[-1]
-            request.rows = total / np.float32(n_wanted) if last == n_wanted else total
+            answer.rows = total / np.float32(n_wanted) if last == n_wanted else total
         else:
-            if request.rows is None:
-                request.rows = np.empty((n_wanted, rows.shape[1]), np.float32)
-            request.rows[last - len(rows) : last] = rows
+            if answer.rows is None:
+                answer.rows = np.empty((n_wanted, rows.shape[1]), np.float32)
+            answer.rows[last - len(rows) : last] = rows
         if np.isnan(rows[-1].max()):
-            request.is_cacheable = False
+            chunk.sequence.is_cacheable = False
 
 
 def _sampler_of(chunk: ScheduledChunk) -> RequestSampler:
@@ -135,4 +136,4 @@ def _was_accepted(chunk: ScheduledChunk, tokens: list[SampledToken | KukriError]
     request, token, n = chunk.request, tokens[-1], len(tokens)
     if n > chunk.n_drafts or isinstance(token, KukriError) or token.id in request.stop_ids:
         return False
-    return token.id == int(request.tokens[request.n_tokens + n - 1])
+    return token.id == int(chunk.sequence.tokens[chunk.sequence.n_tokens + n - 1])

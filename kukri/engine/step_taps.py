@@ -31,8 +31,8 @@ class StepTaps:
     def __call__(self, name: str, x: FloatArray) -> None:
         """Shows each request its rows of x [rows, width], to be edited in place."""
         for chunk, rows, logit_rows in self._listening:
-            request = chunk.request
-            if request.taps is None or name not in request.taps.names or request.error is not None:
+            taps, answer = chunk.request.taps, chunk.request.answer
+            if taps is None or name not in taps.names or answer.error is not None:
                 continue
             own = x[logit_rows]
             if not sees_logit_rows(name):
@@ -41,12 +41,12 @@ class StepTaps:
             if not len(own):
                 continue
             try:
-                request.taps(name, own, chunk.start, chunk.n_tokens)
+                taps(name, own, chunk.start, chunk.n_tokens)
             except KukriError as error:
-                request.error = error
+                answer.error = error
             except Exception as error:
-                request.error = HookError(f"a hook on {name} raised {type(error).__name__}: {error}")
-                request.error.__cause__ = error
+                answer.error = HookError(f"a hook on {name} raised {type(error).__name__}: {error}")
+                answer.error.__cause__ = error
 
 
 class StepImages:
@@ -58,7 +58,7 @@ class StepImages:
 
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._chunks = chunks
-        n_deep = max((c.request.images.n_deep for c in chunks if c.request.images is not None), default=0)
+        n_deep = max((c.sequence.images.n_deep for c in chunks if c.sequence.images is not None), default=0)
         self._depths = {"hook_embed": 0, **{f"blocks.{i}.hook_resid_post": i + 1 for i in range(n_deep)}}
         self.names = frozenset(self._depths)
 
@@ -69,7 +69,7 @@ class StepImages:
             return
         row = 0
         for chunk in self._chunks:
-            images = chunk.request.images
+            images = chunk.sequence.images
             if images is not None:
                 images.fill(x[row : row + chunk.n_tokens], chunk.start, depth)
             row += chunk.n_tokens
@@ -78,13 +78,13 @@ class StepImages:
 def has_images(chunks: Sequence[ScheduledChunk]) -> bool:
     """True if a token of a step is a row of an image."""
     return any(
-        chunk.request.images is not None
-        and chunk.request.images.has_rows(chunk.start, chunk.start + chunk.n_tokens)
+        chunk.sequence.images is not None
+        and chunk.sequence.images.has_rows(chunk.start, chunk.start + chunk.n_tokens)
         for chunk in chunks
     )
 
 
 def attends_both_ways(chunk: ScheduledChunk) -> BothWaysLayers:
     """The layers in which a chunk's tokens are rows of an image that see each other both ways."""
-    images = chunk.request.images
+    images = chunk.sequence.images
     return images.attends_both_ways if images is not None and images.is_whole(chunk.start) else ""

@@ -94,13 +94,13 @@ class WaitingQueue:
 
     def rank(self, request: Request) -> tuple[int, bool, int, int]:
         """The place of a request that waits, or whose prompt is computed, among all those: see the module."""
-        was_preempted = request.n_preemptions > 0
+        was_preempted = request.sequence.n_preemptions > 0
         n_served = 0 if was_preempted else self._n_served[request.client]
         return request.priority, not was_preempted, n_served, request.id
 
 
 def _line(request: Request) -> _Line:
-    return request.priority, request.n_preemptions == 0, request.client, request.program
+    return request.priority, request.sequence.n_preemptions == 0, request.client, request.program
 
 
 def _id(request: Request) -> int:

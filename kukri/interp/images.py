@@ -197,15 +197,15 @@ def run_images(
     """
     require_return_type(return_type)
     of_encoder, of_text = _split(fwd_hooks)
-    request = llm.engine.make_output_request(prompt, "logits", adapter=adapter)
-    ids = request.tokens[: request.n_prompt]
+    request = llm.engine.maker.make_output_request(prompt, "logits", adapter=adapter)
+    ids = request.prompt
     steered = session.steered([ids], interventions)
     taps = session.listen_to([request], names, of_text)
     request.listen(_InTurn([*steered, taps]))
     if of_encoder:
-        assert request.images is not None
-        request.images.give(llm.vision.run_with_hooks(list(prompt.images), of_encoder))
-        request.is_cacheable = False
+        assert request.sequence.images is not None
+        request.sequence.images.give(llm.vision.run_with_hooks(list(prompt.images), of_encoder))
+        request.sequence.is_cacheable = False
     (logits,) = compute([request])
     cache = taps.cache(request)
     if return_type == "loss":

@@ -226,7 +226,7 @@ class Session(Names):
     ) -> list[InterventionTaps]:
         """Apply interventions to the new requests for one prompt. Raises RequestError."""
         first = requests[0]
-        prompt = Prompt(first.tokens[: first.n_prompt], self._token_bytes)
+        prompt = Prompt(first.prompt, self._token_bytes)
         found = resolve(interventions, self.values, self.catalog, prompt)
         if len(requests) > 1 and (found.captures or found.readings):
             raise RequestError(

@@ -167,7 +167,7 @@ def _on_backend(
     )
     for name, adapter in options.adapters.items():
         engine.load_adapter(name, read_adapter(Path(adapter).expanduser(), model))
-    if engine.vision is None:
+    if engine.maker.vision is None:
         read = replace(read, image_processor=None)
     return LoadedModel(**vars(read), engine_config=engine_config, backend=backend, engine=engine)
 

@@ -28,7 +28,7 @@ class ReplicaFacts:
 
 def replica_facts(llm: LLM, name: str) -> ReplicaFacts:
     """The facts of an open model under the replica's name."""
-    engine, config = llm.engine, llm.engine_config
+    engine, pool, config = llm.engine, llm.engine.pool, llm.engine_config
     return ReplicaFacts(
         name=name,
         model=weights_identity(llm.path, llm.config, llm.options.quantize),
@@ -37,7 +37,8 @@ def replica_facts(llm: LLM, name: str) -> ReplicaFacts:
         pid=os.getpid(),
         max_context=engine.max_context,
         max_requests=config.max_requests,
-        n_pages=engine.n_pages,
-        page_tokens=engine.page_tokens,
+        # with a window a request never holds more than the window's pages, so no request is too long
+        n_pages=pool.n_pages if pool.window is None else pool.pages_for(engine.max_context),
+        page_tokens=pool.page_tokens,
         has_draft_model=llm.options.draft_model is not None,
     )

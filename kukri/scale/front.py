@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from time import perf_counter
 from typing import Any
 
-from kukri.engine import EngineStatus, Request, RequestMaker, RequestState, StepOutput
+from kukri.engine import EngineStatus, Request, RequestState, StepOutput
 from kukri.engine.loop import Deliver
 from kukri.engine.traces import Facts
 from kukri.engine.waiting import WaitingQueue
@@ -25,6 +25,7 @@ from kukri.errors import CapacityError, KukriError
 from kukri.scale import wire
 from kukri.scale.channel import BEAT_S, Channel
 from kukri.scale.facts import ReplicaFacts
+from kukri.scale.front_model import RemoteEngine
 from kukri.scale.replica_set import LiveRequest, Replica, ReplicaSet
 
 log = logging.getLogger("kukri.scale")
@@ -46,7 +47,7 @@ class ReplicaLoop:
 
     def __init__(
         self,
-        engine: RequestMaker,
+        engine: RemoteEngine,
         deliver: Deliver,
         *,
         max_waiting: int,
@@ -75,7 +76,7 @@ class ReplicaLoop:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests, all or none. Raises CapacityError as `EngineLoop.submit` does."""
         for request in requests:
-            self.engine.check_fits(request)
+            self.engine.maker.check_fits(request)
         if self._is_draining:
             raise CapacityError("the server is shutting down: try again later")
         if len(self._queue) + len(requests) > self.max_waiting:
@@ -84,10 +85,10 @@ class ReplicaLoop:
             if request.output == "tokens" and not request.params.is_greedy and request.params.seed is None:
                 # else another replica could not draw the same tokens
                 request.params = replace(request.params, seed=secrets.randbits(63))
-            request.state = RequestState.WAITING
+            request.sequence.state = RequestState.WAITING
             # its last token is always computed
-            keys = request.page_keys[: (request.n_prompt - 1) // self.engine.page_tokens]
-            self._live[request.id] = LiveRequest(request, keys, queued_s=request.arrived_s)
+            keys = request.sequence.page_keys[: (request.n_prompt - 1) // self.engine.maker.page_tokens]
+            self._live[request.id] = LiveRequest(request, keys, queued_s=request.times.arrived_s)
             self._queue.arrive(request)
         self._dispatch()
 
@@ -96,7 +97,7 @@ class ReplicaLoop:
         live = self._live.get(request.id)
         if live is None:
             return
-        request.finish_reason, request.stop_reason = reason, stop_reason
+        request.answer.finish_reason, request.answer.stop_reason = reason, stop_reason
         if live.replica is not None:
             live.replica.channel.send({"kind": "end", "ticket": live.ticket})
         self._forget(live)
@@ -200,7 +201,7 @@ class ReplicaLoop:
         self._is_draining = True
         left = list(self._live.values())
         for live in left:
-            live.request.finish_reason = "abort"
+            live.request.answer.finish_reason = "abort"
             self._forget(live)
         if left:
             self._deliver([StepOutput(live.request, None, "abort") for live in left])
@@ -230,7 +231,7 @@ class ReplicaLoop:
 
     def _may_go(self, live: LiveRequest) -> bool:
         """Return True if a request may go now. The first answer to a prompt goes before the others."""
-        leader = live.request.leader
+        leader = live.request.sequence.leader
         led = None if leader is None else self._live.get(leader.id)
         return (led is None or led.replica is not None) and bool(self._replicas.candidates(live))
 
@@ -242,13 +243,13 @@ class ReplicaLoop:
         live.n_at_start, live.n_runs = request.n_generated, live.n_runs + 1
         live.numerics = replica.facts.numerics
         replica.live[live.ticket] = live
-        request.state = RequestState.RUNNING
-        if request.trace is not None:
-            request.trace.record("queue", live.queued_s, live.sent_s, {})
-            live.span = request.trace.begin("replica")
+        request.sequence.state = RequestState.RUNNING
+        if request.times.trace is not None:
+            request.times.trace.record("queue", live.queued_s, live.sent_s, {})
+            live.span = request.times.trace.begin("replica")
 
     def _message(self, live: LiveRequest) -> dict[str, Any]:
-        leader = live.request.leader
+        leader = live.request.sequence.leader
         led = None if leader is None else self._live.get(leader.id)
         return {
             **wire.request_to_json(live.request),
@@ -294,22 +295,23 @@ class ReplicaLoop:
 
     def _note_start(self, live: LiveRequest, news: Mapping[str, Any]) -> None:
         request = live.request
-        if "queue_s" not in news or request.started_s:
+        if "queue_s" not in news or request.times.started_s:
             return
-        request.started_s = live.sent_s + news["queue_s"]
-        request.n_prefix_hit = news["n_prefix_hit"]
-        request.prompt_logprobs = [wire.token_from_json(token) for token in news.get("prompt_logprobs", ())]
+        request.times.started_s = live.sent_s + news["queue_s"]
+        request.sequence.n_prefix_hit = news["n_prefix_hit"]
+        scores = map(wire.token_from_json, news.get("prompt_logprobs", ()))
+        request.answer.prompt_logprobs = list(scores)
         self._queue.count_served(request, request.n_prompt)
 
     def _note_end(self, live: LiveRequest, end: Mapping[str, Any]) -> None:
         request = live.request
-        request.finish_reason, request.stop_reason = end["reason"], end.get("stop_reason")
-        request.n_drafted += end.get("n_drafted", 0)
-        request.n_accepted += end.get("n_accepted", 0)
+        request.answer.finish_reason, request.answer.stop_reason = end["reason"], end.get("stop_reason")
+        request.sequence.n_drafted += end.get("n_drafted", 0)
+        request.sequence.n_accepted += end.get("n_accepted", 0)
         if end.get("error") is not None:
-            request.error = wire.error_from_json(end["error"])
+            request.answer.error = wire.error_from_json(end["error"])
         if end.get("rows") is not None:
-            request.rows = wire.rows_from_json(end["rows"])
+            request.answer.rows = wire.rows_from_json(end["rows"])
         self._forget(live)
 
     def _forget(self, live: LiveRequest) -> None:
@@ -317,7 +319,7 @@ class ReplicaLoop:
         if live.replica is not None:
             live.replica.live.pop(live.ticket, None)
             self._end_run(live, live.replica)
-        live.request.state = RequestState.FINISHED
+        live.request.sequence.state = RequestState.FINISHED
         self._queue.leave(live.request)
         with self._changed:
             del self._live[live.request.id]
@@ -350,8 +352,8 @@ class ReplicaLoop:
             if live.n_deaths >= _MAX_DEATHS or live.n_runs >= _MAX_RUNS:
                 failed.append(self._given_up(live))
                 continue
-            live.request.n_preemptions += 1  # so that it goes before requests that never ran
-            live.request.state = RequestState.WAITING
+            live.request.sequence.n_preemptions += 1  # so that it goes before requests that never ran
+            live.request.sequence.state = RequestState.WAITING
             self._queue.put(live.request)
             self.n_retries += 1
         if failed:
@@ -368,7 +370,7 @@ class ReplicaLoop:
         )
 
     def _failed(self, live: LiveRequest, error: KukriError) -> StepOutput:
-        live.request.error, live.request.finish_reason = error, "error"
+        live.request.answer.error, live.request.answer.finish_reason = error, "error"
         self._forget(live)
         return StepOutput(live.request, None, "error")
 

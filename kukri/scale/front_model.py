@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha256
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from kukri.config import EngineConfig
 from kukri.engine import Request, RequestMaker
-from kukri.engine.adapters import LoadedAdapter
+from kukri.engine.adapters import LoadedAdapter, unknown_adapter
 from kukri.engine.drafting import checked_prediction, no_drafts
-from kukri.engine.drafts import Drafts
 from kukri.engine.model_identity import weights_identity
-from kukri.errors import KukriError, RequestError
+from kukri.engine.pages import PoolSize
+from kukri.errors import KukriError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import Logits
 from kukri.kernels.sampling_record import SamplingRecords
@@ -31,6 +30,19 @@ class _ElsewhereSampling:
         raise AssertionError("replicas choose tokens")
 
 
+class _RemoteAdapters:
+    """The adapters of replicas, which hold their weights."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def use(self, name: str, request: Request) -> None:
+        """See Adapters.use."""
+        if name not in self.names:
+            raise unknown_adapter(name, self.names)
+        request.use_adapter(LoadedAdapter(name, cast(Any, None), -1), name.encode())
+
+
 class RemoteRequestMaker(RequestMaker):
     """Makes requests by the limits of replicas, which make their own drafts."""
 
@@ -38,32 +50,29 @@ class RemoteRequestMaker(RequestMaker):
         super().__init__(
             model.model.config,
             _ElsewhereSampling(),
+            pools=[PoolSize(facts.n_pages, facts.page_tokens)],
+            adapters=_RemoteAdapters(adapters),
+            drafts=self._check_drafts,
             max_context=facts.max_context,
-            n_pages=facts.n_pages,
-            page_tokens=facts.page_tokens,
             eos_ids=model.tokenizer.eos_ids,
         )
-        self._has_draft_model, self._adapters = facts.has_draft_model, adapters
+        self._has_draft_model = facts.has_draft_model
 
     @property
     def why_no_images(self) -> str:
         """See RequestMaker.why_no_images. The encoder's rows stay in one process."""
         return "images are not supported with replicas: leave them out, or serve the model by kukri serve"
 
-    @property
-    def adapter_names(self) -> tuple[str, ...]:
-        return self._adapters
-
-    def _use_adapter(self, name: str, request: Request) -> None:
-        if name not in self._adapters:
-            known = ", ".join(self._adapters) or "none is loaded"
-            raise RequestError(f"there is no adapter {name!r}: {known}", param="adapter")
-        request.adapter = LoadedAdapter(name, cast(Any, None), -1)  # the replicas have it
-        request.prefix_root = sha256(request.prefix_root + name.encode()).digest()
-
-    def _drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], Drafts | None]:
+    def _check_drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], None]:
+        """Raise RequestError for drafts that the replicas cannot make."""
         checked_prediction(params, self._model_config.n_vocab, has_draft_model=self._has_draft_model)
         return no_drafts
+
+
+class RemoteEngine(NamedTuple):
+    """What stands here for the engines of replicas."""
+
+    maker: RequestMaker
 
 
 class RemoteModel:
@@ -76,7 +85,7 @@ class RemoteModel:
         read = read_model(options)
         self.options, self.path, self.tokenizer = options, read.path, read.tokenizer
         self.default_params, self.text_encoder = read.default_params, read.text_encoder
-        self.engine = RemoteRequestMaker(read, facts, tuple(options.adapters))
+        self.engine = RemoteEngine(RemoteRequestMaker(read, facts, tuple(options.adapters)))
         self.engine_config = EngineConfig(max_requests=facts.max_requests)
         self.identity = weights_identity(read.path, read.config, options.quantize)
         if self.identity != facts.model:

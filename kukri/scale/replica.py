@@ -206,9 +206,9 @@ class EngineReplica:
             error = result if isinstance(result, KukriError) else None
             if isinstance(result, Request):
                 leader = front.running.get(fields["leader"])
-                result.leader = None if leader is None else leader.request
+                result.sequence.leader = None if leader is None else leader.request.sequence
                 if self._traces is not None and fields["traceparent"] is not None:
-                    result.trace = self._traces.beneath(fields["traceparent"])
+                    result.times.trace = self._traces.beneath(fields["traceparent"])
                 front.running[ticket] = self._running[result.id] = _Running(ticket, result, front)
                 try:
                     self._loop.submit([result])
@@ -225,7 +225,7 @@ class EngineReplica:
         for fields in given:
             try:
                 params = resolve_texts(wire.params_from_json(fields.get("params", {})), self._tokenizer)
-                made.append(wire.request_from_json(fields, self._llm.engine, params))
+                made.append(wire.request_from_json(fields, self._llm.engine.maker, params))
             except KukriError as error:
                 made.append(error)
             except Exception as error:  # else its client would wait forever
@@ -275,21 +275,21 @@ class EngineReplica:
         news = running.front.unsent.setdefault(running.ticket, {"tokens": []})
         if running.is_new:
             running.is_new = False
-            news["queue_s"] = max(request.started_s - request.arrived_s, 0.0)
-            news["n_prefix_hit"] = request.n_prefix_hit
-            if request.prompt_logprobs:
-                news["prompt_logprobs"] = list(map(wire.token_to_json, request.prompt_logprobs))
+            news["queue_s"] = max(request.times.started_s - request.times.arrived_s, 0.0)
+            news["n_prefix_hit"] = request.sequence.n_prefix_hit
+            if request.answer.prompt_logprobs:
+                news["prompt_logprobs"] = list(map(wire.token_to_json, request.answer.prompt_logprobs))
         if token is not None:
             news["tokens"].append(wire.token_to_json(token))
         if finish_reason is not None:
             self._forget(running)
             news["end"] = {
                 "reason": finish_reason,
-                "stop_reason": request.stop_reason,
-                "error": None if request.error is None else wire.error_to_json(request.error),
-                "rows": None if request.rows is None else wire.rows_to_json(request.rows),
-                "n_drafted": request.n_drafted,
-                "n_accepted": request.n_accepted,
+                "stop_reason": request.answer.stop_reason,
+                "error": None if request.answer.error is None else wire.error_to_json(request.answer.error),
+                "rows": None if request.answer.rows is None else wire.rows_to_json(request.answer.rows),
+                "n_drafted": request.sequence.n_drafted,
+                "n_accepted": request.sequence.n_accepted,
             }
 
     def _send_soon(self, front: _Front) -> None:

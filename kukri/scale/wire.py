@@ -64,14 +64,14 @@ def params_from_json(given: Mapping[str, Any]) -> SamplingParams:
 def request_to_json(request: Request) -> dict[str, Any]:
     """A request, with the tokens that it has so far."""
     found: dict[str, Any] = {
-        "prompt": request.tokens[: request.n_prompt].tolist(),
+        "prompt": request.prompt.tolist(),
         "priority": request.priority,
         "client": request.client,
-        "prefix_scope": request.prefix_root.hex(),
+        "prefix_scope": request.sequence.prefix_root.hex(),
         "adapter": None if request.adapter is None else request.adapter.name,
     }
     if request.output != "tokens":
-        types = None if request.token_types is None else request.token_types.tolist()
+        types = None if request.sequence.token_types is None else request.sequence.token_types.tolist()
         rows = {"first_row": request.first_row, "stop_row": request.stop_row, "token_types": types}
         return {**found, "output": request.output, **rows, "n_unseen": request.n_unseen}
     return {**found, "params": params_to_json(request.params), "generated": request.output_ids}

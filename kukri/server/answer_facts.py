@@ -27,7 +27,7 @@ def answer_facts(
     return {
         "index": index,
         "content": text,
-        "tokens": request.tokens[request.n_prompt : request.n_prompt + answer.n_tokens].tolist(),
+        "tokens": request.sequence.tokens[request.n_prompt : request.n_prompt + answer.n_tokens].tolist(),
         "id_slot": -1,
         "stop": True,
         "model": model,
@@ -39,7 +39,7 @@ def answer_facts(
         "truncated": is_length and (params.max_tokens is None or answer.n_tokens < params.max_tokens),
         "stop_type": "word" if answer.stop_string is not None else "limit" if is_length else "eos",
         "stopping_word": answer.stop_string or "",
-        "tokens_cached": request.n_prefix_hit,
+        "tokens_cached": request.sequence.n_prefix_hit,
         "timings": timings_of(request),
     }
 

@@ -9,7 +9,8 @@ from kukri.engine import Request
 
 def n_read(request: Request) -> int:
     """Tokens of a request's prompt that have been read, or were found in the cache."""
-    return request.n_prompt if request.first_token_s else min(request.n_cached, request.n_prompt)
+    n_cached = request.n_prompt if request.times.first_token_s else request.sequence.n_cached
+    return min(n_cached, request.n_prompt)
 
 
 class PromptProgress:
@@ -22,18 +23,18 @@ class PromptProgress:
     def news(self) -> list[dict[str, int]]:
         """The progress since the last time; nothing while the request waits."""
         request = self._request
-        if not request.started_s:
+        if not request.times.started_s:
             return []
         n = n_read(request)
-        found = [request.n_prefix_hit] if self._n_told < 0 else []
+        found = [request.sequence.n_prefix_hit] if self._n_told < 0 else []
         if n > max([*found, self._n_told]):
             found.append(n)
         self._n_told = max([*found, self._n_told])
-        elapsed_s = (request.first_token_s or perf_counter()) - request.started_s
+        elapsed_s = (request.times.first_token_s or perf_counter()) - request.times.started_s
         return [
             {
                 "total": request.n_prompt,
-                "cache": request.n_prefix_hit,
+                "cache": request.sequence.n_prefix_hit,
                 "processed": n,
                 "time_ms": round(elapsed_s * 1000),
             }

@@ -108,7 +108,7 @@ class AnswerWriter(ABC):
     def silence(self) -> bytes:
         """What clients skip: it keeps the connection open, and tells who looks how far the prompt is read."""
         request = self._call.answers[0].request
-        if request.first_token_s or self.form.content_type != EVENTS.content_type:
+        if request.times.first_token_s or self.form.content_type != EVENTS.content_type:
             return self.form.keep_alive
         return f": prompt: {n_read(request)} of {request.n_prompt} tokens\n".encode() + self.form.keep_alive
 
@@ -137,7 +137,7 @@ class AnswerWriter(ABC):
         answer, n_sent = self._call.answers[i], self._n_ids_sent[i]
         self._n_ids_sent[i] = answer.n_tokens
         first = answer.request.n_prompt
-        ids: list[int] = answer.request.tokens[first + n_sent : first + answer.n_tokens].tolist()
+        ids: list[int] = answer.request.sequence.tokens[first + n_sent : first + answer.n_tokens].tolist()
         return ids
 
 
@@ -220,13 +220,13 @@ class ChunkWriter(AnswerWriter):
             prompt=self.prompt_text,
             model=str(self._head["model"]),
             params=answer.request.params,
-            eos_ids=self._served.llm.engine.eos_ids,
+            eos_ids=self._served.llm.engine.maker.eos_ids,
         )
         return {"__verbose": facts}
 
     def _prompt_scores(self, i: int, n_top: int) -> list[dict[str, dict[str, Any]] | None]:
         """The `prompt_logprobs` of an answer's prompt; nothing comes before the first token."""
-        scores = self._call.answers[i].request.prompt_logprobs
+        scores = self._call.answers[i].request.answer.prompt_logprobs
         return [None, *vllm_logprobs(self._served.tokenizer, scores, n_top)]
 
     @abstractmethod

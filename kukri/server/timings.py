@@ -10,10 +10,10 @@ from kukri.engine import Request
 def timings_of(request: Request) -> dict[str, Any]:
     """The `timings` of a request so far: counts of tokens, milliseconds, tokens per second."""
     times = request.timings
-    n_read = times.n_prompt_tokens - request.n_prefix_hit
+    n_read = times.n_prompt_tokens - request.sequence.n_prefix_hit
     drafts = {"draft_n": times.n_drafted, "draft_n_accepted": times.n_accepted} if times.n_drafted else {}
     return {
-        "cache_n": request.n_prefix_hit,
+        "cache_n": request.sequence.n_prefix_hit,
         **_rates("prompt", n_read, times.prompt_s),
         **_rates("predicted", times.n_generated, times.decode_s, times.n_generated - 1),
         **drafts,

@@ -216,7 +216,7 @@ class TextEncoder:
 
     def requests(
         self,
-        engine: RequestMaker,
+        maker: RequestMaker,
         texts: Sequence[Sequence[int]],
         pooling: Pooling | None = None,
         *,
@@ -227,9 +227,9 @@ class TextEncoder:
     ) -> list[Request]:
         """The requests whose `rows` are the pooled states [D] of texts when they have ended; not queued.
 
-        `priority`, `client` and `prefix_scope` are passed to `Engine.make_requests`. Raises RequestError for
-        a sequence without tokens and for ids outside the vocabulary, ContextLengthError for one that is too
-        long.
+        `priority`, `client` and `prefix_scope` are those of `RequestMaker.make_requests`. Raises RequestError
+        for a sequence without tokens and for ids outside the vocabulary, ContextLengthError for one that is
+        too long.
         """
         if self.late is not None:
             raise RequestError(
@@ -249,7 +249,7 @@ class TextEncoder:
             elif pooling == "last":
                 first_row = len(ids) - 1
             made.append(
-                engine.make_output_request(
+                maker.make_output_request(
                     ids,
                     "pooled",
                     first_row=first_row,
@@ -262,22 +262,22 @@ class TextEncoder:
             )
         return made
 
-    def token_requests(self, engine: RequestMaker, texts: Encoded, **options: Any) -> list[Request]:
+    def token_requests(self, maker: RequestMaker, texts: Encoded, **options: Any) -> list[Request]:
         """The requests whose `rows` are the states [T, D] of the tokens of texts; else as `requests`."""
         self.check(texts.ids)
         n_unseen = texts.n_unseen or [0] * len(texts.ids)
         return [
-            engine.make_output_request(ids, "hidden", n_unseen=n, **options)
+            maker.make_output_request(ids, "hidden", n_unseen=n, **options)
             for ids, n in zip(texts.ids, n_unseen, strict=True)
         ]
 
     def pair_requests(
-        self, engine: RequestMaker, pairs: Sequence[Sequence[int]], **options: Any
+        self, maker: RequestMaker, pairs: Sequence[Sequence[int]], **options: Any
     ) -> list[Request]:
         """The requests whose `rows` are the outputs [1, labels or V] for pairs; else as `requests`."""
         self.check(pairs)
         return [
-            engine.make_output_request(
+            maker.make_output_request(
                 ids,
                 "logits",
                 first_row=0 if self.judge is None else len(ids) - 1,

@@ -179,7 +179,8 @@ def test_groups_end_before_the_next_begin(small: Trial) -> None:
         requests = mix.mixed_requests(small.engine, SMALL)
         mix.serve(small.engine, [requests[i : i + group] for i in range(0, 6, group)])
         most = max(
-            sum(r.started_s <= other.started_s <= r.last_token_s for r in requests) for other in requests
+            sum(r.times.started_s <= other.times.started_s <= r.times.last_token_s for r in requests)
+            for other in requests
         )
         assert most == expected
         assert all(len(r.output_ids) == r.params.max_tokens for r in requests)

@@ -50,7 +50,7 @@ def greedy(max_tokens: int | None, **kwargs: Any) -> SamplingParams:
 
 def add(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Request:
     """A queued request."""
-    request = engine.make_request(prompt, params)
+    request = engine.maker.make_request(prompt, params)
     engine.add_request(request)
     return request
 
@@ -85,12 +85,12 @@ def rows_of(
     **options: Any,
 ) -> np.ndarray:
     """The rows of a request for them, next to whatever else the engine has to do."""
-    request = engine.make_output_request(ids, output, **options)
+    request = engine.maker.make_output_request(ids, output, **options)
     engine.add_request(request)
-    while request.state is not RequestState.FINISHED:
+    while request.sequence.state is not RequestState.FINISHED:
         engine.step()
-    assert request.rows is not None
-    return request.rows
+    assert request.answer.rows is not None
+    return request.answer.rows
 
 
 def finish(engine: Engine, max_steps: int = 10_000, pipeline: Pipeline | None = None) -> None:

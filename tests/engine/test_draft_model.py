@@ -111,7 +111,7 @@ def test_a_draft_model_changes_no_token(
             temperature=temperature, seed=i, max_tokens=n, ignore_eos=ignores, n=n_answers,
             logit_bias={POISON: -100}, speculation=kind,
         )  # fmt: skip
-        requests = engine.make_requests(prompt, params)
+        requests = engine.maker.make_requests(prompt, params)
         live.extend((request, prompt) for request in requests)
         return requests
 
@@ -119,7 +119,7 @@ def test_a_draft_model_changes_no_token(
     for request, prompt in live:
         want = alone(prompt, request.params, max_context=96).output_ids
         done = request.output_ids
-        assert done == (want[: len(done)] if request.finish_reason == "abort" else want)
+        assert done == (want[: len(done)] if request.answer.finish_reason == "abort" else want)
     assert engine.drafting.drafter is not None
     assert engine.drafting.drafter.pool.n_free == engine.drafting.drafter.pool.n_pages
 
@@ -132,7 +132,7 @@ def test_a_model_that_knows_saves_steps() -> None:
         finish(engine)
         for seed, request in enumerate(requests):
             assert request.output_ids == expected_output(prompt_of(n_prompt, seed), 40)
-            assert request.n_accepted == request.n_drafted > 20
+            assert request.sequence.n_accepted == request.sequence.n_drafted > 20
 
 
 def test_a_model_that_drafts_badly_is_asked_less() -> None:
@@ -141,7 +141,7 @@ def test_a_model_that_drafts_badly_is_asked_less() -> None:
     request = add(engine, prompt_of(10), greedy(400))
     finish(engine)
     assert request.output_ids == expected_output(prompt_of(10), 400)
-    assert 4 < request.n_drafted < 40
+    assert 4 < request.sequence.n_drafted < 40
 
 
 def test_a_text_beyond_the_small_models_context_is_not_drafted() -> None:
@@ -150,7 +150,7 @@ def test_a_text_beyond_the_small_models_context_is_not_drafted() -> None:
     request = add(engine, prompt_of(20), greedy(60))
     finish(engine)
     assert request.output_ids == expected_output(prompt_of(20), 60)
-    assert 0 < request.n_accepted < 25
+    assert 0 < request.sequence.n_accepted < 25
 
 
 @pytest.fixture(scope="module")
@@ -328,9 +328,9 @@ def test_what_cannot_draft_is_refused(tiny: tuple[Path, Path]) -> None:
 def test_a_request_tells_its_drafts_apart() -> None:
     """Drafts of a model asked of a table, or the other way round."""
     engine = make(0)
-    assert isinstance(model_drafts(engine.make_request([1], greedy(2)).drafts), ModelDrafts)
+    assert isinstance(model_drafts(engine.maker.make_request([1], greedy(2)).drafts), ModelDrafts)
     for kind in ("ngram", "off"):
-        assert model_drafts(engine.make_request([1], greedy(2, speculation=kind)).drafts) is None
+        assert model_drafts(engine.maker.make_request([1], greedy(2, speculation=kind)).drafts) is None
 
 
 def test_a_text_that_repeats_itself_is_looked_up() -> None:
@@ -339,11 +339,13 @@ def test_a_text_that_repeats_itself_is_looked_up() -> None:
     prompt = prompt_of(10)
     answer = expected_output(prompt, 100)
     params = greedy(100)
-    request = engine.make_request(prompt, replace(params, prediction=tuple(answer), speculation="draft"))
+    request = engine.maker.make_request(
+        prompt, replace(params, prediction=tuple(answer), speculation="draft")
+    )
     engine.add_request(request)
     finish(engine)
     assert request.output_ids == answer
-    assert request.n_accepted > 80
+    assert request.sequence.n_accepted > 80
     asked = add(engine := make(0, max_context=512), prompt, params)
     finish(engine)
-    assert asked.n_accepted > 50
+    assert asked.sequence.n_accepted > 50

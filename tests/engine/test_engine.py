@@ -46,7 +46,7 @@ def test_a_request_gets_its_tokens(n_prompt: int, max_step_tokens: int) -> None:
     request = add(engine, prompt, greedy(20))
     finish(engine)
     assert request.output_ids == expected_output(prompt, 20)
-    assert (request.finish_reason, request.state) == ("length", RequestState.FINISHED)
+    assert (request.answer.finish_reason, request.sequence.state) == ("length", RequestState.FINISHED)
     assert engine.pool.n_free == engine.pool.n_pages
     n_prompt_steps = -(-n_prompt // max_step_tokens)
     assert len(backend.batches) == n_prompt_steps + 19
@@ -61,10 +61,11 @@ def test_requests_wait_their_turn() -> None:
     finish(engine)
     assert [r.output_ids for r in requests] == [expected_output(p, 5) for p in prompts]
     assert all(s == 1 for _, s, _ in backend.batches)
-    for one, following in pairwise(requests):
+    times = [r.times for r in requests]
+    for one, following in pairwise(times):
         assert one.started_s < one.last_token_s <= following.started_s
     # what a machine does between two calls of `add` counts, so that waits themselves cannot be compared
-    assert [r.timings.queue_s for r in requests] == [r.started_s - r.arrived_s for r in requests]
+    assert [r.timings.queue_s for r in requests] == [one.started_s - one.arrived_s for one in times]
 
 
 def test_requests_share_steps() -> None:
@@ -117,7 +118,7 @@ def test_any_order_of_events_gives_every_request_its_tokens(
     ) -> list[Request]:
         prompt = prompt_of(50)[:n_shared] + prompt_of(n_own, i)
         params = greedy(n, ignore_eos=ignores, n=n_answers)
-        requests = engine.make_requests(prompt, params, priority=priority, client=client)
+        requests = engine.maker.make_requests(prompt, params, priority=priority, client=client)
         live.extend((request, prompt, params) for request in requests)
         return requests
 
@@ -126,11 +127,11 @@ def test_any_order_of_events_gives_every_request_its_tokens(
         stop_ids = frozenset() if params.ignore_eos else frozenset([EOS])
         assert params.max_tokens is not None
         want = expected_output(prompt, min(params.max_tokens, max(96 - len(prompt), 1)), stop_ids)
-        if request.finish_reason == "abort":
+        if request.answer.finish_reason == "abort":
             assert request.output_ids == want[: request.n_generated]
         else:
             assert request.output_ids == want
-            assert request.finish_reason == ("stop" if want[-1] in stop_ids else "length")
+            assert request.answer.finish_reason == ("stop" if want[-1] in stop_ids else "length")
     assert all(pool.n_free == pool.n_pages for pool in engine.allocator.pools)
 
 
@@ -142,7 +143,7 @@ def test_page_pressure_preempts_the_youngest() -> None:
     finish(engine)
     assert engine.scheduler.n_preemptions > 0
     assert [r.output_ids for r in requests] == [expected_output(p, 60) for p in prompts]
-    assert requests[0].last_token_s < requests[1].last_token_s < requests[2].last_token_s
+    assert requests[0].times.last_token_s < requests[1].times.last_token_s < requests[2].times.last_token_s
 
 
 def test_the_context_ends_generation() -> None:
@@ -153,9 +154,9 @@ def test_the_context_ends_generation() -> None:
         request = add(engine, prompt, greedy(None))
         finish(engine)
         assert request.output_ids == expected_output(prompt, n_generated)
-        assert request.finish_reason == "length"
+        assert request.answer.finish_reason == "length"
     with pytest.raises(ContextLengthError, match=r"65 tokens.*64") as caught:
-        engine.make_request(prompt_of(65))
+        engine.maker.make_request(prompt_of(65))
     assert (caught.value.n_tokens, caught.value.max_context) == (65, 64)
 
 
@@ -170,7 +171,7 @@ def test_stop_ids_and_eos_end_a_request(seed: int) -> None:
     request = add(engine, prompt, greedy(30, stop_token_ids=[stop]))
     finish(engine)
     assert request.output_ids == free[: first + 1]
-    assert (request.finish_reason, request.stop_reason) == ("stop", stop)
+    assert (request.answer.finish_reason, request.answer.stop_reason) == ("stop", stop)
 
     request = add(engine, prompt, greedy(30, stop_token_ids=[stop], min_tokens=12))
     finish(engine)
@@ -187,7 +188,7 @@ def test_eos_ends_a_request_unless_ignored() -> None:
     finish(engine)
     assert request.output_ids[-1] == EOS
     assert EOS not in request.output_ids[:-1]
-    assert (request.finish_reason, request.stop_reason) == ("stop", None)
+    assert (request.answer.finish_reason, request.answer.stop_reason) == ("stop", None)
     request = add(engine, prompt, greedy(20))
     finish(engine)
     assert request.output_ids == expected_output(prompt, 20)
@@ -200,9 +201,9 @@ def test_nan_logits_fail_one_request_alone() -> None:
     bad_prompt = [*prompt_of(30, 2), POISON]
     first, bad, last = (add(engine, p, greedy(8)) for p in (good, bad_prompt, good[:5]))
     finish(engine)
-    assert isinstance(bad.error, KukriError)
-    assert "nan" in str(bad.error).lower()
-    assert (bad.finish_reason, bad.n_generated) == ("error", 0)
+    assert isinstance(bad.answer.error, KukriError)
+    assert "nan" in str(bad.answer.error).lower()
+    assert (bad.answer.finish_reason, bad.n_generated) == ("error", 0)
     assert first.output_ids == expected_output(good, 8)
     assert last.output_ids == expected_output(good[:5], 8)
 
@@ -215,7 +216,7 @@ def test_failed_and_aborted_requests_leave_pages_for_others() -> None:
         engine.step()
         if end == "abort":
             engine.abort(request)
-        assert request.finish_reason == end
+        assert request.answer.finish_reason == end
         after = add(engine, prompt_of(30, 7), greedy(20))
         finish(engine)
         assert after.output_ids == expected_output(prompt_of(30, 7), 20)
@@ -233,8 +234,8 @@ def test_a_failed_step_frees_everything_and_the_engine_continues() -> None:
         with pytest.raises(type(error)):
             engine.step()
         engine.check_integrity()
-        assert [r.finish_reason for r in requests] == ["error", "error", None]
-        assert all(isinstance(r.error, KukriError) for r in requests[:2])
+        assert [r.answer.finish_reason for r in requests] == ["error", "error", None]
+        assert all(isinstance(r.answer.error, KukriError) for r in requests[:2])
         finish(engine)
         assert requests[2].output_ids == expected_output(prompt_of(20, 2), 20)
         assert engine.pool.n_free == engine.pool.n_pages
@@ -262,7 +263,7 @@ def test_a_wrong_prompt_is_refused(prompt: object, says: str) -> None:
     """An IndexError, or a lookup outside of the embedding."""
     engine, _ = make_engine()
     with pytest.raises(RequestError, match=says) as caught:
-        engine.make_request(prompt)  # type: ignore[arg-type]
+        engine.maker.make_request(prompt)  # type: ignore[arg-type]
     assert caught.value.param == "prompt"
 
 
@@ -286,9 +287,9 @@ def test_logits_of_every_token() -> None:
     assert logits.argmax(axis=1).tolist() == [next_token(ids[: i + 1]) for i in range(150)]
     assert engine.pool.n_free == engine.pool.n_pages
     with pytest.raises(ContextLengthError):
-        engine.make_output_request(prompt_of(257), "logits")
+        engine.maker.make_output_request(prompt_of(257), "logits")
     with pytest.raises(RequestError, match="empty"):
-        engine.make_output_request([], "logits")
+        engine.maker.make_output_request([], "logits")
 
 
 def test_logits_beside_a_running_request() -> None:

@@ -23,7 +23,7 @@ def make(**options: Any) -> Engine:
 
 
 def arrive(engine: Engine, n: int, seed: int, n_new: int = 2, **options: Any) -> Request:
-    request = engine.make_requests(
+    request = engine.maker.make_requests(
         ([seed + 14] * 3 + prompt_of(40, seed) * 25)[:n], greedy(n_new), **options
     )[0]
     engine.add_request(request)
@@ -48,12 +48,12 @@ def test_a_short_prompt_begins_at_once_beside_long_ones(client: str) -> None:
     for _ in range(3):
         engine.step()
     short = arrive(engine, 30, 5, client=client)
-    before = [request.n_cached for request in long]
+    before = [request.sequence.n_cached for request in long]
     assert steps_until(engine, short) == 1
-    assert sum(request.n_cached for request in long) - sum(before) == 64 - 30  # the rest of the step
+    assert sum(request.sequence.n_cached for request in long) - sum(before) == 64 - 30  # the rest of the step
     finish(engine)
     for request in (*long, short):
-        assert request.output_ids == expected_output(request.tokens[: request.n_prompt].tolist(), 2)
+        assert request.output_ids == expected_output(request.sequence.tokens[: request.n_prompt].tolist(), 2)
 
 
 def test_a_long_prompt_never_stands_still() -> None:
@@ -62,11 +62,11 @@ def test_a_long_prompt_never_stands_still() -> None:
     long = arrive(engine, 600, 0)
     for i in range(60):
         arrive(engine, 45, 1 + i)
-        before = long.n_cached
+        before = long.sequence.n_cached
         engine.step()
         if long.n_generated:
             break
-        assert long.n_cached - before >= (64 - engine.config.max_requests) // 2
+        assert long.sequence.n_cached - before >= (64 - engine.config.max_requests) // 2
     assert long.n_generated
 
 
@@ -78,7 +78,7 @@ def test_the_shortest_of_those_that_wait_goes_first() -> None:
     others = [arrive(engine, 700, seed) for seed in range(1, 5)]
     short = arrive(engine, 20, 9)
     assert steps_until(engine, short) == 1
-    assert not any(request.n_cached for request in others[1:])
+    assert not any(request.sequence.n_cached for request in others[1:])
 
 
 def test_clients_share_evenly() -> None:
@@ -88,7 +88,7 @@ def test_clients_share_evenly() -> None:
     one = arrive(engine, 900, 7, client="one")
     while not one.n_generated and not all(request.n_generated for request in many):
         engine.step()
-    assert sum(request.n_cached for request in many) <= 1.2 * one.n_cached
+    assert sum(request.sequence.n_cached for request in many) <= 1.2 * one.sequence.n_cached
 
 
 def test_better_priorities_take_the_whole_step() -> None:
@@ -100,7 +100,7 @@ def test_better_priorities_take_the_whole_step() -> None:
     urgent = arrive(engine, 320, 1, priority=-10)
     short = arrive(engine, 20, 2, priority=5)
     assert steps_until(engine, urgent) == 5
-    assert (slow.n_cached, short.n_cached) == (128, 0)
+    assert (slow.sequence.n_cached, short.sequence.n_cached) == (128, 0)
     finish(engine)
     assert slow.n_generated == short.n_generated == 2
 
@@ -112,7 +112,7 @@ def test_a_prompt_waits_for_a_prefix_that_is_about_to_be_cached() -> None:
     first = add(engine, [*shared, *prompt_of(20, 1)], greedy(40))
     rest = [add(engine, [*shared, *prompt_of(20, seed)], greedy(2)) for seed in range(2, 6)]
     finish(engine)
-    assert [request.n_prefix_hit for request in rest] == [160] * 4
+    assert [request.sequence.n_prefix_hit for request in rest] == [160] * 4
     other = [40, *prompt_of(63, 7)]
     long = add(engine, [*other, *prompt_of(40, 8) * 20], greedy(2))
     engine.step()
@@ -158,13 +158,13 @@ def test_a_step_is_bounded_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     long = arrive(engine, 1000, 0)
     took, n_tokens = [], []
     while not long.n_generated:
-        if long.n_cached > 500 and len(engine.scheduler.running) == 1:
+        if long.sequence.n_cached > 500 and len(engine.scheduler.running) == 1:
             arrive(engine, 1010, 1)  # a longer one, whose turn does not come
             n_alone = len(took)
-        before, n_before = backend.now_s, long.n_cached
+        before, n_before = backend.now_s, long.sequence.n_cached
         engine.step()
         took.append(backend.now_s - before)
-        n_tokens.append(long.n_cached - n_before)
+        n_tokens.append(long.sequence.n_cached - n_before)
     assert n_tokens[0] == 256  # nothing is known yet
     assert max(took[1:n_alone]) <= 0.6 * took[0]
     assert min(n_tokens[1:n_alone]) >= 32  # six times as dear there
@@ -182,7 +182,7 @@ def test_a_short_prompt_is_not_cut_for_time_beside_a_slow_one(monkeypatch: pytes
     engine, backend = timed_engine(monkeypatch)
     backend.slow = 50.0
     long = arrive(engine, 900, 0)
-    while long.n_cached < 600:
+    while long.sequence.n_cached < 600:
         engine.step()
     before_s = backend.now_s
     short = arrive(engine, 30, 1)

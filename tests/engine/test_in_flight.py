@@ -55,7 +55,7 @@ def test_an_abort_in_flight_keeps_the_pages_until_the_step_lands() -> None:
     step = engine.launch()
     assert step is not None
     engine.abort(request)
-    assert (request.state, request.finish_reason) == (RequestState.FINISHED, "abort")
+    assert (request.sequence.state, request.answer.finish_reason) == (RequestState.FINISHED, "abort")
     assert engine.has_work
     assert engine.pool.n_free == 6
     engine.check_integrity()
@@ -72,7 +72,7 @@ def test_a_request_in_flight_is_not_preempted() -> None:
     first, second = engine.launch(), engine.launch()
     assert first is not None
     assert second is not None
-    urgent = engine.make_requests(prompt_of(30, 9), greedy(3), priority=-1)[0]
+    urgent = engine.maker.make_requests(prompt_of(30, 9), greedy(3), priority=-1)[0]
     engine.add_request(urgent)
     assert engine.launch() is None  # all pages are held by requests in flight
     engine.collect(first)
@@ -113,7 +113,7 @@ def test_a_step_that_fails_leaves_the_others_in_flight(when: str, monkeypatch: p
             engine.collect(step)
         engine.check_integrity()
     finish(engine)
-    assert (bad.finish_reason, bad.n_generated) == ("error", 0)
+    assert (bad.answer.finish_reason, bad.n_generated) == ("error", 0)
     assert good.output_ids == expected_output(prompt_of(16), 8)
     assert last.output_ids == expected_output(prompt_of(14, 2), 8)
     assert engine.pool.n_free == engine.pool.n_pages

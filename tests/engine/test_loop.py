@@ -59,7 +59,7 @@ def running_loop(
 
 
 def submit(loop: EngineLoop, prompt: list[int], params: SamplingParams) -> Request:
-    (request,) = loop.engine.make_requests(prompt, params)
+    (request,) = loop.engine.maker.make_requests(prompt, params)
     loop.submit([request])
     return request
 
@@ -102,7 +102,7 @@ def test_a_finished_or_aborted_request_hears_no_more() -> None:
         inbox.wait(again)
         assert len(inbox.tokens(request)) == n < 4000
         assert inbox.reason(request) is None
-        assert request.finish_reason == "abort"
+        assert request.answer.finish_reason == "abort"
         time.sleep(0.05)
         assert engine.pool.n_free == engine.pool.n_pages
 
@@ -110,7 +110,7 @@ def test_a_finished_or_aborted_request_hears_no_more() -> None:
 def test_a_request_ended_before_it_was_queued_never_runs() -> None:
     """An abort that overtakes the request and leaves it running for nobody."""
     with running_loop() as (loop, _, _, inbox):
-        (request,) = loop.engine.make_requests(prompt_of(5), greedy(5))
+        (request,) = loop.engine.maker.make_requests(prompt_of(5), greedy(5))
         loop.abort(request)
         loop.submit([request])
         inbox.wait(submit(loop, prompt_of(5), greedy(5)))
@@ -123,7 +123,7 @@ def test_failures_end_their_requests_and_not_the_thread() -> None:
         bad = submit(loop, [*prompt_of(5), POISON], greedy(5))
         inbox.wait(bad)
         assert inbox.reason(bad) == "error"
-        assert "nan" in str(bad.error).lower()
+        assert "nan" in str(bad.answer.error).lower()
         for error in (HookError("a hook raised"), ValueError("deep inside")):
             backend.error = error
             failed = submit(loop, prompt_of(5), greedy(5))
@@ -141,8 +141,8 @@ def test_a_full_queue_refuses() -> None:
         with inbox.changed:
             inbox.changed.wait_for(lambda: inbox.tokens(first), 20)
         with pytest.raises(CapacityError, match="waiting"):
-            loop.submit(engine.make_requests(prompt_of(5), SamplingParams(n=5)))
-        waiting = engine.make_requests(prompt_of(5), greedy(3, n=4))
+            loop.submit(engine.maker.make_requests(prompt_of(5), SamplingParams(n=5)))
+        waiting = engine.maker.make_requests(prompt_of(5), greedy(3, n=4))
         loop.submit(waiting)
         with pytest.raises(CapacityError, match="4 requests are waiting"):
             submit(loop, prompt_of(5), greedy(3))
@@ -269,13 +269,13 @@ def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.MonkeyP
     inbox.wait(bad)
     inbox.wait(good)
     assert (inbox.reason(bad), inbox.reason(good)) == ("error", "length")
-    assert "ZeroDivisionError" in str(bad.error)
+    assert "ZeroDivisionError" in str(bad.answer.error)
     loop.stop()
 
 
 def outputs(loop: EngineLoop, n: int, n_tokens: int = 20, client: str = "") -> list[Request]:
     """Requests for hidden states, submitted."""
-    make = loop.engine.make_output_request
+    make = loop.engine.maker.make_output_request
     requests = [make(prompt_of(n_tokens, i), "pooled", client=client) for i in range(n)]
     loop.submit(requests)
     return requests
@@ -294,10 +294,10 @@ def test_requests_for_rows_take_turns_with_those_that_generate() -> None:
         assert inbox.tokens(request) == expected_output(prompt_of(10), 200)
         for i, done in enumerate(beside):
             assert inbox.reason(done) == "stop"
-            assert done.rows is not None
+            assert done.answer.rows is not None
             if i < 3:
-                np.testing.assert_array_equal(done.rows, alone[i].rows)
-            np.testing.assert_allclose(done.rows, mean_state(prompt_of(20, i)), rtol=1e-5)
+                np.testing.assert_array_equal(done.answer.rows, alone[i].answer.rows)
+            np.testing.assert_allclose(done.answer.rows, mean_state(prompt_of(20, i)), rtol=1e-5)
         assert max(backend.batches[-50:])[0] <= 17  # tokens of a step next to one that generates
         assert loop.status().n_generated == 200
         assert loop.drain(20)
@@ -313,8 +313,8 @@ def test_clients_that_want_rows_take_turns() -> None:
         (other,) = outputs(loop, 1, client="b")
         loop.abort(first)
         inbox.wait(*many, other)
-        ends = [request.last_token_s or request.started_s for request in many]
-        assert sum(end < other.started_s for end in ends) <= 2
+        ends = [request.times.last_token_s or request.times.started_s for request in many]
+        assert sum(end < other.times.started_s for end in ends) <= 2
 
 
 def test_requests_for_rows_may_fail_be_left_or_be_too_many() -> None:
@@ -323,7 +323,7 @@ def test_requests_for_rows_may_fail_be_left_or_be_too_many() -> None:
         backend.error = ValueError("no luck")
         (failing,) = outputs(loop, 1)
         inbox.wait(failing)
-        assert (inbox.reason(failing), str(failing.error)) == ("error", "no luck")
+        assert (inbox.reason(failing), str(failing.answer.error)) == ("error", "no luck")
         with pytest.raises(CapacityError, match="waiting already"):
             outputs(loop, 6)
         left, last = outputs(loop, 2)

@@ -29,16 +29,16 @@ def states(ids: list[int], first_row: int = 0) -> np.ndarray:
 
 def check(request: Request, ids: list[int], first_row: int) -> None:
     """Asserts that a finished request has its rows."""
-    assert request.finish_reason == "stop"
+    assert request.answer.finish_reason == "stop"
     assert request.n_generated == 0
-    assert request.rows is not None
+    assert request.answer.rows is not None
     if request.output == "logits":
         want = [next_token(ids[: i + 1]) for i in range(first_row, len(ids))]
-        assert request.rows.argmax(axis=1).tolist() == want
+        assert request.answer.rows.argmax(axis=1).tolist() == want
     elif request.output == "hidden":
-        np.testing.assert_array_equal(request.rows, states(ids, first_row))
+        np.testing.assert_array_equal(request.answer.rows, states(ids, first_row))
     else:
-        np.testing.assert_array_equal(request.rows, states(ids, first_row).mean(axis=0))
+        np.testing.assert_array_equal(request.answer.rows, states(ids, first_row).mean(axis=0))
 
 
 @pytest.mark.full
@@ -77,16 +77,16 @@ def test_any_order_of_events_gives_every_request_its_rows(
         prompt = prompt_of(50)[:n_shared] + prompt_of(n_own, i)
         first_row = min(first_row, len(prompt) - 1)
         if output == "tokens":
-            requests = engine.make_requests(prompt, greedy(9), priority=priority, client=client)
+            requests = engine.maker.make_requests(prompt, greedy(9), priority=priority, client=client)
         else:
             options = {"first_row": first_row, "priority": priority, "client": client}
-            requests = [engine.make_output_request(prompt, output, **options)]
+            requests = [engine.maker.make_output_request(prompt, output, **options)]
         live.extend((request, prompt, first_row) for request in requests)
         return requests
 
     play(engine, events, make, n_in_flight)
     for request, prompt, first_row in live:
-        if request.finish_reason == "abort":
+        if request.answer.finish_reason == "abort":
             continue
         if request.output == "tokens":
             assert request.output_ids == expected_output(prompt, 9)
@@ -107,7 +107,7 @@ def test_rows_use_the_prefix_before_the_first_that_is_wanted() -> None:
         assert backend.batches == [(n_computed, 1, 70 - first_row)]
     request = add(engine, prompt, greedy(3))  # a prefix is the same for both programs
     finish(engine)
-    assert request.n_prefix_hit == 64
+    assert request.sequence.n_prefix_hit == 64
     assert request.output_ids == expected_output(prompt, 3)
 
 
@@ -128,11 +128,11 @@ def test_programs_take_turns() -> None:
     engine, _ = make_engine(max_context=256, max_requests=4, max_prompt_tokens=16)
     request = add(engine, prompt_of(5), greedy(100))
     engine.step()
-    texts = [engine.make_output_request(prompt_of(64, i), "pooled") for i in range(6)]
+    texts = [engine.maker.make_output_request(prompt_of(64, i), "pooled") for i in range(6)]
     for text in texts:
         engine.add_request(text)
     n_steps = 0
-    while not all(text.finish_reason for text in texts):
+    while not all(text.answer.finish_reason for text in texts):
         engine.step()
         n_steps += 1
     assert n_steps == 2 * (6 * 64 // 16) - 1  # the first and the last are of texts

@@ -16,7 +16,7 @@ from tests.engine.fake_model import POISON, expected_output, make_engine
 
 
 def add_all(engine: Engine, prompt: list[int], params: SamplingParams, **options: object) -> list[Request]:
-    requests = engine.make_requests(prompt, params, **options)  # type: ignore[arg-type]
+    requests = engine.maker.make_requests(prompt, params, **options)  # type: ignore[arg-type]
     for request in requests:
         engine.add_request(request)
     return requests
@@ -31,13 +31,13 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     backend.batches.clear()
     second = add(engine, system + prompt_of(10, 2), greedy(5))
     finish(engine)
-    assert (first.n_prefix_hit, second.n_prefix_hit) == (0, 64)
+    assert (first.sequence.n_prefix_hit, second.sequence.n_prefix_hit) == (0, 64)
     assert backend.batches[0][0] == 80 - 64
     assert second.output_ids == expected_output(system + prompt_of(10, 2), 5)
     turn = [*system, *prompt_of(10, 1), *first.output_ids, *prompt_of(3, 3)]
     third = add(engine, turn, greedy(5))
     finish(engine)
-    assert third.n_prefix_hit == 96  # generated tokens too: 80 + 19 of them were stored
+    assert third.sequence.n_prefix_hit == 96  # generated tokens too: 80 + 19 of them were stored
     assert third.output_ids == expected_output(turn, 5)
 
 
@@ -48,10 +48,10 @@ def test_what_an_aborted_prompt_computed_is_not_computed_again(options: dict[str
     prompt, n_tries = prompt_of(400), 0
     while not (request := add(engine, prompt, greedy(4))).has_ended:
         n_tries += 1
-        before = request.n_prefix_hit
+        before = request.sequence.n_prefix_hit
         for _ in range(3):  # as many steps as the client waits for
             engine.step()
-            before = max(before, request.n_prefix_hit)
+            before = max(before, request.sequence.n_prefix_hit)
         if request.n_generated:
             finish(engine)
             break
@@ -81,7 +81,7 @@ def test_a_prompt_that_is_known_whole_computes_its_last_token() -> None:
     for n_hit in (0, 48, 48):
         request = add(engine, prompt, greedy(4))
         finish(engine)
-        assert request.n_prefix_hit == n_hit
+        assert request.sequence.n_prefix_hit == n_hit
         assert request.output_ids == expected_output(prompt, 4)
     assert all(n > 0 for n, _, _ in backend.batches)
 
@@ -101,7 +101,7 @@ def test_the_longest_unused_prefix_is_given_up_first() -> None:
     for i in (0, 1):
         request = add(engine, prompts[i], greedy(1))
         finish(engine)
-        hits[i] = request.n_prefix_hit
+        hits[i] = request.sequence.n_prefix_hit
     assert hits[0] > hits[1]
 
 
@@ -113,8 +113,8 @@ def test_equal_prompts_at_a_time_end_in_one_copy(monkeypatch: pytest.MonkeyPatch
     a, b = (add(engine, prompt, greedy(30)) for _ in range(2))
     engine.step()
     engine.check_integrity()
-    assert a.pages()[:3] == b.pages()[:3]
-    assert a.pages()[3] != b.pages()[3]
+    assert a.sequence.pages()[:3] == b.sequence.pages()[:3]
+    assert a.sequence.pages()[3] != b.sequence.pages()[3]
     finish(engine)
     assert a.output_ids == b.output_ids == expected_output(prompt, 30)
 
@@ -162,7 +162,11 @@ def test_hooks_see_every_token_and_leave_no_prefix_behind() -> None:
     finish(engine)
     again = add(engine, prompt, greedy(3))
     finish(engine)
-    assert [under.n_prefix_hit, after.n_prefix_hit, again.n_prefix_hit] == [0, 0, 48]
+    assert [under.sequence.n_prefix_hit, after.sequence.n_prefix_hit, again.sequence.n_prefix_hit] == [
+        0,
+        0,
+        48,
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"has_states": True, "snapshot_bytes": 1 << 12}])
@@ -180,7 +184,7 @@ def test_a_conversation_that_is_kept_outlives_others(options: dict[str, Any], is
         finish(engine)
     more = add(engine, [*prompt, *request.output_ids, *prompt_of(10, 9)], greedy(2))
     finish(engine)
-    assert more.n_prefix_hit >= 80 if is_kept else more.n_prefix_hit == 0
+    assert more.sequence.n_prefix_hit >= 80 if is_kept else more.sequence.n_prefix_hit == 0
     engine.check_integrity()
 
 
@@ -227,10 +231,10 @@ def test_logprobs_of_the_prompt() -> None:
         finish(engine)
         assert request.output_ids == expected_output(prompt, 5)
         assert other.output_ids == expected_output(prompt_of(20, 9), 8)
-        assert [token.id for token in request.prompt_logprobs] == prompt[1:]
-        got = [token.logprob for token in request.prompt_logprobs]
+        assert [token.id for token in request.answer.prompt_logprobs] == prompt[1:]
+        got = [token.logprob for token in request.answer.prompt_logprobs]
         assert got == pytest.approx([want[i, t] for i, t in enumerate(prompt[1:])], abs=1e-5)
-        assert all(len(token.top_logprobs or ()) == 2 for token in request.prompt_logprobs)
+        assert all(len(token.top_logprobs or ()) == 2 for token in request.answer.prompt_logprobs)
 
 
 def test_the_best_of_several_answers_has_its_logprob() -> None:
@@ -241,8 +245,10 @@ def test_the_best_of_several_answers_has_its_logprob() -> None:
     finish(engine)
     assert len(answers) == 3
     for request in answers:
-        assert len(request.sampled) == 10
-        assert request.cumulative_logprob == pytest.approx(sum(t.logprob or 0.0 for t in request.sampled))
+        assert len(request.answer.sampled) == 10
+        assert request.answer.cumulative_logprob == pytest.approx(
+            sum(t.logprob or 0.0 for t in request.answer.sampled)
+        )
 
 
 def test_better_priorities_go_first_and_take_the_place_of_others() -> None:
@@ -252,11 +258,11 @@ def test_better_priorities_go_first_and_take_the_place_of_others() -> None:
     for _ in range(5):
         engine.step()
     (urgent,) = add_all(engine, prompt_of(20, 3), greedy(5), priority=1)
-    while urgent.state.value != "finished":
+    while urgent.sequence.state.value != "finished":
         engine.step()
         engine.check_integrity()
     assert all(request.n_generated < 40 for request in slow)
-    assert slow[1].n_preemptions == 1
+    assert slow[1].sequence.n_preemptions == 1
     finish(engine)
     for seed, request in zip((1, 2), slow):
         assert request.output_ids == expected_output(prompt_of(20, seed), 40)
@@ -272,9 +278,9 @@ def test_no_preemption_without_enough_pages_for_the_urgent_request() -> None:
     for _ in range(5):
         engine.step()
         engine.check_integrity()
-    assert slow.n_preemptions == 0
+    assert slow.sequence.n_preemptions == 0
     finish(engine)
-    assert (urgent_too.n_preemptions, slow.n_preemptions) == (0, 0)
+    assert (urgent_too.sequence.n_preemptions, slow.sequence.n_preemptions) == (0, 0)
     for seed, request in enumerate((urgent_too, slow, urgent), 1):
         n, n_prompt = request.n_generated, request.n_prompt
         assert request.output_ids == expected_output(prompt_of(n_prompt, seed), n)
@@ -289,10 +295,10 @@ def test_pages_that_others_share_make_no_room() -> None:
     (stays,) = add_all(engine, [*shared, 1], greedy(10), priority=0)
     (leaves,) = add_all(engine, [*shared, 2], greedy(10), priority=5)
     engine.step()
-    assert (stays.n_pages, leaves.n_pages, engine.pool.n_free) == (5, 5, 1)
+    assert (stays.sequence.n_pages, leaves.sequence.n_pages, engine.pool.n_free) == (5, 5, 1)
     (urgent,) = add_all(engine, prompt_of(40, 3), greedy(2), priority=1)
     engine.step()
-    assert leaves.n_preemptions == 0  # it would free one page, and three are needed
+    assert leaves.sequence.n_preemptions == 0  # it would free one page, and three are needed
     finish(engine)
     assert urgent.output_ids == expected_output(prompt_of(40, 3), 2)
 
@@ -305,20 +311,20 @@ def test_the_pages_of_a_prompt_are_hashed_once_and_in_no_step(monkeypatch: pytes
         counted.append(1)
         return page_key(tokens, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kukri.engine.request.page_key", counting)
+    monkeypatch.setattr("kukri.engine.sequence.page_key", counting)
     engine, _ = make_engine(max_context=128, max_requests=2, max_step_tokens=256, n_pages=8)
     (known,) = add_all(engine, prompt_of(100), greedy(2))
     finish(engine)
     (blocking,) = add_all(engine, prompt_of(100, 1), greedy(25))
     engine.step()
     counted.clear()
-    waiting, alike = engine.make_requests(prompt_of(100), greedy(2, n=2))
+    waiting, alike = engine.maker.make_requests(prompt_of(100), greedy(2, n=2))
     assert len(counted) == waiting.n_prompt // 16
     engine.add_request(waiting)
     engine.add_request(alike)
     for _ in range(15):
         engine.step()
-    assert waiting.n_cached == 0
+    assert waiting.sequence.n_cached == 0
     assert len(counted) <= waiting.n_prompt // 16 + 1  # the page that `blocking` has filled
     finish(engine)
     assert waiting.output_ids == known.output_ids
@@ -333,7 +339,7 @@ def test_a_client_with_many_requests_does_not_starve_another() -> None:
         engine.step()
     (other,) = add_all(engine, prompt_of(20, 99), greedy(10), client="other")
     finish(engine)
-    assert sum(request.last_token_s < other.first_token_s for request in flood) <= 2
+    assert sum(request.times.last_token_s < other.times.first_token_s for request in flood) <= 2
 
 
 def test_prompts_beside_decodes_have_a_budget_of_their_own() -> None:

@@ -49,7 +49,7 @@ def engine(smollm2_path: Path) -> Iterator[Engine]:
 @pytest.mark.full
 def test_a_crowd_changes_no_answer(engine: Engine, prompts: list[list[int]], alone: list[list[int]]) -> None:
     """A token that depends on batch mates, chunks, preemption or where a prefix came from."""
-    requests = [engine.make_request(ids, greedy()) for ids in prompts]
+    requests = [engine.maker.make_request(ids, greedy()) for ids in prompts]
     for request in requests:
         engine.add_request(request)
     n_steps = 0
@@ -75,18 +75,18 @@ def test_random_arrivals_and_aborts_change_no_answer(
     while n_steps < 300:
         while len(live) < 12 and random.random() < 0.5:
             i = int(random.integers(len(prompts)))
-            live.append((i, engine.make_request(prompts[i], greedy())))
+            live.append((i, engine.maker.make_request(prompts[i], greedy())))
             engine.add_request(live[-1][1])
         if live and random.random() < 0.05:
             engine.abort(live[int(random.integers(len(live)))][1])
         engine.step()
         n_steps += 1
         engine.check_integrity()
-        for i, request in [item for item in live if item[1].finish_reason]:
+        for i, request in [item for item in live if item[1].answer.finish_reason]:
             assert request.output_ids == alone[i][: request.n_generated]
-            assert request.finish_reason == "abort" or request.n_generated == N_NEW
+            assert request.answer.finish_reason == "abort" or request.n_generated == N_NEW
             live.remove((i, request))
-            done += request.finish_reason == "length"
+            done += request.answer.finish_reason == "length"
     for _, request in live:
         engine.abort(request)
     assert done > 50

@@ -34,12 +34,14 @@ def test_a_batch_moved_on_is_the_batch_made_again() -> None:
     """A position, slot, length or page that stays where it was, within a page and from page to page."""
     limits = StepLimits(max_tokens=8, max_sequences=4, max_logit_rows=4, max_pages=6)
     requests = [
-        Request(i, np.arange(90, dtype=np.int32), SamplingParams(), None, frozenset(), 96, 6)
+        Request.new(i, np.arange(90, dtype=np.int32), SamplingParams(), max_context=96, max_pages=6)
         for i in range(3)
     ]
     for i, request in enumerate(requests):
-        request.page_rows[0][:] = np.arange(6) * 3 + i + 1
-    chunks = [Chunk(request, start, 1, 1) for request, start in zip(requests, (3, 14, 31), strict=True)]
+        request.sequence.page_rows[0][:] = np.arange(6) * 3 + i + 1
+    chunks = [
+        Chunk(request.sequence, start, 1, 1) for request, start in zip(requests, (3, 14, 31), strict=True)
+    ]
     moved = BatchBuilder(StepInputs.zeros(limits), PAGE)
     for _ in range(40):
         again = BatchBuilder(StepInputs.zeros(limits), PAGE).build(chunks)
@@ -136,7 +138,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
     row[...] = spoil(row)
     outputs = engine.collect(step)
     assert [output.finish_reason for output in outputs] == [None, "error"]
-    assert ill.error is not None
+    assert ill.answer.error is not None
     while engine.has_work:
         engine.step()
     assert well.output_ids == expected_output(prompt_of(20, 0), 30)
@@ -167,11 +169,11 @@ def test_a_step_that_cannot_continue_takes_no_pages() -> None:
     requests = [add(engine, prompt_of(14, i), greedy(40)) for i in range(2)]
     while not (repeats(engine) and engine.pool.n_free == 2):
         pass
-    while requests[0].n_cached % PAGE:
+    while requests[0].sequence.n_cached % PAGE:
         repeats(engine)
     engine.pool.allocate(1)  # one is left, and both need one
     assert not engine.scheduler._repeat()
-    assert [request.n_pages for request in requests] == [1, 1]
+    assert [request.sequence.n_pages for request in requests] == [1, 1]
 
 
 def test_steps_continue_while_those_that_wait_find_no_room() -> None:
@@ -181,10 +183,10 @@ def test_steps_continue_while_those_that_wait_find_no_room() -> None:
         running = [add(engine, prompt_of(20, i), greedy(n)) for i, n in enumerate((40, 12))]
         waiting = add(engine, prompt_of(50, 2), greedy(3))
         ways = []
-        while running[1].finish_reason is None:
+        while running[1].answer.finish_reason is None:
             ways.append(repeats(engine))
         assert ways == [False, False, *[True] * 10]
-        while running[0].finish_reason is None:
+        while running[0].answer.finish_reason is None:
             repeats(engine)
             assert waiting.n_generated or engine.pool.n_free < 4
         while engine.has_work:
@@ -232,7 +234,7 @@ def test_steps_with_taps_repeat(tmp_path: Path) -> None:
         taps = [None, SeenRows(), SeenRows(fails_at=20)]
         requests = []
         for each in taps:
-            requests.append(engine.make_request(prompt, greedy(12)))
+            requests.append(engine.maker.make_request(prompt, greedy(12)))
             if each is not None:
                 requests[-1].listen(each)
             engine.add_request(requests[-1])
@@ -242,5 +244,5 @@ def test_steps_with_taps_repeat(tmp_path: Path) -> None:
     assert n_repeats > 6
     assert [request.output_ids for request in requests[:2]] == [expected, expected]
     assert taps[1].seen == list(range(15 + 11))
-    assert (requests[2].finish_reason, taps[2].seen[-1]) == ("error", 20)
+    assert (requests[2].answer.finish_reason, taps[2].seen[-1]) == ("error", 20)
     assert requests[2].output_ids == expected[: 20 - 14]

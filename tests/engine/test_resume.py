@@ -55,23 +55,23 @@ def run(llm: LLM, request: Request) -> list[float | None]:
 def test_a_resumed_request_continues_as_if_nothing_had_happened(llm: LLM, kind: str) -> None:
     """Catches random numbers, penalties, grammars or mirostat that begin again."""
     params, prompt = params_of(llm, kind), llm.tokenizer.encode("Once upon a time, far away")
-    whole = llm.engine.make_request(prompt, params)
+    whole = llm.engine.maker.make_request(prompt, params)
     states = run(llm, whole)
-    tokens = whole.sampled or [SampledToken(token) for token in whole.output_ids]
+    tokens = whole.answer.sampled or [SampledToken(token) for token in whole.output_ids]
     for n in (1, 2, len(tokens) // 2, len(tokens) - 1):
-        resumed = llm.engine.make_request(prompt, params)
+        resumed = llm.engine.maker.make_request(prompt, params)
         resumed.resume(tokens[:n], states[n - 1])
         run(llm, resumed)
         assert resumed.output_ids == whole.output_ids
-        assert resumed.finish_reason == whole.finish_reason
-        assert resumed.sampled == whole.sampled
-        assert resumed.cumulative_logprob == pytest.approx(whole.cumulative_logprob)
+        assert resumed.answer.finish_reason == whole.answer.finish_reason
+        assert resumed.answer.sampled == whole.answer.sampled
+        assert resumed.answer.cumulative_logprob == pytest.approx(whole.answer.cumulative_logprob)
 
 
 def test_the_kinds_do_what_they_are_for(llm: LLM) -> None:
     """Catches kinds of sampling that all give the same tokens, whose state nothing depends on."""
     prompt = llm.tokenizer.encode("Once upon a time, far away")
-    requests = {kind: llm.engine.make_request(prompt, params_of(llm, kind)) for kind in KINDS}
+    requests = {kind: llm.engine.maker.make_request(prompt, params_of(llm, kind)) for kind in KINDS}
     for request in requests.values():
         run(llm, request)
     assert len({tuple(request.output_ids) for request in requests.values()}) == len(KINDS)
@@ -81,7 +81,7 @@ def test_the_kinds_do_what_they_are_for(llm: LLM) -> None:
 def test_only_what_is_left_is_generated(llm: LLM) -> None:
     """Catches a resumed request that generates max_tokens once more."""
     params, prompt = params_of(llm, "greedy"), llm.tokenizer.encode("Hi")
-    request = llm.engine.make_request(prompt, params)
+    request = llm.engine.maker.make_request(prompt, params)
     with pytest.raises(RequestError, match="40 tokens cannot be resumed"):
         request.resume([SampledToken(1)] * N)
     request.resume([])

@@ -108,7 +108,7 @@ def test_an_engine_times_its_steps(
     for kind in ("off", "ngram"):
         engine, _ = make_engine(speculation=kind, max_context=512)
         now = clocked(engine, monkeypatch, lambda _, n_tokens: 1 + row * (n_tokens - 1))
-        request = engine.make_request(prompt_of(10), greedy(400))
+        request = engine.maker.make_request(prompt_of(10), greedy(400))
         if kind == "ngram":
             request.drafts = SeerDrafts(0.3)
             monkeypatch.setattr(SeerDrafts, "chances", lambda _, n: [0.3] * n)

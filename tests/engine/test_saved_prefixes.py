@@ -38,7 +38,7 @@ def open_engine(directory: Path, **options: object) -> tuple[Engine, FakeBackend
 
 def answer(engine: Engine, prompt: list[int], n: int = 5, scope: str = "") -> Request:
     """A request that has ended."""
-    (request,) = engine.make_requests(prompt, greedy(n), prefix_scope=scope)
+    (request,) = engine.maker.make_requests(prompt, greedy(n), prefix_scope=scope)
     engine.add_request(request)
     finish(engine)
     return request
@@ -60,10 +60,10 @@ def test_another_process_finds_a_prefix(tmp_path: Path, pages_per_step: int) -> 
     assert engine.saved_prefixes is not None
     engine.saved_prefixes.pages_per_step = pages_per_step
     request = answer(engine, prompt)
-    assert request.n_prefix_hit == engine.allocator.n_restored == 96
+    assert request.sequence.n_prefix_hit == engine.allocator.n_restored == 96
     assert backend.batches[0][0] == 4
     assert request.output_ids == expected_output(prompt, 5)
-    assert answer(engine, prompt).n_prefix_hit == 96
+    assert answer(engine, prompt).sequence.n_prefix_hit == 96
     assert engine.allocator.n_restored == 96  # the second time it was in memory
     other = prompt[:50] + prompt_of(40, 9)
     assert answer(engine, other).output_ids == expected_output(other, 5)
@@ -87,18 +87,18 @@ def test_another_process_finds_a_prefix_and_its_state(tmp_path: Path, pages_per_
     assert engine.saved_prefixes is not None
     engine.saved_prefixes.pages_per_step = pages_per_step
     others = [prompt_of(20, seed) for seed in range(3)]
-    requests = [engine.make_requests(one, greedy(5))[0] for one in (others[0], prompt, *others[1:])]
+    requests = [engine.maker.make_requests(one, greedy(5))[0] for one in (others[0], prompt, *others[1:])]
     for request in requests:
         engine.add_request(request)
     finish(engine)
     for request, one in zip(requests, (others[0], prompt, *others[1:]), strict=True):
         assert request.output_ids == expected_output(one, 5)
-    assert requests[1].n_prefix_hit == 144, "of which the first 16 are the other's too"
+    assert requests[1].sequence.n_prefix_hit == 144, "of which the first 16 are the other's too"
     assert engine.allocator.n_restored >= 128
     part = prompt[:100] + prompt_of(30, 9)  # that has a state 64 tokens before the end of the first
     shared = answer(open_engine(tmp_path, **STATEFUL)[0], part)
     assert shared.output_ids == expected_output(part, 5)
-    assert shared.n_prefix_hit == 80
+    assert shared.sequence.n_prefix_hit == 80
     engine.close()
 
 
@@ -106,7 +106,7 @@ def test_a_state_is_of_no_use_without_all_its_pages(tmp_path: Path) -> None:
     """A page lost or damaged in the middle, after which a state would be that of tokens nobody has."""
     prompt = prompt_of(150)
     first, _ = open_engine(tmp_path, **STATEFUL)
-    seventh = answer(first, prompt).page_keys[6]
+    seventh = answer(first, prompt).sequence.page_keys[6]
     first.close()
     for spoil in (lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * PAGE_FILE_BYTES)):
         engine, _ = open_engine(tmp_path, **STATEFUL)
@@ -116,7 +116,7 @@ def test_a_state_is_of_no_use_without_all_its_pages(tmp_path: Path) -> None:
         spoil(path)
         request = answer(engine, prompt)
         assert request.output_ids == expected_output(prompt, 5)
-        assert request.n_prefix_hit == engine.allocator.n_restored <= 80
+        assert request.sequence.n_prefix_hit == engine.allocator.n_restored <= 80
         engine.close()
 
 
@@ -128,7 +128,7 @@ def test_requests_beside_each_other_read_and_preempt(tmp_path: Path) -> None:
         requests = [add(engine, prompt, greedy(20)) for prompt in prompts for _ in range(2)]
         finish(engine)
         for request in requests:
-            prompt = request.tokens[: request.n_prompt].tolist()
+            prompt = request.sequence.tokens[: request.n_prompt].tolist()
             assert request.output_ids == expected_output(prompt, 20)
         engine.close()
 
@@ -137,11 +137,11 @@ def test_a_prefix_is_found_within_its_scope_alone(tmp_path: Path) -> None:
     """One client's prompts that another can find out by asking, in memory or on disk."""
     prompt = prompt_of(100)
     engine, _ = open_engine(tmp_path)
-    hits = [answer(engine, prompt, 5, scope).n_prefix_hit for scope in ("a", "b", "a", "")]
+    hits = [answer(engine, prompt, 5, scope).sequence.n_prefix_hit for scope in ("a", "b", "a", "")]
     assert hits == [0, 0, 96, 0]
     engine.close()
     engine, _ = open_engine(tmp_path)
-    hits = [answer(engine, prompt, 5, scope).n_prefix_hit for scope in ("c", "b", "a", "")]
+    hits = [answer(engine, prompt, 5, scope).sequence.n_prefix_hit for scope in ("c", "b", "a", "")]
     assert hits == [0, 96, 96, 96]
     engine.close()
 
@@ -154,7 +154,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
     engine.close()
     for identity, n_hit in ((b"two", 0), (b"one", 96)):
         engine, _ = open_engine(tmp_path, identity=identity)
-        assert answer(engine, prompt).n_prefix_hit == n_hit
+        assert answer(engine, prompt).sequence.n_prefix_hit == n_hit
         engine.close()
 
 
@@ -234,7 +234,7 @@ def test_the_budget_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest
     files = saved_files(tmp_path)
     assert 16 <= len(files) <= 32
     engine, _ = open_engine(tmp_path)
-    hits = [answer(engine, prompt, 1).n_prefix_hit for prompt in prompts]
+    hits = [answer(engine, prompt, 1).sequence.n_prefix_hit for prompt in prompts]
     assert hits[-1] == 128
     assert hits[0] == 0
     # a prefix that lost pages lost the last ones
@@ -322,7 +322,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
         assert path.stat().st_mode & 0o777 == 0o600
         path.chmod(0o620)
     engine, _ = open_engine(shared)
-    assert answer(engine, prompt).n_prefix_hit == 0
+    assert answer(engine, prompt).sequence.n_prefix_hit == 0
     engine.close()
     own = tmp_path / "own"
     engine, _ = open_engine(own)

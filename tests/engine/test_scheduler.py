@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from kukri.engine.kv_allocator import KVAllocator
 from kukri.engine.pages import PageKey, PagePool
-from kukri.engine.request import Request, RequestState
+from kukri.engine.request import Request
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep
 from kukri.engine.scheduler import Scheduler
+from kukri.engine.sequence import RequestState, TokenSequence
 from kukri.engine.states import StatePool
 from kukri.errors import CapacityError, KukriError
 from kukri.sampling import SampledToken, SamplingParams
@@ -64,8 +65,8 @@ class Play:
         """Queues a request; None if it could outgrow all pages."""
         prompt = (np.arange(one.n_prompt, dtype=np.int32) * 7 + one.text) % 100
         params = SamplingParams(temperature=0, max_tokens=one.n_new)
-        request = Request(
-            len(self.requests), prompt, params, None, frozenset(), CONTEXT, CONTEXT // PAGE,
+        request = Request.new(
+            len(self.requests), prompt, params, max_context=CONTEXT, max_pages=CONTEXT // PAGE,
             priority=one.priority, client=one.client,
         )  # fmt: skip
         try:
@@ -82,12 +83,12 @@ class Play:
         step = scheduler.schedule()
         self._check(step, before)
         for chunk in step.chunks:
-            chunk.request.is_in_flight = True
+            chunk.request.sequence.is_in_flight = True
         scheduler.check_integrity()
         results: list[list[SampledToken | KukriError]] = []
         for chunk in step.chunks:
-            chunk.request.is_in_flight = False
-            results.append([SampledToken(chunk.request.n_tokens % 90)] if chunk.n_logits else [])
+            chunk.request.sequence.is_in_flight = False
+            results.append([SampledToken(chunk.request.sequence.n_tokens % 90)] if chunk.n_logits else [])
         if step.is_repeat:
             scheduler.postprocess_each(step.chunks, [one[0] for one in results], 0.0)
         else:
@@ -102,12 +103,14 @@ class Play:
         assert sum(chunk.n_tokens for chunk in chunks) <= STEP
         inside = [chunk.request for chunk in chunks]
         assert len({request.id for request in inside}) == len(inside), "a request twice in a step"
-        assert all(chunk.start == chunk.request.n_cached for chunk in chunks)
+        assert all(chunk.start == chunk.request.sequence.n_cached for chunk in chunks)
         writing = [self._page_of(chunk.request, i) for chunk in chunks for i in self._slots(chunk)]
         assert len(set(writing)) == len(writing), "two tokens in one place of the cache"
-        decoding = [r for r in scheduler.running if r in before and r.n_cached == r.n_tokens - 1]
+        decoding = [
+            r for r in scheduler.running if r in before and r.sequence.n_cached == r.sequence.n_tokens - 1
+        ]
         assert all(request in inside for request in decoding), "an answer that stands still"
-        lost = [request for request in before if request.state is RequestState.WAITING]
+        lost = [request for request in before if request.sequence.state is RequestState.WAITING]
         kept = [request for request in before if request in scheduler.running]
         turns = [(request.priority, request.id) for request in (*kept, *lost)]
         assert turns == sorted(turns), "somebody preempted before those after him in turn"
@@ -121,17 +124,17 @@ class Play:
 
     @staticmethod
     def _page_of(request: Request, i: int) -> tuple[int, int]:
-        return int(request.page_rows[0][i // PAGE]), i % PAGE
+        return int(request.sequence.page_rows[0][i // PAGE]), i % PAGE
 
 
 class TwiceAsked(KVAllocator):
     """Compares the short answer to whether a request has room with the long one."""
 
-    def has_room(self, request: Request, *others: Sequence[Request]) -> bool:
+    def has_room(self, sequence: TokenSequence, *others: Sequence[TokenSequence]) -> bool:
         """See KVAllocator.has_room."""
-        has_room, n_found = super().has_room(request, *others), request.n_found
-        assert has_room == (self.find_room(request, *others) is not None)
-        request.n_found = n_found
+        has_room, n_found = super().has_room(sequence, *others), sequence.n_found
+        assert has_room == (self.find_room(sequence, *others) is not None)
+        sequence.n_found = n_found
         return has_room
 
 
@@ -162,14 +165,14 @@ def test_every_request_gets_all_its_tokens(
                 n_work += one.n_prompt + one.n_new
                 going += [] if one.leaves is None else [(one.leaves, request)]
         for step, request in going:
-            if step == play.n_steps and request.state is not RequestState.FINISHED:
+            if step == play.n_steps and request.sequence.state is not RequestState.FINISHED:
                 play.scheduler.finish(request, "abort")
         if play.scheduler.running or play.scheduler.waiting:
             play.step()
         assert play.n_steps <= 20 + 20 * n_work, "it never ends"
     for request in play.requests:
-        assert request.finish_reason in ("length", "abort")
-        assert request.finish_reason == "abort" or request.n_tokens == request.max_length
+        assert request.answer.finish_reason in ("length", "abort")
+        assert request.answer.finish_reason == "abort" or request.sequence.n_tokens == request.max_length
     assert [pool.n_free for pool in pools] == [pool.n_pages for pool in pools]
 
 
@@ -197,7 +200,7 @@ def lookups_while_waiting(n_tokens: int, *, has_states: bool) -> int:
 
     def add(n: int, n_new: int, start: int) -> Request:
         prompt, params = np.arange(start, start + n, dtype=np.int32), SamplingParams(max_tokens=n_new)
-        request = Request(start, prompt, params, None, frozenset(), 4 * n_tokens, pool.n_pages)
+        request = Request.new(start, prompt, params, max_context=4 * n_tokens, max_pages=pool.n_pages)
         scheduler.add(request)
         return request
 
@@ -236,8 +239,8 @@ def test_a_client_with_many_requests_takes_no_more_than_half(n_many: int, n_prom
     assert one is not None
     while not one.n_generated:
         play.step()
-    served = sum(request.n_cached for request in many if request is not None)
-    assert served <= one.n_cached + 2 * STEP
+    served = sum(request.sequence.n_cached for request in many if request is not None)
+    assert served <= one.sequence.n_cached + 2 * STEP
     assert one.n_generated
 
 

@@ -77,7 +77,7 @@ def alone(prompt: Sequence[int], params: SamplingParams, max_context: int = 128)
 
 def seen(engine: Engine, prompt: Sequence[int], params: SamplingParams, skill: float, seed: int) -> Request:
     """A queued request whose drafts are of some skill."""
-    request = engine.make_request(prompt, params)
+    request = engine.maker.make_request(prompt, params)
     request.drafts = SeerDrafts(skill, seed)  # type: ignore[assignment]
     engine.add_request(request)
     return request
@@ -135,7 +135,7 @@ def test_any_drafts_under_any_events_change_no_token(
             temperature=temperature, seed=i, max_tokens=n, ignore_eos=ignores, n=n_answers,
             logit_bias={POISON: -100},
         )  # fmt: skip
-        requests = engine.make_requests(prompt, params, priority=priority)
+        requests = engine.maker.make_requests(prompt, params, priority=priority)
         for request in requests:
             request.drafts = SeerDrafts(skill, i)  # type: ignore[assignment]
             live.append((request, prompt))
@@ -144,12 +144,12 @@ def test_any_drafts_under_any_events_change_no_token(
     play(engine, events, make_seen, n_in_flight)
     for request, prompt in live:
         want = alone(prompt, request.params, max_context=96).output_ids
-        if request.finish_reason == "abort":
+        if request.answer.finish_reason == "abort":
             assert request.output_ids == want[: request.n_generated]
         else:
             assert request.output_ids == want
     assert all(pool.n_free == pool.n_pages for pool in engine.allocator.pools)
-    assert engine.scheduler.n_accepted == sum(request.n_accepted for request, _ in live)
+    assert engine.scheduler.n_accepted == sum(request.sequence.n_accepted for request, _ in live)
 
 
 @pytest.mark.parametrize("skill", [0.3, 0.9, 1.0])
@@ -181,10 +181,13 @@ def test_tokens_are_those_of_plain_decoding_to_the_bit(params: dict[str, Any], s
     request = seen(engine, prompt_of(20), made, skill, seed=3)
     finish(engine)
     assert request.output_ids == want.output_ids
-    assert request.sampled == want.sampled
-    assert request.cumulative_logprob == want.cumulative_logprob
-    assert (request.finish_reason, request.stop_reason) == (want.finish_reason, want.stop_reason)
-    assert request.n_drafted > 0
+    assert request.answer.sampled == want.answer.sampled
+    assert request.answer.cumulative_logprob == want.answer.cumulative_logprob
+    assert (request.answer.finish_reason, request.answer.stop_reason) == (
+        want.answer.finish_reason,
+        want.answer.stop_reason,
+    )
+    assert request.sequence.n_drafted > 0
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 24))
@@ -195,7 +198,7 @@ def test_accepted_drafts_end_where_the_request_does(max_tokens: int) -> None:
     finish(engine)
     n = min(max_tokens, 20)
     assert request.output_ids == expected_output(prompt_of(20), n)
-    assert request.finish_reason == "length"
+    assert request.answer.finish_reason == "length"
     if n > 2:  # the first token comes of the prompt, the second needs no draft
         assert engine.scheduler.n_accepted >= n - 3
 
@@ -209,7 +212,7 @@ def test_an_end_among_drafts_ends_the_request() -> None:
         request = seen(engine, prompt, greedy(60, ignore_eos=False), skill=1.0, seed=0)
         finish(engine)
         assert request.output_ids == want
-        assert request.finish_reason == ("stop" if want[-1] == EOS else "length")
+        assert request.answer.finish_reason == ("stop" if want[-1] == EOS else "length")
 
 
 @pytest.mark.full
@@ -218,7 +221,7 @@ def test_several_answers_share_a_prompt_and_no_draft() -> None:
     for n_prompt in (15, 16, 17, 31):
         params = SamplingParams(**DRAWN, seed=5, n=4, logit_bias={POISON: -100})
         engine = make(max_requests=4, max_step_tokens=64)
-        answers = engine.make_requests(prompt_of(n_prompt), params)
+        answers = engine.maker.make_requests(prompt_of(n_prompt), params)
         for i, request in enumerate(answers):
             request.drafts = SeerDrafts(0.7, i)  # type: ignore[assignment]
             engine.add_request(request)
@@ -236,7 +239,7 @@ def test_a_cached_prefix_holds_no_draft() -> None:
     turn = [*prompt_of(30), *first.output_ids, *prompt_of(5, 1)]
     second = seen(engine, turn, greedy(20), skill=0.6, seed=2)
     finish(engine)
-    assert second.n_prefix_hit == 128
+    assert second.sequence.n_prefix_hit == 128
     assert second.output_ids == expected_output(turn, 20)
 
 
@@ -247,7 +250,7 @@ def test_drafts_preempt_nobody() -> None:
         counts = []
         for skill in (None, 0.0):
             engine = make("off", max_context=96, max_requests=3, n_pages=n_pages)
-            requests = [engine.make_request(prompt_of(20, seed), greedy(60)) for seed in range(3)]
+            requests = [engine.maker.make_request(prompt_of(20, seed), greedy(60)) for seed in range(3)]
             for request in requests:
                 request.drafts = None if skill is None else SeerDrafts(skill)  # type: ignore[assignment]
                 engine.add_request(request)
@@ -267,8 +270,8 @@ def test_logprobs_of_a_prompt_beside_drafts() -> None:
             engine.step()
         request = seen(engine, prompt, greedy(20, prompt_logprobs=1, logprobs=1), skill, 5)
         finish(engine)
-        assert request.prompt_logprobs == want.prompt_logprobs
-        assert request.sampled == want.sampled
+        assert request.answer.prompt_logprobs == want.answer.prompt_logprobs
+        assert request.answer.sampled == want.answer.sampled
         for seed, other in zip((3, 4), others, strict=True):
             assert other.output_ids == expected_output(prompt_of(20, seed), 40)
 
@@ -291,7 +294,7 @@ def test_hooks_see_no_draft() -> None:
 def test_what_a_wrong_draft_breaks_is_overwritten() -> None:
     """NaN stored by a draft, met by the tokens that come in its place."""
     engine = make()
-    request = engine.make_request(prompt_of(28), greedy(20))
+    request = engine.maker.make_request(prompt_of(28), greedy(20))
     request.drafts = SeerDrafts(1.0)  # type: ignore[assignment]
     request.drafts.propose = lambda n: [POISON] * n  # type: ignore[union-attr, method-assign]
     engine.add_request(request)
@@ -306,7 +309,7 @@ def test_a_request_that_fails_among_drafts_fails_there() -> None:
     request = seen(engine, prompt_of(20), greedy(20, logit_bias={POISON: 100}), skill=1.0, seed=0)
     finish(engine)
     plain = alone(prompt_of(20), greedy(20, logit_bias={POISON: 100}))
-    assert request.finish_reason == plain.finish_reason == "error"
+    assert request.answer.finish_reason == plain.answer.finish_reason == "error"
     assert request.output_ids == plain.output_ids
 
 
@@ -320,7 +323,7 @@ def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
         params = SamplingParams(temperature=2.0, max_tokens=4, ignore_eos=True, top_k=4)
         requests = []
         for i in range(n):
-            request = engine.make_request(prompt, replace(params, seed=i if skill is None else n + i))
+            request = engine.maker.make_request(prompt, replace(params, seed=i if skill is None else n + i))
             request.drafts = None if skill is None else SeerDrafts(skill, i)  # type: ignore[assignment]
             requests.append(request)
             engine.add_request(request)
@@ -419,7 +422,7 @@ def test_a_prompt_is_indexed_where_its_request_is_made(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(TextIndex, "__init__", counting)
     engine = make(max_context=512, max_step_tokens=32, max_requests=2)
-    requests = engine.make_requests(prompt_of(40) * 4, greedy(20, n=2))
+    requests = engine.maker.make_requests(prompt_of(40) * 4, greedy(20, n=2))
     assert made == [1]
     for request in requests:
         engine.add_request(request)
@@ -494,14 +497,14 @@ def test_requests_without_hope_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch
 def test_requests_choose() -> None:
     """A field that is ignored."""
     engine = make("off")
-    assert engine.make_request([1], greedy(5)).drafts is None
-    assert engine.make_request([1], greedy(5, speculation="ngram")).drafts is not None
-    request = engine.make_request([1], greedy(5, prediction=[1, 2], max_draft_tokens=3))
+    assert engine.maker.make_request([1], greedy(5)).drafts is None
+    assert engine.maker.make_request([1], greedy(5, speculation="ngram")).drafts is not None
+    request = engine.maker.make_request([1], greedy(5, prediction=[1, 2], max_draft_tokens=3))
     assert request.drafts is not None
     assert request.max_drafts == 3
-    assert make().make_request([1], greedy(5, speculation="off")).drafts is None
+    assert make().maker.make_request([1], greedy(5, speculation="off")).drafts is None
     with pytest.raises(RequestError, match="prediction"):
-        engine.make_request([1], greedy(5, prediction=[N_VOCAB]))
+        engine.maker.make_request([1], greedy(5, prediction=[N_VOCAB]))
     for wrong in ({"speculation": "magic"}, {"speculation": "off", "prediction": [1]}, {"prediction": [-1]}):
         with pytest.raises(RequestError):
             greedy(5, **wrong)
@@ -558,18 +561,18 @@ def test_earlier_answers_are_drafted_to_their_client_alone() -> None:
     want = expected_output(prompt, 100)
     accepted = {}
     for client in ("a", "b", "a"):
-        (request,) = engine.make_requests(prompt, greedy(100), client=client)
+        (request,) = engine.maker.make_requests(prompt, greedy(100), client=client)
         engine.add_request(request)
         finish(engine)
         assert request.output_ids == want
-        accepted[client] = request.n_accepted
+        accepted[client] = request.sequence.n_accepted
     assert accepted["a"] > 80 > 20 > accepted["b"]
     predicted = replace(greedy(100), prediction=tuple(want[50:]))  # the place of a prediction is after them
-    (request,) = engine.make_requests([*prompt, *want[:50]], predicted, client="a")
+    (request,) = engine.maker.make_requests([*prompt, *want[:50]], predicted, client="a")
     engine.add_request(request)
     finish(engine)
     assert request.output_ids[:50] == want[50:]
-    assert request.n_accepted > 40
+    assert request.sequence.n_accepted > 40
 
 
 def test_earlier_answers_are_few() -> None:

@@ -49,8 +49,8 @@ def answers(model: Model, backend: str, kv_type: KVType, fill: int) -> list[tupl
     for i, prompt in enumerate(prompts):
         sampling: dict[str, Any] = {"temperature": 0} if i % 2 else {"temperature": 1.0, "seed": i}
         params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=2, speculation="ngram", **sampling)
-        requests.append(engine.make_request(prompt, params))
-    requests.append(engine.make_request(random.integers(3, 80, 60).tolist(), params))
+        requests.append(engine.maker.make_request(prompt, params))
+    requests.append(engine.maker.make_request(random.integers(3, 80, 60).tolist(), params))
     for request in requests:
         engine.add_request(request)
     for _ in range(3):
@@ -61,9 +61,10 @@ def answers(model: Model, backend: str, kv_type: KVType, fill: int) -> list[tupl
     engine.check_integrity()
     assert engine.scheduler.n_preemptions
     assert engine.scheduler.n_drafted
-    assert not any(request.error for request in requests)
+    assert not any(request.answer.error for request in requests)
     return [
-        (request.output_ids, [token.logprob or 0.0 for token in request.sampled]) for request in requests[:-1]
+        (request.output_ids, [token.logprob or 0.0 for token in request.answer.sampled])
+        for request in requests[:-1]
     ]
 
 

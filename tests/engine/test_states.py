@@ -47,11 +47,11 @@ def test_a_shared_prefix_is_computed_once() -> None:
     """Prompts that are read again from the start, or from a state that is not after the pages they share."""
     engine = hybrid()
     shared, ends = prompt_of(100), [prompt_of(30, seed) for seed in (1, 2, 3)]
-    hits = [run(engine, shared + end).n_prefix_hit for end in ends]
+    hits = [run(engine, shared + end).sequence.n_prefix_hit for end in ends]
     # the first left states after tokens 128, 64 and (back by twice as much) none; the second one after the
     # 96 tokens that both share
     assert hits == [0, 64, 96]
-    assert run(engine, shared + ends[0]).n_prefix_hit == 128
+    assert run(engine, shared + ends[0]).sequence.n_prefix_hit == 128
 
 
 def test_the_next_turn_continues_after_the_answer() -> None:
@@ -62,14 +62,14 @@ def test_the_next_turn_continues_after_the_answer() -> None:
     said = [*prompt, *first.output_ids]
     assert engine.allocator.states is not None
     assert engine.allocator.states.n_snapshots == 2  # after 16 tokens of the prompt and 64 of all
-    assert run(engine, said + prompt_of(9, 1)).n_prefix_hit == 64
+    assert run(engine, said + prompt_of(9, 1)).sequence.n_prefix_hit == 64
 
 
 def test_without_snapshots_prompts_are_read_whole() -> None:
     """A slot of a request taken for a snapshot; a state taken from nowhere."""
     for options in ({"n_snapshots": 0}, {"caches_prefixes": False}):
         engine = hybrid(**options, max_requests=2)
-        assert [run(engine, prompt_of(100)).n_prefix_hit for _ in range(2)] == [0, 0]
+        assert [run(engine, prompt_of(100)).sequence.n_prefix_hit for _ in range(2)] == [0, 0]
         assert engine.allocator.states is not None
         assert engine.allocator.states.n_slots == 2
 
@@ -80,23 +80,23 @@ def test_the_longest_unused_snapshot_makes_room() -> None:
     prompts = [prompt_of(40, seed) for seed in range(3)]
     run(engine, prompts[0])
     run(engine, prompts[1])
-    assert run(engine, prompts[0]).n_prefix_hit == 32
+    assert run(engine, prompts[0]).sequence.n_prefix_hit == 32
     run(engine, prompts[2])
-    assert run(engine, prompts[0]).n_prefix_hit == 32
-    assert run(engine, prompts[1]).n_prefix_hit == 0
+    assert run(engine, prompts[0]).sequence.n_prefix_hit == 32
+    assert run(engine, prompts[1]).sequence.n_prefix_hit == 0
 
 
 def test_several_answers_share_their_prompt() -> None:
     """A second answer that reads the prompt again, or continues with the first one's state."""
     engine = hybrid(max_requests=4)
     prompt = prompt_of(70)
-    requests = engine.make_requests(prompt, greedy(20, n=3))
+    requests = engine.maker.make_requests(prompt, greedy(20, n=3))
     for request in requests:
         engine.add_request(request)
     finish(engine)
     for request in requests:
         assert request.output_ids == expected_output(prompt, 20)
-    assert [request.n_prefix_hit for request in requests] == [0, 64, 64]
+    assert [request.sequence.n_prefix_hit for request in requests] == [0, 64, 64]
 
 
 def test_a_preempted_request_is_recomputed() -> None:
@@ -118,7 +118,7 @@ def test_what_hooks_saw_leaves_no_snapshot() -> None:
     engine.add_hooks({})
     assert engine.allocator.states is not None
     assert engine.allocator.states.n_snapshots == 0
-    assert run(engine, prompt).n_prefix_hit == 0
+    assert run(engine, prompt).sequence.n_prefix_hit == 0
 
 
 @pytest.mark.parametrize("skill", [0.0, 0.6, 0.95, 1.0])
@@ -133,16 +133,16 @@ def test_drafts_leave_the_state_of_what_was_accepted(
     """
     engine = hybrid(n_snapshots, max_requests=2, windows=windows)
     prompt = prompt_of(20)
-    request = engine.make_request(prompt, greedy(100))
+    request = engine.maker.make_request(prompt, greedy(100))
     request.drafts = SeerDrafts(skill, seed=1)  # type: ignore[assignment]
     engine.add_request(request)
     finish(engine)
     assert request.output_ids == expected_output(prompt, 100)
-    assert request.n_drafted > 0
+    assert request.sequence.n_drafted > 0
     if skill == 1:
-        assert request.n_accepted > 100 - 2 - 100 // 16 - 2, "a step for each page"
+        assert request.sequence.n_accepted > 100 - 2 - 100 // 16 - 2, "a step for each page"
     turn = [*prompt, *request.output_ids, *prompt_of(9, 1)]
-    assert run(engine, turn).n_prefix_hit == (112 if n_snapshots else 0)
+    assert run(engine, turn).sequence.n_prefix_hit == (112 if n_snapshots else 0)
 
 
 def test_a_draft_model_has_no_state() -> None:
@@ -186,13 +186,13 @@ def test_whatever_happens_states_are_those_of_their_texts(
 
     def make(i: int, n_prompt: int, n_tokens: int, seed: int, n_shared: int, n: int) -> list[Request]:
         prompt = (prompt_of(n_shared) + prompt_of(n_prompt, seed))[:70]
-        requests = engine.make_requests(prompt, greedy(n_tokens, n=n))
+        requests = engine.maker.make_requests(prompt, greedy(n_tokens, n=n))
         made.extend((request, prompt, n_tokens) for request in requests)
         return requests
 
     play(engine, events, make, n_in_flight)
     for request, prompt, n_tokens in made:
-        if request.finish_reason == "length":
+        if request.answer.finish_reason == "length":
             assert request.output_ids == expected_output(prompt, n_tokens)
 
 

@@ -30,8 +30,8 @@ def test_a_long_text_holds_the_pages_of_its_window() -> None:
         engine.check_integrity()
         most = max(most, windowed.n_pages - windowed.n_free)
         if request.n_generated == 50:
-            assert len(request.pages(0)) == -(-request.n_cached // PAGE)
-            assert len(request.pages(1)) <= 64 // PAGE + 2
+            assert len(request.sequence.pages(0)) == -(-request.sequence.n_cached // PAGE)
+            assert len(request.sequence.pages(1)) <= 64 // PAGE + 2
     assert most <= most_pages(700, PAGE, 64, 64) == 9
     assert request.output_ids == expected_output(prompt_of(600), 100)
 
@@ -45,12 +45,12 @@ def test_a_prefix_is_found_if_its_last_window_is_there() -> None:
         request = add(engine, text, greedy(30))
         finish(engine)
         assert request.output_ids == expected_output(text, 30)
-        hits.append(request.n_prefix_hit)
+        hits.append(request.sequence.n_prefix_hit)
     assert hits == [0, 288, 336]
     turns = texts[1] + expected_output(texts[1], 30) + prompt_of(20, 2)
     request = add(engine, turns, greedy(5))
     finish(engine)
-    assert request.n_prefix_hit == (340 + 29) // PAGE * PAGE
+    assert request.sequence.n_prefix_hit == (340 + 29) // PAGE * PAGE
 
 
 def test_what_others_share_stays_longer_than_what_a_window_just_passed() -> None:
@@ -62,10 +62,10 @@ def test_what_others_share_stays_longer_than_what_a_window_just_passed() -> None
         request = add(engine, text, greedy(100))
         finish(engine)
         assert request.output_ids == expected_output(text, 100)
-        hits.append(request.n_prefix_hit)
+        hits.append(request.sequence.n_prefix_hit)
         again = add(engine, text, greedy(3))
         finish(engine)
-        assert again.n_prefix_hit == 464, "an answer drove out the window before its prompt's end"
+        assert again.sequence.n_prefix_hit == 464, "an answer drove out the window before its prompt's end"
     assert hits[2:] == [320, 320]  # the second finds out that others share it
 
 
@@ -78,7 +78,7 @@ def test_passed_pages_that_are_not_cached_yet_are_cached_with_the_rest() -> None
     for n in (100, 260, 400):
         request = add(engine, text[:n] + prompt_of(9, n), greedy(2))
         finish(engine)
-        assert request.n_prefix_hit == n // PAGE * PAGE
+        assert request.sequence.n_prefix_hit == n // PAGE * PAGE
 
 
 def test_a_request_that_outgrows_a_pool_of_windows_is_refused() -> None:

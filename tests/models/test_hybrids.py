@@ -146,7 +146,7 @@ def test_drafts_of_a_model_with_windows_change_no_bit() -> None:
     said: list[int] = []
     found: list[Any] = []
     for _ in range(2):
-        request = engine.make_request(prompt, params)
+        request = engine.maker.make_request(prompt, params)
         if said:
             request.drafts = Remembered(prompt + said)  # type: ignore[assignment]
         engine.add_request(request)
@@ -154,10 +154,10 @@ def test_drafts_of_a_model_with_windows_change_no_bit() -> None:
             engine.step()
             engine.check_integrity()
         said = request.output_ids
-        found.append((said, request.sampled))
+        found.append((said, request.answer.sampled))
     assert found[0] == found[1]
-    assert 120 > request.n_accepted > 40
-    assert request.n_drafted > request.n_accepted
+    assert 120 > request.sequence.n_accepted > 40
+    assert request.sequence.n_drafted > request.sequence.n_accepted
 
 
 def test_logits_and_vectors_of_texts(llm: LLM) -> None:

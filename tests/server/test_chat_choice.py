@@ -40,7 +40,7 @@ def events_of(dialect: Dialect | None, pieces: list[str], n_at_once: int = 1) ->
         token_bytes=texts.__getitem__, special_ids=frozenset(), drops_leading_space=False
     )
     params = SamplingParams(max_tokens=len(texts), logprobs=0)
-    request = Request(0, np.zeros(3, np.int32), params, None, frozenset(), 1024, 16)
+    request = Request.new(0, np.zeros(3, np.int32), params, max_context=1024, max_pages=16)
     answer = Answer(request, 0, tokenizer)
     toolbox = Toolbox(dialect or HERMES, [ADD], many=True, required=False, is_strict=False)
     parser = parser_of(dialect, toolbox.signatures) if dialect else PlainParser()

@@ -58,7 +58,7 @@ def streamed(pieces: list[bytes], options: dict[str, Any], *, keeps: bool) -> li
     params = SamplingParams(max_tokens=len(pieces), logprobs=1 if options.get("logprobs") else None)
     prompt = np.zeros(3, np.int32)
     answers = [
-        Answer(Request(i, prompt, params, None, frozenset(), 256, 16), i, tokenizer)
+        Answer(Request.new(i, prompt, params, max_context=256, max_pages=16), i, tokenizer)
         for i in range(options.get("n", 1))
     ]
     body = ChatBody.model_validate(
@@ -76,9 +76,10 @@ def streamed(pieces: list[bytes], options: dict[str, Any], *, keeps: bool) -> li
     for place in range(len(pieces)):
         for answer in answers:
             request = answer.request
-            request.started_s = request.first_token_s = 1.0
-            request.last_token_s, request.n_tokens = 1.5 + place, request.n_prompt + place + 1
-            request.tokens[request.n_prompt + place] = place
+            request.times.started_s = request.times.first_token_s = 1.0
+            request.times.last_token_s = 1.5 + place
+            request.sequence.n_tokens = request.n_prompt + place + 1
+            request.sequence.tokens[request.n_prompt + place] = place
             logprobs = {"logprob": -0.5, "top_logprobs": ((0, -0.25),)} if body.logprobs else {}
             answer.push(SampledToken(place, **logprobs), "length" if place == len(pieces) - 1 else None)
         found.append(writer.advance())

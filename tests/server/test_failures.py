@@ -23,7 +23,7 @@ def test_a_failing_request_fails_alone(smollm2_path, caplog):
         server.http() as http,
     ):
         engine = llm.engine
-        make, victims = engine.make_requests, []
+        make, victims = engine.maker.make_requests, []
 
         def make_with_a_fault(prompt, params, **options):
             if params.seed != 666:
@@ -32,7 +32,7 @@ def test_a_failing_request_fails_alone(smollm2_path, caplog):
             victims.extend(make(prompt, dataclasses.replace(params, logits_processors=[fault]), **options))
             return victims[-1:]
 
-        engine.make_requests = make_with_a_fault
+        engine.maker.make_requests = make_with_a_fault
         body = ASK[TEXT] | {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
         expected = http.post(TEXT, json=body).json()["choices"][0]["text"]
         with http.stream("POST", TEXT, json=body | {"stream": True}) as beside:

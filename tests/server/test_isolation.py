@@ -157,7 +157,7 @@ def check_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def plant(llm: LLM, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Request], None]) -> None:
     """Breaks the requests with the bad seed as they are made."""
-    make = llm.engine.make_requests
+    make = llm.engine.maker.make_requests
 
     def make_bad(prompt: Any, params: Any, **options: Any) -> list[Request]:
         made = make(prompt, params, **options)
@@ -165,7 +165,7 @@ def plant(llm: LLM, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Request], 
             fault(request)
         return made
 
-    monkeypatch.setattr(llm.engine, "make_requests", make_bad)
+    monkeypatch.setattr(llm.engine.maker, "make_requests", make_bad)
 
 
 @pytest.mark.full(only=["grammar.take-False"])

@@ -286,7 +286,7 @@ def test_biases_of_ends_that_are_ignored_are_told(served, offline):
     for ignored in (True, False):
         answer = post(served, "/completion", prompt=PROMPT, n_predict=2, ignore_eos=ignored)
         biases = answer["generation_settings"]["logit_bias"]
-        assert {one["token"] for one in biases} == (set(offline.engine.eos_ids) if ignored else set())
+        assert {one["token"] for one in biases} == (set(offline.engine.maker.eos_ids) if ignored else set())
         assert all(one["bias"] is None for one in biases)
 
 

@@ -121,10 +121,10 @@ def test_later_turns_are_as_if_computed_afresh(saved: tuple[str, Path, Any], llm
     second = ImagePrompt(ids, turn.images, turn.spans)
     again = ask(llm.engine, second, 24)
     finish(llm.engine, again)
-    assert again.n_prefix_hit >= 64
+    assert again.sequence.n_prefix_hit >= 64
     drafted = ask(llm.engine, second, 24, speculation="ngram", prediction=tuple(again.output_ids))
     finish(llm.engine, drafted)
-    assert drafted.n_accepted > 0
+    assert drafted.sequence.n_accepted > 0
     with LLM(directory, max_requests=1, prefix_cache=False) as alone:
         want = our_tokens(alone.engine, second, 24, speculation="off")
     assert again.output_ids == drafted.output_ids == want

@@ -62,7 +62,7 @@ def engine(llm: LLM) -> Engine:
 def ask(engine: Engine, asked: Any, n: int = 6, **more: Any) -> Request:
     """A queued request for a greedy answer."""
     params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **more)
-    request = engine.make_request(asked, params)
+    request = engine.maker.make_request(asked, params)
     engine.add_request(request)
     return request
 
@@ -71,7 +71,7 @@ def finish(engine: Engine, *requests: Request) -> None:
     while not all(request.has_ended for request in requests):
         engine.step()
         engine.check_integrity()
-    assert [request.error for request in requests] == [None] * len(requests)
+    assert [request.answer.error for request in requests] == [None] * len(requests)
 
 
 def test_two_images_of_one_size_share_no_page_and_one_shares_all(engine: Engine) -> None:
@@ -82,7 +82,7 @@ def test_two_images_of_one_size_share_no_page_and_one_shares_all(engine: Engine)
     for asked, n_hit in ((second, 48), (first, 80)):
         answers.append(ask(engine, asked))
         finish(engine, answers[-1])
-        assert answers[-1].n_prefix_hit == n_hit
+        assert answers[-1].sequence.n_prefix_hit == n_hit
     assert answers[0].output_ids == answers[2].output_ids != answers[1].output_ids
     assert engine.encodings is not None
     assert engine.encodings.n_encoded == 2
@@ -95,9 +95,9 @@ def test_the_places_of_rows_are_part_of_the_key(engine: Engine) -> None:
     finish(engine, ask(engine, whole))
     request = ask(engine, as_text)
     finish(engine, request)
-    assert request.n_prefix_hit == 48
-    keys = [engine.make_request(asked, SamplingParams()) for asked in (whole, as_text)]
-    found = [list(engine.allocator._keys(request, 0, 5)) for request in keys]
+    assert request.sequence.n_prefix_hit == 48
+    keys = [engine.maker.make_request(asked, SamplingParams()) for asked in (whole, as_text)]
+    found = [list(engine.allocator._keys(request.sequence, 0, 5)) for request in keys]
     assert [a == b for a, b in zip(*found)] == [True] * 3 + [False] * 2
 
 
@@ -110,7 +110,7 @@ def test_a_known_image_is_not_encoded_again(engine: Engine) -> None:
     ids = [*turn.token_ids, *request.output_ids, *b" and a second question"]
     again = ask(engine, ImagePrompt(ids, turn.images, turn.spans))
     finish(engine, again)
-    assert again.n_prefix_hit >= len(turn) - 16
+    assert again.sequence.n_prefix_hit >= len(turn) - 16
     elsewhere = ask(engine, prompt(NAME, "Another text around ", seen, seen))
     finish(engine, elsewhere)
     assert engine.encodings is not None
@@ -133,7 +133,9 @@ def test_encodings_are_bounded_and_change_nothing(engine: Engine) -> None:
     finally:
         encodings._kept.max_bytes = before
     assert [request.output_ids for request in requests] == alone
-    assert all(not request.images.rows for request in requests if request.images is not None)
+    assert all(
+        not request.sequence.images.rows for request in requests if request.sequence.images is not None
+    )
 
 
 @pytest.mark.parametrize("step_tokens", [3, 16, 512])
@@ -216,7 +218,7 @@ def test_drafts_are_right_around_images(engine: Engine) -> None:
     drafted = ask(engine, asked, 30, speculation="ngram", prediction=tuple(plain))
     finish(engine, drafted)
     assert drafted.output_ids == plain
-    assert drafted.n_accepted > 0
+    assert drafted.sequence.n_accepted > 0
 
 
 def test_saved_pages_know_their_images(directory: Path, tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_saved_pages_know_their_images(directory: Path, tmp_path: Path) -> None:
 def test_several_answers_share_an_image(engine: Engine) -> None:
     """Catches answers after the first, which begin at the prompt's last token: a row of an image."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, n=3)
-    requests = engine.make_requests(prompt(NAME, "last: ", image(NAME, 1, 3)), params)
+    requests = engine.maker.make_requests(prompt(NAME, "last: ", image(NAME, 1, 3)), params)
     for request in requests:
         engine.add_request(request)
     finish(engine, *requests)
@@ -355,10 +357,10 @@ def test_rows_of_an_image_are_counted(whole: tuple[str, Path, Any]) -> None:
     """Catches a request for more rows of logits of one image than a step has room for."""
     name, directory, _ = whole
     with LLM(directory, max_requests=1) as llm:
-        request = llm.engine.make_request(prompt(name, image(name, 1, 1)), SamplingParams())
-        assert request.images is not None
-        assert request.images.most_rows(0, 99) == (16 if name == "gemma3" else 6)
-        assert request.images.most_rows(request.first_row, request.stop_row) == 1
+        request = llm.engine.maker.make_request(prompt(name, image(name, 1, 1)), SamplingParams())
+        assert request.sequence.images is not None
+        assert request.sequence.images.most_rows(0, 99) == (16 if name == "gemma3" else 6)
+        assert request.sequence.images.most_rows(request.first_row, request.stop_row) == 1
 
 
 def test_hybrids_find_images_in_snapshots(tmp_path: Path) -> None:
@@ -373,7 +375,7 @@ def test_hybrids_find_images_in_snapshots(tmp_path: Path) -> None:
             request = ask(llm.engine, asked)
             finish(llm.engine, request)
             answers.append(request.output_ids)
-            hits.append(request.n_prefix_hit)
+            hits.append(request.sequence.n_prefix_hit)
         assert llm.engine.encodings is not None
         assert llm.engine.encodings.n_encoded == 2
         # a prefix that ends within the image, whose state is there before its rows are

@@ -80,9 +80,9 @@ def test_encoder_and_processor_are_those_of_the_directory(run: tuple[str, Any, L
     """Catches a key that is read or written in another sense, so that pictures come in another size."""
     name, _, llm, folder = run
     with LLM(folder / "hf", backend="reference") as other:
-        assert llm.engine.vision is not None
-        assert other.engine.vision is not None
-        ours, want = llm.engine.vision.config, other.engine.vision.config
+        assert llm.engine.maker.vision is not None
+        assert other.engine.maker.vision is not None
+        ours, want = llm.engine.maker.vision.config, other.engine.maker.vision.config
         made, read = llm.image_processor, other.image_processor
     # float32 in the file, and so in the table that makes pixels
     np.testing.assert_array_equal(made.scale.table(), read.scale.table())

@@ -420,12 +420,12 @@ def their_tokens(theirs: Any, name: str, asked: ImagePrompt, ours: Sequence[int]
 
 def our_logits(engine: Engine, asked: Any) -> np.ndarray:
     """Logits [T, V] of each token, by the engine's steps."""
-    request = engine.make_output_request(asked, "logits")
+    request = engine.maker.make_output_request(asked, "logits")
     engine.add_request(request)
     while not request.has_ended:
         engine.step()
-    assert request.error is None
-    return request.rows
+    assert request.answer.error is None
+    return request.answer.rows
 
 
 def our_tokens(engine: Engine, asked: Any, n: int, **more: Any) -> list[int]:
@@ -433,11 +433,11 @@ def our_tokens(engine: Engine, asked: Any, n: int, **more: Any) -> list[int]:
     from kukri import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **more)
-    request = engine.make_request(asked, params)
+    request = engine.maker.make_request(asked, params)
     engine.add_request(request)
     while not request.has_ended:
         engine.step()
-    assert request.error is None
+    assert request.answer.error is None
     return request.output_ids
 
 

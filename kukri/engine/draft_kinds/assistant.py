@@ -12,10 +12,10 @@ import numpy as np
 
 from kukri.engine.draft_kinds.kind import DraftKind, LargerModel
 from kukri.engine.draft_model import CountedDrafts, Drafter, DraftSetup, DraftSource
-from kukri.engine.request import Request
 from kukri.engine.row_costs import MakingCost
 from kukri.engine.row_drafts import RowDrafts
 from kukri.engine.scheduled_step import ScheduledChunk
+from kukri.engine.sequence import TokenSequence
 from kukri.formats.huggingface.assistant import is_assistant, read_assistant
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, StepLimits, plain_batch
@@ -26,10 +26,10 @@ from kukri.models.next_token import RESULT
 class AssistantDrafts(RowDrafts, CountedDrafts):
     """The drafts of one request, made from the row of the last token that the model computed."""
 
-    request: Request | None = None  # whose pages are read, from its first row on
+    sequence: TokenSequence | None = None  # whose pages are read, from its first row on
 
     def note(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
-        self.request, self._first_row, self._rows = chunk.request, chunk.start, rows
+        self.sequence, self._first_row, self._rows = chunk.sequence, chunk.start, rows
 
     def chances(self, n: int) -> Iterator[float]:
         has_row = self._first_row <= self.n_tokens - 2 < self._stop_row
@@ -37,7 +37,7 @@ class AssistantDrafts(RowDrafts, CountedDrafts):
 
     def release(self) -> None:
         super().release()
-        self.request, self._rows = None, None
+        self.sequence, self._rows = None, None
 
 
 class AssistantModel(Drafter):
@@ -71,10 +71,10 @@ class AssistantModel(Drafter):
 
     def _batch(self, ready: Sequence[AssistantDrafts], rows: FloatArray) -> ForwardBatch:
         """A token of each: its last one or last draft, seeing what the model has computed."""
-        requests = [drafts.request for drafts in ready if drafts.request is not None]
+        sequences = [drafts.sequence for drafts in ready if drafts.sequence is not None]
         tokens = [(drafts.drafts or [int(drafts.tokens[drafts.n_tokens - 1])])[-1] for drafts in ready]
         lengths = np.array([drafts.n_tokens - 1 for drafts in ready], np.int32)
-        tables = [np.stack(pages) for pages in zip(*(request.page_rows for request in requests))]
+        tables = [np.stack(pages) for pages in zip(*(sequence.page_rows for sequence in sequences))]
         batch = plain_batch(
             [1] * len(ready),
             self._page_tokens,

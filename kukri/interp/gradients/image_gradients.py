@@ -157,7 +157,7 @@ def _text_run(
 ) -> tuple[float, SeeingTape]:
     """Return the metric of a prompt whose images have these rows, and the tape after its backward pass."""
     session, n = llm.interp, len(prompt)
-    images = llm.engine.make_output_request(prompt, "logits").images
+    images = llm.engine.maker.make_output_request(prompt, "logits").sequence.images
     if images is None or len(rows) != len(prompt.images):
         raise RequestError(f"the prompt has {len(prompt.images)} images, not {len(rows)}", param="images")
     images.give(rows)

@@ -92,11 +92,14 @@ def joined_cache(taps: Sequence[RequestTaps], requests: Sequence[Request]) -> Ac
     """One cache of requests that have ended and captured the same. Raises ActivationLimitError."""
     first = taps[0]
     # the last token generated was not an input
-    texts = [request.tokens[: request.n_tokens - (request.output == "tokens")] for request in requests]
+    texts = [
+        request.sequence.tokens[: request.sequence.n_tokens - (request.output == "tokens")]
+        for request in requests
+    ]
     kept = [one.taken(len(ids)) for one, ids in zip(taps, texts, strict=True)]
     joined = {tap: np.concatenate([each[tap] for each in kept]) for tap in kept[0]}
     lengths = np.array([len(ids) for ids in texts], np.int32)
-    rows = Rows(lengths, [request.images for request in requests])
+    rows = Rows(lengths, [request.sequence.images for request in requests])
     names = [point.name for point in first._wanted]
     limit = first._max_bytes
     if limit is not None and sum(first._model.n_bytes(point, rows) for point in first._wanted) > limit:
@@ -203,7 +206,7 @@ class InterventionTaps:
         if not is_done and not self._limiter.allows(self):
             return []
         since = self._limiter.now()
-        limit = request.n_tokens if is_done else request.n_cached
+        limit = request.sequence.n_tokens if is_done else request.sequence.n_cached
         values: dict[int, dict[str, dict[str, float]]] = {}
         for reading, unread in zip(self._readings, self._unread):
             positions = sorted(p for p in tuple(unread) if p < limit)
@@ -215,7 +218,7 @@ class InterventionTaps:
             self._limiter.forget(self)
         else:
             self._limiter.took(self, since)
-        return [Readout(p, int(request.tokens[p]), values[p]) for p in sorted(values)]
+        return [Readout(p, int(request.sequence.tokens[p]), values[p]) for p in sorted(values)]
 
     def activations(self, request: Request) -> dict[str, FloatArray]:
         """Captures of a request that has ended, by name: [1, pos, ...] of the positions wanted.

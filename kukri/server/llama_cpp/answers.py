@@ -46,7 +46,7 @@ LLAMA_EVENTS = StreamForm(EVENTS.content_type, EVENTS.keep_alive, lambda error: 
 async def complete(served: ServedModel, body: LlamaCompletionBody, http: Request) -> Response:
     """The response to /completion."""
     served.check_answers(len(body.prompts), body.n_cmpl or body.n or 1)
-    limit = served.llm.engine.max_context
+    limit = served.llm.engine.maker.max_context
     prompts = await asyncio.to_thread(
         lambda: [_encoded(served, prompt, body, limit) for prompt in body.prompts]
     )
@@ -215,7 +215,7 @@ class LlamaWriter(AnswerWriter):
             prompt=self._prompts[i * len(self._prompts) // len(self._choices)],
             model=self._model,
             params=self._params,
-            eos_ids=self._served.llm.engine.eos_ids,
+            eos_ids=self._served.llm.engine.maker.eos_ids,
         )
         if self._hides_answer:
             facts |= {"tokens_predicted": 0, "tokens": []}

@@ -58,7 +58,7 @@ def add_llama_cpp_routes(app: FastAPI, registry: ModelRegistry) -> None:
 def _props(served: ServedModel) -> dict[str, Any]:
     llm, tokenizer = served.llm, served.tokenizer
     settings = {
-        "n_ctx": llm.engine.max_context,
+        "n_ctx": llm.engine.maker.max_context,
         "params": settings_of(replace(llm.default_params, max_tokens=None)),
     }
     return {
@@ -81,7 +81,7 @@ def _slots(served: ServedModel) -> list[dict[str, Any]]:
     return [
         {
             "id": i,
-            "n_ctx": served.llm.engine.max_context,
+            "n_ctx": served.llm.engine.maker.max_context,
             "speculative": served.llm.engine_config.speculation != "off",
             "is_processing": i < n_running,
         }

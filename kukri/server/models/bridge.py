@@ -90,7 +90,10 @@ class LiveCall:
         firsts = [answer.request for answer in answers[:: self._n_each]]  # those of each prompt
         self.n_prompt_tokens = sum(request.n_prompt for request in firsts)
         self.image_tokens = [
-            n for request in firsts if request.images is not None for n in request.images.n_tokens
+            n
+            for request in firsts
+            if request.sequence.images is not None
+            for n in request.sequence.images.n_tokens
         ]
         self.arrived_s = perf_counter()
         self.first_token_s = 0.0
@@ -115,17 +118,17 @@ class LiveCall:
     @property
     def n_drafted(self) -> int:
         """Draft tokens computed."""
-        return sum(answer.request.n_drafted for answer in self.answers)
+        return sum(answer.request.sequence.n_drafted for answer in self.answers)
 
     @property
     def n_accepted(self) -> int:
         """Draft tokens accepted."""
-        return sum(answer.request.n_accepted for answer in self.answers)
+        return sum(answer.request.sequence.n_accepted for answer in self.answers)
 
     @property
     def n_cached_tokens(self) -> int:
         """Prompt tokens that the first answer to each prompt found in the cache."""
-        return sum(answer.request.n_prefix_hit for answer in self.answers[:: self._n_each])
+        return sum(answer.request.sequence.n_prefix_hit for answer in self.answers[:: self._n_each])
 
     @property
     def outcome(self) -> tuple[float, list[str]]:
@@ -296,7 +299,7 @@ class Bridge:
             if ended.done():
                 return
             if finish_reason != "stop":
-                ended.set_exception(request.error or KukriError("the request was aborted"))
+                ended.set_exception(request.answer.error or KukriError("the request was aborted"))
             elif n_left == 0:
                 ended.set_result(None)
 
@@ -403,11 +406,11 @@ class Bridge:
     def _count_first(self, waiting: _Waiting, now_s: float) -> None:
         call, request = waiting.call, waiting.answer.request
         call.first_token_s = call.first_token_s or now_s
-        queue_s = max(request.started_s - request.arrived_s, 0.0)
+        queue_s = max(request.times.started_s - request.times.arrived_s, 0.0)
         self._metrics.on_first_token(now_s - call.arrived_s, queue_s)
 
     def _on_failure(self, answer: Answer, call: LiveCall) -> None:
-        error = answer.request.error or KukriError("the request was aborted")
+        error = answer.request.answer.error or KukriError("the request was aborted")
         cause = error.__cause__  # what a request's own code raised
         log.error("request failed: %s", error, extra={"request_id": call.log_id}, exc_info=cause)
         call.fail(error)

@@ -44,6 +44,14 @@ from kukri.vision.image import ImagePrompt
 log = logging.getLogger("kukri.server")
 
 
+class HasMaker(Protocol):
+    """An engine here, or what stands for engines elsewhere."""
+
+    @property
+    def maker(self) -> RequestMaker:
+        """Makes the requests."""
+
+
 class OpenModel(Protocol):
     """The parts of an `LLM` that a server uses; the engines of another open model may be elsewhere."""
 
@@ -59,8 +67,8 @@ class OpenModel(Protocol):
         """Memory of its weights and KV cache in this process."""
 
     @property
-    def engine(self) -> RequestMaker:
-        """Makes its requests."""
+    def engine(self) -> HasMaker:
+        """Has what makes its requests."""
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -99,10 +107,10 @@ class ServedModel:
         self.prompts = ChatPrompts(
             llm.chat_template,
             llm.tokenizer,
-            llm.engine.max_context,
+            llm.engine.maker.max_context,
             ImagePrompts(llm.tokenizer, getattr(llm, "image_processor", None)),
             ImageReader(fetches=settings.fetches_images).read,
-            llm.engine.check_generates,
+            llm.engine.maker.check_generates,
         )
         self.grammars = GrammarCheck(llm.tokenizer)
         self.metrics = ModelMetrics(metrics, names[0])
@@ -135,13 +143,13 @@ class ServedModel:
 
     def check_model(self, name: str | None) -> str:
         """The name that an answer carries: the one given, or the model's first."""
-        known = (*self.names, *self.llm.engine.adapter_names)
+        known = (*self.names, *self.llm.engine.maker.adapter_names)
         return name if name is not None and name in known else self.names[0]
 
     def adapter_of(self, model: str | None, adapter: str | None = None) -> str | None:
         """The adapter of a request: the one that it names as such, or as its model; None for none."""
         plain = None if model is None else model.removesuffix(":latest")
-        found = next((name for name in (model, plain) if name in self.llm.engine.adapter_names), None)
+        found = next((name for name in (model, plain) if name in self.llm.engine.maker.adapter_names), None)
         preset = self.preset_of(model)
         found = preset.adapter if found is None and preset is not None else found
         return found if adapter is None else adapter
@@ -245,7 +253,7 @@ class ServedModel:
         if tokens is None:
             message = f"{param} is not supported: the model does not fill in the middle"
             raise RequestError(message, param=param, code="unsupported_parameter")
-        limit = self.llm.engine.max_context
+        limit = self.llm.engine.maker.max_context
         return await asyncio.to_thread(
             tokens.prompt, prefix, suffix, middle=middle, files=files, max_tokens=limit
         )
@@ -305,7 +313,7 @@ class ServedModel:
         whose `param` is `prompt`, `max_tokens`, `adapter` or a field of SamplingParams.
         """
         self.check_answers(len(prompts), params.n_generated_answers)
-        longest, most = max(map(len, prompts)), self.llm.engine.max_context
+        longest, most = max(map(len, prompts)), self.llm.engine.maker.max_context
         if longest > most:  # before anything else is computed for it
             raise ContextLengthError(longest, most)
         if interventions:
@@ -320,7 +328,7 @@ class ServedModel:
             made: list[EngineRequest] = []
             taps: list[InterventionTaps] = []
             for prompt in prompts:
-                some = self.llm.engine.make_requests(
+                some = self.llm.engine.maker.make_requests(
                     prompt,
                     resolved,
                     priority=urgency,
@@ -337,14 +345,14 @@ class ServedModel:
         try:
             requests, taps = await asyncio.to_thread(make)
             for request in requests:
-                self.llm.engine.check_fits(request)
+                self.llm.engine.maker.check_fits(request)
         except CapacityError as error:  # not even alone: trying later does not help
             raise RequestError(str(error), param="max_tokens") from None
         except ContextLengthError as error:
             error.param = "prompt"
             raise
         for request in requests:
-            request.trace = scope["kukri.trace"]
+            request.times.trace = scope["kukri.trace"]
         ids = self.tokenizer.vocabulary.id_of
         shown = self.tokenizer.special_ids
         if marks is not None:

@@ -114,7 +114,7 @@ def folder_of(served: ServedModel, name: str | None) -> str:
 
 async def prompt_of(served: ServedModel, body: GraphPromptBody) -> list[int]:
     """The token ids of a text, whose control tokens count, or of a chat before its answer."""
-    limit = served.llm.engine.max_context
+    limit = served.llm.engine.maker.max_context
     if body.messages is None:
         return await served.encode(body.prompt, parse_special=True, max_tokens=limit)
     messages = [{"role": one.role, "content": one.content} for one in body.messages]
@@ -154,7 +154,7 @@ async def salient_logits(served: ServedModel, body: SalientBody, http: Request) 
     """/forward-pass: a prompt's tokens, and the likeliest next ones with their probabilities."""
     ids = await prompt_of(served, body)
     options = request_options(served, http, body.model_id, None)
-    request = served.llm.engine.make_output_request(ids, "logits", first_row=len(ids) - 1, **options)
+    request = served.llm.engine.maker.make_output_request(ids, "logits", first_row=len(ids) - 1, **options)
     ((logits,),) = await rows_of(served, [request], http.scope)
     tokens, shares = likeliest(logits, body.max_n_logits, body.desired_logit_prob)
     return {

@@ -45,7 +45,7 @@ def add_neuronpedia_routes(app: FastAPI, registry: ModelRegistry) -> None:
     ) -> U | None:
         check_interp(registry.settings, http.scope)
         served = await registry.served(getattr(body, "model", None), http.scope)
-        served.llm.engine.check_generates()
+        served.llm.engine.maker.check_generates()
         return await while_connected(http, work(served, body, http))
 
     async def answered(

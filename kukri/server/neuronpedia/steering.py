@@ -19,7 +19,7 @@ from kukri.tokenizer import Tokenizer
 
 async def complete(served: ServedModel, body: SteerCompletionBody, http: Request) -> dict[str, Any]:
     """/v1/steer/completion: the prompt continued, by each of the types."""
-    limit = served.llm.engine.max_context
+    limit = served.llm.engine.maker.max_context
     ids = await asyncio.to_thread(served.tokenizer.encode, body.prompt, True, True, limit)
     calls = await _answers(served, body, ids, http)
     outputs = [

@@ -98,7 +98,7 @@ async def _continue(served: ServedModel, body: OllamaGenerateBody, http: Request
     """Queues the continuation of a text, in which control tokens count, or the text before `suffix`."""
     if body.images:
         raise RequestError("images need a model with a chat template, without raw and suffix", param="images")
-    limit = served.llm.engine.max_context
+    limit = served.llm.engine.maker.max_context
     text = "\n\n".join(part for part in (body.system, body.prompt) if part)
     if body.suffix:
         prompt = await served.middle_prompt(text, body.suffix, "suffix")

@@ -128,7 +128,7 @@ async def ollama_ps(registry: Registry, request: Request) -> Response:
         forever = datetime.max.replace(tzinfo=UTC, microsecond=0) - timedelta(days=366)
         expires = forever if left_s is None else datetime.now(UTC) + timedelta(seconds=min(left_s, 1e9))
         memory = {"size": entry.n_bytes or facts.n_bytes, "size_vram": 0, "expires_at": _time(expires)}
-        context = {"context_length": entry.served.llm.engine.max_context}
+        context = {"context_length": entry.served.llm.engine.maker.max_context}
         models.append({**_listed(entry.name, facts), **memory, **context})
     return JSONResponse({"models": models})
 

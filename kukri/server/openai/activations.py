@@ -70,7 +70,7 @@ def capturing(
     except RequestError as error:
         raise RequestError(str(error), param="names") from None
     points = [point for point, _ in wanted.captures]
-    most = served.llm.engine.max_context
+    most = served.llm.engine.maker.max_context
     encode = served.tokenizer.encode
     texts = [
         encode(one, parse_special=True, max_tokens=most) if isinstance(one, str) else one for one in many
@@ -82,7 +82,7 @@ def capturing(
         raise ActivationLimitError(limit)
     try:
         requests = [
-            served.llm.engine.make_output_request(
+            served.llm.engine.maker.make_output_request(
                 ids,
                 "logits",
                 first_row=len(ids) - 1,

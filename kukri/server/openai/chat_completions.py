@@ -28,8 +28,7 @@ async def complete_chat(served: ServedModel, body: ChatBody, http: Request) -> R
     chat = await served.open(parse_chat(body), http.scope)
     writer = ChatWriter(served, chat, body, model)
     if body.verbose:
-        prompt = chat.call.answers[0].request
-        ids = prompt.tokens[: prompt.n_prompt].tolist()
+        ids = chat.call.answers[0].request.prompt.tolist()
         writer.prompt_text = await asyncio.to_thread(served.tokenizer.decode, ids)
     return Reply(
         served,
@@ -119,7 +118,7 @@ class ChatWriter(ChunkWriter):
         fields: dict[str, Any] = {}
         if self._body.return_token_ids:
             request = self._call.answers[0].request
-            fields["prompt_token_ids"] = request.tokens[: request.n_prompt].tolist()
+            fields["prompt_token_ids"] = request.prompt.tolist()
         if self._body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._prompt_scores(0, self._body.prompt_logprobs)
         return fields

@@ -90,7 +90,7 @@ async def _prompts(served: ServedModel, body: CompletionBody, n_each: int) -> li
         return many
     encode, limit, parses = (
         served.tokenizer.encode,
-        served.llm.engine.max_context,
+        served.llm.engine.maker.max_context,
         body.parse_special is not False,
     )
     return await asyncio.to_thread(lambda: [encode(one, True, parses, limit) for one in many])
@@ -161,7 +161,7 @@ class CompletionWriter(ChunkWriter):
         if self._body.logprobs is None:
             return text, []
         first = SampledToken(prompt[0])  # nothing comes before it that could tell how likely it is
-        tokens = [first, *self._call.answers[i].request.prompt_logprobs]
+        tokens = [first, *self._call.answers[i].request.answer.prompt_logprobs]
         return text, list(zip(starts, tokens, strict=True))
 
     def _choice(

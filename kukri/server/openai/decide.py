@@ -77,7 +77,7 @@ async def decide(served: ServedModel, body: DecideBody, http: Request) -> Respon
 
 async def _decided(served: ServedModel, body: DecideBody, http: Request) -> tuple[Decision, int]:
     """The decision, and the tokens of the prompts."""
-    served.llm.engine.check_generates()
+    served.llm.engine.maker.check_generates()
     texts = checked_choices(body.choices, None if body.scores is None else (body.scores.min, body.scores.max))
     asked = await _logprobs(served, body, texts, body.messages or body.prompt, "prompt", http)
     content_free = None
@@ -104,7 +104,7 @@ async def _logprobs(
         found: dict[tuple[int, ...], float] = {}
         for part in question.batches(served.tokenizer.n_vocab):
             requests = [
-                llm.engine.make_output_request(
+                llm.engine.maker.make_output_request(
                     text,
                     "logits",
                     first_row=question.first_row,

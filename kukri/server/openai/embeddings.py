@@ -168,7 +168,7 @@ async def token_vectors_of(
 ) -> list[FloatArray]:
     """The vectors [tokens, width] of the tokens of each text; `options` are those of `request_options`."""
     encoder = served.llm.text_encoder
-    requests = encoder.token_requests(served.llm.engine, texts, **options)
+    requests = encoder.token_requests(served.llm.engine.maker, texts, **options)
     rows = await rows_of(served, requests, http.scope)
     return await asyncio.to_thread(encoder.token_vectors, texts, rows, normalize=normalize)
 
@@ -203,7 +203,7 @@ async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T | No
 async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope: Scope) -> list[FloatArray]:
     """The rows of requests, a batch of them after another, so that others find room."""
     for request in requests:
-        request.trace = scope["kukri.trace"]
+        request.times.trace = scope["kukri.trace"]
     n_tokens = sum(request.n_prompt for request in requests)
     served.metrics.on_prompt(n_tokens)
     client_of(scope).meter.add(n_tokens, 0)
@@ -214,7 +214,7 @@ async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope:
                 await served.bridge.compute(requests[start : start + n])
     except TimeoutError:
         raise DeadlineError(f"the answer was not done within {served.settings.deadline_s:g} s") from None
-    rows = [request.rows for request in requests if request.rows is not None]
+    rows = [request.answer.rows for request in requests if request.answer.rows is not None]
     if not all(np.isfinite(row).all() for row in rows):  # JSON has no such numbers
         raise KukriError("the model's vectors are not finite: its weights may be damaged")
     return rows
@@ -274,7 +274,7 @@ async def _vectors(
     """The vectors [n, width] of all texts."""
     llm = served.llm
     options = request_options(served, http, body.model, body.user, body.adapter)
-    requests = llm.text_encoder.requests(llm.engine, texts, body.pooling, **options)
+    requests = llm.text_encoder.requests(llm.engine.maker, texts, body.pooling, **options)
     rows = await rows_of(served, requests, http.scope)
     normalize = body.normalize if body.embd_normalize is None else body.embd_normalize == 2
     return llm.text_encoder.vectors(rows, normalize, body.dimensions)

@@ -145,7 +145,7 @@ async def _pooled(
     n_tokens = sum(map(len, texts.ids))
     options = request_options(served, http, body.model, body.user)
     if task == "embed":
-        requests = encoder.requests(llm.engine, texts.ids, **options)
+        requests = encoder.requests(llm.engine.maker, texts.ids, **options)
         vectors = encoder.vectors(await rows_of(served, requests, http.scope), normalize=is_active)
         return list(vectors), n_tokens
     if task == "token_embed":
@@ -175,7 +175,7 @@ async def _outputs(
         first_row, stop_row = (0, None) if row is None else (row, row + 1)
         types = encoder.token_types(ids)
         requests.append(
-            llm.engine.make_output_request(
+            llm.engine.maker.make_output_request(
                 ids, "logits", first_row=first_row, stop_row=stop_row, token_types=types, **options
             )
         )

@@ -163,7 +163,7 @@ async def _scored(
             pairs = await asyncio.to_thread(
                 encoder.encode_pairs, query, documents, truncate=cuts, instruction=body.instruction
             )
-            requests = encoder.pair_requests(llm.engine, pairs.ids, **options)
+            requests = encoder.pair_requests(llm.engine.maker, pairs.ids, **options)
             rows = await rows_of(served, requests, http.scope)
             return encoder.scores(rows), sum(map(len, pairs.ids)), pairs.truncated
         if encoder.late is not None:
@@ -179,7 +179,7 @@ async def _scored(
         asked = await asyncio.to_thread(encoder.encode, [query], prompt_name=for_query, truncate=cuts)
         texts = await asyncio.to_thread(encoder.encode, documents, prompt_name=for_document, truncate=cuts)
         ids = [*asked.ids, *texts.ids]
-        requests = encoder.requests(llm.engine, ids, **options)
+        requests = encoder.requests(llm.engine.maker, ids, **options)
         rows = await rows_of(served, requests, http.scope)
     except ContextLengthError as error:
         error.param = "documents"

@@ -185,7 +185,7 @@ async def _model(registry: ModelRegistry, entry: ModelEntry, name: str) -> dict[
     if entry.served is not None:
         status = entry.served.bridge.loop.status()
         facts |= {
-            "max_model_len": entry.served.llm.engine.max_context,
+            "max_model_len": entry.served.llm.engine.maker.max_context,
             "memory_bytes": entry.n_bytes,
             "running_requests": status.n_running + status.n_waiting,
             "expires_in_s": registry.expires_s(entry),

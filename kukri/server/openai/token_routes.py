@@ -52,7 +52,7 @@ def add_token_routes(app: FastAPI, registry: ModelRegistry) -> None:
                 "add_bos_token": tokenizer.add_bos,
                 "add_eos_token": tokenizer.add_eos,
                 "chat_template": tokenizer.chat_template,
-                "model_max_length": served.llm.engine.max_context,
+                "model_max_length": served.llm.engine.maker.max_context,
             }
         )
 
@@ -83,7 +83,7 @@ def _tokenized(served: ServedModel, body: TokenizeBody, ids: list[int]) -> JSONR
     return JSONResponse(
         {
             "count": len(ids),
-            "max_model_len": served.llm.engine.max_context,
+            "max_model_len": served.llm.engine.maker.max_context,
             "tokens": tokens,
             "token_strs": [served.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None,
         }

@@ -133,7 +133,7 @@ def add_page(app: FastAPI, registry: ModelRegistry) -> None:
             "model.html",
             model=served.names[0] if preset is None else preset.name,
             models=list(dict.fromkeys(models)),
-            max_context=served.llm.engine.max_context,
+            max_context=served.llm.engine.maker.max_context,
             sees=served.prompts.sees,
             controls=_CONTROLS,
             defaults=vars(served.llm.default_params) | {"max_tokens": None, "seed": None},

@@ -277,7 +277,7 @@ def test_others_keep_their_tokens(llm):
         [{"op": "replace", "transcoder": "single"}],
     ]
     llm.engine.pool.forget()
-    requests = [llm.engine.make_request(ids, GREEDY) for ids in prompts]
+    requests = [llm.engine.maker.make_request(ids, GREEDY) for ids in prompts]
     for request, interventions in zip(requests, wanted):
         llm.interp.intervene([request], interventions)
     for request in requests:

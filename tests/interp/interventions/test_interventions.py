@@ -168,7 +168,7 @@ def test_others_keep_their_tokens_drafts_and_prefixes(llm):
     capture = [{"op": "capture", "name": "resid_pre1"}, {"op": "read", "probe": "truth"}]
     wanted = [steer, capture, steer + capture, [], [], []]
     llm.engine.pool.forget()
-    requests = [llm.engine.make_request(ids, GREEDY) for ids in prompts]
+    requests = [llm.engine.maker.make_request(ids, GREEDY) for ids in prompts]
     for request, interventions in zip(requests, wanted):
         if interventions:
             llm.interp.intervene([request], interventions)
@@ -233,7 +233,7 @@ def test_a_preempted_request_is_captured_once(path):
     """Rows of the time before a request lost its pages, next to those after."""
     with LLM(path, backend="reference", max_step_tokens=16, max_requests=4) as llm:
         ids = prompt(30, 7)
-        request = llm.engine.make_request(ids, GREEDY)
+        request = llm.engine.maker.make_request(ids, GREEDY)
         (taps,) = llm.interp.intervene([request], [{"op": "capture", "name": "resid_post0"}])
         llm.engine.add_request(request)
         for _ in range(4):
@@ -241,7 +241,7 @@ def test_a_preempted_request_is_captured_once(path):
         llm.engine.scheduler.preempt(request)
         while llm.engine.has_work:
             llm.engine.step()
-        assert request.n_preemptions == 1
+        assert request.sequence.n_preemptions == 1
         found = taps.activations(request)["blocks.0.hook_resid_post"]
         _, whole = llm.run_with_cache([*ids, *request.output_ids[:-1]], names="resid_post0")
         np.testing.assert_array_equal(found, whole["resid_post0"])
@@ -431,7 +431,7 @@ def test_control_vectors_are_llama_cpps(smollm2_path):
     assert status == 0
     expected = logits()
     with LLM(smollm2_path, max_context=64, control_vectors={"v": dict(enumerate(directions, 1))}) as llm:
-        request = llm.engine.make_output_request(ids, "logits", first_row=len(ids) - 1)
+        request = llm.engine.maker.make_output_request(ids, "logits", first_row=len(ids) - 1)
         llm.interp.intervene([request], [{"op": "add", "control_vector": "v", "layers": [10, 14]}])
         (found,) = llm.calls.compute([request])
     moved = np.abs(expected - plain).mean()

@@ -49,7 +49,7 @@ def test_others_in_the_batch_are_as_alone(llm):
     llm.engine.pool.forget()
     # the answers are known, so drafts are accepted
     params = [replace(GREEDY, prediction=tuple(ids)) for ids in alone]
-    requests = [llm.engine.make_request(ids, own) for ids, own in zip(prompts, params)]
+    requests = [llm.engine.maker.make_request(ids, own) for ids, own in zip(prompts, params)]
     captured, steered = (
         taps_of(llm, [STREAM, "blocks.0.attn.hook_pattern"]),
         taps_of(llm, (), [(STREAM, steer)]),
@@ -64,8 +64,8 @@ def test_others_in_the_batch_are_as_alone(llm):
     found = [request.output_ids for request in requests]
     assert found[1] != alone[1]
     assert found[:1] + found[2:] == alone[:1] + alone[2:]
-    assert all(request.n_accepted > 0 for request in requests[2:])
-    assert requests[0].n_drafted == requests[1].n_drafted == 0
+    assert all(request.sequence.n_accepted > 0 for request in requests[2:])
+    assert requests[0].sequence.n_drafted == requests[1].sequence.n_drafted == 0
     cache = captured.cache(requests[0])
     text = [*prompts[0], *found[0][:-1]]
     _, whole = llm.run_with_cache(text)
@@ -73,14 +73,14 @@ def test_others_in_the_batch_are_as_alone(llm):
     np.testing.assert_array_equal(cache.tokens[0], text)
     np.testing.assert_allclose(cache["pattern", 0], whole["pattern", 0], atol=1e-6)
     # what a request edited is no prefix of others, and what one captured is
-    again = [llm.engine.make_request(ids, GREEDY) for ids in prompts[:2]]
+    again = [llm.engine.maker.make_request(ids, GREEDY) for ids in prompts[:2]]
     for request in again:
         llm.engine.add_request(request)
     while llm.engine.has_work:
         llm.engine.step()
     assert [request.output_ids for request in again] == alone[:2]
-    assert again[0].n_prefix_hit > 0
-    assert again[1].n_prefix_hit == 0
+    assert again[0].sequence.n_prefix_hit > 0
+    assert again[1].sequence.n_prefix_hit == 0
 
 
 def test_an_error_ends_its_request_alone(llm):
@@ -92,16 +92,16 @@ def test_an_error_ends_its_request_alone(llm):
 
     prompts = [prompt(30, 1), prompt(28, 2)]
     alone = llm.generate(prompts[1], GREEDY).token_ids
-    requests = [llm.engine.make_request(ids, GREEDY) for ids in prompts]
+    requests = [llm.engine.maker.make_request(ids, GREEDY) for ids in prompts]
     requests[0].listen(taps_of(llm, (), [(STREAM, fail)]))
     for request in requests:
         llm.engine.add_request(request)
     while llm.engine.has_work:
         llm.engine.step()
         llm.engine.check_integrity()
-    assert requests[0].state is RequestState.FINISHED
-    assert isinstance(requests[0].error, HookError)
-    assert "raised ValueError: no more" in str(requests[0].error)
+    assert requests[0].sequence.state is RequestState.FINISHED
+    assert isinstance(requests[0].answer.error, HookError)
+    assert "raised ValueError: no more" in str(requests[0].answer.error)
     assert requests[1].output_ids == alone
 
 
