@@ -26,6 +26,7 @@ ACCENTS = {
     r"\ban own\b": "one of its own",
     r"\bby turns\b": "alternating",
     r"\bat the earliest\b": "at least … later",
+    r"\bso many\b(?! that)": "`n_tokens` tokens, by the number's name",
 }
 # a comment without its noun, and a docstring that begins with a pronoun or without its noun
 FRAGMENT = re.compile(r"#:? of\b")
@@ -115,6 +116,7 @@ def faults(source: str) -> list[str]:
         'def f():\n    """Those that are left."""',
         'def f():\n    """The state behind a token."""',
         "x = 1  # a step that goes on",
+        'def f(n):\n    """The bytes of so many pages."""',
         "x = 1  # Behind a token the state is saved.",
     ],
 )
