@@ -269,23 +269,18 @@ class _RandomSource:
         self._random = np.random.default_rng(5)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """See WeightSource.matrix."""
         return _weight(self._random, "Q6_K" if "v_proj" in name else "Q4_K", shape)
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """See WeightSource.experts."""
         raise UnsupportedError("the random model has no experts")
 
     def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """See WeightSource.expert_vectors."""
         raise UnsupportedError("the random model has no experts")
 
     def vector(self, name: str, size: int) -> FloatArray:
-        """See WeightSource.vector."""
         return 1 + 0.2 * self._random.standard_normal(size, dtype=np.float32)
 
     def has(self, name: str) -> bool:
-        """See WeightSource.has."""
         return not name.endswith(".bias") and "qkv_proj" not in name
 
     def done(self) -> None:

@@ -81,7 +81,6 @@ class _MeasuredCosts:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """See RowCosts.of."""
         if self._costs is None:
             self._costs = self._corrected()
         return self._costs

@@ -453,11 +453,9 @@ class _KeptValues:
         self.config, self.points = config, points
 
     def has(self, point: Point, taps: Taps) -> bool:
-        """See Model."""
         return point.tap in taps
 
     def value(self, point: Point, taps: Taps, rows: Rows, ids: IntArray) -> FloatArray:
-        """See Model."""
         found, longest = rows.padded(taps[point.tap]), int(rows.lengths.argmax())
         if point.form in ("cos", "sin"):
             return found[longest : longest + 1]

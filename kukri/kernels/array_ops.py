@@ -116,7 +116,7 @@ class ArrayOps(StageOps):
         return self.floats(x) + self.floats(residual)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        return self.floats(x) * factor
+        return self.floats(x) * float(factor)
 
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         x = self.floats(x)

@@ -180,7 +180,6 @@ class ReferenceOps(ArrayOps):
         return y
 
     def head_linear(self, x: FloatArray, heads: Experts) -> FloatArray:
-        """Each head's product."""
         n_heads, n_out, _ = heads.shape
         y = np.empty((len(x), n_heads * n_out), np.float32)
         for weight, own, out in zip(heads.weights, np.split(x, n_heads, 1), np.split(y, n_heads, 1)):

@@ -38,13 +38,11 @@ class _BothWaysOps:
     def attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, spec: AttentionSpec, batch: Any
     ) -> Tensor:
-        """See Ops.attention."""
         return self._ops.attention(q, k, v, self._spec(spec), batch)
 
     def rope(
         self, q: Tensor, k: Tensor | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """See Ops.rope."""
         return self._ops.rope(q, k, rope, self._spec(spec), batch)
 
     def _spec(self, spec: AttentionSpec) -> AttentionSpec:

@@ -28,7 +28,6 @@ class _Latent(latent.Latent):
     """The latent of GGUF files whose heads are the checkpoint's, not those that attend."""
 
     def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
-        """See Lens.write."""
         super().write(config, form, keys)
         if form == "gguf":
             keys |= {

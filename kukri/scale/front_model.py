@@ -26,7 +26,6 @@ class _ElsewhereSampling:
     """Sampling of requests whose tokens replicas choose."""
 
     def choose(self, records: SamplingRecords, logits: Logits) -> None:
-        """See SamplingBackend.choose."""
         raise AssertionError("replicas choose tokens")
 
 
@@ -37,7 +36,6 @@ class _RemoteAdapters:
         self.names = names
 
     def use(self, name: str, request: Request) -> None:
-        """See Adapters.use."""
         if name not in self.names:
             raise unknown_adapter(name, self.names)
         request.use_adapter(LoadedAdapter(name, cast(Any, None), -1), name.encode())

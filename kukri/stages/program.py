@@ -67,7 +67,6 @@ class _PartOps:
         self._is_before = start > 0
 
     def tap(self, name: str, layer: int | None, x: Tensor) -> Tensor:
-        """See Ops.tap."""
         if name == _BORDER:
             if layer == self._stop:
                 raise _EndOfPartError(x)
@@ -77,11 +76,9 @@ class _PartOps:
         return None if self._is_before else self._ops.tap(name, layer, x)
 
     def split(self, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
-        """See Ops.split."""
         return tuple(None for _ in widths) if self._is_before else self._ops.split(x, widths)
 
     def rope(self, q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        """See Ops.rope."""
         return (None, None) if self._is_before else self._ops.rope(q, k, *others)
 
     def __getattr__(self, name: str) -> Any:

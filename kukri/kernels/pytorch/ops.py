@@ -121,7 +121,6 @@ class TorchOps(ArrayOps):
         return self._low_rank[update]
 
     def head_linear(self, x: Tensor, heads: Experts) -> Tensor:
-        """Each head's product."""
         x = self.floats(x)
         own = x.reshape(len(x), heads.shape[0], -1).transpose(0, 1).contiguous()
         return torch.cat([self.product(part, [w]) for part, w in zip(own, heads.weights, strict=True)], -1)
