@@ -44,7 +44,7 @@ _SHARE, _STEP, _MOST_AHEAD, _PART_AHEAD = 0.1, 0.02, 1024, 0.25
 _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is tried again
 
 
-class CountedDrafts:
+class CountedDrafts(Drafts):
     """A model's drafts for one request: its text, and how often they were accepted."""
 
     cost_factor = 1.0  # what its drafts cost by what the model's do
@@ -61,7 +61,6 @@ class CountedDrafts:
 
     @property
     def relative_cost(self) -> float:
-        """See Drafts.relative_cost."""
         return self._cost.of_one * self.cost_factor
 
     @property
@@ -70,20 +69,16 @@ class CountedDrafts:
         return 0.0
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
         self._read(tokens, n_tokens)
 
     def chances(self, n: int) -> Iterator[float]:
-        """The probability that each of the next `n` drafts is accepted, given that those before it are."""
         for i in range(min(n, self._max_context - self.n_tokens) if self._is_readable else 0):
             yield 1.0 if i == 0 and self._n_without >= _PAUSE_TOKENS else self._rate.chance(i)
 
     def propose(self, n: int) -> list[int]:
-        """The drafts that the model made."""
         return self.drafts[:n]
 
     def release(self) -> None:
-        """Forgets a request that was preempted or has ended."""
         self.drafts = []
 
     def _read(self, tokens: IntArray, n_tokens: int) -> int:
@@ -148,7 +143,7 @@ class ModelDrafts(CountedDrafts):
         self.n_pages = self.n_cached = 0
 
 
-class EitherDrafts:
+class EitherDrafts(Drafts):
     """Drafts of texts and of a draft model, for one answer: each step has those that promise more tokens.
 
     The model's have to be worth the reading of what it has not read, by the steps that it may yet serve.
@@ -161,16 +156,14 @@ class EitherDrafts:
 
     @property
     def relative_cost(self) -> float:
-        """See Drafts.relative_cost."""
         return self.source.relative_cost
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """See Drafts.follow."""
         self._looked_up.follow(tokens, n_tokens)
         self.model.follow(tokens, n_tokens)
 
     def chances(self, n: int) -> Iterator[float]:
-        """See Drafts.chances. Chooses the source."""
+        """Chooses the source too."""
         looked_up, model = list(self._looked_up.chances(n)), list(self.model.chances(n))
         more = _gain(model, self.model.relative_cost) - _gain(looked_up, 0.0)
         self._share += _STEP * ((more > 0.0) - self._share)
@@ -180,15 +173,12 @@ class EitherDrafts:
         return iter(model if is_model else looked_up)
 
     def propose(self, n: int) -> list[int]:
-        """See Drafts.propose."""
         return self.source.propose(n)
 
     def learn(self, answer: IntArray) -> None:
-        """See Drafts.learn."""
         self._looked_up.learn(answer)
 
     def release(self) -> None:
-        """See Drafts.release."""
         self.model.release()
 
 

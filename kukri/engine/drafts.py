@@ -156,6 +156,8 @@ class Drafts(Protocol):
 
     def learn(self, answer: IntArray) -> None:
         """Takes in the answer, which is complete, for drafts of later requests."""
+        return
 
     def release(self) -> None:
         """Frees the draft model's state of the request, which was preempted or has ended."""
+        return

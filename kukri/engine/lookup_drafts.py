@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.engine.drafts import AcceptanceRate
+from kukri.engine.drafts import AcceptanceRate, Drafts
 from kukri.kernels.arrays import IntArray
 
 _END = (1 << 31) - 1  # between two texts: no token
@@ -95,7 +95,7 @@ class TextIndex:
         return [(entry & _POSITION) + size for entry in found if entry | _POSITION == key | _POSITION]
 
 
-class LookupDrafts:
+class LookupDrafts(Drafts):
     """The drafts of one answer.
 
     Up to 4 places whose tokens match the last ones equally long are followed for as long as they are right,
@@ -115,7 +115,7 @@ class LookupDrafts:
         """`first` is the position in the texts that the answer is expected to begin with, if any. `learn` is
         called with the answer once it is complete.
         """
-        self._index, self.learn = index, learn
+        self._index, self._learn = index, learn
         self._first = max(len(index.tokens) - _LONGEST, 0)  # the position of the first of `_tail`
         self._tail: list[int] = index.tokens[self._first :].tolist()  # the end of the prompt, and the answer
         self._n_read = index.n_prompt  # tokens of the request
@@ -129,13 +129,11 @@ class LookupDrafts:
         self._rates = [AcceptanceRate(prior) for prior in _PRIORS]
 
     def follow(self, tokens: IntArray, n_tokens: int) -> None:
-        """Reads the request's tokens that came since the last call, and counts which drafts they accept."""
         for token in tokens[self._n_read : n_tokens].tolist():
             self._take(token)
         self._n_read = max(self._n_read, n_tokens)
 
     def chances(self, n: int) -> Iterator[float]:
-        """The probability that each of the next `n` drafts is accepted, given that those before it are."""
         for n_before, (_, kind) in enumerate(self._drafts(n), self._n_matched):
             yield self._rates[kind].chance(n_before)
 
@@ -145,8 +143,8 @@ class LookupDrafts:
         """
         return [draft for draft, _ in self._drafts(n)]
 
-    def release(self) -> None:
-        """Does nothing: no draft model is involved."""
+    def learn(self, answer: IntArray) -> None:
+        self._learn(answer)
 
     def _drafts(self, n: int) -> Iterator[tuple[int, int]]:
         """Each of the next drafts, and which of `_PRIORS` it belongs to."""

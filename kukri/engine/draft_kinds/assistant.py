@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kukri.engine.draft_kinds.kind import DraftKind, LargerModel
+from kukri.engine.draft_kinds.kind import DraftKind
 from kukri.engine.draft_model import CountedDrafts, Drafter, DraftSetup, DraftSource
 from kukri.engine.row_costs import MakingCost
 from kukri.engine.row_drafts import RowDrafts
@@ -88,8 +87,6 @@ class AssistantModel(Drafter):
         self._results = x.copy()
 
 
-def _read(path: Path, larger: LargerModel) -> DraftSource:
-    return DraftSource(read_assistant(path, larger.model), AssistantModel)
-
-
-ASSISTANT = DraftKind(_read, is_assistant)
+ASSISTANT = DraftKind(
+    lambda path, larger: DraftSource(read_assistant(path, larger.model), AssistantModel), is_assistant
+)

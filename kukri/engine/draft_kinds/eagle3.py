@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from kukri.engine.draft_kinds.kind import DraftKind, LargerModel
+from kukri.engine.draft_kinds.kind import DraftKind
 from kukri.engine.draft_model import DraftSetup, DraftSource, ModelDrafts
 from kukri.engine.layer_drafts import LayerModel
 from kukri.formats.huggingface.eagle3 import is_eagle3, read_eagle3
@@ -33,8 +32,6 @@ class EagleModel(LayerModel):
         return [int(self.layer.to_target[token]) for token in super()._chosen(logits, drafting)]
 
 
-def _read(path: Path, larger: LargerModel) -> DraftSource:
-    return DraftSource(read_eagle3(path, larger.model, LAYER_TYPE), EagleModel)
-
-
-EAGLE3 = DraftKind(_read, is_eagle3)
+EAGLE3 = DraftKind(
+    lambda path, larger: DraftSource(read_eagle3(path, larger.model, LAYER_TYPE), EagleModel), is_eagle3
+)
