@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from hypothesis import settings
 
 from tests.kernels.gpu.device import IS_INTERPRETED
 
+EXPENSIVE = {"torch", "transformers", "anthropic", "openai", "numba"}  # packages that take seconds to import
+IMPORTED_TO_COLLECT = pytest.StashKey[set[str]]()
 pytest_plugins = ["tests.tiers", "tests.processor_time"]
 
 if TYPE_CHECKING:
@@ -56,9 +58,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leaves what is there by now, tests and packages, out of garbage collection: it stays anyway."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Leaves packages and tests out of garbage collection, while they come and later: they stay anyway."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        session.config.stash[IMPORTED_TO_COLLECT] = EXPENSIVE & sys.modules.keys()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leaves packages that tests have imported since out of garbage collection too."""
+    global _n_modules
+    if len(sys.modules) > _n_modules + 100:
+        gc.freeze()
+        _n_modules = len(sys.modules)
+
+
+_n_modules = len(sys.modules)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kukri import LLM, SamplingParams
@@ -23,6 +21,7 @@ from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.models import load_model
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.models.lora_files import (
     ATTENTION,
     LATENT,
@@ -33,6 +32,10 @@ from tests.models.lora_files import (
     write_peft,
 )
 from tests.test_llm_safetensors import N_VOCAB, make, theirs
+
+with lazy_imports():
+    import torch
+    from safetensors.torch import load_file, save_file
 
 IDS = np.random.default_rng(0).integers(0, 250, 40).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

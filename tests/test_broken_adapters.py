@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from kukri import LLM
 from kukri.errors import FormatError, UnsupportedError
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.models.lora_files import Updates, random_updates, write_gguf_adapter, write_peft
 from tests.test_llm_safetensors import make
+
+with lazy_imports():
+    import torch
+    from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="module")

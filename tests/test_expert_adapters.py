@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -19,9 +18,13 @@ from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.models.lora_files import Updates, merged, random_updates, write_peft
 from tests.test_adapters import close, finish, requests
 from tests.test_llm_safetensors import make, theirs
+
+with lazy_imports():
+    import torch
 
 IDS = np.random.default_rng(2).integers(0, 250, 40).tolist()
 N_EXPERTS = 8

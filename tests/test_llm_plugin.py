@@ -9,11 +9,15 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import llm
 import pytest
 
 from kukri.errors import KukriError
-from kukri.llm_plugin import Kukri
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import llm
+
+    from kukri.llm_plugin import Kukri
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 

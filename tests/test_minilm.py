@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from kukri import LLM
 from kukri.errors import ContextLengthError
 from kukri.formats import hub
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+    import transformers
 
 STRANGE = ["Straße", "naïve", "東京", "don't", "(2026)", "e.g.", "co-operate", "3.14", "€"]
 WORDS = [*Path(__file__).read_text().split(), *STRANGE]

@@ -8,28 +8,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
 
 from kukri import LLM
 from kukri.errors import UnusedTensorError
 from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.config import hf_model_config, text_config
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import GEMMA, GEMMA4, N_VOCAB, TINY, byte_tokenizer, exact_logits
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 IDS = np.random.default_rng(0).integers(0, 200, 30).tolist()
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
-        tr.Gemma3Config,
-        tr.Gemma3ForConditionalGeneration,
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
         {"text_config": {**TINY, **GEMMA}, "vision_config": {**VISION, "image_size": 28, "patch_size": 14}},
         {"mm_tokens_per_image": 4, "image_token_id": 271, "boi_token_id": 270, "eoi_token_id": 269},
     ),
     "gemma4": (
-        tr.Gemma4Config,
-        tr.Gemma4ForConditionalGeneration,
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
         {
             "text_config": {
                 **TINY,
@@ -44,8 +47,8 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {"image_token_id": 271, "boi_token_id": 270, "eoi_token_id": 269, "audio_token_id": 268},
     ),
     "gemma4_unified": (
-        tr.Gemma4UnifiedConfig,
-        tr.Gemma4UnifiedForConditionalGeneration,
+        "Gemma4UnifiedConfig",
+        "Gemma4UnifiedForConditionalGeneration",
         {
             "text_config": {
                 **TINY,
@@ -60,8 +63,8 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {"image_token_id": 271, "boi_token_id": 270, "eoi_token_id": 269, "audio_token_id": 268},
     ),
     "qwen3_5": (
-        tr.Qwen3_5Config,
-        tr.Qwen3_5ForConditionalGeneration,
+        "Qwen3_5Config",
+        "Qwen3_5ForConditionalGeneration",
         {
             "text_config": {
                 **{**TINY, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 32},
@@ -79,9 +82,11 @@ SEES = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5")  # whose encoders run
 
 def save(directory: Path, name: str) -> Any:
     """transformers' model, saved with a tokenizer."""
+    from tests.models import token_by_token  # noqa: F401
+
     config_class, model_class, parts, more = MODELS[name]
     torch.manual_seed(3)
-    model = model_class(config_class(**parts, **more)).eval()
+    model = getattr(tr, model_class)(getattr(tr, config_class)(**parts, **more)).eval()
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return model

@@ -11,22 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM
 from kukri.config import EngineConfig, RopeConfig
 from kukri.engine import Engine
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.kernels import choose_backend, make_backend
-from kukri.kernels.pytorch import devices
-from kukri.kernels.pytorch.sampling import TorchSampling
 from kukri.models import Forward, load_model
 from kukri.sampling import SamplingParams
+from tests.lazy_imports import lazy_imports
 from tests.models.made_models import make
 from tests.models.tiny_llama import random_ids
 from tests.models.tiny_models import TINY, V
 from tests.quick import quick
 from tests.tiny_gguf import START_ID, tiny_config, write_tiny
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.pytorch import devices  # noqa: F401 # in the condition of a skipif
+    from kukri.kernels.pytorch.sampling import TorchSampling
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=3, max_tokens=12, ignore_eos=True)
@@ -224,18 +228,18 @@ def test_a_server_answers_on_it(tiny_path: Path) -> None:
 )
 def test_backend_and_device(backend: str | None, device: str | None, found: Any, monkeypatch: Any) -> None:
     """A default that needs PyTorch, or a device that is dropped in silence."""
-    monkeypatch.setattr(devices, "accelerator", lambda: None)
+    monkeypatch.setattr("kukri.kernels.pytorch.devices.accelerator", lambda: None)
     assert choose_backend(backend, device) == found
 
 
 @pytest.mark.parametrize("backend", [None, "torch", "gpu"])
 def test_auto_takes_a_gpu_if_there_is_one(backend: str | None, monkeypatch: Any) -> None:
     monkeypatch.setattr("kukri.kernels._may_have_accelerator", lambda: True)
-    monkeypatch.setattr(devices, "accelerator", lambda: "cuda:0")
+    monkeypatch.setattr("kukri.kernels.pytorch.devices.accelerator", lambda: "cuda:0")
     assert choose_backend(backend, "auto") == (backend or "gpu", "cuda:0")
 
 
-@pytest.mark.skipif(devices.accelerator() is not None, reason="there is a GPU")
+@pytest.mark.skipif("devices.accelerator() is not None", reason="there is a GPU")
 @pytest.mark.parametrize(
     ("options", "message"),
     [

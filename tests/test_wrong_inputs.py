@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kukri import LLM
 from kukri.cli import app
 from kukri.errors import FormatError, KukriError, UnsupportedError, UnusedTensorError
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import make
 from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
+
+with lazy_imports():
+    import torch
+    from safetensors.torch import load_file, save_file
 
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj"
 INDEX = "model.safetensors.index.json"

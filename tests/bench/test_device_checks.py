@@ -7,16 +7,19 @@ import json
 import pytest
 
 from kukri.bench.device_checks import Sizes, check_backend
-from kukri.kernels.pytorch import TorchBackend
-from kukri.kernels.pytorch.ops import TorchOps
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.terminal.doctor import check_gpu
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    from kukri.kernels import pytorch
+    from kukri.kernels.pytorch import ops as torch_ops
 
 SMALL = Sizes(tokens=(1, 9), n_columns=256, n_rows=21, contexts=(40, 17, 3), n_layers=1)
 
 
-def one_thread() -> TorchBackend:
-    return TorchBackend(n_threads=1)
+def one_thread() -> pytorch.TorchBackend:
+    return pytorch.TorchBackend(n_threads=1)
 
 
 def test_all_pass_on_the_cpu():
@@ -32,13 +35,13 @@ def test_all_pass_on_the_cpu():
 )
 def test_a_wrong_op_is_found(op, found, monkeypatch):
     """Checks that a wrong kernel passes."""
-    right = getattr(TorchOps, op)
+    right = getattr(torch_ops.TorchOps, op)
 
     def wrong(*args, **kwargs):
         result = right(*args, **kwargs)
         return result.roll(1, dims=-1)
 
-    monkeypatch.setattr(TorchOps, op, wrong)
+    monkeypatch.setattr(torch_ops.TorchOps, op, wrong)
     failed = {check.name for check in check_backend(one_thread, sizes=SMALL) if not check.passed}
     assert any(name.startswith(found) for name in failed)
 
@@ -51,7 +54,7 @@ def test_wrong_sampling_is_found(monkeypatch):
             super().choose(records, logits)
             records.fields["token"][3] = 0
 
-    monkeypatch.setattr(TorchBackend, "sampling", FirstToken())
+    monkeypatch.setattr(pytorch.TorchBackend, "sampling", FirstToken())
     *_, check = check_backend(one_thread, sizes=SMALL)
     assert (check.name, check.passed, check.error) == ("sampling, tokens", False, 1.0)
 
@@ -64,7 +67,7 @@ def test_the_command_says_what_failed(monkeypatch, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["passed"]
     assert report["device"] == "cpu"
-    monkeypatch.setattr(TorchOps, "gated", lambda self, x, gate, by: gate)
+    monkeypatch.setattr(torch_ops.TorchOps, "gated", lambda self, x, gate, by: gate)
     with pytest.raises(SystemExit, match="1"):
         check_gpu("cpu", as_json=False)
     text = capsys.readouterr().out

@@ -7,11 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import transformers as tr
 from PIL import Image
 from tokenizers import AddedToken
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from benchmarks.pictures import encoded, picture
 from kukri.calls.image_prompts import MAX_IMAGES, ImagePrompts
@@ -19,7 +16,13 @@ from kukri.errors import RequestError
 from kukri.tokenizer import ChatTemplate, load_tokenizer
 from kukri.vision.image import ImagePrompt
 from kukri.vision.processors import image_processor
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import byte_tokenizer
+
+with lazy_imports():
+    import transformers as tr
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 # as the checkpoints write them
 SMOLVLM_TEMPLATE = (

@@ -9,7 +9,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -25,8 +24,12 @@ from kukri.kernels.quantize import quantize, requantize
 from kukri.models.trace import Trace
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import make
 from tests.tiny_gguf import tiny_config, write_tiny
+
+with lazy_imports():
+    import torch
 
 BOS, CHUNK = 256, 40
 IDS = np.random.default_rng(2).integers(0, 250, 100).tolist()

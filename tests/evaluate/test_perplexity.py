@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -19,8 +18,12 @@ from kukri.errors import ConfigError
 from kukri.evaluate.compare import compare
 from kukri.evaluate.perplexity import perplexity
 from kukri.evaluate.text import prose, text_windows, windows
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import make
 from tests.tiny_gguf import tiny_config, write_tiny
+
+with lazy_imports():
+    import torch
 
 TEXT = prose()[:300]
 SIZE, STRIDE, BOS = 64, 24, 256

@@ -17,8 +17,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
-import transformers as tr
 
 from kukri import LLM
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError
@@ -34,9 +32,14 @@ from kukri.quant.recipes import Recipe
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.tokenizer import Tokenizer, load_tokenizer
+from tests.lazy_imports import lazy_imports
 from tests.quick import some
 from tests.test_llm_safetensors import ALONE, CHECKPOINTS, N_VOCAB, TINY, exact_logits, make
 from tests.tiny_gguf import tiny_config, write_tiny
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 50).tolist()
 KINDS = [kind for kind in CHECKPOINTS if kind not in ALONE]
@@ -132,16 +135,16 @@ def test_the_gguf_package_reads_every_field(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "mix", "stored"),
     [
-        (torch.bfloat16, None, "BF16"),
-        (torch.float16, None, "F16"),
-        (torch.float32, "F16", "F16"),
-        (torch.bfloat16, "Q8_0", "Q8_0"),
-        (torch.float32, "q4_k_m", "Q5_0"),
+        ("bfloat16", None, "BF16"),
+        ("float16", None, "F16"),
+        ("float32", "F16", "F16"),
+        ("bfloat16", "Q8_0", "Q8_0"),
+        ("float32", "q4_k_m", "Q5_0"),
     ],
     ids=str,
 )
 def test_converted_weights_have_the_type_that_was_asked_for(
-    dtype: torch.dtype, mix: str | None, stored: str, tmp_path: Path
+    dtype: str, mix: str | None, stored: str, tmp_path: Path
 ) -> None:
     """Weights rounded twice, vectors rounded at all, a type other than asked for."""
     directory, model = make(tmp_path / "hf", "qwen2", dtype)

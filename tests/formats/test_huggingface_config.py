@@ -6,23 +6,26 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
-import transformers as tr
 
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.huggingface.config import hf_model_config, unknown_config_keys
 from kukri.models import ARCHITECTURES
-from tests.models import bailing_class, minicpm_class, smallthinker_class  # noqa: F401
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+    import transformers as tr
+
 
 PATH = Path("dir/config.json")
 # decoders; tests/models/test_encoders.py reads the others' files
-CLASSES = {
-    name: type(tr.AutoConfig.for_model(name))
+KINDS = [
+    name
     for name, architecture in ARCHITECTURES.items()
     if architecture.is_causal and not architecture.hf_type
-}
+]
 # whose heads and rotation differ by layer: tests/models/test_gemma4.py; whose layers are of one part
-ALIKE = [kind for kind in CLASSES if kind not in ("gemma4_text", "nemotron_h", "mamba2", "smallthinker")]
+ALIKE = [kind for kind in KINDS if kind not in ("gemma4_text", "nemotron_h", "mamba2", "smallthinker")]
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -42,6 +45,13 @@ NEEDED = {
 MINIMAL = {"model_type": "llama", **TINY}
 
 
+def config_class(kind):
+    """Return the class that transformers has for a kind."""
+    from tests.models import bailing_class, minicpm_class, smallthinker_class  # noqa: F401
+
+    return type(tr.AutoConfig.for_model(kind))
+
+
 def read(**keys):
     return hf_model_config(
         {key: value for key, value in {**MINIMAL, **keys}.items() if value != "absent"}, PATH
@@ -53,7 +63,7 @@ def read(**keys):
 def test_transformers_own_files_are_read(kind, full):
     """Catches a key of transformers' that is taken for unknown, and a default that is another there."""
     needed = NEEDED.get(kind, {})
-    config = CLASSES[kind](**TINY, **needed, pad_token_id=0, eos_token_id=1, bos_token_id=1)
+    config = config_class(kind)(**TINY, **needed, pad_token_id=0, eos_token_id=1, bos_token_id=1)
     stated = config.to_dict() if full else {"model_type": kind, **TINY, **needed}
     ours = hf_model_config(stated, PATH)
     heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -90,15 +100,12 @@ def windows_of(config):
     ]
 
 
-# PreTrainedConfig's keys: how a class is saved, run and labelled
-GENERAL = set(tr.PretrainedConfig().to_dict())
-
-
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_key_of_transformers_classes_counts_or_is_ignored_by_name(kind):
     """Catches a key that a class computes with, and that is left out as unknown."""
-    fields = {field.name for field in dataclasses.fields(CLASSES[kind]) if field.init}
-    keys = {key for key in fields - GENERAL if not key.startswith("_")} - {"model_type"}
+    fields = {field.name for field in dataclasses.fields(config_class(kind)) if field.init}
+    general = set(tr.PretrainedConfig().to_dict())  # how a class is saved, run and labelled
+    keys = {key for key in fields - general if not key.startswith("_")} - {"model_type"}
     assert len(keys) > 12
     stated = {**TINY, "model_type": kind, **dict.fromkeys(keys - TINY.keys())}
     assert unknown_config_keys(stated, PATH) == []
@@ -145,7 +152,7 @@ def test_partial_rotary_factor_is_read_where_transformers_reads_it(kind):
     rotates = {"position_embedding_type": "rope"} if "position_embedding_type" in reads else {}
     needed = {"model_type": kind, **TINY, **NEEDED.get(kind, {}), "partial_rotary_factor": 0.5}
     rotates |= NEEDED.get(kind, {})
-    config = CLASSES[kind](**TINY, pad_token_id=0, partial_rotary_factor=0.5, **rotates)
+    config = config_class(kind)(**TINY, pad_token_id=0, partial_rotary_factor=0.5, **rotates)
     with torch.device("meta"):  # no numbers are drawn
         model = tr.AutoModel.from_config(config)
     rotary = model.pos_emb if kind == "lfm2_moe" else model.rotary_emb
@@ -227,7 +234,7 @@ def test_windows_are_those_of_each_class():
     """Catches a window on the wrong layers, or one that a switch has turned off."""
     qwen = {"sliding_window": 16, "max_window_layers": 5}
     for kind in ("qwen2", "qwen3"):
-        config = CLASSES[kind](**TINY, **qwen, use_sliding_window=True)
+        config = config_class(kind)(**TINY, **qwen, use_sliding_window=True)
         want = [16 if t == "sliding_attention" else None for t in config.layer_types]
         assert want == [None] * 5 + [16] * 3
         on = read(model_type=kind, **qwen, use_sliding_window=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +20,12 @@ from kukri.formats.huggingface.weights import SafetensorsWeights
 from kukri.kernels.quantize import quantize
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import make
+
+with lazy_imports():
+    import torch
+    from safetensors import torch as safetensors_torch
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -52,7 +56,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def save(directory: Path, contents: dict[str, torch.Tensor] | None = None) -> Path:
     directory.mkdir(exist_ok=True)
-    safetensors.torch.save_file(contents or tensors(), directory / "model.safetensors", {"format": "pt"})
+    safetensors_torch.save_file(contents or tensors(), directory / "model.safetensors", {"format": "pt"})
     return directory
 
 
@@ -62,7 +66,7 @@ def shard(directory: Path) -> Path:
     all_of = tensors()
     parts = {"model-00001-of-00002.safetensors": "ab", "model-00002-of-00002.safetensors": "cd"}
     for name, letters in parts.items():
-        safetensors.torch.save_file({letter: all_of[letter] for letter in letters}, directory / name)
+        safetensors_torch.save_file({letter: all_of[letter] for letter in letters}, directory / name)
     weight_map = {letter: name for name, letters in parts.items() for letter in letters}
     (directory / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
@@ -261,7 +265,7 @@ def test_a_file_that_is_no_safetensors_file(tmp_path):
 def test_hostile_shard_names_are_refused(tmp_path, name):
     """Catches an index that reads files outside its directory."""
     directory = edit_index(shard(tmp_path / "m"), a=name)
-    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    safetensors_torch.save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(FormatError, match=r"index\.json: names"):
         open_files(directory)
 
@@ -298,15 +302,17 @@ def test_a_directory_without_weights_says_what_is_wanted(tmp_path):
         open_files(tmp_path)
 
 
-WHOLE = safetensors.torch.save(tensors())
+@cache
+def whole_file():
+    return safetensors_torch.save(tensors())
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_is_refused_or_harmless(tmp_path, data):
     """Catches any exception but ours, and views outside the file, for files cut or with bytes changed."""
-    damaged = bytearray(WHOLE)
-    header_end = 8 + int.from_bytes(WHOLE[:8], "little")
+    damaged = bytearray(whole_file())
+    header_end = 8 + int.from_bytes(damaged[:8], "little")
     for _ in range(data.draw(st.integers(0, 4))):
         damaged[data.draw(st.integers(0, header_end - 1))] = data.draw(st.integers(0, 255))
     damaged = damaged[: data.draw(st.one_of(st.just(len(damaged)), st.integers(0, len(damaged))))]

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM
 from kukri.errors import HookError, RequestError
 from kukri.interp import plots
+from tests.lazy_imports import lazy_imports
 from tests.vision.tiny_vision import MODELS, image, our_tokens, prompt, relative, save, their_inputs
+
+with lazy_imports():
+    import torch
 
 SEEN = ["idefics3", "gemma3", "gemma4-whole", "qwen3_vl"]
 PARTS = {

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from benchmarks.fidelity import judge_model
 from kukri import LLM
 from tests.interp import tl_models
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+    import transformers
 
 TEXT = "When Mary and John went to the store, John gave a drink to"
 

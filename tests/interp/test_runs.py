@@ -7,13 +7,16 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM
 from kukri.errors import ContextLengthError, HookError, KukriError, RequestError
 from kukri.interp.hooks.hook_names import POS_AXIS
 from tests.interp.tl_models import IDS, session
+from tests.lazy_imports import lazy_imports
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import torch
 
 
 @pytest.fixture(scope="module")

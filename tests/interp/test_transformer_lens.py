@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.interp import transformer_lens_bridge
 from kukri import LLM
 from kukri.terminal.convert import quantized_file
 from tests.interp.tl_models import IDS, bridge, session, with_batch
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("transformer_lens")

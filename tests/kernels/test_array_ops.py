@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.errors import ShapeError
 from kukri.interp.tapes.tape import Matrices, Tape, Variable
@@ -18,13 +17,18 @@ from kukri.kernels.array_ops import DERIVATIVES, ArrayOps
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, StageOps
 from kukri.kernels.paged_kv import PagedKV
-from kukri.kernels.pytorch import TorchBackend
-from kukri.kernels.pytorch.cache import TensorCache
-from kukri.kernels.pytorch.ops import TorchOps
 from kukri.kernels.reference import ReferenceOps
 from kukri.kernels.specs import AttentionSpec, ConvSpec
 from kukri.kernels.weight_handles import RopeFrequencies, Vector
 from tests.kernels.small_programs import f32_weight
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.pytorch import TorchBackend
+    from kukri.kernels.pytorch.cache import TensorCache
+    from kukri.kernels.pytorch.ops import TorchOps
 
 LAYOUT = [KVLayer(1, 16), StateLayer((("conv", (2, 4)),))]
 SPEC = AttentionSpec(0, 2, 1, 4, 1.0)

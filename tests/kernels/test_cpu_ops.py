@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError
 from kukri.kernels.cache import KVLayer
@@ -27,6 +26,10 @@ from tests.kernels.small_programs import (
     run,
     weight,
 )
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
 
 
 @pytest.mark.parametrize("type_name", RUN)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.kernels.kv_types import encode_q4, q4_bytes, rotate_heads, unpack_q4
-from kukri.kernels.pytorch import kv_types as tensors
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.pytorch import kv_types as tensors
 
 SIZES = (16, 48, 64, 80, 96, 128, 256)
 

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
 from kukri.errors import ShapeError
 from kukri.kernels import make_backend
@@ -18,6 +16,11 @@ from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.weight_handles import Vector
 from tests.kernels.small_programs import assert_close, f32_weight, plain_batch, run
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+    from torch.nn import functional as F
 
 N_SLOTS, MOST = 9, 150
 

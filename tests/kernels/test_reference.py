@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.cache import KVLayer
@@ -19,6 +18,10 @@ from kukri.kernels.taps import Hooks
 from kukri.kernels.weight_handles import RopeFrequencies, Vector, Weight
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
 
 RANDOM = np.random.default_rng(0)
 # float32 sums of up to 576 terms in two orders

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.errors import CapacityError, MissingKernelError, ShapeError, UnsupportedError
 from kukri.interp.tapes.tape import Matrices, Tape, Variable
-from kukri.interp.tapes.torch_tape import TorchTape
 from kukri.kernels import make_backend
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.expert_choice import NO_EXPERT
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
-from kukri.kernels.pytorch import TorchBackend
-from kukri.kernels.pytorch.cache import TensorCache
-from kukri.kernels.pytorch.ops import TorchOps
-from kukri.kernels.pytorch.step import TensorLogits
-from kukri.kernels.pytorch.weights import to_device
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import AttentionSpec, Routing
 from kukri.kernels.step import ForwardBatch, StepLimits
@@ -25,14 +18,29 @@ from kukri.kernels.weight_handles import RopeFrequencies, Vector, Weight
 from kukri.quant.blocks import BLOCKS, dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.small_programs import TYPES, check_ops, weight
+from tests.lazy_imports import lazy_imports
 
-CPU = torch.device("cpu")
+with lazy_imports():
+    import torch
+
+    from kukri.interp.tapes.torch_tape import TorchTape
+    from kukri.kernels.pytorch import TorchBackend
+    from kukri.kernels.pytorch import ops as torch_ops
+    from kukri.kernels.pytorch.cache import TensorCache
+    from kukri.kernels.pytorch.step import TensorLogits
+    from kukri.kernels.pytorch.weights import to_device
+
+
+def cpu() -> torch.device:
+    return torch.device("cpu")
+
+
 LIMITS = StepLimits(300, 8, 300, 24)
 
 
 def test_the_torch_backend_has_every_op():
     """An op that was added to the op set and to other backends alone, or under another signature."""
-    check_ops(TorchOps)
+    check_ops(torch_ops.TorchOps)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,7 @@ def test_every_backend_gives_the_same_numbers_of_experts(routing):
     found = {
         "reference": ReferenceOps(PagedKV(layout, 1)).route(logits, routing).experts,
         "tape": Tape(Matrices(), {}).route(Variable(logits), routing).experts,
-        "torch": TorchOps(constants, TensorCache(layout, 0, 0, "f32", CPU))
+        "torch": torch_ops.TorchOps(constants, TensorCache(layout, 0, 0, "f32", cpu()))
         .route(torch.tensor(logits), routing)
         .experts.numpy(),
         "torch tape": TorchTape(constants, layout).route(torch.tensor(logits), routing).experts.numpy(),
@@ -66,12 +74,12 @@ def test_every_backend_gives_the_same_numbers_of_experts(routing):
 def test_weights_are_those_of_the_definition_to_the_bit(name):
     """A scale, a high bit or a minimum read from elsewhere; rounding in another place."""
     matrix = weight(np.random.default_rng(3), name, 7, 512)
-    packed = to_device(matrix, CPU, torch.float32)
+    packed = to_device(matrix, cpu(), torch.float32)
     want = dequantize(matrix.data, matrix.type)
     np.testing.assert_array_equal(packed.rows(slice(None)).numpy(), want)
     np.testing.assert_array_equal(packed.rows(torch.tensor([5, 0, 5])).numpy(), want[[5, 0, 5]])
     np.testing.assert_array_equal(packed.unpacked().data.numpy(), want)
-    halves = to_device(matrix, CPU, torch.bfloat16).unpacked().data
+    halves = to_device(matrix, cpu(), torch.bfloat16).unpacked().data
     assert torch.equal(halves, torch.from_numpy(want).to(torch.bfloat16))
 
 
@@ -80,13 +88,13 @@ def test_floats_at_odd_addresses():
     data = np.zeros(4 * 12 + 1, np.uint8)[1:].reshape(4, 12)
     data[:] = np.random.default_rng(0).integers(0, 60, data.shape)
     matrix = Weight(data, QUANT_TYPES["F32"], (4, 3))
-    got = to_device(matrix, CPU, torch.float32).rows(slice(None))
+    got = to_device(matrix, cpu(), torch.float32).rows(slice(None))
     np.testing.assert_array_equal(got.numpy(), np.ascontiguousarray(data).view(np.float32))
 
 
 def test_a_type_without_a_kernel_is_named():
     with pytest.raises(MissingKernelError, match="does not read Q8_K: it reads F32, F16"):
-        to_device(Weight(np.zeros((1, 292), np.uint8), QUANT_TYPES["Q8_K"], (1, 256)), CPU, torch.float32)
+        to_device(Weight(np.zeros((1, 292), np.uint8), QUANT_TYPES["Q8_K"], (1, 256)), cpu(), torch.float32)
 
 
 @pytest.mark.parametrize("unpacked_bytes", [0, 1 << 30])
@@ -232,7 +240,7 @@ def test_cache_pages_and_states():
     """A copy that misses a layer, a scale, or half of a page."""
     layout = [KVLayer(2, 32), StateLayer((("s", (3, 2)),)), KVLayer(1, 64)]
     for kv_type in ("f16", "q8_0", "q4", "f32"):
-        cache = TensorCache(layout, 4, 3, kv_type, CPU)
+        cache = TensorCache(layout, 4, 3, kv_type, cpu())
         assert cache.n_bytes - 4 * 24 == PagedKV(layout, 5, 0, kv_type).n_bytes
         tensors = [t for kv in cache.kv.values() for t in kv.tensors]
         for i, tensor in enumerate(tensors):

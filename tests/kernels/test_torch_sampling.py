@@ -6,14 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.host_step import HostLogits
-from kukri.kernels.pytorch.sampling import TorchSampling
-from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.sampling_record import CHOSEN, MAX_VOCAB, SamplingRecords
 from kukri.kernels.sampling_stages import DRY, MIN_P, PENALTIES, TEMPERATURE, TOP_K, TOP_N_SIGMA, TOP_P
@@ -26,6 +23,13 @@ from tests.kernels.test_sampling_kernel import (
     outcomes,
     random_row,
 )
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.pytorch.sampling import TorchSampling
+    from kukri.kernels.pytorch.step import TensorLogits
 
 REFERENCE = ReferenceSampling()
 COMMON = [PENALTIES, DRY, TOP_K, TOP_P, MIN_P, TEMPERATURE]

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.kernels.backend import Backend
 from kukri.models import Model, load_model
 from kukri.models.layers import Attention
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_llama import Driver, make_pair
+
+with lazy_imports():
+    import torch
 
 SLOW = slice(11, 16)  # pairs of 32 dimensions that hardly rotate with a theta of a million
 

@@ -6,17 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
 from kukri.formats.gguf.tensor_names import gguf_name
 from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
+from tests.lazy_imports import lazy_imports
 
-Updates = dict[str, tuple[torch.Tensor, torch.Tensor]]  # (A, B) by the module's name
+with lazy_imports():
+    import torch
+    from safetensors.torch import save_file
+
+Updates: TypeAlias = "dict[str, tuple[torch.Tensor, torch.Tensor]]"  # (A, B) by the module's name
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
@@ -37,11 +40,11 @@ def random_updates(
 
 
 def write_peft(
-    directory: Path, updates: Updates, alpha: float = 8.0, dtype: torch.dtype = torch.float32, **config: Any
+    directory: Path, updates: Updates, alpha: float = 8.0, dtype: torch.dtype | None = None, **config: Any
 ) -> Path:
     """A directory as PEFT saves it; `config` replaces keys."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    dtype, tensors = dtype or torch.float32, {}
     for name, (a, b) in updates.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype).contiguous()
         tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype).contiguous()

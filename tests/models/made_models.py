@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
 from kukri.config import (
     LatentConfig,
@@ -20,7 +18,7 @@ from kukri.config import (
 )
 from kukri.models import ARCHITECTURES
 from kukri.quant.types import QUANT_TYPES
-from tests.models import bailing_class, minicpm_class, smallthinker_class, token_by_token  # noqa: F401
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_llama import TorchSource
 from tests.models.tiny_models import (
     CONTEXT,
@@ -34,6 +32,10 @@ from tests.models.tiny_models import (
     V,
     rope,
 )
+
+with lazy_imports():
+    import torch
+    import transformers
 
 
 def make(
@@ -137,6 +139,8 @@ def is_convolution(key: str) -> bool:
 
 def _hf_class(name: str) -> Any:
     """A class of transformers, or one of those that stand for classes on the hub."""
+    from tests.models import bailing_class, minicpm_class, smallthinker_class, token_by_token  # noqa: F401
+
     own = vars(minicpm_class) | vars(smallthinker_class) | vars(bailing_class)
     return own.get(name) or getattr(transformers, name, transformers.LlamaForCausalLM)
 

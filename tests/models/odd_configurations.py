@@ -15,11 +15,14 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import transformers as tr
 
 from kukri.errors import FormatError, KukriError, UnsupportedError
-from tests.test_llm_safetensors import CHECKPOINTS, RUN, TINY, byte_tokenizer, exact_logits, theirs
+from tests.lazy_imports import lazy_imports
+from tests.test_llm_safetensors import RUN, TINY, byte_tokenizer, config_of, exact_logits, theirs
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 PER_KIND = 18  # cases
 N_TOKENS = 24
@@ -79,7 +82,7 @@ class Outcome(NamedTuple):
 
 def cases(kind: str, n: int = PER_KIND) -> list[Case]:
     """The cases of a kind, drawn by its name."""
-    config_class, facts = CHECKPOINTS[kind]
+    config_class, facts = config_of(kind)
     config = config_class(**{**TINY, **facts})
     defaults = config_class().to_dict()
     found = [
@@ -144,7 +147,7 @@ def outcome(case: Case, directory: Path) -> Outcome:
 
 
 def _made(case: Case, directory: Path) -> Any:
-    config_class, facts = CHECKPOINTS[case.kind]
+    config_class, facts = config_of(case.kind)
     torch.manual_seed(3)
     config = config_class(**{**TINY, **facts, case.field: case.value})
     model = tr.AutoModelForCausalLM.from_config(config, attn_implementation="eager")

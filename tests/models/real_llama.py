@@ -6,8 +6,12 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 _NAMES = {
     "attn_norm": "input_layernorm",

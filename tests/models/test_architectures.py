@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.errors import FormatError, UnusedTensorError
 from kukri.formats.gguf.config import model_config
@@ -19,12 +18,16 @@ from kukri.kernels import make_backend
 from kukri.kernels.backend import Backend
 from kukri.models import ARCHITECTURES, Model, cache_layout, load_model
 from kukri.models.trace import Trace
+from tests.lazy_imports import lazy_imports
 from tests.models.made_models import make
 from tests.models.test_llama import TOLERANCE, residual_recorder
 from tests.models.tiny_llama import Driver, TorchSource, hf_forward, random_ids, run_together
 from tests.models.tiny_models import D_HEAD, IN_GGUF, N_TOKENS, ORIGINAL, TINY, V
 from tests.models.written_models import as_read, write
 from tests.quick import some
+
+with lazy_imports():
+    import torch
 
 IDS = random_ids(N_TOKENS, V)
 MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss"]  # with int8 inputs, two tokens of the last choose other experts

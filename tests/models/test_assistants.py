@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
 
 from kukri import LLM, SamplingParams
 from kukri.engine.draft_kinds.assistant import AssistantDrafts
@@ -24,13 +23,18 @@ from kukri.kernels.cache import pool_windows
 from kukri.kernels.step import ForwardBatch, PoolPages, StepLimits
 from kukri.models import load_model
 from kukri.models.next_token import RESULT
+from tests.lazy_imports import lazy_imports
 from tests.models.preempted_drafts import check_too_few_pages
 from tests.test_llm_safetensors import GEMMA4, TINY, make
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 PROMPT = [*b"It was a bright cold day in April, and the clocks were striking thirteen."]
 
 
-def modes(config: Any, usual: Any = tr.Gemma4TextConfig.kv_sharing_modes) -> list[str | None]:
+def modes(usual: Any, config: Any) -> list[str | None]:
     """What layers do with others' keys; transformers 5.23 raises if all read those of another model."""
     n = config.num_hidden_layers
     return ["reuse"] * n if config.num_kv_shared_layers == n else usual.fget(config)  # type: ignore[no-any-return]
@@ -58,8 +62,9 @@ def make_assistant(directory: Path, backbone: int = 64) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def mended() -> Iterator[None]:
+    usual = tr.Gemma4TextConfig.kv_sharing_modes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tr.Gemma4TextConfig, "kv_sharing_modes", property(modes))
+        patch.setattr(tr.Gemma4TextConfig, "kv_sharing_modes", property(partial(modes, usual)))
         yield
 
 

@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
-from safetensors.torch import load_file, save_file
-from transformers.integrations.bitnet import WeightQuant, pack_weights
 
 from kukri import LLM
 from kukri.errors import KukriError
 from kukri.formats.headers import read_headers
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import byte_tokenizer, exact_logits, theirs
+
+with lazy_imports():
+    import torch
+    import transformers as tr
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.bitnet import WeightQuant, pack_weights
 
 IDS = np.random.default_rng(0).integers(0, 250, 30).tolist()
 SIZES = {

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
-from safetensors.torch import save_file
 
 from kukri import LLM, SamplingParams
 from kukri.engine.drafts import DraftBudget
@@ -22,8 +19,13 @@ from kukri.formats.huggingface.eagle3 import read_eagle3
 from kukri.kernels import make_backend
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import load_model
+from tests.lazy_imports import lazy_imports
 from tests.models.preempted_drafts import check_too_few_pages
 from tests.test_llm_safetensors import CHECKPOINTS, N_VOCAB, TINY, make
+
+with lazy_imports():
+    import torch
+    from safetensors.torch import save_file
 
 N_LAYERS, D, HEADS, KV_HEADS, D_HEAD, F = 8, 64, 4, 2, 16, 96
 PROMPT = [*b"It was a bright cold day in April, and the clocks were striking thirteen."]
@@ -124,7 +126,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TINY, "num_hidden_layers", N_LAYERS)
         patch.setitem(TINY, "initializer_range", 0.15)
-        patch.setitem(CHECKPOINTS, "deep", (tr.LlamaConfig, {}))
+        patch.setitem(CHECKPOINTS, "deep", ("LlamaConfig", {}))
         return make(tmp_path_factory.mktemp("llama"), "deep")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM
 from kukri.errors import ContextLengthError, FormatError, KukriError, RequestError, UnsupportedError
@@ -20,9 +19,14 @@ from kukri.models import ARCHITECTURES
 from kukri.models.jina_bert_v2 import alibi
 from kukri.models.mpnet import REACH, buckets
 from kukri.terminal.convert import convert_model
-from tests.models.jina_class import slopes
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_encoders import CONTEXT, ENCODERS, N_LAYERS, V, hf_states, load, save
 from tests.models.tiny_llama import Driver, random_ids
+
+with lazy_imports():
+    import torch
+
+    from tests.models.jina_class import slopes
 
 IDS = [max(i, 2) for i in random_ids(37, V)]  # no padding, which XLM-RoBERTa has no position for
 TOLERANCES = {"reference": 1e-4, "cpu": 2e-3, "torch": 1e-4}  # float16 keys and values on the CPU

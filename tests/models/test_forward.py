@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import DynamicCache
 
 from kukri.errors import HookError, KukriError, RequestError
 from kukri.kernels.paged_kv import PAGE_TOKENS
 from kukri.models import Model, load_model
+from tests.lazy_imports import lazy_imports
 from tests.models.made_models import make
 from tests.models.tiny_llama import TorchSource, random_ids
 from tests.models.tiny_models import HEADS, KV_HEADS, V
+
+with lazy_imports():
+    import torch
+    from transformers import DynamicCache
 
 ARCHITECTURES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 CONTEXT = 1024
@@ -24,11 +27,14 @@ N_TOKENS = 1010  # chunks of 1000 leave a rest
 TOLERANCES = {"reference": 1e-4, "cpu": 4e-3}
 
 
-class HalfCache(DynamicCache):
+def half_cache() -> Any:
     """transformers' cache, holding what float16 can: the CPU backend's cache."""
-
-    def update(self, keys: Any, values: Any, *rest: Any, **more: Any) -> Any:
-        return super().update(keys.half().float(), values.half().float(), *rest, **more)
+    cache = DynamicCache()
+    update = cache.update
+    cache.update = lambda keys, values, *rest, **more: update(
+        keys.half().float(), values.half().float(), *rest, **more
+    )
+    return cache
 
 
 @cache
@@ -45,7 +51,7 @@ def bound(name: str, backend: Any) -> Model:
 
 def theirs(name: str, backend: Any, ids: Any, **arguments: Any) -> np.ndarray:
     """transformers' logits, its keys and values rounded as the backend rounds them."""
-    cache = HalfCache() if backend.name == "cpu" else DynamicCache()
+    cache = half_cache() if backend.name == "cpu" else DynamicCache()
     arguments = {key: torch.as_tensor(value) for key, value in arguments.items()}
     with torch.no_grad():
         return pair(name)[0](torch.tensor(ids), past_key_values=cache, **arguments).logits.numpy()
@@ -56,7 +62,7 @@ def long_answer(name: str, half: bool) -> tuple[np.ndarray, np.ndarray]:
     ids = np.array(random_ids(N_TOKENS, V))[None]
     hf = pair(name)[0]
     with torch.no_grad():
-        logits = hf(torch.tensor(ids), past_key_values=HalfCache() if half else DynamicCache()).logits
+        logits = hf(torch.tensor(ids), past_key_values=half_cache() if half else DynamicCache()).logits
     return ids, logits.numpy()
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
 
 from benchmarks.make_model import SHAPES, make_model
 from kukri import LLM, SamplingParams
@@ -24,11 +22,16 @@ from kukri.interp import patching
 from kukri.quant.mixes import mix_types
 from tests.interp.test_patching import CLEAN, CORRUPT, cell_by_cell, metric
 from tests.interp.tl_models import session
+from tests.lazy_imports import lazy_imports
 from tests.models import tiny_models, written_models
 from tests.models.lora_files import merged, random_updates, write_peft
 from tests.models.made_models import make
 from tests.test_llm_safetensors import GEMMA4, TINY, theirs
 from tests.test_llm_safetensors import make as make_directory
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 PATH = Path("config.json")
 SHARED = {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}

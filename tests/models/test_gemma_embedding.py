@@ -8,17 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
-from safetensors.torch import load_file, save_file
 
 from kukri import LLM
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.kernels import make_backend
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_encoders import load
 from tests.models.tiny_llama import Driver
+
+with lazy_imports():
+    import torch
+    import transformers as tr
+    from safetensors.torch import load_file, save_file
 
 V, WINDOW = 272, 10  # a token sees 5 before and 5 after it
 IDS = np.random.default_rng(5).integers(0, 256, 37).tolist()

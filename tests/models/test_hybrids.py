@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from kukri import LLM, SamplingParams
 from kukri.config import EngineConfig
@@ -26,11 +24,16 @@ from kukri.models import load_model
 from kukri.terminal.convert import convert_model
 from kukri.terminal.inspect import show_model
 from tests.engine.fake_model import SeerDrafts
+from tests.lazy_imports import lazy_imports
 from tests.models.made_models import make as make_tiny
 from tests.models.tiny_models import TINY
 from tests.models.written_models import write
 from tests.test_llm_safetensors import CHECKPOINTS, N_VOCAB, byte_tokenizer, make
 from tests.test_llm_safetensors import TINY as TINY_HF
+
+with lazy_imports():
+    import torch
+    import transformers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.config import LayerConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
@@ -23,8 +22,12 @@ from kukri.models.rope import rope_frequencies
 from kukri.models.trace import Trace
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_llama import Driver, TorchSource, hf_forward, make_pair, random_ids
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import torch
 
 # Two orders of float32 sums: 60 to 100 terms each, through 2 or 3 layers. Values are of size 1 to 7.
 TOLERANCE = 1e-4

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from kukri import LLM, SamplingParams
@@ -26,11 +25,15 @@ from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model, convert_to_directory
 from kukri.terminal.inspect import show_model
+from tests.lazy_imports import lazy_imports
 from tests.models.made_models import make as make_tiny
 from tests.models.tiny_llama import Driver, hf_forward
 from tests.models.tiny_models import TINY
 from tests.models.written_models import write
 from tests.test_llm_safetensors import N_VOCAB, exact_logits, make
+
+with lazy_imports():
+    import torch
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 30).tolist()
 LAYER = "model.layers.1.mlp"

@@ -8,11 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from gguf import MODEL_TENSOR, TENSOR_NAMES
-from safetensors.torch import load_file, save_file
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 from kukri import LLM, SamplingParams
 from kukri.engine.draft_kinds.next_token import NextTokenDrafts
@@ -26,7 +22,14 @@ from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import load_model
 from kukri.models.next_token import NextTokenLayer
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import N_VOCAB, make
+
+with lazy_imports():
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
 
 KINDS = ["qwen3_5_text", "glm4_moe_lite"]
 SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5_moe_text", "glm4_moe")]

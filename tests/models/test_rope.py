@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kukri.config import RopeConfig, RopeScaling
 from kukri.errors import ConfigError
 from kukri.kernels.rope_rows import RopeRows
 from kukri.models.rope import attention_factor, inverse_frequencies, rope_frequencies, with_scaling
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_llama import make_pair
+
+with lazy_imports():
+    import torch
+    from transformers import LlamaConfig, modeling_rope_utils
 
 HALF = 32
 SHORT = tuple(1 + 0.01 * i for i in range(HALF))
@@ -64,7 +66,8 @@ def theirs(kind: str, parameters: dict[str, Any], theta: float, n_tokens: int) -
         head_dim=2 * HALF, num_attention_heads=2, hidden_size=128, max_position_embeddings=ORIGINAL,
         rope_parameters=rope,
     )  # fmt: skip
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=n_tokens)
+    init = modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
+    frequencies, factor = init(config, torch.device("cpu"), seq_len=n_tokens)
     return frequencies.numpy(), factor
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
 
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_encoders import BYTES_V, D, V, save
+
+with lazy_imports():
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
 
 WIDTH = 24
 PREFIXES = {True: "[Q] ", False: "[D] "}

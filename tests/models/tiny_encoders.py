@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.models import Model, load_model
-from tests.models import jina_class, lfm2_class
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+    import transformers
+
 
 BYTES_V = 300  # for byte pairs, which need a token for each byte
 N_LAYERS, D, F, V, HEADS, CONTEXT = 4, 64, 96, 80, 4, 96
@@ -88,7 +91,7 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
     if name == "modernbert":
         byte_pairs(directory)
     elif name == "mpnet":
-        word_pieces(directory, transformers.MPNetTokenizer, ("<s>", "<pad>", "</s>", "[UNK]", "<mask>"))
+        word_pieces(directory, "MPNetTokenizer", ("<s>", "<pad>", "</s>", "[UNK]", "<mask>"))
     elif name in ("xlm_roberta", "jina_embeddings_v3"):
         pieces(directory)
     else:
@@ -98,6 +101,8 @@ def save(directory: Path, name: str, head: str = "Model", seed: int = 0, **more:
 
 def _hf_class(name: str) -> Any:
     """A class of transformers, or one that stands for a class on the hub."""
+    from tests.models import jina_class, lfm2_class
+
     own = vars(lfm2_class) | vars(jina_class)
     return own.get(name) or getattr(transformers, name)
 
@@ -129,16 +134,14 @@ def byte_pairs(directory: Path) -> None:
 _BERT_IDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def word_pieces(
-    directory: Path, kind: Any = transformers.BertTokenizer, special: Sequence[str] = _BERT_IDS
-) -> None:
+def word_pieces(directory: Path, kind: str = "BertTokenizer", special: Sequence[str] = _BERT_IDS) -> None:
     """A WordPiece tokenizer of V tokens, as transformers saves it."""
     pieces = [*"abcdefghijklmnopqrstuvwxyz", "the", "cat", "sat", "##s", "##ing", "on", "mat", ",", ".", "!"]
     pieces += [f"##{letter}" for letter in "abcdefghijklmnopqrtuvwxyz"]
     tokens = [*special, *pieces]
     tokens += [f"w{i}" for i in range(V - len(tokens))]
     (directory / "vocab.txt").write_text("\n".join(tokens))
-    made = kind(vocab={token: i for i, token in enumerate(tokens)})
+    made = getattr(transformers, kind)(vocab={token: i for i, token in enumerate(tokens)})
     made.save_pretrained(directory)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnusedTensorError
@@ -19,6 +17,11 @@ from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import Model
 from kukri.models.weights import expert_name
 from kukri.quant.types import QUANT_TYPES
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class TorchSource:

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
 from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.models.rope import rope_frequencies
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import TINY, make, theirs
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import torch
+    import transformers as tr
+    from transformers import modeling_rope_utils
 
 CONTEXT = TINY["max_position_embeddings"]
 
@@ -40,7 +43,8 @@ def stretched(directory: Path, kind: str, factor: float) -> tr.LlamaConfig:
 def test_tables_and_logits_are_those_of_transformers(llama: Path, kind: str) -> None:
     """A flag that is taken and not used, or used on a wrong context: 300 tokens in a model for 128."""
     config = stretched(llama, kind, 4.0)
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=4 * CONTEXT)
+    init = modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
+    frequencies, factor = init(config, torch.device("cpu"), seq_len=4 * CONTEXT)
     with LLM(llama, backend="reference", rope_scaling=kind, rope_factor=4.0) as llm:
         assert llm.config.max_context == 4 * CONTEXT
         rope = rope_frequencies(llm.config.rope, llm.config.max_context)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from benchmarks.int4 import q4_0_quants
 from kukri.kernels.quantize import quantize
 from kukri.quant.blocks import dequantize
 from kukri.quant.per_token import linear_per_token, quantize_tokens, row_sums
 from kukri.quant.types import QUANT_TYPES
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
 
 Q4_0 = QUANT_TYPES["Q4_0"]
 

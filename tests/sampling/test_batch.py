@@ -6,19 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kukri.errors import KukriError, ShapeError
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.host_step import HostLogits
-from kukri.kernels.pytorch.sampling import TorchSampling
-from kukri.kernels.pytorch.step import TensorLogits
 from kukri.kernels.reference_sampling import ReferenceSampling
 from kukri.kernels.sampling_record import SamplingRecords
 from kukri.sampling import RequestSampler, SamplingError, SamplingParams, sample_rows, token_logprobs
 from kukri.sampling.params import SAMPLERS
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.pytorch.sampling import TorchSampling
+    from kukri.kernels.pytorch.step import TensorLogits
 
 REFERENCE = ReferenceSampling()
 N_VOCAB = 1003

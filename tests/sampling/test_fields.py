@@ -7,7 +7,6 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 
-import llm
 import pytest
 import typer
 from pydantic import ValidationError
@@ -15,7 +14,6 @@ from pydantic import ValidationError
 from kukri import SamplingParams
 from kukri.cli import app
 from kukri.errors import RequestError
-from kukri.llm_plugin import Kukri
 from kukri.sampling.fields import MAX_FACTOR, FieldFacts, facts_of
 from kukri.server.answer_facts import settings_of
 from kukri.server.anthropic.schema import MessagesBody
@@ -24,6 +22,12 @@ from kukri.server.ollama.schema import Options
 from kukri.server.openai.responses_schema import ResponseBody
 from kukri.server.page.routes import _CONTROLS, PageBody
 from kukri.server.schema import ChatBody, CompletionBody
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import llm
+
+    from kukri.llm_plugin import Kukri
 
 ROOT = Path(__file__).parents[2]
 FACTS = dict(facts_of(SamplingParams))

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from anthropic.types.shared import ErrorResponse
-from openai.types import Completion, CreateEmbeddingResponse, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
+
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import anthropic
+    import openai
 
 # beyond OpenAI's: as vLLM and others write thoughts and contexts
 EXTENSIONS = {
@@ -34,8 +35,8 @@ REQUIRED_NULLS = {
 }  # fmt: skip
 
 
-def check_chat(body: Any) -> ChatCompletion:
-    parsed = _strict(ChatCompletion, body)
+def check_chat(body: Any) -> openai.types.chat.ChatCompletion:
+    parsed = _strict(openai.types.chat.ChatCompletion, body)
     _has(body, REQUIRED_NULLS["chat.completion"])
     for choice in body["choices"]:
         _has(choice, {"finish_reason", "index", "message", "logprobs"})
@@ -47,15 +48,15 @@ def check_chat(body: Any) -> ChatCompletion:
     return parsed
 
 
-def check_chunk(body: Any) -> ChatCompletionChunk:
-    parsed = _strict(ChatCompletionChunk, body)
+def check_chunk(body: Any) -> openai.types.chat.ChatCompletionChunk:
+    parsed = _strict(openai.types.chat.ChatCompletionChunk, body)
     _has(body, REQUIRED_NULLS["chat.completion.chunk"])
     for choice in body["choices"]:
         _has(choice, {"delta", "finish_reason", "index", "logprobs"})
     return parsed
 
 
-def check_completion(body: Any, *, is_chunk: bool = False) -> Completion:
+def check_completion(body: Any, *, is_chunk: bool = False) -> openai.types.Completion:
     """OpenAI's chunks of text have a finish_reason of null, which its types leave out."""
     plain = json.loads(json.dumps(body))
     for choice in plain["choices"]:
@@ -66,11 +67,11 @@ def check_completion(body: Any, *, is_chunk: bool = False) -> Completion:
         if logprobs and logprobs["tokens"] and logprobs["token_logprobs"][0] is None:  # echo: the first token
             logprobs["token_logprobs"][0], logprobs["top_logprobs"][0] = 0.0, {}
     _has(body, REQUIRED_NULLS["text_completion"] - ({"usage"} if is_chunk else set()))
-    return _strict(Completion, plain)
+    return _strict(openai.types.Completion, plain)
 
 
-def check_response(body: Any) -> Response:
-    parsed = _strict(Response, body)
+def check_response(body: Any) -> openai.types.responses.Response:
+    parsed = _strict(openai.types.responses.Response, body)
     _has(body, REQUIRED_NULLS["response"])
     for item in body["output"]:
         if item["type"] == "function_call":
@@ -86,7 +87,9 @@ def check_response(body: Any) -> Response:
 def check_event(body: Any) -> Any:
     if "response" in body:
         check_response(body["response"])
-    return TypeAdapter(ResponseStreamEvent).validate_json(json.dumps(body), strict=True)
+    return TypeAdapter(openai.types.responses.ResponseStreamEvent).validate_json(
+        json.dumps(body), strict=True
+    )
 
 
 def check_embeddings(body: Any) -> None:
@@ -95,11 +98,11 @@ def check_embeddings(body: Any) -> None:
     for item in plain["data"]:
         if isinstance(item["embedding"], str):
             item["embedding"] = [0.0]
-    _strict(CreateEmbeddingResponse, plain)
+    _strict(openai.types.CreateEmbeddingResponse, plain)
 
 
-def check_message(body: Any) -> Message:
-    parsed = _strict(Message, body)
+def check_message(body: Any) -> anthropic.types.Message:
+    parsed = _strict(anthropic.types.Message, body)
     _has(body, {"id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "usage"})
     return parsed
 
@@ -108,13 +111,13 @@ def check_message_event(body: Any) -> Any:
     if body["type"] == "ping":
         assert body == {"type": "ping"}
         return None
-    event = TypeAdapter(RawMessageStreamEvent).validate_json(json.dumps(body), strict=True)
+    event = TypeAdapter(anthropic.types.RawMessageStreamEvent).validate_json(json.dumps(body), strict=True)
     _no_extras(event)
     return event
 
 
 def check_message_tokens(body: Any) -> int:
-    return _strict(MessageTokensCount, body).input_tokens
+    return _strict(anthropic.types.MessageTokensCount, body).input_tokens
 
 
 def check_message_error(response: httpx.Response, status: int) -> str:
@@ -122,7 +125,7 @@ def check_message_error(response: httpx.Response, status: int) -> str:
     assert response.status_code == status, response.text
     body = response.json()
     known = response.text.replace("request_too_large", "api_error")  # documented, and missing in the types
-    parsed = ErrorResponse.model_validate_json(known, strict=True)
+    parsed = anthropic.types.shared.ErrorResponse.model_validate_json(known, strict=True)
     assert set(body) == {"type", "error", "request_id"}
     assert set(body["error"]) == {"type", "message"}
     assert body["request_id"] == response.headers["request-id"]
@@ -131,8 +134,8 @@ def check_message_error(response: httpx.Response, status: int) -> str:
     return parsed.error.message
 
 
-def check_model(body: Any) -> Model:
-    return _strict(Model, body)
+def check_model(body: Any) -> openai.types.Model:
+    return _strict(openai.types.Model, body)
 
 
 def check_error(response: httpx.Response, status: int, param: str | None = None) -> str:

@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from playwright import sync_api as playwright
+if TYPE_CHECKING:
+    from playwright import sync_api as playwright
 
 PROBES = Path(__file__).with_name("page_probes.js").read_text(encoding="utf-8")
 PHONE = {"width": 390, "height": 844}

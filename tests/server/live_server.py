@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import openai
 import uvicorn
 
 from kukri import LLM
@@ -22,6 +21,10 @@ from kukri.server.connection import uvicorn_options
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec, ServerSettings
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import openai
 
 MODEL = "smol"
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from kukri import LLM
@@ -17,8 +16,12 @@ from kukri.engine import EngineLoop
 from kukri.errors import RequestError
 from kukri.server.openai import batches as batches_module
 from kukri.server.openai.uploads import Form, FormReader
+from tests.lazy_imports import lazy_imports
 from tests.server.live_server import MODEL, Served, serving
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import openai
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import openai
 import pytest
-import torch
-import transformers as tr
 
 from kukri import LLM
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import check_embeddings, check_error
 from tests.server.live_server import MODEL, OTHER_NAME, serving
 from tests.tasks.test_tasks import TEXT, TOLERANCES, make
+
+with lazy_imports():
+    import openai
+    import torch
+    import transformers as tr
 
 TEXTS = [TEXT, "a", "The capital of France is Paris. " * 9]
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import check_chat, check_chunk, check_error, events
 from tests.server.forcing import force
 from tests.server.live_server import MODEL
 from tests.server.test_tool_families import CALLS, NAMED, QUESTION, STRICT, TOOLS, ask, prompt_of
+
+with lazy_imports():
+    import anthropic
 
 
 class User(BaseModel):

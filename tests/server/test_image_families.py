@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from benchmarks.pictures import picture
 from kukri import LLM
+from tests.lazy_imports import lazy_imports
 from tests.server.live_server import serving
 from tests.server.test_images import sent, shown, user
 from tests.test_llm_safetensors import byte_tokenizer
 from tests.vision.test_processors import reference
 from tests.vision.tiny_checkpoints import FAMILIES, MEAN, STD, save_with_processor
 from tests.vision.tiny_vision import IMAGE_TOKEN, PIXTRALS
+
+with lazy_imports():
+    import torch
 
 N = 8  # tokens of an answer
 BREAK, END = 260, 261

@@ -8,9 +8,7 @@ import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import anthropic
 import numpy as np
-import ollama
 import pytest
 
 from benchmarks.pictures import HOSTILE, encoded, picture
@@ -19,9 +17,14 @@ from kukri.errors import RequestError
 from kukri.server.chat import image_urls
 from kukri.server.chat.image_urls import fetched, is_public
 from kukri.server.image_bytes import ImageBytes
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import check_error
 from tests.server.live_server import serving
 from tests.vision.seeing import N_TILE, save_seeing, their_answer
+
+with lazy_imports():
+    import anthropic
+    import ollama
 
 RED, TALL = picture(40, 50, 1), picture(90, 30, 2)
 N = 12  # tokens of an answer

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import safetensors.numpy
 
@@ -20,9 +19,13 @@ from kukri.interp import Probe
 from kukri.sampling import SamplingParams
 from kukri.server.keys import KeyRing
 from kukri.server.settings import ServerSettings
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import check_error
 from tests.server.live_server import serving
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import openai
 
 D = 64
 DIRECTION = np.random.default_rng(0).standard_normal(D).astype(np.float32) * 8

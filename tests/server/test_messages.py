@@ -7,12 +7,12 @@ import json
 import logging
 from typing import Any
 
-import anthropic
 import pytest
 
 from kukri import LLM
 from kukri.server.anthropic.messages import parse_message
 from kukri.server.anthropic.schema import PromptBody
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import (
     check_message,
     check_message_error,
@@ -22,6 +22,9 @@ from tests.server.bodies import (
 )
 from tests.server.live_server import MODEL, Served, serving
 from tests.stopwatch import within
+
+with lazy_imports():
+    import anthropic
 
 SYSTEM = "You are a helpful AI assistant."
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ollama
 import pytest
 from huggingface_hub import constants
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,9 +27,13 @@ from kukri.server.ollama import models as ollama_models
 from kukri.server.settings import ModelSpec
 from tests.dialects.families import FAMILIES, write_family
 from tests.fake_hub import TINY
+from tests.lazy_imports import lazy_imports
 from tests.server.forcing import force
 from tests.server.live_server import MODEL, Served, serving
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import ollama
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 LIKELIEST = {"temperature": 0, "frequency_penalty": 0, "presence_penalty": 0}

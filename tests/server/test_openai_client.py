@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 
-import openai
 import pytest
 
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import (
     check_chat,
     check_chunk,
@@ -18,6 +18,9 @@ from tests.server.bodies import (
     events,
 )
 from tests.server.live_server import MODEL, OTHER_NAME, SERVER
+
+with lazy_imports():
+    import openai
 
 QUESTION = [
     {"role": "system", "content": "You are a helpful AI assistant."},

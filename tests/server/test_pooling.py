@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_encoders import hf_states, save
 from tests.server.bodies import check_error
 from tests.server.live_server import MODEL, serving
 from tests.tasks.test_tasks import CONTEXT, LABELS, QUESTION, QUESTIONS, TEXTS, make
+
+with lazy_imports():
+    import torch
 
 SAID = ["the cat sat on the mat.", "a", "cats, sitting!"]
 

@@ -6,13 +6,16 @@ import asyncio
 import json
 from typing import Any
 
-import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import check_error, check_event, check_response, events
 from tests.server.live_server import MODEL, Served
 from tests.server.test_thinking import options, thinker  # noqa: F401  (a fixture)
+
+with lazy_imports():
+    import openai
 
 WEATHER = {
     "type": "function",

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-import torch
 
 from kukri import LLM
 from kukri.errors import ConfigError
@@ -18,9 +16,14 @@ from kukri.opening.model_options import ModelOptions
 from kukri.server.settings import ModelSpec
 from kukri.terminal.serve_options import ServeOptions
 from kukri.terminal.served_models import served_models
+from tests.lazy_imports import lazy_imports
 from tests.models.lora_files import Updates, write_gguf_adapter, write_peft
 from tests.server.live_server import Served, serving
 from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
+
+with lazy_imports():
+    import openai
+    import torch
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]

@@ -6,10 +6,13 @@ import re
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from tests.lazy_imports import lazy_imports
 from tests.server.live_server import MODEL, Served
+
+with lazy_imports():
+    import openai
 
 TEXT = "The quick brown fox jumps over the lazy dog. A lazy dog sleeps in the sun all day long. "
 MESSAGES: Any = [{"role": "user", "content": f"Repeat this text: {TEXT}"}]

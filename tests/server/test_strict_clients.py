@@ -6,16 +6,19 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
-import anthropic
-import ollama
-import openai
 import pytest
 
 from kukri import LLM
+from tests.lazy_imports import lazy_imports
 from tests.server.live_server import MODEL, TOOL_TEMPLATE, Served, serving
 from tests.tiny_gguf import tiny_config, write_tiny
+
+with lazy_imports():
+    import anthropic
+    import ollama
+    from openai import OpenAI
 
 ASKED = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"]}
@@ -31,8 +34,7 @@ FLAT_TOOLS = {
     "tool_choice": "required",
     "max_output_tokens": 100,
 }
-OpenAI = openai.OpenAI
-Ask = Callable[[OpenAI], Any]
+Ask: TypeAlias = "Callable[[OpenAI], Any]"
 
 
 @pytest.fixture(scope="module")

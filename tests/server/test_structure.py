@@ -8,14 +8,17 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 from pydantic import BaseModel
 
 from kukri import LLM, Grammar
 from kukri.server.chat.grammar_check import GrammarCheck
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import check_error, check_response
 from tests.server.live_server import MODEL, serving
+
+with lazy_imports():
+    import openai
 
 QUESTION = [{"role": "user", "content": "Name a city and its country."}]
 SAMPLED = {"model": MODEL, "temperature": 1, "max_tokens": 160}

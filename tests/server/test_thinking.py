@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import anthropic
 import pytest
-import torch
-import transformers as tr
 
 from kukri import LLM
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import check_message, check_message_event, events
 from tests.server.live_server import MODEL, Served, serving
 from tests.test_llm_safetensors import TINY, byte_tokenizer
+
+with lazy_imports():
+    import anthropic
+    import torch
+    import transformers as tr
 
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>

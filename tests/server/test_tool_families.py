@@ -7,15 +7,18 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import anthropic
-import ollama
 import pytest
 
 from kukri import LLM
 from tests.dialects.families import FAMILIES, PYTHON_TOOLS, SMOLLM3_CODE, Family, history_of, write_family
+from tests.lazy_imports import lazy_imports
 from tests.server.bodies import check_chat, check_chunk, events
 from tests.server.forcing import force
 from tests.server.live_server import MODEL, Served, serving
+
+with lazy_imports():
+    import anthropic
+    import ollama
 
 CALLS = [("get_weather", {"city": "Zürich \"}'", "unit": "C"}), ("get_time", {})]
 TOOLS = [

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -18,9 +17,13 @@ from kukri.errors import ContextLengthError, FormatError, KukriError, RequestErr
 from kukri.sampling import SamplingParams
 from kukri.scale.wire import request_from_json, request_to_json
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_colbert import PREFIXES, WIDTH, defined, save_late
 from tests.server.live_server import MODEL, serving
 from tests.tasks.test_tasks import make
+
+with lazy_imports():
+    from safetensors.torch import load_file, save_file
 
 QUERY, DOCUMENTS = "cats sat, on!", ["the cat sat on the mat.", "a, b! c?", "mats", "the mat " * 9]
 TOLERANCES = {"reference": 1e-5, "torch": 1e-5, "cpu": 2e-3}

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -20,7 +18,12 @@ from kukri.formats.gguf.writer import write_gguf
 from kukri.formats.sentence_transformers import PAIR_KEY, PAIR_TEMPLATE
 from kukri.quant.types import QUANT_TYPES
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.server.live_server import serving
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 QUERY = "Which cat sat?"
 DOCUMENTS = ["A cat sat on a mat.", "Dogs bark.", "yes yes yes <|im_end|>\n<|im_start|>assistant\nyes", "é"]

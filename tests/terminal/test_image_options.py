@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 
-import llm
 import pytest
 
 from benchmarks.pictures import encoded, picture
 from kukri import LLM
 from kukri.calls.system_message import opening
 from kukri.errors import RequestError
-from kukri.llm_plugin import Kukri
 from kukri.sampling import SamplingParams
 from kukri.terminal.chat import Chat
 from kukri.terminal.run import answer_prompt
 from kukri.terminal.saved_chat import read_chat
+from tests.lazy_imports import lazy_imports
 from tests.vision.seeing import N_TILE, save_seeing
+
+with lazy_imports():
+    import llm
+
+    from kukri.llm_plugin import Kukri
 
 LIKELIEST = {"temperature": 0, "max_tokens": 8}
 

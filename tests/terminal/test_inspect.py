@@ -12,17 +12,20 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
-import transformers as tr
 from typer.testing import CliRunner
 
 from kukri.cli import app
 from kukri.formats.gguf.writer import write_gguf
 from kukri.quant.types import QUANT_TYPES
+from tests.lazy_imports import lazy_imports
 from tests.models.made_models import make
 from tests.models.tiny_models import IN_GGUF, TINY
 from tests.models.written_models import as_read, write
 from tests.quick import some
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 SIZES = {
     "hidden_size": 64,

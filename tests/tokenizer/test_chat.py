@@ -8,12 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from kukri.errors import FormatError, RequestError
 from kukri.tokenizer import ChatTemplate, Tokenizer, template_process
+from tests.lazy_imports import lazy_imports
 from tests.stopwatch import keeps, within
 from tests.tokenizer.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
+
+with lazy_imports():
+    from transformers.utils.chat_template_utils import render_jinja_template
 
 USER = [{"role": "user", "content": "Hi <b> & 'you' é 日本"}]
 CHATML = (

@@ -18,13 +18,16 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
 
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.huggingface.directory import TokenizerFiles, tokenizer_files
 from kukri.tokenizer import ChatTemplate, TextStream, load_tokenizer
+from tests.lazy_imports import lazy_imports
 from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
 from tests.tokenizer.tiny_tokenizers import CORPUS
+
+with lazy_imports():
+    from transformers import PreTrainedTokenizerFast
 
 N_VOCAB = 1000
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -11,7 +11,6 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer as Trained
 from tokenizers import models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from kukri import LLM, SamplingParams
 from kukri.formats.checkpoint import open_checkpoint
@@ -19,11 +18,15 @@ from kukri.sampling import Grammar, resolve_texts
 from kukri.sampling.grammar import compiled
 from kukri.server.llama_cpp.schema import LlamaCompletionBody
 from kukri.tokenizer import FillInMiddle, Tokenizer, load_tokenizer
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_encoders import save as save_encoder
 from tests.tiny_gguf import tiny_config, write_tiny
 from tests.tokenizer.hard_texts import HARD_TEXTS
 from tests.tokenizer.test_huggingface_reader import KINDS, files, save
 from tests.tokenizer.tiny_tokenizers import metadata_of, sentencepiece_metadata, train_sentencepiece
+
+with lazy_imports():
+    from transformers import PreTrainedTokenizerFast
 
 PROCESSOR = train_sentencepiece(user_defined_symbols=["<tool>"])
 METADATA = sentencepiece_metadata(PROCESSOR)

@@ -5,18 +5,21 @@ import re
 import numpy as np
 import pytest
 from hypothesis import given
-from transformers import PreTrainedTokenizerFast
-from transformers.integrations.gguf import convert_gguf_tokenizer
-from transformers.tokenization_utils_base import generate_merges
 
 from kukri.errors import FormatError
 from kukri.tokenizer import TextStream, Tokenizer
 from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.tokenizer import merges_from_scores
 from kukri.tokenizer.vocabulary import read_vocabulary
+from tests.lazy_imports import lazy_imports
 from tests.stopwatch import within
 from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
 from tests.tokenizer.tiny_tokenizers import sentencepiece_metadata, train_sentencepiece
+
+with lazy_imports():
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import convert_gguf_tokenizer
+    from transformers.tokenization_utils_base import generate_merges
 
 PROCESSOR = train_sentencepiece(user_defined_symbols=["<tool>"])
 METADATA = sentencepiece_metadata(PROCESSOR)

@@ -7,11 +7,14 @@ import sys
 import pytest
 from hypothesis import given
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoTokenizer
 
 from kukri.tokenizer import ChatTemplate, TextStream, Tokenizer
+from tests.lazy_imports import lazy_imports
 from tests.stopwatch import yardstick_s
 from tests.tokenizer.hard_texts import HARD_TEXTS, any_text
+
+with lazy_imports():
+    from transformers import AutoTokenizer
 
 CONVERSATION = [
     {"role": "user", "content": "What's the capital of France?"},

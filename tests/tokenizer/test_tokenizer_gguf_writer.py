@@ -10,10 +10,8 @@ from typing import Any
 import gguf
 import pytest
 import sentencepiece
-import transformers as tr
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HFTokenizer
-from transformers.tokenization_utils_base import generate_merges
 
 from kukri.errors import UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
@@ -23,11 +21,16 @@ from kukri.tokenizer import Tokenizer, load_tokenizer
 from kukri.tokenizer.gguf_writer import tokenizer_metadata
 from kukri.tokenizer.huggingface_writer import tokenizer_files
 from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_encoders import save as save_encoder
 from tests.stopwatch import within
 from tests.tokenizer.hard_texts import HARD_TEXTS
 from tests.tokenizer.test_huggingface_reader import byte_level, files, plain_ids, prepending, save, whole
 from tests.tokenizer.tiny_tokenizers import CORPUS, sentencepiece_metadata, train_sentencepiece
+
+with lazy_imports():
+    import transformers as tr
+    from transformers.tokenization_utils_base import generate_merges
 
 
 def read_back(metadata: dict[str, Any], path: Path) -> Tokenizer:

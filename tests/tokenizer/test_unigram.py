@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.checkpoint import open_checkpoint
@@ -18,7 +17,11 @@ from kukri.formats.gguf.writer import write_gguf
 from kukri.tokenizer import Tokenizer, load_tokenizer
 from kukri.tokenizer.gguf_writer import tokenizer_metadata
 from kukri.tokenizer.huggingface_writer import tokenizer_files
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_encoders import V, charsmap, pieces, save
+
+with lazy_imports():
+    import transformers
 
 TEXTS = [
     *("The CAT sat, on the mats!", "càts ﬁ", "日本 cat", "", " the\tcat\n\n", "sittings 123 w3", "\n"),

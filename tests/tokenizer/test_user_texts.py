@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.tokenizer import ChatTemplate, Tokenizer, load_tokenizer
 from kukri.tokenizer.gguf_writer import tokenizer_metadata
 from kukri.tokenizer.vocabulary import NORMAL
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_encoders import save as save_encoder
 from tests.tokenizer.hard_texts import HARD_TEXTS
 from tests.tokenizer.test_huggingface_reader import KINDS, edited, files, save
 from tests.tokenizer.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, train_sentencepiece
+
+with lazy_imports():
+    from transformers import PreTrainedTokenizerFast
 
 # user-defined tokens that end a text by their names, as Gemma 3 has </s> among HTML's tags
 ENDS = ["</s>", "<eos>", "<|im_end|>", "<|eot_id|>"]

@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers as tr
 from PIL import Image
 from tokenizers import AddedToken
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import byte_tokenizer
 from tests.vision.tiny_vision import SIGLIP, TEXT
+
+with lazy_imports():
+    import torch
+    import transformers as tr
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 # as SmolVLM's
 TEMPLATE = (

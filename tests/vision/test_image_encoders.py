@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM
 from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
@@ -17,6 +16,7 @@ from kukri.formats.huggingface.config import hf_model_config, text_config
 from kukri.formats.huggingface.vision import vision_config
 from kukri.vision.encoders.idefics3 import nearest_places
 from kukri.vision.encoders.placed import averaged
+from tests.lazy_imports import lazy_imports
 from tests.vision.tiny_checkpoints import save_with_processor
 from tests.vision.tiny_vision import (
     MODELS,
@@ -29,6 +29,9 @@ from tests.vision.tiny_vision import (
     their_inputs,
     their_tokens,
 )
+
+with lazy_imports():
+    import torch
 
 BOUNDS = {"reference": 1e-4, "cpu": 3e-3}
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
 
 from kukri import LLM
 from kukri.engine.batch_builder import BatchBuilder
@@ -24,6 +22,7 @@ from kukri.kernels.step import ForwardBatch
 from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models.rope import section_axes
 from kukri.vision.image import ImageInput, ImagePrompt
+from tests.lazy_imports import lazy_imports
 from tests.vision.test_image_prefixes import TEXT, ask, finish
 from tests.vision.tiny_vision import (
     MODELS,
@@ -37,6 +36,9 @@ from tests.vision.tiny_vision import (
     save,
     their_inputs,
 )
+
+with lazy_imports():
+    import torch
 
 
 @pytest.fixture(scope="module", params=QWENS)
@@ -225,8 +227,8 @@ def test_mixtures_see_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     mixture |= {"shared_expert_intermediate_size": 32} if name == "qwen3_5_moe" else {"norm_topk_prob": True}
     text = {**dense.parts["text_config"], **mixture, "model_type": f"{name}_text"}
     classes = {
-        "qwen3_5_moe": (tr.Qwen3_5MoeConfig, tr.Qwen3_5MoeForConditionalGeneration),
-        "qwen3_vl_moe": (tr.Qwen3VLMoeConfig, tr.Qwen3VLMoeForConditionalGeneration),
+        "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+        "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     }
     monkeypatch.setitem(
         MODELS, name, TinyVision(*classes[name], {**dense.parts, "text_config": text}, dense.tile_tokens)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM, SamplingParams
 from kukri.engine import Engine, Request
@@ -19,6 +18,7 @@ from kukri.models.weights import NoWeights
 from kukri.vision.config import SIGLIP_DEFAULTS, VisionConfig, siglip_config
 from kukri.vision.encoders.lfm2_vl import Lfm2Vision
 from kukri.vision.image import ImagePrompt, ImageSpan
+from tests.lazy_imports import lazy_imports
 from tests.vision.tiny_vision import (
     MODELS,
     SIGLIP,
@@ -30,6 +30,9 @@ from tests.vision.tiny_vision import (
     save,
     their_inputs,
 )
+
+with lazy_imports():
+    import torch
 
 NAME = "idefics3"
 TEXT = "a prompt that fills some pages before the picture comes: "

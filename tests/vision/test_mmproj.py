@@ -14,7 +14,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.pictures import picture
 from kukri import LLM
@@ -27,6 +26,7 @@ from kukri.formats.gguf.split import find_mmproj
 from kukri.formats.gguf.weights import GGUFWeights
 from kukri.formats.gguf.writer import write_gguf
 from kukri.terminal.convert import convert_model
+from tests.lazy_imports import lazy_imports
 from tests.stopwatch import within
 from tests.vision.tiny_checkpoints import FAMILIES, save_with_processor
 from tests.vision.tiny_vision import (
@@ -39,6 +39,9 @@ from tests.vision.tiny_vision import (
     their_inputs,
     their_tokens,
 )
+
+with lazy_imports():
+    import torch
 
 BOUND = 3e-3  # of the CPU
 

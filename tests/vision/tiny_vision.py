@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers as tr
 
 from kukri.engine import Engine
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
+from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import GEMMA, GEMMA4, TINY, byte_tokenizer
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 IMAGE_TOKEN, PAD_ID = 271, 7
 TEXT = {**TINY, "model_type": "llama", "max_position_embeddings": 512}
@@ -26,10 +29,10 @@ SIGLIP = {
 
 @dataclass(frozen=True)
 class TinyVision:
-    """transformers' classes of a model, its configuration, and the rows of embeddings of a tile."""
+    """Names of transformers' classes of a model, its configuration, and the rows of embeddings of a tile."""
 
-    config: Any
-    model: Any
+    config: str
+    model: str
     parts: dict[str, Any]
     tile_tokens: int
     size: int = 32  # pixels of a tile's side
@@ -48,8 +51,8 @@ QWEN_IDS = {
 }
 MODELS = {
     "gemma3": TinyVision(
-        tr.Gemma3Config,
-        tr.Gemma3ForConditionalGeneration,
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
         {
             "text_config": GEMMA3_TEXT,
             "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "image_size": 64},
@@ -62,8 +65,8 @@ MODELS = {
         size=64,
     ),
     "gemma4": TinyVision(
-        tr.Gemma4Config,
-        tr.Gemma4ForConditionalGeneration,
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
         {
             "text_config": {
                 **{**TEXT, **GEMMA4, "model_type": "gemma4_text", "sliding_window": 24},
@@ -81,8 +84,8 @@ MODELS = {
         tile_tokens=6,
     ),
     "gemma4-whole": TinyVision(  # whose images see themselves, in layers with a window
-        tr.Gemma4Config,
-        tr.Gemma4ForConditionalGeneration,
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
         {
             "text_config": {
                 **{**TEXT, **GEMMA4, "model_type": "gemma4_text", "sliding_window": 25},
@@ -101,8 +104,8 @@ MODELS = {
         tile_tokens=6,
     ),
     "gemma4-unified": TinyVision(
-        tr.Gemma4UnifiedConfig,
-        tr.Gemma4UnifiedForConditionalGeneration,
+        "Gemma4UnifiedConfig",
+        "Gemma4UnifiedForConditionalGeneration",
         {
             "text_config": {
                 **{**TEXT, **GEMMA4, "model_type": "gemma4_unified_text", "sliding_window": 25},
@@ -118,8 +121,8 @@ MODELS = {
         tile_tokens=6,
     ),
     "idefics3": TinyVision(
-        tr.Idefics3Config,
-        tr.Idefics3ForConditionalGeneration,
+        "Idefics3Config",
+        "Idefics3ForConditionalGeneration",
         {
             "text_config": TEXT,
             "vision_config": SIGLIP,
@@ -129,8 +132,8 @@ MODELS = {
         tile_tokens=4,
     ),
     "lfm2_vl": TinyVision(
-        tr.Lfm2VlConfig,
-        tr.Lfm2VlForConditionalGeneration,
+        "Lfm2VlConfig",
+        "Lfm2VlForConditionalGeneration",
         {
             "text_config": {
                 **{**TEXT, "model_type": "lfm2", "full_attn_idxs": [2], "block_auto_adjust_ff_dim": False},
@@ -145,8 +148,8 @@ MODELS = {
         tile_tokens=9,
     ),
     "lighton_ocr": TinyVision(
-        tr.LightOnOcrConfig,
-        tr.LightOnOcrForConditionalGeneration,
+        "LightOnOcrConfig",
+        "LightOnOcrForConditionalGeneration",
         {
             "text_config": {**TEXT, "model_type": "qwen3", "head_dim": 16},
             "vision_config": {
@@ -159,8 +162,8 @@ MODELS = {
         tile_tokens=15,
     ),
     "mistral3": TinyVision(
-        tr.Mistral3Config,
-        tr.Mistral3ForConditionalGeneration,
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
         {
             "text_config": {**TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
             "vision_config": {
@@ -173,8 +176,8 @@ MODELS = {
         tile_tokens=15,
     ),
     "llava": TinyVision(  # as Pixtral-12B is
-        tr.LlavaConfig,
-        tr.LlavaForConditionalGeneration,
+        "LlavaConfig",
+        "LlavaForConditionalGeneration",
         {
             "text_config": {**TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
             "vision_config": {
@@ -187,8 +190,8 @@ MODELS = {
         tile_tokens=60,
     ),
     "paddleocr_vl": TinyVision(
-        tr.PaddleOCRVLConfig,
-        tr.PaddleOCRVLForConditionalGeneration,
+        "PaddleOCRVLConfig",
+        "PaddleOCRVLForConditionalGeneration",
         {
             **QWEN_IDS,
             "tie_word_embeddings": False,
@@ -201,8 +204,8 @@ MODELS = {
         tile_tokens=15,
     ),
     "qwen2_5_vl": TinyVision(
-        tr.Qwen2_5_VLConfig,
-        tr.Qwen2_5_VLForConditionalGeneration,
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
         {
             **QWEN_IDS,
             "text_config": {
@@ -214,8 +217,8 @@ MODELS = {
         tile_tokens=15,
     ),
     "qwen3_vl": TinyVision(
-        tr.Qwen3VLConfig,
-        tr.Qwen3VLForConditionalGeneration,
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
         {
             **QWEN_IDS,
             "text_config": {
@@ -229,8 +232,8 @@ MODELS = {
         tile_tokens=15,
     ),
     "qwen3_5": TinyVision(
-        tr.Qwen3_5Config,
-        tr.Qwen3_5ForConditionalGeneration,
+        "Qwen3_5Config",
+        "Qwen3_5ForConditionalGeneration",
         {
             **QWEN_IDS,
             "text_config": {
@@ -247,8 +250,8 @@ MODELS = {
         tile_tokens=15,
     ),
     "smolvlm": TinyVision(
-        tr.SmolVLMConfig,
-        tr.SmolVLMForConditionalGeneration,
+        "SmolVLMConfig",
+        "SmolVLMForConditionalGeneration",
         {
             "text_config": TEXT,
             "vision_config": {**SIGLIP, "image_size": 36, "patch_size": 4},
@@ -268,9 +271,11 @@ PIXTRALS = ("mistral3", "lighton_ocr", "llava")
 
 def save(directory: Path, name: str) -> Any:
     """transformers' model in float32, saved with a tokenizer; norms and biases are not ones and zeros."""
+    from tests.models import token_by_token  # noqa: F401
+
     tiny = MODELS[name]
     torch.manual_seed(5)
-    model = tiny.model(tiny.config(**tiny.parts)).eval()
+    model = getattr(tr, tiny.model)(getattr(tr, tiny.config)(**tiny.parts)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if name.startswith("gemma4") and key.endswith("q_norm.weight"):  # scores are not scaled

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM
 from kukri.interp import SparseAutoencoder
 from kukri.interp.features.transcoders import Transcoders
 from kukri.interp.gradients.circuits import attribute
 from kukri.interp.gradients.graph_effects import GraphMeasure
+from tests.lazy_imports import lazy_imports
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import torch
 
 pytestmark = pytest.mark.slow
 D, L, F = 64, 2, 60

@@ -9,9 +9,7 @@ from types import MethodType
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
-from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaRMSNorm, repeat_kv
 from typer.testing import CliRunner
 
 from kukri import LLM
@@ -20,8 +18,13 @@ from kukri.errors import ConfigError, FormatError, RequestError
 from kukri.interp.features.transcoders import Transcoders
 from kukri.interp.gradients.circuits import attribute
 from kukri.interp.gradients.graph_effects import GraphMeasure
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_llama import make_pair
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import torch
+    from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaRMSNorm, repeat_kv
 
 D, L, F = 48, 3, 40
 IDS = np.random.default_rng(1).integers(3, 80, 9).tolist()

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from kukri import LLM
 from kukri.errors import RequestError, UnsupportedError
@@ -17,8 +16,12 @@ from kukri.interp.gradients import attribution
 from kukri.interp.tapes import tape
 from kukri.interp.tapes.tape import Matrices, Tape, TextRows
 from tests.interp import tl_models
+from tests.lazy_imports import lazy_imports
 from tests.models import made_models, tiny_models
 from tests.tiny_gguf import write_tiny
+
+with lazy_imports():
+    import torch
 
 IDS = tl_models.IDS[0]
 OTHER = np.random.default_rng(1).integers(3, tiny_models.V, len(IDS))

@@ -6,12 +6,15 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.errors import HookError
 from kukri.interp.hooks.hook_names import full_name
 from tests.interp.tl_models import ENCODERS, FACTS, IDS, NAMES, probe, session
+from tests.lazy_imports import lazy_imports
 from tests.models import made_models, tiny_models
+
+with lazy_imports():
+    import torch
 
 EXPECTED = json.loads(FACTS.read_text(encoding="utf-8"))
 

@@ -1,34 +1,41 @@
 """Makes the Triton kernels run under Triton's interpreter, unless KUKRI_TEST_DEVICE names a device.
 
 The variable is read when a kernel is decorated and when it is launched, so it is set while the modules are
-imported (Triton itself in tests/conftest.py, before torch can) and during these tests. Other tests of the
-process, and programs that they start, do not see it.
+imported, before the run's first test (Triton itself in tests/conftest.py, before torch can), and during these
+tests. Other tests of the process, and programs that they start, do not see it.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-import torch
 
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
+from tests.lazy_imports import lazy_imports
 
-os.environ["TRITON_INTERPRET"] = str(int(IS_INTERPRETED))
-try:
-    import triton  # noqa: F401
-except ImportError as error:
-    if os.environ.get("CI"):
-        raise RuntimeError("CI tests the Triton kernels: pip install -e '.[gpu-test]'") from error
-    HAS_TRITON = False
-else:
-    import benchmarks.prototypes.delta_chunks
-    import benchmarks.prototypes.persistent  # noqa: F401
-    import kukri.kernels.gpu.ops  # noqa: F401
+with lazy_imports():
+    import torch
 
-    HAS_TRITON = True
-finally:
-    del os.environ["TRITON_INTERPRET"]
+HAS_TRITON = find_spec("triton") is not None
+if not HAS_TRITON and os.environ.get("CI"):
+    raise RuntimeError("CI tests the Triton kernels: pip install -e '.[gpu-test]'")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Imports the kernels before a test of another folder does, which would have them compiled."""
+    is_here = any(item.path.parent == Path(__file__).parent for item in session.items)
+    if not (HAS_TRITON and is_here) or session.config.option.collectonly:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", str(int(IS_INTERPRETED)))
+        for prototype in ("delta_chunks", "persistent"):
+            import_module(f"benchmarks.prototypes.{prototype}")
+        import_module("kukri.kernels.gpu.ops")
 
 
 class _WithoutTriton(pytest.Module):

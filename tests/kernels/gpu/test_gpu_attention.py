@@ -6,17 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-from kukri.kernels.gpu import attention, kv_types, tiles
-from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.test_gpu_rows import floats
 from tests.kernels.small_programs import assert_close
 from tests.kernels.test_shared_kv import program_of, results
+from tests.lazy_imports import lazy_imports
 from tests.quick import quick
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.gpu import attention, tiles
+    from kukri.kernels.gpu.backend import GpuBackend
 
 LAYERS, LAYER = 2, 1
 
@@ -106,7 +110,7 @@ def test_native_conversion_of_fp8_changes_no_bit(monkeypatch):
     """A subnormal, sign or exponent of another number: all codes of e4m3 but those beyond 2 and NaN."""
     step = Step([300, 17], [1, 1], group=3, n_kv_heads=2, d_head=64, kind="fp8")
     plain, _ = step.decode()
-    monkeypatch.setattr(kv_types, "converts_e4m3", lambda keys: True)
+    monkeypatch.setattr("kukri.kernels.gpu.kv_types.converts_e4m3", lambda keys: True)
     assert step.cache.kind == "fp8_native"
     same(step.decode()[0], plain)
 

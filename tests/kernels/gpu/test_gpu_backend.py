@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import collections
-from contextlib import contextmanager
 from dataclasses import fields
 
 import numpy as np
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import UnsupportedError
-from kukri.kernels.gpu import attention, tiles
-from kukri.kernels.gpu.backend import GpuBackend
-from kukri.kernels.pytorch.ops import TorchOps
 from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
@@ -26,11 +18,21 @@ from kukri.kernels.weight_handles import Weight
 from kukri.models import load_model
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
+from tests.lazy_imports import lazy_imports
 from tests.models.biased_keys import biased_model, error
 from tests.models.made_models import make
 from tests.models.tiny_llama import Driver, random_ids
 from tests.models.tiny_models import TINY, V
 from tests.quick import quick
+
+with lazy_imports():
+    import torch
+    from triton.runtime import interpreter
+
+    from kukri.kernels.gpu import tiles
+    from kukri.kernels.gpu.backend import GpuBackend
+    from kukri.kernels.pytorch import ops as torch_ops
+    from tests.kernels.gpu.launch_counter import LaunchCounter
 
 IDS = random_ids(4, V)
 SLOW = pytest.mark.slow  # the interpreter takes seconds for a step
@@ -99,7 +101,7 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self._monkeypatch, self._is_recording = monkeypatch, False
-        launch = InterpretedFunction.run
+        launch = interpreter.InterpretedFunction.run
 
         def launched(kernel, *args, **kwargs):
             before, self._is_recording = self._is_recording, False
@@ -108,7 +110,7 @@ class Recorder:
             finally:
                 self._is_recording = before
 
-        monkeypatch.setattr(InterpretedFunction, "run", launched)
+        monkeypatch.setattr(interpreter.InterpretedFunction, "run", launched)
         for name in ("numpy", "tolist", "item", "__bool__", "__int__", "__float__"):
             monkeypatch.setattr(torch.Tensor, name, self._watched(getattr(torch.Tensor, name)))
 
@@ -136,13 +138,13 @@ def test_logits_are_those_of_the_reference(name, monkeypatch):
     capture = Recorder(monkeypatch) if IS_INTERPRETED else None
     model, backend = model_of(name, 1), GpuBackend(DEVICE, capture=capture)
     want = Driver(Int8Inputs(model), ReferenceBackend(), kv_type="f16").run(IDS, [4])
-    product, shapes = TorchOps.product, []
+    product, shapes = torch_ops.TorchOps.product, []
 
     def counted(ops, x, weights):
         shapes.append(x.shape)
         return product(ops, x, weights)
 
-    monkeypatch.setattr(TorchOps, "product", counted)
+    monkeypatch.setattr(torch_ops.TorchOps, "product", counted)
     assert_near(Driver(model, backend, kv_type="f16").run(IDS, [3, 1]), want, len(model.blocks))
     assert not (shapes and backend.is_batch_invariant)
 
@@ -218,54 +220,6 @@ def test_hooks_see_floats_and_edits_are_computed():
         assert_near(seen["gpu"][name], seen["reference"][name])
 
 
-class Counter(TorchDispatchMode):
-    """Counts launches of Triton's kernels and PyTorch's ops, but for those that only make room or views."""
-
-    FREE = (
-        "empty",
-        "view",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "as_strided",
-        "select",
-        "unfold",
-        "unsqueeze",
-        "detach",
-        "alias",
-        "_unsafe_view",
-    )
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.counts = {}
-        launched = InterpretedFunction if IS_INTERPRETED else JITFunction
-        run = launched.run
-
-        def counted(kernel, *args, **kwargs):
-            self._count(kernel.fn.__name__)
-            with self._paused():
-                return run(kernel, *args, **kwargs)
-
-        monkeypatch.setattr(launched, "run", counted)
-        self._is_counting = True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        if self._is_counting and name not in self.FREE:
-            self._count(name)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name):
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    @contextmanager
-    def _paused(self):
-        self._is_counting = False
-        yield
-        self._is_counting = True
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("n_sequences", "context", "launches"),
@@ -273,7 +227,7 @@ class Counter(TorchDispatchMode):
 )
 def test_launches_of_a_decode_step(monkeypatch, n_sequences, context, launches):
     """A launch more than needed: a value that nobody reads, matrices of one type one by one, a copy."""
-    monkeypatch.setattr(attention, "CHUNK", 32)  # what the ops take for a long context
+    monkeypatch.setattr("kukri.kernels.gpu.attention.CHUNK", 32)  # what the ops take for a long context
     model, backend = model_of("llama", 2), GpuBackend(DEVICE, with_graphs=False)
     limits = StepLimits(8, 3, 8, 20)
     program = backend.compile(model, backend.new_cache(model.cache_layout, 60), limits)
@@ -283,7 +237,7 @@ def test_launches_of_a_decode_step(monkeypatch, n_sequences, context, launches):
         sequence.page_rows = [np.arange(20 * i, 20 * i + 20, dtype=np.int32)]
     batch = builder.build([Chunk(s, context - 1, 1, 1) for s in sequences])
     program(batch)  # copies constants
-    with Counter(monkeypatch) as counter:
+    with LaunchCounter(monkeypatch) as counter:
         program(batch)
     layers = {"gemv": 2 * 4, **dict.fromkeys(launches, 2)}
     # the table's rows are decoded by their type's schema: numbers minus their offset, times the scale

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks.prototypes.delta_chunks import ChunkedState, delta_rule
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+
+    from benchmarks.prototypes.delta_chunks import ChunkedState, delta_rule
 
 N, HEADS, GROUPS, K, P = 35, 2, 1, 44, 9
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.expert_choice import NO_EXPERT
-from kukri.kernels.gpu import experts as experts_of
-from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceBackend, ReferenceOps
 from kukri.kernels.specs import Routing
@@ -18,7 +15,14 @@ from kukri.kernels.weight_handles import Experts, Vector
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
 from tests.kernels.gpu.test_gpu_linear import bits
 from tests.kernels.small_programs import exact_rows, f32_weight, plain_batch, weight
+from tests.lazy_imports import lazy_imports
 from tests.quick import quick
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.gpu import experts as experts_of
+    from kukri.kernels.gpu.backend import GpuBackend
 
 OPS = ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
 
@@ -30,7 +34,7 @@ def _poisoned(monkeypatch):
     def full(*shape, dtype, device):
         return torch.full(*shape, float("nan") if dtype.is_floating_point else 113, dtype=dtype)
 
-    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr("torch.empty", full)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -106,7 +110,7 @@ def test_a_mixture(type_name):
 
 
 @pytest.mark.full(only=["70-*"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("n_tokens", [3, 70])
 def test_halves_by_expert(n_tokens, dtype):
     """Columns beyond the last step of 64, rows of an expert beyond its last tile or of its neighbour, a row
@@ -114,14 +118,15 @@ def test_halves_by_expert(n_tokens, dtype):
     """
     n_experts, n_used, n_rows, n_columns = 5, 3, 37, 200
     torch.manual_seed(n_tokens)
-    w, bias = torch.randn(n_experts * n_rows, n_columns).to(dtype), torch.randn(n_experts * n_rows)
+    w = torch.randn(n_experts * n_rows, n_columns).to(getattr(torch, dtype))
+    bias = torch.randn(n_experts * n_rows)
     logits = torch.randn(n_tokens, n_experts)
     logits[1] = torch.tensor([0, 1, float("-inf"), float("-inf"), float("-inf")])  # two experts, then none
     routes = experts_of.route(logits, Routing(n_experts, n_used, True))
     numbers = routes.experts.flatten()
     assert (numbers == NO_EXPERT).sum() == 1
     for n in (1, n_used):  # rows of tokens, rows of rows
-        x = torch.randn(n_tokens * n, n_columns).to(dtype)
+        x = torch.randn(n_tokens * n, n_columns).to(w.dtype)
         got = experts_of.linear_float(x, routes, w, bias)
         for row, number in enumerate(numbers.tolist()):
             if number != NO_EXPERT:

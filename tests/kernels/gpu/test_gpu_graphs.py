@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.bench.device_checks import Sizes, check_backend
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.errors import ShapeError
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.gpu.attention import CHUNK
-from kukri.kernels.gpu.backend import GpuBackend
-from kukri.kernels.gpu.graphs import graph_sizes
 from kukri.kernels.step import StepLimits
 from kukri.kernels.weight_handles import RopeFrequencies
 from tests.kernels.gpu.device import DEVICE, IS_INTERPRETED
 from tests.kernels.gpu.test_gpu_backend import Sequence, model_of
+from tests.lazy_imports import lazy_imports
 from tests.models.tiny_llama import random_ids
 from tests.models.tiny_models import V
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.gpu import attention
+    from kukri.kernels.gpu.backend import GpuBackend
+    from kukri.kernels.gpu.graphs import graph_sizes
 
 
 class FakeGraphs:
@@ -94,11 +98,11 @@ def test_a_graph_is_captured_once_for_each_size_and_length(setup):
     met = set()
     for step in range(60):
         rows = [Row(*(int(rng.integers(n)) for n in (50, 30, 600))) for _ in range(rng.integers(1, 13))]
-        n_chunks = -(-max(row.n + 1 for row in rows) // CHUNK)
+        n_chunks = -(-max(row.n + 1 for row in rows) // attention.CHUNK)
         n_chunks = {1: 1, 2: 2, 3: 4}[n_chunks]
         met.add((next(s for s in (1, 2, 4, 8, 12) if s >= len(rows)), n_chunks))
         got = run(*rows)
-        np.testing.assert_array_equal(got, [[*row.wanted, n_chunks * CHUNK] for row in rows])
+        np.testing.assert_array_equal(got, [[*row.wanted, n_chunks * attention.CHUNK] for row in rows])
         assert (graphs.n_captured, graphs.n_replayed) == (len(met), step + 1 - len(met))
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from benchmarks.prototypes import persistent
-from kukri.kernels.gpu import attention
-from kukri.kernels.gpu.products import Output, linear_of, to_device
-from kukri.kernels.gpu.rows import Recipe
 from kukri.kernels.weight_handles import Weight
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.test_gpu_attention import Step, copied, same, same_caches
 from tests.kernels.gpu.test_gpu_linear import QUANT_TYPES, np, random_rows
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+
+    from benchmarks.prototypes import persistent
+    from kukri.kernels.gpu import attention
+    from kukri.kernels.gpu.products import Output, linear_of, to_device
+    from kukri.kernels.gpu.rows import Recipe
 
 
 def matrix(seed, n_rows, n_columns, type_name="Q4_0"):

@@ -7,21 +7,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.errors import UnsupportedError
-from kukri.kernels.gpu import tiles
-from kukri.kernels.gpu.pack import PACKED_TYPES, pack
-from kukri.kernels.gpu.products import Output, linear, linear_float, linear_of, to_device
-from kukri.kernels.gpu.rows import Q8Rows, Recipe, quantize, quantized
 from kukri.kernels.weight_handles import Weight
 from kukri.quant.blocks import dequantize
-from kukri.quant.types import QUANT_TYPES
+from kukri.quant.types import PACKED, QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE
+from tests.lazy_imports import lazy_imports
 from tests.quick import COMMON, quick
 from tests.random_blocks import random_rows, set_scales
 
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.gpu.pack import pack
+    from kukri.kernels.gpu.products import Output, linear, linear_float, linear_of, to_device
+    from kukri.kernels.gpu.rows import Q8Rows, Recipe, quantize, quantized
+
 N_ROWS = 37
+TYPES = [type.name for type in PACKED]
+
+
 # whose planes are like those of another type
 LATER = ("Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
@@ -66,7 +72,7 @@ def bits(x):
 
 @pytest.mark.full(only=["Q3_K-11", "IQ4_XS-11", *(f"{name}-11" for name in LATER)])
 @pytest.mark.parametrize("n_tokens", quick([1, 3, 11], kept=[11]))  # which others are equal to the bit
-@pytest.mark.parametrize("type_name", PACKED_TYPES)
+@pytest.mark.parametrize("type_name", TYPES)
 def test_linear_is_the_product_of_the_dequantized_matrix(type_name, n_tokens):
     """Catches a misplaced quant, high bit, scale or minimum, and rows or tokens beyond the last tile."""
     matrix, w, x = case(type_name, n_tokens)
@@ -77,7 +83,7 @@ def test_linear_is_the_product_of_the_dequantized_matrix(type_name, n_tokens):
 
 
 @pytest.mark.full(only=["MXFP4", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("type_name", quick(PACKED_TYPES, kept=COMMON))
+@pytest.mark.parametrize("type_name", quick(TYPES, kept=COMMON))
 def test_batch_does_not_matter(type_name, monkeypatch):
     """Catches an order of sums that depends on the batch: one token, eight, and a matrix product agree,
     whether a program has all sums of a row or one.
@@ -85,7 +91,7 @@ def test_batch_does_not_matter(type_name, monkeypatch):
     matrix, _, x = case(type_name, 9)
     rows = quantize(x)
     many = product(matrix, rows)  # int8 matrix product
-    monkeypatch.setattr(tiles, "SPLIT_PROGRAMS", 0)
+    monkeypatch.setattr("kukri.kernels.gpu.tiles.SPLIT_PROGRAMS", 0)
     assert (bits(many) == bits(product(matrix, rows))).all()
     eight = product(matrix, some(rows, slice(0, 8)))
     one = product(matrix, some(rows, slice(7, 8)))
@@ -120,13 +126,13 @@ KINDS = ("plain", "rms_norm", "silu_mul")
 @pytest.mark.parametrize(
     ("type_name", "n_columns", "kind"),
     [
-        *quick([(name, None, KINDS[i % 3]) for i, name in enumerate(PACKED_TYPES)], kept=[]),
+        *quick([(name, None, KINDS[i % 3]) for i, name in enumerate(TYPES)], kept=[]),
         *(("Q4_0", 1120, kind) for kind in KINDS),
     ],
 )
 def test_quantizing_in_the_same_launch_changes_no_bit(type_name, n_columns, kind, monkeypatch):
     """Catches another order of sums or rounding in the norm, a row left out, columns after the first 1024."""
-    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: torch.full(*shape, 113, dtype=dtype))
+    monkeypatch.setattr("torch.empty", lambda *shape, dtype, device: torch.full(*shape, 113, dtype=dtype))
     n_tokens = {"plain": 1, "rms_norm": 3, "silu_mul": 8}[kind]
     matrix, _, x = case(type_name, n_tokens, n_columns)
     recipe = recipe_of(kind, n_tokens, x.shape[1])
@@ -155,7 +161,7 @@ def test_odd_numbers_of_blocks(n_tokens, n_columns):
 
 
 @pytest.mark.full(only=LATER)
-@pytest.mark.parametrize("type_name", PACKED_TYPES)
+@pytest.mark.parametrize("type_name", TYPES)
 def test_extreme_quants(type_name):
     """Catches integers that overflow or are rounded when they become floats: all bits of a block set."""
     type = QUANT_TYPES[type_name]
@@ -177,7 +183,7 @@ def test_packing_keeps_the_size():
     """Catches planes that take more memory than the file's bytes, or the CPU's tiles."""
     more = {"Q6_K": 1.01, "Q3_K": 1.06, "IQ1_TILES": 1.06, "IQ2_TILES": 1.06, "TQ2_0": 1.04}
     more |= dict.fromkeys(("Q1_0", "Q2_0"), 1.12)  # a float16 has a word
-    for name in PACKED_TYPES:
+    for name in TYPES:
         type = QUANT_TYPES[name]
         (matrix,) = pack(Weight(random_rows(np.random.default_rng(1), name, (8, 512)), type, (8, 512)))
         n_bytes = sum(plane.nbytes for plane in matrix.planes)
@@ -208,11 +214,11 @@ def test_other_types_are_refused():
         next(pack(weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("n_columns", [40, 200])
 def test_float_weights(dtype, n_columns):
     """Catches lost columns beyond the last step of 64, and rows that depend on the number of tokens."""
-    w, x = torch.randn(N_ROWS, n_columns).to(dtype), torch.randn(70, n_columns).to(dtype)
+    w, x = (torch.randn(n, n_columns).to(getattr(torch, dtype)) for n in (N_ROWS, 70))
     y, one = poisoned(70, N_ROWS), poisoned(1, N_ROWS)
     linear_float(x, w, Output(y))
     linear_float(x[3:4], w, Output(one))

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from kukri.kernels.cache import StateLayer
-from kukri.kernels.gpu.backend import GpuBackend
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.weight_handles import Vector, Weight
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.gpu.device import DEVICE
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    from kukri.kernels.gpu.backend import GpuBackend
 
 N_SLOTS, MOST = 7, 16
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kukri.kernels.cache import KVLayer
-from kukri.kernels.gpu import attention
-from kukri.kernels.gpu.rows import quantize, rms_norm, rms_norm_q8, silu_mul, silu_mul_q8
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceOps
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.weight_handles import Vector
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+
+    from kukri.kernels.gpu import attention
+    from kukri.kernels.gpu.rows import quantize, rms_norm, rms_norm_q8, silu_mul, silu_mul_q8
 
 OPS = ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
 
