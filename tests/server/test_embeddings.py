@@ -196,7 +196,7 @@ def test_numbers_that_json_has_not_are_an_error(served, monkeypatch):
 
     async def compute(requests):
         for request in requests:
-            request.rows = np.full(576, np.nan, np.float32)
+            request.answer.rows = np.full(576, np.nan, np.float32)
 
     monkeypatch.setattr(served.served.bridge, "compute", compute)
     with served.http() as http:
