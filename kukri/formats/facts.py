@@ -10,6 +10,7 @@ import numpy as np
 
 from kukri.config import MAX_CONTEXT, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
 from kukri.errors import UnsupportedError, brief
+from kukri.formats.tensor_forms import table
 from kukri.kernels.cache import MAX_HEAD
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.keys import Keys
@@ -114,8 +115,10 @@ def facts(architecture: Architecture) -> tuple[Fact, ...]:
 def keys_of(architecture: Architecture, form: Format) -> set[str]:
     """The keys of all numbers and lenses of an architecture."""
     numbers = (*facts(architecture), *mixture_facts(architecture))
-    of_lenses = (lens.keys(form) for lens in architecture.lenses)
-    return {fact.key(form) for fact in numbers}.union(*of_lenses)
+    own = {fact.key(form) for fact in numbers}.union(*(lens.keys(form) for lens in architecture.lenses))
+    if architecture.recurrent is not None:
+        own |= {*(architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf).values()}
+    return own
 
 
 def read_numbers(
@@ -197,9 +200,8 @@ def read_recurrent(
                 raise keys.error(named["d_inner"], f"is {d_inner}, which {n_heads} heads do not divide")
             raise keys.error(named["n_heads"], f"is {n_heads}, which does not divide a width of {d_inner}")
         found["d_head"] = d_inner // n_heads
-    are_tiled = form == "gguf" and architecture.recurrent.tiles
-    are_tiled = are_tiled and found["n_heads"] != found["n_groups"]
-    return RecurrentConfig(**found, are_tiled=are_tiled)
+    are_tiled = form == "gguf" and any(row.tiles for row in table(architecture.name).values())
+    return RecurrentConfig(**found, are_tiled=are_tiled and found["n_heads"] != found["n_groups"])
 
 
 def write_recurrent(

@@ -48,7 +48,6 @@ class RecurrentKeys:
     gguf: Mapping[str, str]
     hf: Mapping[str, str]
     gguf_interval: int = 0
-    tiles: bool = False  # in GGUF heads of a group lie n_groups apart: rows of `tensor_names` say how
     attention_type: str = "full_attention"  # the other name in config.json's list
 
 

@@ -178,6 +178,5 @@ QWEN3_5_TEXT = Architecture(
             "d_head": "linear_value_head_dim",
         },
         gguf_interval=4,
-        tiles=True,
     ),
 )

@@ -309,7 +309,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     read_here |= {_LOCAL_THETA} if architecture.local_rope else set()
     read_here |= {_NEXT_TOKEN} if architecture.next_token else set()
     if architecture.recurrent is not None:
-        read_here |= {*architecture.recurrent.gguf.values(), _INTERVAL, _RECURRENT}
+        read_here |= {_INTERVAL, _RECURRENT}
     read_here |= architecture.gguf_reads
     read_here |= {SECTIONS_KEY} if has_sections(architecture, keys.prefix[:-1]) else set()
     if architecture.experts is not None:

@@ -325,7 +325,7 @@ def _known(architecture: Architecture) -> set[str]:
     """The keys that are read or ignored, whatever they hold."""
     numbers = keys_of(architecture, "hf")
     if architecture.recurrent is not None:
-        numbers |= {*architecture.recurrent.hf.values(), "layer_types"}
+        numbers |= {"layer_types"}
     stated = [*architecture.biases.values()]
     if (own := architecture.experts) is not None:
         stated += [own.normalized, own.bias, own.n_shared, own.n_dense]
