@@ -142,7 +142,7 @@ class _EncoderPrograms:
         self._model, self._backend, self.taps = model, backend, taps
         self._compiled: tuple[CompiledProgram, CompiledProgram] | None = None
         config = model.config
-        self._n_patches, self._n_windows = config.side**2, 1  # that there is room for
+        self._n_patches, self._n_windows = config.side**2, 1  # capacity: patches and windows
         layers = range(config.encoder.n_layers)
         places = ("hook_resid_pre", "hook_resid_mid")
         # a part may be cut where the residual stream is all that later layers read

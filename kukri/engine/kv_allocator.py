@@ -220,8 +220,8 @@ class KVAllocator:
     def pass_windows(self, sequence: TokenSequence) -> None:
         """Free pages that no later token sees and that no state reads again.
 
-        Those that are not cached yet are set aside until the request's next token shows that all is well. The
-        pages of interest to others, up to the prompt's end and up to where they share it, go last.
+        Pages that are not cached yet are set aside until the request's next token confirms that they are
+        valid. The pages of interest to others, up to the prompt's end and up to where they share it, go last.
         """
         for i, pool in enumerate(self.pools):
             first, row = pool.first_needed(sequence.n_cached - sequence.n_replayed), sequence.page_rows[i]

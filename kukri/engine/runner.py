@@ -20,7 +20,7 @@ from kukri.models import Model
 from kukri.models.both_ways import BothWays, BothWaysLayers
 
 _N_KEPT = 4  # programs with taps that are kept besides the plain one, each with its own buffers
-_N_SPARE_TAPS = 32  # that a step may stop at beyond those it needs: each costs some 20 us
+_N_SPARE_TAPS = 32  # extra taps that a compiled step may stop at, which costs about 20 us each
 
 
 class _Variant(NamedTuple):
