@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,28 @@ def test_no_module_has_an_empty_name():
         path.name for path in PACKAGE.rglob("*") if path.is_dir()
     }
     assert not names & BANNED_NAMES
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "interp.atp_star.atp_star",
+        "interp.cache.ActivationCache",  # its pickles name it
+        "interp.control_vectors.ControlVector",
+        "interp.edges.edge_attribution_patch",
+        "interp.gradients.attribution_patch",
+        "interp.graph_effects.GraphMeasure",
+        "interp.image_gradients.of_answer",
+        "interp.interventions.Intervention",
+        "interp.plots.heat_map",
+        "late_interaction.max_sim",
+        "tasks.Span",
+    ],
+)
+def test_users_import_what_moved_as_before(path):
+    """Catches a move that breaks an import which the documentation has shown to users."""
+    module, _, name = path.rpartition(".")
+    assert hasattr(import_module(f"kukri.{module}"), name)
 
 
 @pytest.mark.parametrize(
