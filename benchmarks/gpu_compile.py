@@ -60,9 +60,9 @@ MAX_SLOTS = {
     "MXFP4": 2.6,
     "Q5_K": 2.55,
     "Q6_K": 3.0,  # small programs load activations more often, and were measured to be faster
-    "IQ3_XXS": 2.7,
-    "IQ3_S": 2.7,
-    "NVFP4": 2.6,
+    "IQ3_XXS": 2.75,
+    "IQ3_S": 2.75,
+    "NVFP4": 2.65,
     **dict.fromkeys(("IQ1_S", "IQ2_XXS"), 3.35),  # of 3 bits that choose from 8 levels
     **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), 3.5),
 }  # per weight of a GEMV for one token: what these reach
