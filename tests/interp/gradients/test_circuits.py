@@ -24,7 +24,8 @@ from tests.tiny_gguf import write_tiny
 
 with lazy_imports():
     import torch
-    from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaRMSNorm, repeat_kv
+    from transformers.models.llama import modeling_llama
+    from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, repeat_kv
 
 D, L, F = 48, 3, 40
 IDS = np.random.default_rng(1).integers(3, 80, 9).tolist()
@@ -77,7 +78,7 @@ class FrozenTorch:
 
     def __init__(self, model, skips):
         self.inputs, self.outputs, self.embedded = [], [], None
-        old = LlamaRMSNorm.forward
+        old = modeling_llama.LlamaRMSNorm.forward
 
         def norm(module, x):
             scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
@@ -105,14 +106,14 @@ class FrozenTorch:
         ALL_ATTENTION_FUNCTIONS.register("frozen", mix)
         model.config._attn_implementation = "frozen"
         try:
-            LlamaRMSNorm.forward = norm
+            modeling_llama.LlamaRMSNorm.forward = norm
             for i, layer in enumerate(model.model.layers):
                 layer.mlp.forward = MethodType(lambda module, x, i=i: mlp(module, x, i), layer.mlp)
             embeds = model.model.embed_tokens(torch.tensor([IDS])).detach().requires_grad_()
             self.embedded = embeds
             self.hidden = model.model(inputs_embeds=embeds).last_hidden_state
         finally:
-            LlamaRMSNorm.forward = old
+            modeling_llama.LlamaRMSNorm.forward = old
             for layer in model.model.layers:
                 del layer.mlp.forward
             model.config._attn_implementation = "eager"
