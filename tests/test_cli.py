@@ -240,7 +240,7 @@ def test_debug_shows_the_traceback():
     done = run("--debug", "inspect", "nowhere.gguf")
     assert done.returncode == 1
     assert b"Traceback" in done.stderr
-    assert b"FormatError" in done.stderr
+    assert b"MissingFileError" in done.stderr
 
 
 @pytest.mark.full(only=["arguments1"])

@@ -55,6 +55,8 @@ class ErrorReportingGroup(TyperGroup):
         except BrokenPipeError:
             sys.exit(_give_up_stdout(EXIT_BROKEN_PIPE))
         except OSError as error:
+            if isinstance(error, KukriError):  # with its traceback, which --debug asks for
+                raise
             sys.exit(_report_os_error(error))
 
     def invoke(self, ctx: Any) -> Any:
@@ -69,7 +71,7 @@ class ErrorReportingGroup(TyperGroup):
         except (KukriError, OSError) as error:
             if ctx.params.get("debug"):
                 raise
-            if isinstance(error, OSError):
+            if not isinstance(error, KukriError):
                 raise typer.Exit(_report_os_error(error)) from None
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise typer.Exit(EXIT_ERROR) from None

@@ -31,7 +31,7 @@ def test_all_pass_on_the_cpu():
 
 @pytest.mark.parametrize(
     ("op", "found"),
-    [("linear", "product"), ("attention", "attention"), ("gated", "model"), ("head_norm", "model")],
+    [("linear", "product"), ("attention", "attention"), ("map", "model"), ("head_norm", "model")],
 )
 def test_a_wrong_op_is_found(op, found, monkeypatch):
     """Checks that a wrong kernel passes."""
@@ -67,7 +67,7 @@ def test_the_command_says_what_failed(monkeypatch, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["passed"]
     assert report["device"] == "cpu"
-    monkeypatch.setattr(torch_ops.TorchOps, "gated", lambda self, x, gate, by: gate)
+    monkeypatch.setattr(torch_ops.TorchOps, "map", lambda self, name, x, other=None, a=0.0, b=0.0: x)
     with pytest.raises(SystemExit, match="1"):
         check_gpu("cpu", as_json=False)
     text = capsys.readouterr().out

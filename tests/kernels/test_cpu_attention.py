@@ -20,6 +20,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.reference import ReferenceBackend
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import StepLimits
+from kukri.kernels.step_arrays import OPTIONAL_ARRAYS
 from tests.kernels.small_programs import (
     ATTENTION_ERROR,
     assert_close,
@@ -243,6 +244,7 @@ def token_alone(batch, t, sequence):
         context_len=batch.positions[t : t + 1] + 1,
         page_table=batch.page_table[sequence : sequence + 1],
         logit_rows=np.array([0], np.int32),
+        **dict.fromkeys(row.name for row in OPTIONAL_ARRAYS),
     )
 
 

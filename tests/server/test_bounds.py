@@ -68,7 +68,7 @@ def n_errors_soon(body: type[BaseModel], data: dict[str, Any]) -> int:
     return n_errors
 
 
-@pytest.mark.representative(5)
+@pytest.mark.representative(8)
 def test_a_flood_of_wrong_items_is_a_few_errors() -> None:
     """Catches errors for each of many items, which take gigabytes while the event loop stands still."""
     faults = []

@@ -43,8 +43,8 @@ def test_conversations_that_wait_for_a_tool_are_kept(served, monkeypatch, stream
         with served.http() as http:
             assert http.post("/v1/chat/completions", json=body).status_code == 200
         assert len(kept) == n
-    assert kept[0].finish_reason == "stop"
-    assert len(kept[0].page_keys) >= kept[0].n_prompt // 16
+    assert kept[0].answer.finish_reason == "stop"
+    assert len(kept[0].sequence.page_keys) >= kept[0].n_prompt // 16
 
 
 def test_the_system_prompt_shows_the_tools(served):

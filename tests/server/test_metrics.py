@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from kukri.engine import StepOutput
+from kukri.engine.timings import Timestamps
 from kukri.sampling import SampledToken
 from kukri.server.metrics import _TOKEN_SECONDS, Metrics, ModelMetrics
 from kukri.server.models import bridge as bridge_module
@@ -55,7 +56,8 @@ def test_a_step_counts_each_of_its_tokens(monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr(bridge_module, "perf_counter", lambda: now_s[0])
     requests: list[Any] = [
-        SimpleNamespace(id=i, n_prompt=1, started_s=0.0, arrived_s=0.0, images=None) for i in range(3)
+        SimpleNamespace(id=i, n_prompt=1, sequence=SimpleNamespace(images=None), times=Timestamps())
+        for i in range(3)
     ]
 
     async def steps() -> None:

@@ -101,8 +101,9 @@ async def written(tokens: list[bool], writer: Numbers, version: str = "1.1") -> 
     parts: list[bytes] = []
     connection = FakeConnection(parts)
     answer: Any = SimpleNamespace(
-        request=SimpleNamespace(id=1, n_prompt=1, images=None), n_tokens=0, finish_reason=None, index=0
-    )
+        request=SimpleNamespace(id=1, n_prompt=1, sequence=SimpleNamespace(images=None)),
+        n_tokens=0, finish_reason=None, index=0,
+    )  # fmt: skip
     bridge: Any = SimpleNamespace(drop=lambda call: None)
     call = LiveCall(bridge, [answer], 1, "log")
     service: Any = SimpleNamespace(

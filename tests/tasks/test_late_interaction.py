@@ -130,8 +130,10 @@ def test_a_replica_hears_what_nobody_sees(tmp_path: Path) -> None:
     save_late(tmp_path, "bert")
     with LLM(tmp_path, backend="reference") as llm:
         encoded = llm.text_encoder.encode_tokens([QUERY], prompt_name="query")
-        (sent,) = llm.text_encoder.token_requests(llm.engine, encoded)
-        got = request_from_json(json.loads(json.dumps(request_to_json(sent))), llm.engine, SamplingParams())
+        (sent,) = llm.text_encoder.token_requests(llm.engine.maker, encoded)
+        got = request_from_json(
+            json.loads(json.dumps(request_to_json(sent))), llm.engine.maker, SamplingParams()
+        )
         assert got.n_unseen == sent.n_unseen > 5
 
 

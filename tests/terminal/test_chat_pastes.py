@@ -39,8 +39,9 @@ def chatting(tmp_path, monkeypatch):
 
 
 def told(terminal: Terminal) -> str:
-    """The message that the chat tells next."""
+    """The message that the chat tells next. It has its next prompt then, so that pastes are marked again."""
     shown = terminal.wait_for(r"\d+ told: (\".*\")\n")
+    terminal.wait_for(PROMPT)
     return json.loads(re.search(r"told: (\".*\")\n$", shown)[1])
 
 
@@ -62,7 +63,7 @@ def test_a_paste_is_one_message(chatting, tmp_path):
     assert told(terminal) == "// a comment\nf()\t\\\n\x1b[A\x1b[2J\x01\x04end"
     terminal.paste("/system Be kind.\nBe brief.")
     terminal.type("\n")
-    terminal.wait_for(r"system: Be kind\.\nBe brief\.\n")
+    terminal.wait_for(r"system: Be kind\.\nBe brief\.\n(\x1b\[\?2004h)?> ")
     terminal.type("wait\n")
     terminal.wait_for("waiting")
     terminal.paste("four\n" + "x" * 5000 + "\nsix")

@@ -335,7 +335,7 @@ class Tape:
         def pull(g: FloatArray) -> None:
             back = np.zeros_like(x.x)
             for rows in batch.texts:
-                convolve(back, g, rows, taps[::-1], n_before + 1 - spec.n_taps)
+                convolve(back, g, rows, taps[::-1], spec.n_taps - 1 - n_before)
             x.add(back)
 
         found = self._new(y, pull)
