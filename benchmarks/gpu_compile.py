@@ -302,7 +302,14 @@ def delta_chunk_cases() -> list[Case]:
 def layer_cases() -> list[Case]:
     """The prototype of a persistent kernel, at SmolLM2-135M's sizes, for one token."""
     keys, tile = tiles.attention_tile(3, 64, is_prefill=False), tiles.fused_tile(1)
-    constants = {"TYPE": "Q4_0", "GROUP": 3, "K": 64, "KW": 64, "BM": keys.rows, "TILE": keys.tokens}
+    constants = {
+        "TYPE": form_of(QUANT_TYPES["Q4_0"]),
+        "GROUP": 3,
+        "K": 64,
+        "KW": 64,
+        "BM": keys.rows,
+        "TILE": keys.tokens,
+    }
     constants |= {"ROTARY": 64, "KV": "f16", "M": 1, "BN": tile.rows, "ASM": True}
     constants |= {"W": tiles.fused_columns(576, 1, True), "W_PART": tiles.fused_columns(1536, 1, False)}
     most, kernel = layer_kernel.MAX_REGISTERS, layer_kernel.layer
