@@ -31,6 +31,9 @@ from tests import tiers
 from tests.stopwatch import slowness
 
 LIMIT_S = 1.0  # for a test of the first tier; a mark `representative(seconds)` states another
+# On CI, whose machines are shared and cold, a test may take half as much again: a landing fails for a test
+# that is too dear, not for a neighbour's load.
+LENIENCE = 1.5 if os.environ.get("CI") else 1.0
 BUDGETS = Path(__file__).with_name("budgets.toml")
 KERNELS = Path(__file__).with_name("kernels") / "first_tier_kernels.txt"
 _YARDSTICK_EVERY = 100  # tests
@@ -167,7 +170,7 @@ class Meter:
         took = min(first.test, second.test)
         self.costs[item.nodeid].test = took
         slow = max(slowness(), *self._slowness[-5:])  # what else the machine does comes and goes
-        if took >= limit * slow:
+        if took >= limit * slow * LENIENCE:
             words = _TOO_DEAR.format(seconds=took, limit=limit, slowness=slow)
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", words, "teardown")
             item.ihook.pytest_runtest_logreport(report=report)

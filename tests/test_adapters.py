@@ -37,6 +37,8 @@ with lazy_imports():
     import torch
     from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.representative(3)  # a model of transformers, saved, and ours
+
 IDS = np.random.default_rng(0).integers(0, 250, 40).tolist()
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 NAMES = ("one", "two", "three")
@@ -81,7 +83,6 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-4) -> None:
 # --- the arithmetic
 
 
-@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -121,7 +122,6 @@ def test_names_of_nemotron_hs_own_code(tmp_path: Path) -> None:
         np.testing.assert_array_equal(llm.logits(IDS, adapter="b"), llm.logits(IDS, adapter="a"))
 
 
-@pytest.mark.representative(3)
 def test_logits_on_the_cpu(llm: LLM, llama: tuple[Path, Any]) -> None:
     """A kernel's mistake: a rank of several tiles, types, a part that an adapter leaves."""
     close(llm.logits(IDS), theirs(llama[1], IDS), 5e-3)
