@@ -40,7 +40,7 @@ class AskedCall:
 
     def run(self, approve: Approve | None = None) -> str:
         """Calls the function, if `approve` allows it."""
-        if (text := _declined(approve and approve(self.call))) is not None:
+        if approve is not None and (text := _declined(approve(self.call))) is not None:
             return text
         try:
             return result_text(self._begun())
@@ -93,6 +93,7 @@ class Conversation:
             raise RequestError(f"'max_rounds' must be at least 1, not {max_rounds!r}", param="max_rounds")
         self._calls, self._params, self._adapter, self._intervene = calls, params, adapter, intervene
         self._functions: dict[str, FunctionTool] = {}
+        self._schemas: set[str] = set()  # the tools whose calls are returned
         self._streams, self._approve = streams, approve
         self._toolbox = self._toolbox_of(tools, is_async) if tools else None
         self._is_raw = calls.keeps_raw and self._toolbox is None
@@ -107,6 +108,7 @@ class Conversation:
         for tool in tools:
             if isinstance(tool, Mapping):
                 schemas.append(_schema(tool))
+                self._schemas.add(schemas[-1]["name"])
                 continue
             function = FunctionTool.of(tool)
             if function.is_async and not is_async:
@@ -158,11 +160,8 @@ class Conversation:
         if calls:
             message["tool_calls"] = [call.message for call in calls]
         self._messages.append(message)
-        others = self._toolbox is not None and {f["name"] for f in self._toolbox.functions} - {
-            *self._functions
-        }
         is_over = not calls or len(calls) < len(result.tool_calls) or not self._functions
-        if is_over or (others and any(call.name in others for call in calls)):
+        if is_over or any(call.name in self._schemas for call in calls):
             self.result = replace(result, messages=self._messages[self._n_before :])
             return []
         if self._n_rounds == self._max_rounds:
@@ -228,7 +227,7 @@ async def _awaited(function: Callable[..., Any], *given: Any, is_async: bool | N
 
 def _declined(verdict: Any) -> str | None:
     """The text that stands for the result of a declined call; None for a call that is allowed."""
-    if verdict is None or verdict is True:
+    if verdict is True:  # nothing else allows it, not even a callback that returns nothing
         return None
     return verdict if isinstance(verdict, str) else DECLINED
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from kukri import LLM, AsyncLLM
-from kukri.calls.conversation import DECLINED
+from kukri.calls.conversation import DECLINED, AskedCall
 from kukri.calls.functions import FunctionTool, result_text
+from kukri.calls.results import ToolCall
 from kukri.errors import ConfigError, RequestError
 from kukri.terminal import function_files
 from kukri.terminal.function_files import functions_of
@@ -187,6 +188,26 @@ def test_approve_allows_declines_or_answers_a_call(llm: LLM, family: str) -> Non
         llm.chat(QUESTION, tools=[look], approve=approve, **script(llm, texts))
     with pytest.raises(RequestError, match="approve"):
         llm.chat(QUESTION, tools=[look], approve=approve_later)
+
+
+def test_only_true_allows_a_call() -> None:
+    """Catches a call that a callback allows by returning nothing, as one without a return does."""
+    made: list[str] = []
+    asked = AskedCall(ToolCall("1", "look", '{"city": "Oslo"}'), FunctionTool.of(_look(made)))
+    verdicts: list[Any] = [None, False, 0, 1, [True]]
+    for verdict in verdicts:
+        assert asked.run(lambda call, said=verdict: said) == DECLINED
+        assert asyncio.run(asked.run_async(lambda call, said=verdict: said)) == DECLINED
+    assert made == []
+    assert asked.run(lambda call: True) == asked.run() == "cold"
+
+
+def _look(made: list[str]) -> Callable[..., Any]:
+    def look(city: str) -> str:
+        made.append(city)
+        return "cold"
+
+    return look
 
 
 def test_async_functions_are_awaited(llm: LLM, family: str) -> None:
