@@ -196,10 +196,14 @@ def test_only_true_allows_a_call() -> None:
     asked = AskedCall(ToolCall("1", "look", '{"city": "Oslo"}'), FunctionTool.of(_look(made)))
     verdicts: list[Any] = [None, False, 0, 1, [True]]
     for verdict in verdicts:
-        assert asked.run(lambda call, said=verdict: said) == DECLINED
-        assert asyncio.run(asked.run_async(lambda call, said=verdict: said)) == DECLINED
+        assert asked.run(_says(verdict)) == DECLINED
+        assert asyncio.run(asked.run_async(_says(verdict))) == DECLINED
     assert made == []
     assert asked.run(lambda call: True) == asked.run() == "cold"
+
+
+def _says(verdict: Any) -> Any:
+    return lambda call: verdict
 
 
 def _look(made: list[str]) -> Callable[..., Any]:
