@@ -134,6 +134,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
         approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
@@ -148,6 +149,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
         approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
@@ -161,6 +163,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
         approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
@@ -175,7 +178,8 @@ class AsyncLLM:
 
         self._check_open()
         given: dict[str, Any] = {"adapter": adapter, "intervene": self.llm.intervene(interventions)}
-        given |= {"tools": tools, "approve": approve, "max_rounds": max_rounds, "is_async": True}
+        given |= {"tools": tools, "tool_choice": tool_choice, "max_rounds": max_rounds}
+        given |= {"approve": approve, "is_async": True}
         checked, many = self.llm.calls.params(params, overrides), is_many(messages)
         told = [
             Conversation(self.llm.calls, one, checked, **given) for one in (messages if many else [messages])
@@ -193,6 +197,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
         approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
@@ -219,7 +224,7 @@ class AsyncLLM:
         from kukri.calls.conversation import Conversation
 
         conversation = Conversation(
-            calls, cast("Sequence[Message]", prompt), checked, tools, max_rounds, approve,
+            calls, cast("Sequence[Message]", prompt), checked, tools, max_rounds, approve, tool_choice,
             adapter=adapter, intervene=intervene, streams=True, is_async=True,
         )  # fmt: skip
         while conversation.result is None:

@@ -149,6 +149,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
         approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
@@ -163,6 +164,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
         approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
@@ -176,6 +178,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
         approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
@@ -194,6 +197,7 @@ class LLM:
         and docstrings, and called here, one after another, in up to `max_rounds` rounds, after which a call
         is a RequestError; a function's error is told to the model as text. Calls of schemas, dictionaries in
         OpenAI's form, are returned as `tool_calls`, and then no function of that answer is called.
+        `tool_choice` is "auto", "none", "required", or the name of the tool that the first answer must call.
 
         `approve` is asked before each call of a function. It returns True to allow the call, False to decline
         it, or the text that the model reads as the call's result. Its errors end the conversation and are
@@ -202,7 +206,7 @@ class LLM:
         from kukri.calls.conversation import Conversation
 
         given: dict[str, Any] = {"adapter": adapter, "intervene": self.intervene(interventions)}
-        given |= {"tools": tools, "approve": approve, "max_rounds": max_rounds}
+        given |= {"tools": tools, "approve": approve, "max_rounds": max_rounds, "tool_choice": tool_choice}
         checked, many = self.calls.params(params, overrides), is_many(messages)
         told = [Conversation(self.calls, one, checked, **given) for one in (messages if many else [messages])]
         while asked := [one for one in told if one.result is None]:
@@ -223,6 +227,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
         approve: Approve | None = None,
         max_rounds: int = MAX_ROUNDS,
         adapter: str | None = None,
@@ -245,7 +250,7 @@ class LLM:
         from kukri.calls.conversation import Conversation
 
         conversation = Conversation(
-            self.calls, cast("Sequence[Message]", prompt), checked, tools, max_rounds, approve,
+            self.calls, cast("Sequence[Message]", prompt), checked, tools, max_rounds, approve, tool_choice,
             adapter=adapter, intervene=intervene, streams=True,
         )  # fmt: skip
         return self._answers(conversation, conversation.next_call())

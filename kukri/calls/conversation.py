@@ -82,6 +82,7 @@ class Conversation:
         tools: Sequence[Tool] = (),
         max_rounds: int = MAX_ROUNDS,
         approve: Approve | None = None,
+        tool_choice: str = "auto",
         *,
         adapter: str | None = None,
         intervene: Intervene | None = None,
@@ -95,14 +96,18 @@ class Conversation:
         self._functions: dict[str, FunctionTool] = {}
         self._schemas: set[str] = set()  # the tools whose calls are returned
         self._streams, self._approve = streams, approve
-        self._toolbox = self._toolbox_of(tools, is_async) if tools else None
-        self._is_raw = calls.keeps_raw and self._toolbox is None
+        self._tool_choice = tool_choice
+        self._schemas_shown = self._read_tools(tools, is_async)
+        self._is_raw = calls.keeps_raw and not self._schemas_shown
         self._messages, self._n_before = [dict(one) for one in messages], len(messages)
         self._n_rounds, self._max_rounds = 0, max_rounds
         self.result: Result | None = None
 
-    def _toolbox_of(self, tools: Sequence[Tool], is_async: bool) -> Toolbox:
-        if self._params.grammar is not None:
+    def _read_tools(self, tools: Sequence[Tool], is_async: bool) -> list[Mapping[str, Any]]:
+        """Returns the schemas of the tools that the model may call. Raises RequestError for wrong tools."""
+        if not tools and self._tool_choice not in ("auto", "none"):
+            raise RequestError("'tool_choice' is for tools only: leave it out", param="tool_choice")
+        if tools and self._tool_choice != "none" and self._params.grammar is not None:
             raise RequestError("'grammar' cannot be combined with tools: leave one out", param="grammar")
         schemas: list[Mapping[str, Any]] = []
         for tool in tools:
@@ -115,22 +120,40 @@ class Conversation:
                 raise RequestError("an async function is a tool of AsyncLLM.chat only", param="tools")
             self._functions[function.name] = function
             schemas.append(function.schema)
-        if len({schema["name"] for schema in schemas}) < len(schemas):
+        names = sorted({schema["name"] for schema in schemas})
+        if len(names) < len(schemas):
             raise RequestError("two tools have the same name", param="tools")
+        if self._tool_choice not in ("auto", "none", "required", *names):
+            raise RequestError(
+                f"'tool_choice' must be 'auto', 'none', 'required' or the name of a tool, not "
+                f"{self._tool_choice!r}: the tools are {', '.join(names)}",
+                param="tool_choice",
+            )
         if self._functions and self._params.n_generated_answers > 1:
             raise RequestError("'n' cannot be combined with functions as tools: leave it out", param="n")
         if not is_async and inspect.iscoroutinefunction(self._approve):
             raise RequestError("an async 'approve' is for AsyncLLM.chat only", param="approve")
+        return [] if self._tool_choice == "none" else schemas
+
+    def _toolbox(self) -> Toolbox | None:
+        """Returns the tools of the model's next answer; only the first answer can be required to call one."""
+        if not self._schemas_shown:
+            return None
+        choice = "auto" if self._n_rounds else self._tool_choice
+        named = [schema for schema in self._schemas_shown if schema["name"] == choice]
         dialect = self._calls.dialect.dialect
-        has_grammars = importlib.util.find_spec("llguidance") is not None
-        is_strict = dialect.is_generic or has_grammars
-        return Toolbox(dialect, schemas, many=True, required=False, is_strict=is_strict)
+        return Toolbox(
+            dialect,
+            named or self._schemas_shown,
+            many=not named,
+            required=choice != "auto",
+            is_strict=dialect.is_generic or importlib.util.find_spec("llguidance") is not None,
+        )
 
     def next_call(self) -> Call:
         """The call for the model's next answer."""
-        dialect, toolbox, params = self._calls.dialect, self._toolbox, self._params
-        functions = [] if toolbox is None else toolbox.functions
-        shown = [{"type": "function", "function": function} for function in functions] or None
+        dialect, toolbox, params = self._calls.dialect, self._toolbox(), self._params
+        shown = [{"type": "function", "function": schema} for schema in self._schemas_shown] or None
         prompt = self._calls.image_prompts.prompt(
             self._messages, lambda told, images: dialect.prompt_ids(told, {}, shown, images=images)
         )

@@ -17,6 +17,7 @@ from kukri.calls.conversation import DECLINED, AskedCall
 from kukri.calls.functions import FunctionTool, result_text
 from kukri.calls.results import ToolCall
 from kukri.errors import ConfigError, RequestError
+from kukri.sampling.sampler import SamplingError
 from kukri.terminal import function_files
 from kukri.terminal.function_files import functions_of
 from kukri.terminal.run import answer_prompt
@@ -131,6 +132,36 @@ def test_calls_of_schemas_are_returned(llm: LLM, family: str) -> None:
     told = {"role": "tool", "tool_call_id": call.id, "name": "when", "content": "now"}
     again = llm.chat([*QUESTION, *result.messages, told], **script(llm, [answered(family, "Fine.")]))
     assert (again.text, again.finish_reason) == ("Fine.", "stop")
+
+
+@pytest.mark.full(only=["generic", "qwen_xml", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("choice", ["required", "when", "none"])
+def test_the_first_answer_follows_the_choice(llm: LLM, family: str, choice: str) -> None:
+    """Catches a choice that is ignored, and one that forbids the answer after the call, too."""
+
+    def when() -> str:
+        """The hour."""
+        return "now"
+
+    likes = [said(family, ("when", {})), answered(family, "Fine.")]
+    texts = likes[1:] if choice == "none" else likes
+    if choice != "none":  # the grammar forbids the answer that comes first here
+        with pytest.raises(SamplingError, match="no token is allowed"):
+            llm.chat(QUESTION, tools=[weather, when], tool_choice=choice, **script(llm, likes[1:]))
+    result = llm.chat(QUESTION, tools=[weather, when], tool_choice=choice, **script(llm, texts))
+    assert result.text == "Fine."
+    assert [message["role"] for message in result.messages][:-1] == ["assistant", "tool"][
+        : 2 * (len(texts) - 1)
+    ]
+    shown = llm.tokenizer.decode(result.prompt_token_ids)
+    assert ("The hour." in shown) == (choice != "none")
+
+
+def test_a_choice_that_names_no_tool_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"'tool_choice' must be .*'always': the tools are weather"):
+        llm.chat(QUESTION, tools=[weather], tool_choice="always")
+    with pytest.raises(RequestError, match="'tool_choice' is for tools only"):
+        llm.chat(QUESTION, tool_choice="required")
 
 
 @pytest.mark.full(only=["generic", "qwen_xml", "gpt_oss", "mistral"])
