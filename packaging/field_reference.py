@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kukri.server.answers.embeddings import EmbeddingBody
 from kukri.server.anthropic.schema import MessagesBody
 from kukri.server.app import create_app
 from kukri.server.body import Body
 from kukri.server.llama_cpp.schema import LlamaBody
 from kukri.server.ollama.schema import OllamaChatBody, OllamaGenerateBody, Options
-from kukri.server.openai.embeddings import EmbeddingBody
 from kukri.server.openai.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody
 from kukri.server.settings import ServerSettings

@@ -71,7 +71,7 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
         '                if digest[:1] == known[:1]:',
     ),
     (
-        'kukri/server/reply.py',
+        'kukri/server/answers/reply.py',
         'DONE = b"data: [DONE]\\n\\n"',
         'DONE = b"data: [DONE]\\n"',
     ),

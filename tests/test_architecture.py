@@ -166,7 +166,7 @@ def test_no_modules_import_each_other():
 
 
 @pytest.mark.representative(4)
-@pytest.mark.parametrize("room", ["interp", "opening", "tasks"])
+@pytest.mark.parametrize("room", ["interp", "opening", "server", "tasks"])
 def test_no_folders_import_each_other(room):
     """Catches a folder that needs a neighbour which needs it, though none of their files do."""
     names = {module_of(file).removesuffix(".__init__"): file for file in module_files()}
@@ -179,6 +179,23 @@ def test_no_folders_import_each_other(room):
             graph.setdefault(at, set()).update({n.split(".")[2] for n in inside} - {at})
     assert any(imported for imported in graph.values())
     assert in_circles(graph) == set()
+
+
+def test_no_import_climbs_between_folders_of_the_server():
+    """Catches an API that is a library for others, and a part of all APIs that knows one."""
+    server = PACKAGE / "server"
+    folders = {one.name for one in server.iterdir() if one.is_dir()}
+    shared = ("", "chat", "models", "answers")  # may import what stands before; "" has the files in no folder
+    faults = []
+    for file in server.rglob("*.py"):
+        folder = "" if file.parent == server else file.relative_to(server).parts[0]
+        below = set(shared[: shared.index(folder)] if folder in shared else shared)
+        for name in imports_of(file):
+            there = name.removeprefix("kukri.server.").split(".")[0]
+            is_above = name.startswith("kukri.server.") and there in folders - below - {folder}
+            if is_above and file != server / "app.py":
+                faults.append(f"{module_of(file)} imports {name}")
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.representative(4)

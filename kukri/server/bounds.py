@@ -16,6 +16,8 @@ from kukri.sampling.fields import MAX_COUNT
 
 MAX_ITEMS = 10_000  # longest list: messages, parts of a message, tool calls
 MAX_ENTRIES = 1000  # largest object with values of one type, such as metadata
+MOST_FEATURES = 10_000  # that an attribution graph traces
+FORM_BYTES = 1 << 17  # in a form beyond its file, at most
 MAX_NUMBER = 1e30  # which float32 holds
 
 _NO_SCHEMAS = ("metadata", "expected", "serialization")  # parts of a schema that hold no schemas of values

@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kukri.engine.traces import Span, Traces
 from kukri.errors import failure_of
+from kukri.server.bounds import FORM_BYTES
 from kukri.server.errors import error_response
 from kukri.server.image_bytes import ImageBytes
 from kukri.server.keys import Client, KeyRing
 from kukri.server.metrics import Metrics
-from kukri.server.openai.uploads import FORM_BYTES
 from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ServerSettings
 

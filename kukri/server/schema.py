@@ -8,7 +8,7 @@ not declared is an error unless it is null. Fields beyond OpenAI's are spelled a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -24,7 +24,6 @@ from kukri.server.aliases import (
     sampler_names,
 )
 from kukri.server.body import TEXT_OR_LIST, Body, Piece, Refused
-from kukri.server.chat.request import only_grammar
 from kukri.server.intervention_bodies import Interventions
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.tokenizer import newest_turn, note
@@ -595,6 +594,15 @@ class UnloadAdapterBody(Body):
 
     lora_name: str
     ignored = frozenset({"lora_int_id"})
+
+
+def only_grammar(grammars: Iterable[Grammar | None]) -> Grammar | None:
+    """The one grammar among those that a body gives, None for none. Raises RequestError on two."""
+    found = [grammar for grammar in grammars if grammar is not None]
+    if len(found) > 1:
+        names = " and ".join(grammar.param for grammar in found)
+        raise RequestError(f"{names} both define the form of the answer: give one", param=found[0].param)
+    return found[0] if found else None
 
 
 def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -29,7 +29,7 @@ from kukri.opening.option_fields import (
 )
 
 if TYPE_CHECKING:
-    from kukri.server.models.preset import Preset
+    from kukri.server.preset import Preset
 
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from kukri.errors import ConfigError, RequestError
 from kukri.sampling import SamplingParams
-from kukri.server.models.preset import Preset
 from kukri.server.ollama.schema import Options
+from kukri.server.preset import Preset
 from kukri.terminal.config_file import MAX_BYTES, read_config
 from kukri.terminal.files import read_text
 

@@ -15,7 +15,7 @@ from kukri import SamplingParams
 from kukri.cli import app
 from kukri.errors import RequestError
 from kukri.sampling.fields import MAX_FACTOR, FieldFacts, facts_of
-from kukri.server.answer_facts import settings_of
+from kukri.server.answers.answer_facts import settings_of
 from kukri.server.anthropic.schema import MessagesBody
 from kukri.server.llama_cpp.schema import LlamaCompletionBody
 from kukri.server.ollama.schema import Options

@@ -88,9 +88,9 @@ def streamed(pieces: list[bytes], options: dict[str, Any], *, keeps: bool) -> li
 
 @pytest.fixture
 def same_ids(monkeypatch):
-    for module in ("server.reply", "dialects.toolbox"):
+    for module in ("server.answers.reply", "dialects.toolbox"):
         monkeypatch.setattr(f"kukri.{module}.uuid4", lambda: SimpleNamespace(hex="0" * 32))
-    monkeypatch.setattr("kukri.server.reply.time", SimpleNamespace(time=lambda: 1.0))
+    monkeypatch.setattr("kukri.server.answers.reply.time", SimpleNamespace(time=lambda: 1.0))
 
 
 @pytest.mark.parametrize("options", BODIES.values(), ids=BODIES)

@@ -13,7 +13,7 @@ from kukri.errors import ConfigError
 from kukri.server.app import create_app
 from kukri.server.asgi_client import post
 from kukri.server.chat.request import ChatRequest
-from kukri.server.models.preset import Preset
+from kukri.server.preset import Preset
 from kukri.server.settings import ServerSettings
 from kukri.terminal.preset_files import preset_file
 from kukri.terminal.serve_options import ServeOptions

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kukri.errors import KukriError
+from kukri.server.answers.reply import Reply
 from kukri.server.models.bridge import LiveCall
-from kukri.server.reply import Reply
 
 
 class Writer:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.calls.choice import Part, PartEvent
 from kukri.errors import ContextLengthError, RequestError
+from kukri.server.answers.reply import AnswerWriter, Reply, image_usage, interp_fields, sse
 from kukri.server.anthropic.schema import (
     DocumentSource,
     HostedTool,
@@ -28,12 +29,11 @@ from kukri.server.anthropic.schema import (
     ToolUseBlock,
     TurnMessage,
 )
-from kukri.server.chat.request import ChatRequest, ToolChoice, only_grammar
+from kukri.server.chat.request import ChatRequest, ToolChoice
 from kukri.server.errors import message_error_body
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.reply import AnswerWriter, Reply, image_usage, interp_fields, sse
-from kukri.server.schema import client_image, content_of
+from kukri.server.schema import client_image, content_of, only_grammar
 from kukri.tokenizer import arguments_object, newest_turn, note
 
 _BILLING = "x-anthropic-billing-header:"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from kukri.server.answers.loading_reply import answered
 from kukri.server.anthropic.messages import answer_message, count_tokens
 from kukri.server.anthropic.schema import MessageErrorBody, MessagesBody, PromptBody
-from kukri.server.models.loading_reply import answered
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.openapi import EVENTS, errors_in
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from kukri.dialects.dialect import Dialect
 from kukri.dialects.toolbox import Toolbox
 from kukri.errors import RequestError
 from kukri.sampling import Grammar
+from kukri.server.preset import Preset
 
 ToolChoice = Literal["none", "auto", "required"]
 
@@ -102,6 +103,21 @@ class ChatRequest:
             or any(function.get("strict") or function.get("grammar") for function in functions),
         )
 
+    def with_preset(self, preset: Preset) -> ChatRequest:
+        """Return the request with the preset's parts; a system message of its own replaces the preset's."""
+        messages = list(self.messages)
+        begins = bool(messages) and messages[0]["role"] in ("system", "developer")
+        system = [messages.pop(0)] if begins else []
+        if not begins and preset.system:
+            system = [{"role": "system", "content": preset.system}]
+        return replace(
+            self,
+            messages=[*system, *preset.messages, *messages],
+            sampling=preset.under(self.sampling),
+            adapter=self.adapter or preset.adapter,
+            max_context=preset.max_context if self.max_context is None else self.max_context,
+        )
+
     def error(self, error: RequestError) -> RequestError:
         """Renames an error's fields to those that the client sent."""
         head = re.match(r"\w*", error.param or "")
@@ -113,12 +129,3 @@ class ChatRequest:
                 text = re.sub(rf"\b{name}\b", theirs, text)
         error.args = (text,)
         return error
-
-
-def only_grammar(grammars: Iterable[Grammar | None]) -> Grammar | None:
-    """The one grammar among those that a body gives, None for none. Raises RequestError on two."""
-    found = [grammar for grammar in grammars if grammar is not None]
-    if len(found) > 1:
-        names = " and ".join(grammar.param for grammar in found)
-        raise RequestError(f"{names} both define the form of the answer: give one", param=found[0].param)
-    return found[0] if found else None

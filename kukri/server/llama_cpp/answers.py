@@ -17,7 +17,10 @@ from kukri.calls.image_prompts import ids_of
 from kukri.dialects.answer_parser import PlainParser
 from kukri.errors import RequestError
 from kukri.sampling import SamplingParams
-from kukri.server.answer_facts import answer_facts
+from kukri.server.answers.answer_facts import answer_facts
+from kukri.server.answers.logprobs import chat_logprobs
+from kukri.server.answers.reply import EVENTS, AnswerWriter, Reply, StreamForm, grown, sse, submit
+from kukri.server.answers.timings import timings_of, timings_of_progress
 from kukri.server.llama_cpp.indent import IndentLimit
 from kukri.server.llama_cpp.schema import (
     NAMES,
@@ -31,10 +34,6 @@ from kukri.server.llama_cpp.schema import (
 from kukri.server.mixed_prompt import encode_mixed
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import ServedModel
-from kukri.server.openai.completions import submit
-from kukri.server.openai.logprobs import chat_logprobs
-from kukri.server.reply import EVENTS, AnswerWriter, Reply, StreamForm, grown, sse
-from kukri.server.timings import timings_of, timings_of_progress
 from kukri.tokenizer import note
 from kukri.tokenizer.image_marks import ImagePart
 

@@ -9,13 +9,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from kukri import __version__
-from kukri.server.answer_facts import settings_of
+from kukri.server.answers.answer_facts import settings_of
+from kukri.server.answers.embeddings import EmbeddingBody, embed
+from kukri.server.answers.loading_reply import answered
 from kukri.server.llama_cpp import answers as llama_cpp
 from kukri.server.llama_cpp.schema import LlamaCompletionBody, LlamaInfillBody
-from kukri.server.models.loading_reply import answered
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
-from kukri.server.openai.embeddings import EmbeddingBody, embed
 from kukri.server.openapi import EVENTS
 
 

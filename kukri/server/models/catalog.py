@@ -21,7 +21,7 @@ from kukri.server.access import client_of
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.created_presets import MAX_PRESETS, read_presets, write_presets
 from kukri.server.models.entry import ModelEntry
-from kukri.server.models.preset import Preset
+from kukri.server.preset import Preset
 from kukri.server.settings import ModelSpec, ServerSettings
 
 _LOOK_S = 1.0  # between two looks at the directory and the cache

@@ -12,7 +12,7 @@ from typing import Any
 from kukri.errors import ConfigError, KukriError
 from kukri.formats.hub import models_dir
 from kukri.host.private_files import make_private, open_private, write_private
-from kukri.server.models.preset import Preset
+from kukri.server.preset import Preset
 
 MAX_PRESETS = 1000  # presets in one file
 _MAX_BYTES = 64 << 20

@@ -13,8 +13,8 @@ from typing import Literal
 from kukri.errors import KukriError
 from kukri.formats.model_cache import cached_path
 from kukri.server.models.capabilities import file_capabilities
-from kukri.server.models.preset import Preset
 from kukri.server.models.served_model import ServedModel
+from kukri.server.preset import Preset
 from kukri.server.settings import ModelSpec
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading"]

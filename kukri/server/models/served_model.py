@@ -35,7 +35,7 @@ from kukri.server.chat.request import ChatRequest
 from kukri.server.keys import Client
 from kukri.server.metrics import Metrics, ModelMetrics
 from kukri.server.models.bridge import Bridge, LiveCall, LoopMaker
-from kukri.server.models.preset import Preset
+from kukri.server.preset import Preset
 from kukri.server.settings import ServerSettings
 from kukri.tasks.embedding import TextEncoder
 from kukri.tokenizer import ChatTemplate, FillInMiddle, Tokenizer
@@ -165,7 +165,7 @@ class ServedModel:
 
     def _with_preset(self, request: ChatRequest) -> ChatRequest:
         preset = self.preset_of(request.model)
-        return request if preset is None else preset.applied(request)
+        return request if preset is None else request.with_preset(preset)
 
     async def encode(
         self,

@@ -14,10 +14,10 @@ from kukri.interp.features.readers import FeatureReader
 from kukri.interp.interventions.catalog import Catalog
 from kukri.interp.interventions.request_taps import joined_cache
 from kukri.kernels.arrays import FloatArray, IntArray
+from kukri.server.answers.activations import ActivationsBody, capturing
+from kukri.server.answers.rows import rows_of
 from kukri.server.models.served_model import ServedModel
 from kukri.server.neuronpedia.schema import AllBody, CosineBody, SingleBody, TopkByTokenBody
-from kukri.server.openai.activations import ActivationsBody, capturing
-from kukri.server.openai.embeddings import rows_of
 
 _ROWS = 64  # tokens whose features are computed at a time
 _DECODERS = 1024  # directions that are compared at a time

@@ -17,10 +17,10 @@ from kukri.host.hardware import available_bytes
 from kukri.host.os_calls import allowed_cores
 from kukri.interp.gradients.circuits import likeliest
 from kukri.server.access import client_of
+from kukri.server.answers.rows import request_options, rows_of
 from kukri.server.errors import DeadlineError
 from kukri.server.models.served_model import ServedModel
 from kukri.server.neuronpedia.schema import GraphBody, GraphPromptBody, SalientBody
-from kukri.server.openai.embeddings import request_options, rows_of
 from kukri.server.worker_process import WorkerProcess
 
 MOST_TOKENS = 256  # in a graph's prompt

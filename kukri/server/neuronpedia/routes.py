@@ -11,6 +11,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.server.access import check_interp
+from kukri.server.answers.reply import EVENTS, sse
+from kukri.server.answers.rows import SILENCE, while_connected
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
 from kukri.server.neuronpedia import activations, graph_steering, steering
@@ -26,9 +28,7 @@ from kukri.server.neuronpedia.schema import (
     SteerCompletionBody,
     TopkByTokenBody,
 )
-from kukri.server.openai.embeddings import SILENCE, while_connected
 from kukri.server.openapi import EVENTS as STREAMS
-from kukri.server.reply import EVENTS, sse
 
 _GZIP_LEVEL = 3
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 from kukri.errors import RequestError
 from kukri.sampling.fields import MAX_COUNT
 from kukri.server.body import Body, Refused
+from kukri.server.bounds import MOST_FEATURES
 
 MOST_RESULTS = 1000
-MOST_FEATURES = 10_000  # that a graph traces
 _Text = Annotated[str, Field(min_length=1)]
 _Name = Annotated[str, Field(min_length=1, max_length=200)]
 _Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]

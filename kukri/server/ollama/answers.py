@@ -16,6 +16,9 @@ from kukri.calls.choice import Choice, Part, PartEvent, PlacedToken
 from kukri.dialects.answer_parser import parser_of
 from kukri.dialects.families import GENERIC
 from kukri.errors import RequestError
+from kukri.server.answers.embeddings import EmbeddingBody, vectors_of
+from kukri.server.answers.logprobs import chat_logprobs
+from kukri.server.answers.reply import AnswerWriter, Reply, StreamForm, compact, grown, interp_fields
 from kukri.server.chat.request import ChatRequest
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
@@ -28,9 +31,6 @@ from kukri.server.ollama.schema import (
     OllamaGenerateBody,
     OllamaMessage,
 )
-from kukri.server.openai.embeddings import EmbeddingBody, vectors_of
-from kukri.server.openai.logprobs import chat_logprobs
-from kukri.server.reply import AnswerWriter, Reply, StreamForm, compact, grown, interp_fields
 from kukri.server.schema import client_image, content_of
 from kukri.tokenizer import arguments_object
 

@@ -26,7 +26,6 @@ from kukri.server.access import check_manages_models
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.capabilities import stated_template
 from kukri.server.models.entry import ModelEntry
-from kukri.server.models.preset import Preset
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.ollama.schema import (
     NO_FILES,
@@ -36,6 +35,7 @@ from kukri.server.ollama.schema import (
     OllamaCreateBody,
     OllamaPullBody,
 )
+from kukri.server.preset import Preset
 from kukri.server.sampling_fields import FACTS
 
 

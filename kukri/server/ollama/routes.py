@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from kukri import __version__
 from kukri.server.access import check_scope, may
-from kukri.server.models.loading_reply import answered
+from kukri.server.answers.loading_reply import answered
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
 from kukri.server.ollama import answers as ollama

@@ -16,7 +16,7 @@ from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_COUNT
 from kukri.server.body import Body, Refused
 from kukri.server.intervention_bodies import Interventions
-from kukri.server.models.preset import Preset
+from kukri.server.preset import Preset
 from kukri.server.sampling_fields import FACTS, with_sampling
 from kukri.server.schema import Tool
 

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kukri.calls.choice import Choice, PartEvent, PlacedToken
-from kukri.server.chat.request import ChatRequest, only_grammar
+from kukri.server.answers.logprobs import chat_logprobs
+from kukri.server.answers.reply import ChunkWriter, Reply, interp_fields, usage
+from kukri.server.chat.request import ChatRequest
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.openai.logprobs import chat_logprobs
-from kukri.server.reply import ChunkWriter, Reply, interp_fields, usage
-from kukri.server.schema import ChatBody, NamedTool, conversation
+from kukri.server.schema import ChatBody, NamedTool, conversation, only_grammar
 
 _NAMES = {"prompt": "messages"}
 

@@ -11,15 +11,13 @@ from starlette.responses import Response
 
 from kukri.calls.choice import Choice, PartEvent, PlacedToken
 from kukri.dialects.answer_parser import PlainParser
-from kukri.sampling import SampledToken, SamplingParams
-from kukri.server.intervention_bodies import steering
+from kukri.sampling import SampledToken
+from kukri.server.answers.logprobs import legacy_logprobs
+from kukri.server.answers.reply import ChunkWriter, Reply, compact, grown, interp_fields, submit, usage
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.openai.logprobs import legacy_logprobs
-from kukri.server.reply import ChunkWriter, Reply, compact, grown, interp_fields, usage
-from kukri.server.schema import CompletionBody, GenerationBody
+from kukri.server.schema import CompletionBody
 from kukri.tokenizer import TextStream, Tokenizer
-from kukri.vision.image import ImagePrompt
 
 T = TypeVar("T")
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -46,31 +44,6 @@ async def complete(served: ServedModel, body: CompletionBody, http: Request) -> 
     if body.verbose:
         writer.prompt_text = await asyncio.to_thread(served.tokenizer.decode, prompts[0])
     return Reply(served, call, writer, stream=bool(body.stream), tells_progress=bool(body.return_progress))
-
-
-async def submit(
-    served: ServedModel,
-    body: GenerationBody,
-    prompts: Sequence[Sequence[int] | ImagePrompt],
-    params: SamplingParams,
-    http: Request,
-    *,
-    shows_control: bool = False,
-) -> LiveCall:
-    """Submits prompts with what a body says besides its sampling: user, priority, adapter, interventions.
-
-    `shows_control`: control tokens are part of the text.
-    """
-    return await served.submit(
-        prompts,
-        params,
-        http.scope,
-        user=body.user,
-        priority=body.priority,
-        adapter=served.adapter_of(body.model, body.adapter),
-        interventions=steering(body.interventions),
-        marks=None if shows_control else (),
-    )
 
 
 def _n_prompt_logprobs(body: CompletionBody) -> int | None:

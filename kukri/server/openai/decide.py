@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.calls.decide import MAX_CHOICES, Decision, Normalization, Question, checked_choices, decision
 from kukri.errors import ContextLengthError, RequestError
+from kukri.server.answers.rows import SILENCE, rows_of, while_connected
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
-from kukri.server.openai.embeddings import SILENCE, rows_of, while_connected
 from kukri.server.schema import ChatMessage, TokenIds, conversation
 
 _Messages = Annotated[list[ChatMessage], Field(min_length=1)]

@@ -15,18 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
+from kukri.server.answers.embeddings import Input, encoded, named, token_vectors_of
+from kukri.server.answers.rows import SILENCE, request_options, rows_of, while_connected
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
-from kukri.server.openai.embeddings import (
-    SILENCE,
-    Input,
-    encoded,
-    named,
-    request_options,
-    rows_of,
-    token_vectors_of,
-    while_connected,
-)
 from kukri.tasks import heads
 
 Task = Literal["embed", "token_embed", "classify", "token_classify"]

@@ -12,15 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
+from kukri.server.answers.embeddings import token_vectors_of
+from kukri.server.answers.rows import SILENCE, request_options, rows_of, while_connected
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
-from kukri.server.openai.embeddings import (
-    SILENCE,
-    request_options,
-    rows_of,
-    token_vectors_of,
-    while_connected,
-)
 from kukri.tasks.embedding import normalized, ranked
 from kukri.tasks.late_interaction import max_sim
 

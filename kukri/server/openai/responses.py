@@ -16,10 +16,12 @@ from starlette.responses import Response
 
 from kukri.calls.choice import Part, PartEvent
 from kukri.errors import KukriError, RequestError
-from kukri.server.chat.request import ChatRequest, only_grammar
+from kukri.server.answers.logprobs import chat_logprobs
+from kukri.server.answers.reply import AnswerWriter, Reply, compact, image_usage, interp_fields, sse
+from kukri.server.answers.timings import timings_of, timings_of_progress
+from kukri.server.chat.request import ChatRequest
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.openai.logprobs import chat_logprobs
 from kukri.server.openai.response_store import ResponseStore
 from kukri.server.openai.response_tools import (
     ClientTool,
@@ -43,9 +45,7 @@ from kukri.server.openai.responses_schema import (
     ResponseBody,
     ResponseTool,
 )
-from kukri.server.reply import AnswerWriter, Reply, compact, image_usage, interp_fields, sse
-from kukri.server.schema import OtherPart, RefusalPart, content_of, piece_of
-from kukri.server.timings import timings_of, timings_of_progress
+from kukri.server.schema import OtherPart, RefusalPart, content_of, only_grammar, piece_of
 from kukri.tokenizer import newest_turn, note
 
 _NAMES = {

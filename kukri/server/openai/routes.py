@@ -9,15 +9,15 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.server.access import check_interp
+from kukri.server.answers.activations import ActivationsBody, activations
+from kukri.server.answers.embeddings import EmbeddingBody, embed
+from kukri.server.answers.loading_reply import answered
 from kukri.server.models.adapters import ClientAdapters
 from kukri.server.models.entry import ModelEntry
-from kukri.server.models.loading_reply import answered
 from kukri.server.models.registry import ModelRegistry
-from kukri.server.openai.activations import ActivationsBody, activations
 from kukri.server.openai.chat_completions import complete_chat, parse_chat
 from kukri.server.openai.completions import complete
 from kukri.server.openai.decide import DecideBody, decide
-from kukri.server.openai.embeddings import EmbeddingBody, embed
 from kukri.server.openai.lists import listed
 from kukri.server.openai.pooling import AnswersBody, ClassifyBody, PoolingBody, answer, classify, pool
 from kukri.server.openai.rerank import RerankBody, ScoreBody, rerank, score

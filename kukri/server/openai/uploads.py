@@ -16,7 +16,6 @@ _MAX_HEAD_BYTES = 1 << 14  # in a part's header
 _MAX_FIELD_BYTES = 1 << 12  # in a field that is not the file
 _MAX_FIELDS = 32
 _WRITTEN_AT_ONCE = 1 << 20
-FORM_BYTES = 1 << 17  # in a form beyond its file, at most
 
 
 @dataclass

@@ -31,16 +31,16 @@ from kukri.interp.plots.graph_page import VIEWER
 from kukri.sampling import SampledToken
 from kukri.sampling.fields import FieldFacts
 from kukri.server.access import check_manages_models
+from kukri.server.answers.logprobs import token_string
+from kukri.server.answers.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.body import Refused
+from kukri.server.bounds import MOST_FEATURES
 from kukri.server.chat.request import ChatRequest
 from kukri.server.errors import ForbiddenError, NotFoundError
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.neuronpedia.schema import MOST_FEATURES
-from kukri.server.openai.logprobs import token_string
 from kukri.server.page.model_library import models_here, models_to_download
-from kukri.server.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.sampling_fields import FACTS
 from kukri.server.schema import ChatMessage, MaxTokens, Sampling, conversation
 from kukri.tokenizer import Tokenizer

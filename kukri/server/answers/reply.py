@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,15 +21,18 @@ from kukri.calls.choice import Choice, Kind, PartEvent, PlacedToken
 from kukri.errors import KukriError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.interventions.request_taps import Readout
-from kukri.server.answer_facts import answer_facts
+from kukri.sampling import SamplingParams
+from kukri.server.answers.answer_facts import answer_facts
+from kukri.server.answers.logprobs import vllm_logprobs
+from kukri.server.answers.progress import PromptProgress, n_read
+from kukri.server.answers.timings import timings_of, timings_of_progress
 from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
+from kukri.server.intervention_bodies import steering
 from kukri.server.models.bridge import LiveCall
 from kukri.server.models.served_model import Chat, ServedModel
-from kukri.server.openai.logprobs import vllm_logprobs
-from kukri.server.progress import PromptProgress, n_read
 from kukri.server.schema import GenerationBody
-from kukri.server.timings import timings_of, timings_of_progress
+from kukri.vision.image import ImagePrompt
 
 DONE = b"data: [DONE]\n\n"
 _MANY_TOKENS = 4096  # a whole answer this long is written outside the event loop
@@ -416,6 +420,31 @@ class Reply(Response):
             if self._connection is not None:
                 self._call.push = self._push
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+async def submit(
+    served: ServedModel,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int] | ImagePrompt],
+    params: SamplingParams,
+    http: Request,
+    *,
+    shows_control: bool = False,
+) -> LiveCall:
+    """Submits prompts with what a body says besides its sampling: user, priority, adapter, interventions.
+
+    `shows_control`: control tokens are part of the text.
+    """
+    return await served.submit(
+        prompts,
+        params,
+        http.scope,
+        user=body.user,
+        priority=body.priority,
+        adapter=served.adapter_of(body.model, body.adapter),
+        interventions=steering(body.interventions),
+        marks=None if shows_control else (),
+    )
 
 
 async def disconnected(receive: Receive) -> None:

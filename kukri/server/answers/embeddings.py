@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Discriminator, Field, Tag, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
 
-from kukri.engine import Request as EngineRequest
-from kukri.errors import ContextLengthError, KukriError, RequestError
+from kukri.errors import ContextLengthError, RequestError
 from kukri.kernels.arrays import FloatArray
-from kukri.server.access import client_of
+from kukri.server.answers.rows import SILENCE, request_options, rows_of, while_connected
 from kukri.server.body import Body
-from kukri.server.errors import DeadlineError
 from kukri.server.mixed_prompt import MarkedText, Mixed, encode_mixed
 from kukri.server.models.served_model import ServedModel
-from kukri.server.reply import disconnected
 from kukri.server.schema import TextOr, TextPart
 from kukri.tasks.embedding import Encoded, TextEncoder
 
@@ -188,38 +184,6 @@ def named(error: RequestError) -> RequestError:
     return RequestError(str(error), param=error.param if error.param in _OWN_FIELDS else "input")
 
 
-async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of the work; None, and the work is cancelled, if the client disconnects before."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(disconnected(http.receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        watcher.cancel()
-
-
-async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope: Scope) -> list[FloatArray]:
-    """The rows of requests, a batch of them after another, so that others find room."""
-    for request in requests:
-        request.times.trace = scope["kukri.trace"]
-    n_tokens = sum(request.n_prompt for request in requests)
-    served.metrics.on_prompt(n_tokens)
-    client_of(scope).meter.add(n_tokens, 0)
-    n = min(served.llm.engine_config.max_requests, served.bridge.loop.max_waiting)
-    try:
-        async with asyncio.timeout(served.settings.deadline_s):
-            for start in range(0, len(requests), n):
-                await served.bridge.compute(requests[start : start + n])
-    except TimeoutError:
-        raise DeadlineError(f"the answer was not done within {served.settings.deadline_s:g} s") from None
-    rows = [request.answer.rows for request in requests if request.answer.rows is not None]
-    if not all(np.isfinite(row).all() for row in rows):  # JSON has no such numbers
-        raise KukriError("the model's vectors are not finite: its weights may be damaged")
-    return rows
-
-
 async def encoded(
     served: ServedModel,
     given: Any,
@@ -280,19 +244,6 @@ async def _vectors(
     return llm.text_encoder.vectors(rows, normalize, body.dimensions)
 
 
-def request_options(
-    served: ServedModel, http: Request, model: str | None, user: str | None, adapter: str | None = None
-) -> dict[str, Any]:
-    """Whose a request is, its priority and its adapter, for `Engine.make_output_request`."""
-    client = http.scope["kukri.client"]
-    return {
-        "priority": client.priority(None),
-        "client": client.queue(user),
-        "prefix_scope": client.prefix_scope,
-        "adapter": served.adapter_of(model, adapter),
-    }
-
-
 def _body(head: dict[str, Any], vectors: Iterable[FloatArray], as_base64: bool) -> bytes:
     """The JSON of the response; a vector at a time, so that other threads get their turn."""
     items = []
@@ -309,13 +260,3 @@ def _llama_cpp_body(vectors: Iterable[FloatArray]) -> bytes:
     lists = (np.atleast_2d(vector).tolist() for vector in vectors)
     items = [json.dumps({"index": i, "embedding": one}) for i, one in enumerate(lists)]
     return f"[{', '.join(items)}]".encode()
-
-
-class _Silence(Response):
-    """The response to a client that has disconnected."""
-
-    async def __call__(self, *_: Any) -> None:
-        """Sends nothing."""
-
-
-SILENCE = _Silence()

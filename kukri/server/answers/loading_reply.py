@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kukri.errors import KukriError
+from kukri.server.answers.reply import EVENTS, StreamForm, disconnected
 from kukri.server.errors import response_of
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
-from kukri.server.reply import EVENTS, StreamForm, disconnected
 
 
 class _Streamable(Protocol):

@@ -7,8 +7,8 @@ from typing import Any
 
 from kukri.calls.answer import Answer
 from kukri.sampling import SamplingParams
+from kukri.server.answers.timings import timings_of
 from kukri.server.sampling_fields import FACTS
-from kukri.server.timings import timings_of
 
 
 def answer_facts(

@@ -18,10 +18,10 @@ from kukri.interp.hooks.hook_values import Rows
 from kukri.interp.interventions.intervention import MAX_INTERVENTIONS, resolve
 from kukri.interp.interventions.positions import NO_PROMPT
 from kukri.interp.interventions.request_taps import RequestTaps, joined_cache
+from kukri.server.answers.rows import SILENCE, rows_of, while_connected
 from kukri.server.body import Body
 from kukri.server.keys import Client
 from kukri.server.models.served_model import ServedModel
-from kukri.server.openai.embeddings import SILENCE, rows_of, while_connected
 from kukri.server.schema import TokenIds
 
 _MAX_TEXTS = 256

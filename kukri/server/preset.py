@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kukri.server.chat.request import ChatRequest
-
 
 @dataclass(frozen=True)
 class Preset:
@@ -38,18 +36,3 @@ class Preset:
     def under(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """A client's parameters, with the preset's where it says nothing."""
         return {**sampling, **{n: v for n, v in self.sampling.items() if sampling.get(n) is None}}
-
-    def applied(self, request: ChatRequest) -> ChatRequest:
-        """The request with the preset's parts; a system message of its own replaces the preset's."""
-        messages = list(request.messages)
-        begins = bool(messages) and messages[0]["role"] in ("system", "developer")
-        system = [messages.pop(0)] if begins else []
-        if not begins and self.system:
-            system = [{"role": "system", "content": self.system}]
-        return replace(
-            request,
-            messages=[*system, *self.messages, *messages],
-            sampling=self.under(request.sampling),
-            adapter=request.adapter or self.adapter,
-            max_context=self.max_context if request.max_context is None else request.max_context,
-        )
