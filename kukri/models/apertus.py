@@ -40,19 +40,6 @@ class XieluMLP(MLP):
         return ops.add(ops.map("xielu", x, None, self.high, self.low), ops.scale(x, self.beta))
 
 
-class ApertusBlock(Block):
-    """A layer with these heads and this MLP."""
-
-    attention_type, mlp_type = Qwen3Attention, XieluMLP
-    attention_norm_name, mlp_norm_name = "attention_layernorm", "feedforward_layernorm"
-
-
-class Apertus(Llama):
-    """The whole model."""
-
-    block_type = ApertusBlock
-
-
 def _softplus(x: float) -> float:
     return max(x, 0.0) + log1p(float(np.exp(-abs(x))))
 
@@ -68,7 +55,14 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
 
 APERTUS = Architecture(
     "apertus",
-    Apertus,
+    Llama.of(
+        block_type=Block.of(
+            attention_type=Qwen3Attention,
+            mlp_type=XieluMLP,
+            attention_norm_name="attention_layernorm",
+            mlp_norm_name="feedforward_layernorm",
+        )
+    ),
     "ApertusForCausalLM",
     tensor_names={
         **{"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},

@@ -6,22 +6,9 @@ from kukri.models.architecture import Architecture
 from kukri.models.layers import SquaredReluMLP
 from kukri.models.llama import Block, Llama
 
-
-class ArceeBlock(Block):
-    """A layer with this MLP."""
-
-    mlp_type = SquaredReluMLP
-
-
-class Arcee(Llama):
-    """The whole model."""
-
-    block_type = ArceeBlock
-
-
 ARCEE = Architecture(
     "arcee",
-    Arcee,
+    Llama.of(block_type=Block.of(mlp_type=SquaredReluMLP)),
     "ArceeForCausalLM",
     interleaved_rope=True,
     activation="relu2",

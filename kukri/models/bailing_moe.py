@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.llama import Llama
+from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
-from kukri.models.qwen3 import Qwen3Block
-
-
-class BailingMoeBlock(Qwen3Block):
-    """A layer with a mixture, or one of the first with an MLP."""
-
-    mlp_type = Mixture
-
-
-class BailingMoe(Llama):
-    """The whole model."""
-
-    block_type = BailingMoeBlock
-    embedding_name = "model.word_embeddings"
-
+from kukri.models.qwen3 import Qwen3Attention
 
 BAILING_MOE = Architecture(
     "bailing_moe",
-    BailingMoe,
+    Llama.of(
+        block_type=Block.of(attention_type=Qwen3Attention, mlp_type=Mixture),
+        embedding_name="model.word_embeddings",
+    ),
     "BailingMoeV2ForCausalLM",
     embedding="model.word_embeddings",
     gguf="bailingmoe2",

@@ -51,18 +51,6 @@ class BitNetMLP(GatedMLP):
         return ops.map("gated_itself", up, ops.map("relu_squared", gate))
 
 
-class BitNetBlock(Block):
-    """A layer with this attention and this MLP."""
-
-    attention_type, mlp_type = BitNetAttention, BitNetMLP
-
-
-class BitNet(Llama):
-    """The whole model."""
-
-    block_type = BitNetBlock
-
-
 _QUANTIZED = "quantization_config"
 
 
@@ -78,7 +66,7 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
 
 BITNET = Architecture(
     "bitnet",
-    BitNet,
+    Llama.of(block_type=Block.of(attention_type=BitNetAttention, mlp_type=BitNetMLP)),
     "BitNetForCausalLM",
     in_gguf=False,  # the gguf package's bitnet is another model, and published files are for a fork
     hf_quantized="bitnet",

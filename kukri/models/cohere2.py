@@ -15,17 +15,10 @@ from kukri.models.llama import Llama
 from kukri.models.phi import PhiBlock
 
 
-class Cohere2Block(PhiBlock):
-    """A layer of these parts."""
-
-    norm_type, attention_type, mlp_type = PlainLayerNorm, Attention, GatedMLP
-
-
 class Cohere2(Llama):
     """The whole model."""
 
-    block_type = Cohere2Block
-    norm_type = PlainLayerNorm
+    block_type = PhiBlock.of(norm_type=PlainLayerNorm, attention_type=Attention, mlp_type=GatedMLP)
 
     def adjust_logits(self, ops: Ops, logits: Tensor) -> Tensor:
         """The logits, multiplied [N, V]."""

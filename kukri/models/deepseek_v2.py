@@ -8,22 +8,9 @@ from kukri.models.lenses import Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 
-
-class DeepseekBlock(Block):
-    """A layer with a mixture, or one of the first with an MLP."""
-
-    attention_type, mlp_type = latent.LatentAttention, Mixture
-
-
-class Deepseek(Llama):
-    """The whole model."""
-
-    block_type = DeepseekBlock
-
-
 DEEPSEEK_V2 = Architecture(
     "deepseek_v2",
-    Deepseek,
+    Llama.of(block_type=Block.of(attention_type=latent.LatentAttention, mlp_type=Mixture)),
     "DeepseekV2ForCausalLM",
     gguf="deepseek2",
     interleaved_rope=True,

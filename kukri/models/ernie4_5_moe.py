@@ -17,18 +17,6 @@ from kukri.models.stored import BIAS_PARAMETER, ONE_ROW, Stored
 _LAST = "moe_layer_end_index"
 
 
-class Ernie45MoeBlock(Block):
-    """A layer with a mixture, or one of the first with an MLP."""
-
-    mlp_type = Mixture
-
-
-class Ernie45Moe(Llama):
-    """The whole model."""
-
-    block_type = Ernie45MoeBlock
-
-
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     last = keys.whole(_LAST, least=-1)
     if last not in (-1, 0) and last < facts["n_layers"] - 1:
@@ -42,7 +30,7 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
     name="ernie4_5_moe",
-    model=Ernie45Moe,
+    model=Llama.of(block_type=Block.of(mlp_type=Mixture)),
     hf_class="Ernie4_5_MoeForCausalLM",
     gguf="ernie4_5-moe",
     joined={"mlp.moe_statics.e_score_correction": ("mlp.gate.e_score_correction",)},

@@ -16,18 +16,6 @@ from kukri.models.olmo2 import Olmo2Block
 from kukri.models.qwen3 import Qwen3Attention
 
 
-class Exaone4Block(Olmo2Block):
-    """A layer with these heads."""
-
-    attention_type = Qwen3Attention
-
-
-class Exaone4(Llama):
-    """The whole model."""
-
-    block_type = Exaone4Block
-
-
 def _read(key: str, keys: Keys, facts: dict[str, Any]) -> None:
     """The key of windows decides whether layers without one rotate."""
     if keys.value(key):
@@ -41,7 +29,7 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
 
 EXAONE4 = Architecture(
     "exaone4",
-    Exaone4,
+    Llama.of(block_type=Olmo2Block.of(attention_type=Qwen3Attention)),
     "Exaone4ForCausalLM",
     full_interval=4,
     tensor_names={

@@ -8,19 +8,6 @@ from kukri.models.architecture import Architecture
 from kukri.models.gemma2 import Gemma2, GemmaMLP
 from kukri.models.llama import Block
 
-
-class GemmaBlock(Block):
-    """A layer with this MLP."""
-
-    mlp_type = GemmaMLP
-
-
-class Gemma(Gemma2):
-    """The whole model."""
-
-    block_type = GemmaBlock
-
-
 _GELU = "gelu_pytorch_tanh"
 
 
@@ -31,7 +18,7 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
 
 GEMMA = Architecture(
     "gemma",
-    Gemma,
+    Gemma2.of(block_type=Block.of(mlp_type=GemmaMLP)),
     "GemmaForCausalLM",
     respelled=_respelled,
     hf_norm_offset=1.0,

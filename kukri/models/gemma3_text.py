@@ -12,23 +12,10 @@ from functools import partial
 from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block, read_gguf_scale, write_gguf_scale
 from kukri.models.qwen3 import Qwen3Attention
 
-
-class Gemma3Block(Gemma2Block):
-    """A layer whose query and key heads are normed as in Qwen3."""
-
-    attention_type = Qwen3Attention
-
-
-class Gemma3(Gemma2):
-    """The whole model."""
-
-    block_type = Gemma3Block
-
-
 GEMMA3_TEXT = replace(
     GEMMA2,
     name="gemma3_text",
-    model=Gemma3,
+    model=Gemma2.of(block_type=Gemma2Block.of(attention_type=Qwen3Attention)),
     hf_class="Gemma3ForCausalLM",
     numbers={"logit_softcap"},
     gguf="gemma3",

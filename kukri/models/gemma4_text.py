@@ -176,12 +176,6 @@ class Gemma4(Gemma2):
         return x
 
 
-class Gemma4Moe(Gemma4):
-    """The whole model with mixtures."""
-
-    block_type = Gemma4MoeBlock
-
-
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 _THETAS = {_FULL: 1e6, _WINDOWED: 1e4}
 _SHARED, _WIDE, _FULL_KV = "num_kv_shared_layers", "use_double_wide_mlp", "num_global_key_value_heads"
@@ -395,7 +389,7 @@ def _write_moe_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
 GEMMA4_MOE_TEXT = replace(
     GEMMA4_TEXT,
     name="gemma4_moe_text",
-    model=Gemma4Moe,
+    model=Gemma4.of(block_type=Gemma4MoeBlock),
     hf_type="gemma4_text",
     hf_mark=("enable_moe_block", True),
     tensor_names={

@@ -10,24 +10,15 @@ from kukri.models.gemma2 import Gemma2Block
 from kukri.models.llama import Llama
 from kukri.models.phi3 import Phi3MLP
 
-
-class Glm4Block(Gemma2Block):
-    """A layer with four norms and this MLP."""
-
-    mlp_type = Phi3MLP
-    mlp_norm_name = "post_attention_layernorm"
-    post_norm_names = ("post_self_attn_layernorm", "post_mlp_layernorm")
-
-
-class Glm4(Llama):
-    """The whole model."""
-
-    block_type = Glm4Block
-
-
 GLM4 = Architecture(
     "glm4",
-    Glm4,
+    Llama.of(
+        block_type=Gemma2Block.of(
+            mlp_type=Phi3MLP,
+            mlp_norm_name="post_attention_layernorm",
+            post_norm_names=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        )
+    ),
     "Glm4ForCausalLM",
     interleaved_rope=True,
     hf_interleaved_rope=True,

@@ -19,21 +19,9 @@ def _attention(source: WeightSource, name: str, config: ModelConfig, layer: int)
     return kind(source, name, config, layer)
 
 
-class Glm4MoeBlock(Block):
-    """A layer with a mixture, or one of the first with an MLP."""
-
-    attention_type, mlp_type = staticmethod(_attention), Mixture
-
-
-class Glm4Moe(Llama):
-    """The whole model."""
-
-    block_type = Glm4MoeBlock
-
-
 GLM4_MOE = Architecture(
     "glm4_moe",
-    Glm4Moe,
+    Llama.of(block_type=Block.of(attention_type=staticmethod(_attention), mlp_type=Mixture)),
     "Glm4MoeForCausalLM",
     gguf="glm4moe",
     next_token="layer",

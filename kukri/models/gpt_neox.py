@@ -36,14 +36,6 @@ class NeoXBlock(PhiBlock):
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, for_mlp, x))
 
 
-class GPTNeoX(Llama):
-    """The whole model."""
-
-    block_type = NeoXBlock
-    norm_type = LayerNorm
-    embedding_name, norm_name, head_name = "model.embed_in", "model.final_layer_norm", "embed_out"
-
-
 _PARALLEL = "use_parallel_residual"
 
 
@@ -73,7 +65,12 @@ def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
 
 GPT_NEOX = Architecture(
     "gpt_neox",
-    GPTNeoX,
+    Llama.of(
+        block_type=NeoXBlock,
+        embedding_name="model.embed_in",
+        norm_name="model.final_layer_norm",
+        head_name="embed_out",
+    ),
     "GPTNeoXForCausalLM",
     embedding="model.embed_in",
     gguf="gptneox",

@@ -42,22 +42,9 @@ class GptOssMixture(Mixture):
         return ops.map("clamped_swiglu", gate, up, _ALPHA, _LIMIT)
 
 
-class GptOssBlock(Block):
-    """A layer with both."""
-
-    attention_type = GptOssAttention
-    mlp_type = GptOssMixture
-
-
-class GptOss(Llama):
-    """The whole model."""
-
-    block_type = GptOssBlock
-
-
 GPT_OSS = Architecture(
     "gpt_oss",
-    GptOss,
+    Llama.of(block_type=Block.of(attention_type=GptOssAttention, mlp_type=GptOssMixture)),
     "GptOssForCausalLM",
     hf_quantized="mxfp4",
     gguf="gpt-oss",

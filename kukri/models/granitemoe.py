@@ -38,12 +38,6 @@ class GraniteMoeBlock(Block):
         self.attention.out = Scaled(self.attention.out, config.residual_scale)
 
 
-class GraniteMoe(Granite):
-    """The whole model."""
-
-    block_type: Any = GraniteMoeBlock
-
-
 _EXPERTS = {
     "block_sparse_moe.router.layer": ("mlp.gate",),
     "block_sparse_moe.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
@@ -64,7 +58,7 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
 GRANITEMOE = replace(
     GRANITE,
     name="granitemoe",
-    model=GraniteMoe,
+    model=Granite.of(block_type=GraniteMoeBlock),
     hf_class="GraniteMoeForCausalLM",
     gguf="granitemoe",
     joined=_EXPERTS,

@@ -98,12 +98,6 @@ class SharedMixture(ScaledMixture):
         self.shared = SharedMLP(source, f"{name.removesuffix('mlp')}shared_mlp", config, layer)
 
 
-class DenseBlock(GraniteBlock):
-    """A layer: a state space or attention, and an MLP, each after its norm, added multiplied."""
-
-    recurrent_type, recurrent_name = Mamba2, "mamba"
-
-
 class HybridBlock(Block):
     """A hybrid layer with a mixture of experts."""
 
@@ -112,18 +106,6 @@ class HybridBlock(Block):
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         super().__init__(source, config, layer)
         self.attention.out = Scaled(self.attention.out, config.residual_scale)
-
-
-class GraniteDense(Granite):
-    """The whole model without a mixture."""
-
-    block_type = DenseBlock
-
-
-class GraniteHybrid(Granite):
-    """The whole model."""
-
-    block_type = HybridBlock
 
 
 _MLP = {"shared_mlp.input_linear": ("gate_proj", "up_proj"), "shared_mlp.output_linear": ("down_proj",)}
@@ -182,7 +164,7 @@ MAMBA_NAMES: dict[str, str | Stored] = {
 GRANITEMOEHYBRID = replace(
     GRANITE,
     name="granitemoehybrid",
-    model=GraniteHybrid,
+    model=Granite.of(block_type=HybridBlock),
     hf_class="GraniteMoeHybridForCausalLM",
     gguf="granitehybrid",
     read_hf=_read_hf,
@@ -230,7 +212,7 @@ GRANITEMOEHYBRID = replace(
 GRANITEMOEHYBRID_DENSE = replace(
     GRANITEMOEHYBRID,
     name="granitemoehybrid_dense",
-    model=GraniteDense,
+    model=Granite.of(block_type=GraniteBlock.of(recurrent_type=Mamba2, recurrent_name="mamba")),
     hf_type="granitemoehybrid",
     hf_mark=("num_local_experts", 0),
     joined={stored: tuple(f"mlp.{part}" for part in parts) for stored, parts in _MLP.items()},

@@ -27,18 +27,6 @@ class HunyuanAttention(Qwen3Attention):
         return self.normalize(ops, q, k)
 
 
-class HunyuanBlock(Block):
-    """A layer with this attention."""
-
-    attention_type = HunyuanAttention
-
-
-class Hunyuan(Llama):
-    """The whole model."""
-
-    block_type = HunyuanBlock
-
-
 def _read_alpha(keys: Keys, facts: dict[str, Any]) -> None:
     """Folds alpha into theta; the scaling is called dynamic, and its factor counts for nothing then."""
     stated = keys.value("rope_parameters") or keys.value("rope_scaling") or {}
@@ -53,7 +41,7 @@ def _read_alpha(keys: Keys, facts: dict[str, Any]) -> None:
 
 HUNYUAN_V1_DENSE = Architecture(
     "hunyuan_v1_dense",
-    Hunyuan,
+    Llama.of(block_type=Block.of(attention_type=HunyuanAttention)),
     "HunYuanDenseV1ForCausalLM",
     gguf="hunyuan-dense",
     tensor_names={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},

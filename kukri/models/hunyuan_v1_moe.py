@@ -7,20 +7,9 @@ from typing import Any
 
 from kukri.errors import UnsupportedError, brief
 from kukri.models.architecture import ExpertKeys
-from kukri.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE, Hunyuan, HunyuanBlock
+from kukri.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE, HunyuanAttention
+from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
-
-
-class HunyuanMoeBlock(HunyuanBlock):
-    """A layer with a mixture."""
-
-    mlp_type = Mixture
-
-
-class HunyuanMoe(Hunyuan):
-    """The whole model."""
-
-    block_type = HunyuanMoeBlock
 
 
 def _respelled(config: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +27,7 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
 HUNYUAN_V1_MOE = replace(
     HUNYUAN_V1_DENSE,
     name="hunyuan_v1_moe",
-    model=HunyuanMoe,
+    model=Llama.of(block_type=Block.of(attention_type=HunyuanAttention, mlp_type=Mixture)),
     hf_class="HunYuanMoEV1ForCausalLM",
     gguf="hunyuan-moe",
     joined={

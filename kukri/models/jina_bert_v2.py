@@ -56,19 +56,6 @@ class JinaV2MLP(ModernBertMLP):
         super().__init__(source, name, config, layer)
 
 
-class JinaV2Block(BertBlock):
-    """One layer: BERT's order, with this attention and MLP."""
-
-    attention_type, mlp_type = JinaV2Attention, JinaV2MLP
-    mlp_name, mlp_norm_name = "mlp", "mlp.layernorm"
-
-
-class JinaBertV2(Bert):
-    """The whole model."""
-
-    block_type = JinaV2Block
-
-
 def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
     keys.expect(_BIAS_KEY, _MOST_BIAS)
 
@@ -78,7 +65,11 @@ _MLP = {"intermediate.dense", "output.dense", "output.LayerNorm"}
 JINA_BERT_V2 = replace(
     BERT,
     name="jina_bert_v2",
-    model=JinaBertV2,
+    model=Bert.of(
+        block_type=BertBlock.of(
+            attention_type=JinaV2Attention, mlp_type=JinaV2MLP, mlp_name="mlp", mlp_norm_name="mlp.layernorm"
+        )
+    ),
     hf_class="JinaBertModel",
     hf_type="bert",
     hf_mark=("position_embedding_type", "alibi"),

@@ -7,27 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kukri.models.bert import BertBlock
 from kukri.models.layers import ExactMLP
-from kukri.models.nomic_bert import NOMIC_BERT, NomicBertAttention, NomicBertBlock
+from kukri.models.nomic_bert import NOMIC_BERT, NomicBertBlock
 from kukri.models.xlm_roberta import XLM_ROBERTA, XLMRoberta
-
-
-class JinaV3Block(BertBlock):
-    """One layer: BERT's order under Nomic BERT's names."""
-
-    list_name = NomicBertBlock.list_name
-    attention_type, attention_name = NomicBertAttention, "mixer"
-    attention_norm_name, mlp_norm_name = "norm1", "norm2"
-    mlp_type, mlp_name = ExactMLP, "mlp"
-
-
-class JinaV3(XLMRoberta):
-    """The whole model."""
-
-    block_type = JinaV3Block
-    norm_name = "model.emb_ln"
-
 
 _NOMIC = {
     name: stored for name, stored in NOMIC_BERT.tensor_names.items() if name[:4] not in ("attn", "mlp.")
@@ -36,7 +18,9 @@ _NOMIC = {
 JINA_EMBEDDINGS_V3 = replace(
     XLM_ROBERTA,
     name="jina_embeddings_v3",
-    model=JinaV3,
+    model=XLMRoberta.of(
+        block_type=NomicBertBlock.of(attention_name="mixer", mlp_type=ExactMLP), norm_name="model.emb_ln"
+    ),
     hf_class="JinaEmbeddingsV3Model",
     hf_type="",
     gguf="jina-bert-v3",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -208,7 +208,18 @@ class Scaled:
         return ops.add(ops.tap(*tap, ops.scale(self.linear(ops, x), self.factor)), residual)
 
 
-class Attention:
+class Composite:
+    """A layer or a model whose parts, and their names, are attributes of its class."""
+
+    @classmethod
+    def of(cls, **parts: Any) -> type[Self]:
+        """Return this class with other parts. Raises AttributeError for a part that it lacks."""
+        for name in parts:
+            getattr(cls, name)
+        return type(cls.__name__, (cls,), parts)
+
+
+class Attention(Composite):
     """Grouped-query attention, with or without rotary positions, over the whole context or a window of it.
 
     The checkpoint may hold q, k and v apart or as one `qkv_proj`.
@@ -302,7 +313,7 @@ class Attention:
         return v
 
 
-class GatedMLP:
+class GatedMLP(Composite):
     """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020)."""
 
     linear_type: Callable[..., Any] = Linear
@@ -335,7 +346,7 @@ class GatedMLP:
         return ops.map(self.activation, up, gate)
 
 
-class MLP:
+class MLP(Composite):
     """down(gelu(up(x))), under the names that the architecture gives the two."""
 
     up_name = "fc1"

@@ -14,18 +14,6 @@ from kukri.models.mixture import Mixture
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
-class Lfm2MoeBlock(Lfm2Block):
-    """A layer with a mixture, or one of the first with an MLP."""
-
-    mlp_type, dense_type, mlp_name = Mixture, GatedMLP, "mlp"
-
-
-class Lfm2Moe(Lfm2):
-    """The whole model."""
-
-    block_type = Lfm2MoeBlock
-
-
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     if keys.value("layer_types") is None:
         raise keys.error("layer_types", "is missing: it says which layers attend")
@@ -34,7 +22,7 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
 LFM2_MOE = replace(
     LFM2,
     name="lfm2_moe",
-    model=Lfm2Moe,
+    model=Lfm2.of(block_type=Lfm2Block.of(mlp_type=Mixture, dense_type=GatedMLP, mlp_name="mlp")),
     hf_class="Lfm2MoeForCausalLM",
     gguf="lfm2moe",
     tensor_names={key: name for key, name in LFM2.tensor_names.items() if "feed_forward" not in key},

@@ -24,11 +24,11 @@ from kukri.kernels.weight_handles import Weight
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head
-from kukri.models.layers import Attention, Embedding, GatedMLP, RMSNorm
+from kukri.models.layers import Attention, Composite, Embedding, GatedMLP, RMSNorm
 from kukri.models.weights import Parameter, WeightSource
 
 
-class Block:
+class Block(Composite):
     """One layer: attention and MLP, each after its norm, each added to the residual stream."""
 
     norm_type: Callable[..., Any] = RMSNorm
@@ -62,13 +62,12 @@ class Block:
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, normed, x))
 
 
-class Llama:
+class Llama(Composite):
     """The whole model: `model(ops, batch)` runs one step. Attributes: config; parameters, in order."""
 
     parameters: Sequence[Parameter] = ()  # the parameters that `load_model` saw it take
     row_tables: Sequence[Weight] = ()  # matrices of which steps read rows alone, too large to hold in memory
     block_type: Callable[..., Any] = Block
-    norm_type: Callable[..., Any] = RMSNorm
     embedding_name, norm_name, head_name = "model.embed_tokens", "model.norm", "lm_head"
     _forward: Forward | None = None  # while a backend is bound
 
@@ -76,7 +75,8 @@ class Llama:
         self.config = config
         self.embedding: Any = Embedding(source, self.embedding_name, config.n_vocab, config.d_model)
         self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
-        self.norm = self.norm_type(source, self.norm_name, config.d_model, config.norm_eps)
+        norm_type = getattr(self.block_type, "norm_type", RMSNorm)
+        self.norm = norm_type(source, self.norm_name, config.d_model, config.norm_eps)
         self.head: Head | None = output_head(source, config, self.head_name)
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:

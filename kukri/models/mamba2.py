@@ -18,18 +18,6 @@ from kukri.models.nemotron_h import NEMOTRON_H, NemotronBlock, NemotronH
 CONTEXT = 1 << 20  # the value in files without a bound
 
 
-class StateBlock(NemotronBlock):
-    """A layer: a state space after its norm, added to the stream."""
-
-    recurrent_type = Mamba2
-
-
-class StateModel(NemotronH):
-    """The whole model."""
-
-    block_type = StateBlock
-
-
 def _set_sizes(facts: dict[str, Any]) -> None:
     own = facts["recurrent"]
     facts |= {"n_kv_heads": own.n_heads, "d_head": own.d_head, "d_ffn": own.n_heads * own.d_head}
@@ -62,7 +50,7 @@ def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
 MAMBA2 = replace(
     NEMOTRON_H,
     name="mamba2",
-    model=StateModel,
+    model=NemotronH.of(block_type=NemotronBlock.of(recurrent_type=Mamba2)),
     hf_class="Mamba2ForCausalLM",
     gguf="mamba2",
     gguf_epsilon="attention.layer_norm_rms_epsilon",

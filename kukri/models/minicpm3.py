@@ -12,18 +12,6 @@ from kukri.models.granite import Granite, GraniteBlock
 from kukri.models.lenses import Format
 
 
-class MiniCPM3Block(GraniteBlock):
-    """A layer whose attention and MLP add their results multiplied."""
-
-    attention_type = latent.LatentAttention
-
-
-class MiniCPM3(Granite):
-    """The whole model."""
-
-    block_type = MiniCPM3Block
-
-
 class _Latent(latent.Latent):
     """The latent of GGUF files whose heads are the checkpoint's, not those that attend."""
 
@@ -39,7 +27,7 @@ class _Latent(latent.Latent):
 
 MINICPM3 = Architecture(
     "minicpm3",
-    MiniCPM3,
+    Granite.of(block_type=GraniteBlock.of(attention_type=latent.LatentAttention)),
     "MiniCPM3ForCausalLM",
     keys={"d_head": ("attention.key_length", latent.ROTARY)},
     tensor_names={

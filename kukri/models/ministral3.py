@@ -39,18 +39,6 @@ class GrowingAttention(Attention):
         return q, ops.rotate(k, self.rope, self.spec, batch)
 
 
-class Ministral3Block(Block):
-    """A layer."""
-
-    attention_type = GrowingAttention
-
-
-class Ministral3(Llama):
-    """The whole model."""
-
-    block_type = Ministral3Block
-
-
 _YARN = {
     **{"type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, _BETA: 0.1},
@@ -103,7 +91,7 @@ def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
 
 MINISTRAL3 = Architecture(
     "ministral3",
-    Ministral3,
+    Llama.of(block_type=Block.of(attention_type=GrowingAttention)),
     "Ministral3ForCausalLM",
     gguf="mistral3",
     interleaved_rope=True,

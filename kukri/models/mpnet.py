@@ -46,23 +46,16 @@ def buckets(ahead: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return rows
 
 
-class MPNetBlock(BertBlock):
-    """One layer: BERT's, with this attention."""
-
-    attention_type, attention_name = MPNetAttention, "attention.attn"
-    attention_norm_name = "attention.LayerNorm"
-
-
-class MPNet(XLMRoberta):
-    """The whole model."""
-
-    block_type = MPNetBlock
-
-
 MPNET = replace(
     XLM_ROBERTA,
     name="mpnet",
-    model=MPNet,
+    model=XLMRoberta.of(
+        block_type=BertBlock.of(
+            attention_type=MPNetAttention,
+            attention_name="attention.attn",
+            attention_norm_name="attention.LayerNorm",
+        )
+    ),
     hf_class="MPNetModel",
     hf_type="",
     gguf="",

@@ -6,22 +6,9 @@ from kukri.models.architecture import Architecture
 from kukri.models.layers import LayerNorm, SquaredReluMLP
 from kukri.models.llama import Block, Llama
 
-
-class NemotronBlock(Block):
-    """A layer with these norms and this MLP."""
-
-    norm_type, mlp_type = LayerNorm, SquaredReluMLP
-
-
-class Nemotron(Llama):
-    """The whole model."""
-
-    block_type, norm_type = NemotronBlock, LayerNorm
-
-
 NEMOTRON = Architecture(
     "nemotron",
-    Nemotron,
+    Llama.of(block_type=Block.of(norm_type=LayerNorm, mlp_type=SquaredReluMLP)),
     "NemotronForCausalLM",
     gguf_epsilon="attention.layer_norm_epsilon",
     hf_epsilon="norm_eps",

@@ -19,7 +19,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, ExpertKeys, RecurrentKeys
 from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
-from kukri.models.layers import Attention, RMSNorm, SquaredReluMLP
+from kukri.models.layers import Attention, Composite, RMSNorm, SquaredReluMLP
 from kukri.models.lenses import Rotating, Stated
 from kukri.models.llama import Llama
 from kukri.models.mixture import Mixture
@@ -56,7 +56,7 @@ class SquaredReluMixture(Mixture):
         return ops.map("relu_squared", gate)
 
 
-class NemotronBlock:
+class NemotronBlock(Composite):
     """A layer: one part after its norm, added to the stream."""
 
     mlp_type: Any = SquaredReluMLP
@@ -94,18 +94,6 @@ class NemotronH(Llama):
     def cache_layout(self) -> tuple[KVLayer | StateLayer, ...]:
         """The cache entry of each layer."""
         return tuple(block.cache_layer for block in self.blocks)
-
-
-class NemotronMoeBlock(NemotronBlock):
-    """A layer, which may be a mixture."""
-
-    mlp_type = SquaredReluMixture
-
-
-class NemotronHMoe(NemotronH):
-    """The whole model with mixtures."""
-
-    block_type = NemotronMoeBlock
 
 
 _TYPES, _PATTERN, _MAMBA, _ATTENTION = (
@@ -249,7 +237,7 @@ NEMOTRON_H = Architecture(
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
     name="nemotron_h_moe",
-    model=NemotronHMoe,
+    model=NemotronH.of(block_type=NemotronBlock.of(mlp_type=SquaredReluMixture)),
     hf_type="nemotron_h",
     hf_when=_has_mixture,
     gguf="nemotron_h_moe",

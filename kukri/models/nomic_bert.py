@@ -31,17 +31,10 @@ class NomicBertBlock(BertBlock):
     mlp_type, mlp_name = NomicBertMLP, "mlp"
 
 
-class NomicBert(Bert):
-    """The whole model."""
-
-    block_type = NomicBertBlock
-    norm_name = "model.emb_ln"
-
-
 NOMIC_BERT = replace(
     BERT,
     name="nomic_bert",
-    model=NomicBert,
+    model=Bert.of(block_type=NomicBertBlock, norm_name="model.emb_ln"),
     hf_class="NomicBertModel",
     gguf="nomic-bert",
     has_rope=True,

@@ -23,22 +23,9 @@ class BareLayerNorm:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class OlmoBlock(Block):
-    """A layer with these norms."""
-
-    norm_type = BareLayerNorm
-
-
-class Olmo(Llama):
-    """The whole model."""
-
-    block_type = OlmoBlock
-    norm_type = BareLayerNorm
-
-
 OLMO = Architecture(
     "olmo",
-    Olmo,
+    Llama.of(block_type=Block.of(norm_type=BareLayerNorm)),
     "OlmoForCausalLM",
     gguf_epsilon="attention.layer_norm_epsilon",
     interleaved_rope=True,

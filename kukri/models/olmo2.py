@@ -12,7 +12,7 @@ from typing import Any
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import Attention, GatedMLP, HeadNorm, PostNormed, RMSNorm
+from kukri.models.layers import Attention, Composite, GatedMLP, HeadNorm, PostNormed, RMSNorm
 from kukri.models.llama import Llama
 from kukri.models.weights import WeightSource
 
@@ -31,7 +31,7 @@ class Olmo2Attention(Attention):
         return self.q_norm(ops, q), self.k_norm(ops, k)
 
 
-class Olmo2Block:
+class Olmo2Block(Composite):
     """One layer: attention and MLP, the result of each normed and added to the residual stream."""
 
     attention_type: Callable[..., Any] = Olmo2Attention
@@ -55,15 +55,9 @@ class Olmo2Block:
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, x, x))
 
 
-class Olmo2(Llama):
-    """The whole model."""
-
-    block_type = Olmo2Block
-
-
 OLMO2 = Architecture(
     "olmo2",
-    Olmo2,
+    Llama.of(block_type=Olmo2Block),
     "Olmo2ForCausalLM",
     full_interval=4,
     local_rope=True,

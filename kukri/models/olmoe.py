@@ -7,23 +7,9 @@ from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 from kukri.models.olmo2 import Olmo2Attention
 
-
-class OlmoeBlock(Block):
-    """A layer with this attention and a mixture."""
-
-    attention_type = Olmo2Attention
-    mlp_type = Mixture
-
-
-class Olmoe(Llama):
-    """The whole model."""
-
-    block_type = OlmoeBlock
-
-
 OLMOE = Architecture(
     "olmoe",
-    Olmoe,
+    Llama.of(block_type=Block.of(attention_type=Olmo2Attention, mlp_type=Mixture)),
     "OlmoeForCausalLM",
     fixed={"clip_qkv": None},
     defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},

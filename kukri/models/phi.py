@@ -8,7 +8,7 @@ from typing import Any
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import MLP, Attention, LayerNorm
+from kukri.models.layers import MLP, Attention, Composite, LayerNorm
 from kukri.models.llama import Llama
 from kukri.models.weights import WeightSource
 
@@ -19,7 +19,7 @@ class PhiAttention(Attention):
     out_name = "dense"
 
 
-class PhiBlock:
+class PhiBlock(Composite):
     """One layer: attention and MLP read the same normed stream, and both add to the residual."""
 
     norm_type: Callable[..., Any] = LayerNorm
@@ -41,17 +41,9 @@ class PhiBlock:
         return ops.tap("hook_resid_post", self.layer, self.mlp(ops, normed, x))
 
 
-class Phi(Llama):
-    """The whole model."""
-
-    block_type = PhiBlock
-    norm_type = LayerNorm
-    norm_name = "model.final_layernorm"
-
-
 PHI = Architecture(
     "phi",
-    Phi,
+    Llama.of(block_type=PhiBlock, norm_name="model.final_layernorm"),
     "PhiForCausalLM",
     gguf="phi2",
     gguf_epsilon="attention.layer_norm_epsilon",

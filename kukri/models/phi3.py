@@ -17,21 +17,9 @@ class Phi3MLP(GatedMLP):
     in_names = ("gate_up_proj",)
 
 
-class Phi3Block(Block):
-    """A layer with this MLP."""
-
-    mlp_type = Phi3MLP
-
-
-class Phi3(Llama):
-    """The whole model."""
-
-    block_type = Phi3Block
-
-
 PHI3 = Architecture(
     "phi3",
-    Phi3,
+    Llama.of(block_type=Block.of(mlp_type=Phi3MLP)),
     "Phi3ForCausalLM",
     # old versions of llama.cpp would read a file without the key with a window
     gguf_defaults={"attention.sliding_window": 0},

@@ -21,18 +21,6 @@ _MSCALES = ("short_mscale", "long_mscale")
 _EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
-class PhimoeBlock(Block):
-    """A layer with these norms and a mixture."""
-
-    norm_type, mlp_type = LayerNorm, Mixture
-
-
-class Phimoe(Llama):
-    """The whole model."""
-
-    block_type, norm_type = PhimoeBlock, LayerNorm
-
-
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     keys.expect("num_experts_per_tok", 2)
     scaling = facts["rope"].scaling
@@ -55,7 +43,7 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
 
 PHIMOE = Architecture(
     "phimoe",
-    Phimoe,
+    Llama.of(block_type=Block.of(norm_type=LayerNorm, mlp_type=Mixture)),
     "PhimoeForCausalLM",
     joined={
         "block_sparse_moe.gate": ("mlp.gate",),

@@ -13,21 +13,9 @@ GATED_SHARED = {
 }
 
 
-class Qwen2MoeBlock(Block):
-    """A layer with a mixture."""
-
-    mlp_type = GatedSharedMixture
-
-
-class Qwen2Moe(Llama):
-    """The whole model."""
-
-    block_type = Qwen2MoeBlock
-
-
 QWEN2_MOE = Architecture(
     "qwen2_moe",
-    Qwen2Moe,
+    Llama.of(block_type=Block.of(mlp_type=GatedSharedMixture)),
     "Qwen2MoeForCausalLM",
     gguf="qwen2moe",
     joined=GATED_SHARED,

@@ -26,21 +26,9 @@ class Qwen3Attention(Attention):
         return self.q_norm(ops, q), None if self.spec.reads is not None else self.k_norm(ops, k)
 
 
-class Qwen3Block(Block):
-    """A layer with these heads."""
-
-    attention_type = Qwen3Attention
-
-
-class Qwen3(Llama):
-    """The whole model."""
-
-    block_type = Qwen3Block
-
-
 QWEN3 = Architecture(
     "qwen3",
-    Qwen3,
+    Llama.of(block_type=Block.of(attention_type=Qwen3Attention)),
     "Qwen3ForCausalLM",
     gguf_seeing="qwen3vl",
     gguf_reads={"n_deepstack_layers"},  # the encoder says which

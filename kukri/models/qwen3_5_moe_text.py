@@ -5,27 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kukri.models.architecture import ExpertKeys
+from kukri.models.llama import Llama
 from kukri.models.mixture import GatedSharedMixture
 from kukri.models.qwen2_moe import GATED_SHARED
-from kukri.models.qwen3_5_text import QWEN3_5_TEXT, Qwen35, Qwen35Block
-
-
-class Qwen35MoeBlock(Qwen35Block):
-    """A layer with a mixture."""
-
-    mlp_type = GatedSharedMixture
-
-
-class Qwen35Moe(Qwen35):
-    """The whole model."""
-
-    block_type = Qwen35MoeBlock
-
+from kukri.models.qwen3_5_text import QWEN3_5_TEXT, Qwen35Block
 
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     name="qwen3_5_moe_text",
-    model=Qwen35Moe,
+    model=Llama.of(block_type=Qwen35Block.of(mlp_type=GatedSharedMixture)),
     hf_class="Qwen3_5MoeForCausalLM",
     gguf="qwen35moe",
     joined=GATED_SHARED,

@@ -100,12 +100,6 @@ class Qwen35Block(Block):
     attention_type, recurrent_type, recurrent_name = GatedAttention, GatedDeltaNet, "linear_attn"
 
 
-class Qwen35(Llama):
-    """The whole model."""
-
-    block_type = Qwen35Block
-
-
 # In GGUF the value heads that read one key head lie n_groups apart.
 
 
@@ -130,7 +124,7 @@ def _tiled_qkv(own: RecurrentConfig) -> tuple[Order, Order]:
 
 QWEN3_5_TEXT = Architecture(
     "qwen3_5_text",
-    Qwen35,
+    Llama.of(block_type=Qwen35Block),
     "Qwen3_5ForCausalLM",
     gguf="qwen35",
     lenses=(

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.llama import Llama
+from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
-from kukri.models.qwen3 import QWEN3, Qwen3Block
-
-
-class Qwen3MoeBlock(Qwen3Block):
-    """A layer with a mixture."""
-
-    mlp_type = Mixture
-
-
-class Qwen3Moe(Llama):
-    """The whole model."""
-
-    block_type = Qwen3MoeBlock
-
+from kukri.models.qwen3 import QWEN3, Qwen3Attention
 
 QWEN3_MOE = Architecture(
     "qwen3_moe",
-    Qwen3Moe,
+    Llama.of(block_type=Block.of(attention_type=Qwen3Attention, mlp_type=Mixture)),
     "Qwen3MoeForCausalLM",
     gguf="qwen3moe",
     gguf_seeing="qwen3vlmoe",

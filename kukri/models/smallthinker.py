@@ -47,12 +47,6 @@ class SmallThinkerBlock(Block):
         return ops.tap("hook_resid_post", self.layer, self.mlp.chosen(ops, normed, logits, x, "hook_mlp_out"))
 
 
-class SmallThinker(Llama):
-    """The whole model."""
-
-    block_type = SmallThinkerBlock
-
-
 _ROPE, _LAYOUT, _SIZE = "rope_layout", "sliding_window_layout", "sliding_window_size"
 _TYPES = ("full_attention", "sliding_attention")
 _SOFTMAX = "moe_primary_router_apply_softmax"
@@ -106,7 +100,7 @@ _EXPERTS = ExpertKeys(
 
 SMALLTHINKER = Architecture(
     "smallthinker",
-    SmallThinker,
+    Llama.of(block_type=SmallThinkerBlock),
     "SmallThinkerForCausalLM",
     full_interval=4,
     is_full_first=True,

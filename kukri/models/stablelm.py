@@ -6,23 +6,9 @@ from kukri.models.architecture import Architecture
 from kukri.models.layers import LayerNorm
 from kukri.models.llama import Block, Llama
 
-
-class StableLmBlock(Block):
-    """A layer with these norms."""
-
-    norm_type = LayerNorm
-
-
-class StableLm(Llama):
-    """The whole model."""
-
-    block_type = StableLmBlock
-    norm_type = LayerNorm
-
-
 STABLELM = Architecture(
     "stablelm",
-    StableLm,
+    Llama.of(block_type=Block.of(norm_type=LayerNorm)),
     "StableLmForCausalLM",
     gguf_epsilon="attention.layer_norm_epsilon",
     gguf_reads={"use_parallel_residual"},  # readers go by the norm of the MLP, which is missing if it is so

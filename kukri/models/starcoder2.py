@@ -6,31 +6,9 @@ from kukri.models.architecture import Architecture
 from kukri.models.layers import MLP, LayerNorm
 from kukri.models.llama import Block, Llama
 
-
-class Starcoder2MLP(MLP):
-    """The MLP under the names that GPT-2 gave its matrices."""
-
-    up_name = "c_fc"
-    down_name = "c_proj"
-
-
-class Starcoder2Block(Block):
-    """A layer with this norm and this MLP."""
-
-    norm_type = LayerNorm
-    mlp_type = Starcoder2MLP
-
-
-class Starcoder2(Llama):
-    """The whole model."""
-
-    block_type = Starcoder2Block
-    norm_type = LayerNorm
-
-
 STARCODER2 = Architecture(
     "starcoder2",
-    Starcoder2,
+    Llama.of(block_type=Block.of(norm_type=LayerNorm, mlp_type=MLP.of(up_name="c_fc", down_name="c_proj"))),
     "Starcoder2ForCausalLM",
     gguf_epsilon="attention.layer_norm_epsilon",
     tensor_names={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
