@@ -461,10 +461,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2-plain": ("Starcoder2Config", {"use_bias": False, "tie_word_embeddings": False}),
     "olmo_hybrid": ("OlmoHybridConfig", {**OLMO_HYBRID, "rope_parameters": {"rope_theta": None}}),
+    "lfm3": (
+        "Lfm3Config",
+        {
+            **{"layer_types": ["conv", "conv", "full_attention", "sliding_attention"], "sliding_window": 9},
+            "max_position_embeddings": 512,
+        },
+    ),
     "bitnet": ("BitNetConfig", {"attention_bias": True}),
     "olmo_hybrid-rope": ("OlmoHybridConfig", {**OLMO_HYBRID, "attention_bias": True}),
 }
-ALONE = ("olmo_hybrid", "olmo_hybrid-rope", "bitnet")  # that have no name in GGUF
+ALONE = ("olmo_hybrid", "olmo_hybrid-rope", "bitnet", "lfm3")  # that have no name in GGUF
 # transformers' dynamic RoPE is that of the tokens so far, kukri's that of the longest context
 RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES and kind != "llama-dynamic"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

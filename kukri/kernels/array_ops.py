@@ -130,6 +130,10 @@ class ArrayOps(StageOps):
         heads = [(x := self.floats(part)).reshape(len(x), n_heads, -1) for part in parts]
         return self.xp.concat(heads, -1).reshape(len(heads[0]), -1)
 
+    def repeat(self, x: Tensor, times: int) -> Tensor:
+        x = self.floats(x)
+        return self.xp.broadcast_to(x[..., None], (*x.shape, times)).reshape(len(x), -1)
+
     def rope(
         self, q: Tensor, k: Tensor | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -235,6 +239,7 @@ def _parts_grads(g: FloatArray, parts: Sequence[FloatArray], n_heads: int) -> li
 DERIVATIVES: dict[str, Callable[..., Iterable[FloatArray]]] = {
     "add": lambda g, x, residual: (g, g),
     "scale": lambda g, x, factor: (g * np.float32(factor),),
+    "repeat": lambda g, x, times: (g.reshape(*g.shape[:-1], -1, times).sum(-1),),
     "head_columns": _columns_grad,
     "join_heads": _parts_grads,
     "map": lambda g, name, *inputs, **numbers: (

@@ -69,6 +69,9 @@ class Ops(Protocol):
     def join_heads(self, parts: Sequence[Tensor], n_heads: int) -> Tensor:
         """Heads [T, H*K_i] side by side, head by head -> [T, H * sum of K_i]."""
 
+    def repeat(self, x: Tensor, times: int) -> Tensor:
+        """Each column of x, `times` times side by side [T, times * width]."""
+
     def head_linear(self, x: Tensor, heads: Experts) -> Tensor:
         """Each head of x [T, H*in] times the transpose of its own matrix [H, out, in] -> [T, H*out].
 

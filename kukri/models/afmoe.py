@@ -30,15 +30,22 @@ class AfmoeAttention(Qwen3Attention):
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
+        self.gate = self.gates(source, name, config)
+
+    def gates(self, source: WeightSource, name: str, config: ModelConfig) -> Linear:
+        """A row for each channel of the result."""
         width = self.spec.n_heads * self.spec.d_head
-        self.gate = Linear(source, [f"{name}.gate_proj"], (width,), config.d_model)
+        return Linear(source, [f"{name}.gate_proj"], (width,), config.d_model)
+
+    def gate_of(self, ops: Ops, x: Tensor) -> Tensor:
+        """The gates of the attention's result, before their sigmoid [T, H * K]."""
+        return ops.tap("attn.hook_gate", self.layer, self.gate(ops, x))
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + attention(x), both [T, D]. Writes the layer's keys and values to the cache."""
         q, k, v = self.qkv.parts(ops, x)
         z = self.attend(ops, q, k, v, batch)
-        gate = ops.tap("attn.hook_gate", self.layer, self.gate(ops, x))
-        z = ops.tap("attn.hook_z", self.layer, ops.map("gated_sigmoid", z, gate))
+        z = ops.tap("attn.hook_z", self.layer, ops.map("gated_sigmoid", z, self.gate_of(ops, x)))
         return self.out(ops, z, residual, ("hook_attn_out", self.layer))
 
 

@@ -229,6 +229,10 @@ class Trace:
         rope = next((part.rope for part in parts if part.rope is not None), None)
         return _Value(sum(part.width for part in parts), rope=rope)
 
+    def repeat(self, x: _Value, times: int) -> _Value:
+        """A value of the repeated columns' width."""
+        return _Value(times * x.width)
+
     def head_linear(self, x: _Value, heads: Experts) -> _Value:
         """A value of the heads' width; no adapter changes such matrices."""
         return _Value(heads.shape[0] * heads.shape[1])

@@ -81,8 +81,10 @@ def test_transformers_own_files_are_read(kind, full):
     assert local == ({config.rope_parameters["sliding_attention"]["rope_theta"]} if local else set())
     assert bool(local) == ("full_attention" in config.rope_parameters)
     assert [layer.window for layer in ours.layers] == windows_of(config)
-    assert ours.rope.rotary_dim == int(heads * rope.get("partial_rotary_factor", 1))
-    assert (ours.rope.scaling.kind if ours.rope.scaling else "default") == rope["rope_type"]
+    is_share = rope["rope_type"] == "proportional"  # of a whole head's frequencies, which is kept as divisors
+    assert ours.rope.rotary_dim == int(heads * (1 if is_share else rope.get("partial_rotary_factor", 1)))
+    scaling = ours.rope.scaling.kind if ours.rope.scaling else "default"
+    assert scaling == ("llama3" if is_share else rope["rope_type"])
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * 8
     assert [layer.is_recurrent or layer.has_state for layer in ours.layers] == [
         "attention" not in k or "linear" in k for k in kinds
@@ -332,7 +334,7 @@ def test_rope_scaling_of_both_generations(parameters, more, facts):
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 8},
             UnsupportedError,
-            "'chunked_attention': kukri runs full and sliding",
+            "'chunked_attention': kukri runs full_attention, sliding_attention",
         ),
         ({"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True}, UnsupportedError, "is True"),
         ({"model_type": "gemma2", "layer_types": ["mamba"] * 8}, UnsupportedError, "'mamba': kukri runs"),

@@ -132,6 +132,12 @@ def test_join_heads(on):
     close(on.rows(on.ops.join_heads([on.value(x), on.value(y)], 2)), want)
 
 
+def test_repeat(on):
+    """Catches rows repeated in place of columns, and columns in turns."""
+    x = drawn(5, 4)
+    close(on.rows(on.ops.repeat(on.value(x), 3)), [[a for a in row for _ in range(3)] for row in x])
+
+
 def test_head_norm(on):
     """Catches a norm of all heads at once."""
     x, weight = drawn(5, 8), [0.5, 2.0, -1.0, 3.0]
@@ -254,6 +260,7 @@ def test_gradients_of_shared_ops_are_differences():
     cases = {
         "add": lambda tape, x, y: tape.add(x, y),
         "scale": lambda tape, x, y: tape.scale(x, 0.3),
+        "repeat": lambda tape, x, y: tape.repeat(x, 3),
         "head_columns": lambda tape, x, y: tape.head_columns(x, 2, 1, 3),
         "join_heads": lambda tape, x, y: tape.join_heads([x, y], 2),
         "split": lambda tape, x, y: tape.split(x, (3, 5))[1],

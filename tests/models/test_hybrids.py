@@ -51,7 +51,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("granite"), "granitemoehybrid")[0]
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text", "granitemoehybrid"])
+@pytest.fixture(scope="module", params=["lfm2", "lfm3", "qwen3_5_text", "granitemoehybrid"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory, _ = make(tmp_path_factory.mktemp("hybrid"), request.param)
     with LLM(directory, quantize="Q8_0", max_requests=4) as opened:
@@ -76,7 +76,7 @@ def test_a_shared_prefix_changes_no_bit(llm: LLM) -> None:
     assert allocator.n_prefix_hit == n_hit
 
 
-@pytest.mark.full(only=["qwen3_5_text-torch", "granitemoehybrid-torch", "lfm2-torch"])
+@pytest.mark.full(only=["qwen3_5_text-torch", "granitemoehybrid-torch", "lfm2-torch", "lfm3-torch"])
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_a_restart_changes_no_bit(llm: LLM, tmp_path: Path, backend: str | None) -> None:
     """A state that is read from disk after other tokens than it was saved after, or in another order."""
@@ -209,7 +209,7 @@ def test_hooks_see_the_layers(llm: LLM) -> None:
     logits, cache = llm.run_with_cache(ids)
     np.testing.assert_array_equal(logits[0], llm.logits(ids))
     names = {name for name in cache if name.startswith("blocks.0.")}
-    reads = {"lfm2": "conv.hook_conv_out", "qwen3_5_text": "linear_attn.hook_read"}
+    reads = {**dict.fromkeys(("lfm2", "lfm3"), "conv.hook_conv_out"), "qwen3_5_text": "linear_attn.hook_read"}
     inside = reads.get(llm.config.architecture, "mamba.hook_read")
     assert {f"blocks.0.{inside}", "blocks.0.hook_mixer_out", "blocks.0.hook_resid_post"} <= names
     assert not any(".attn." in name for name in names)

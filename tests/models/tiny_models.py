@@ -437,6 +437,15 @@ TINY: dict[str, Tiny] = {
         layers=(RECURRENT, RECURRENT, FULL, RECURRENT), tied=True, recurrent=RecurrentConfig(3),
         keys={"attention.head_count_kv": np.array([0, 0, KV_HEADS, 0], np.int32), "shortconv.l_cache": 3},
     ),
+    "lfm3": Tiny(
+        "Lfm3", "",
+        {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "sliding_window": 7,
+         "rope_parameters": {
+             "full_attention": rope("proportional", partial_rotary_factor=0.5),
+             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+        layers=(RECURRENT, *_local(7, 500.0), FULL, RECURRENT), tied=True, recurrent=RecurrentConfig(7),
+        scaling=RopeScaling("llama3", factors=(*[1.0] * 4, *[float(np.float32(1e30))] * 4)),
+    ),
     "qwen3_5_text": _qwen3_5(2),
     "qwen3_5_text-grouped": _qwen3_5(4),
     "granitemoehybrid": _granite_hybrid(8, "nope"),

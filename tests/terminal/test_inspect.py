@@ -114,6 +114,7 @@ OWN_TREE += (
     "falcon_h1-normed",
     "olmo_hybrid",
     "bitnet",
+    "lfm3",
     "bailing_moe",
 )
 

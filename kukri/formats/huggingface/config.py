@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -471,21 +471,33 @@ def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern
     own = architecture.recurrent
     if own is None:
         return None
-    if keys.value("layer_types") is not None:
-        types = keys.first("layer_types", str, n_layers)
-        if unknown := set(types) - {"full_attention", "attention", *own.layer_types}:
-            known = f"{own.attention_type} and {own.layer_types[0]}"
-            raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs {known} here")
+    if (types := _layer_types(keys, architecture, n_layers)) is not None:
         return [kind in own.layer_types for kind in types]
     return keys.whole(_INTERVAL, 4) if _INTERVAL in architecture.reads else 0
+
+
+def _layer_types(keys: Keys, architecture: Architecture, n_layers: int) -> Sequence[str] | None:
+    """The kind of each layer; None if config.json does not list them."""
+    own = architecture.recurrent
+    known = {} if own is None else dict.fromkeys([own.attention_type, *own.layer_types])
+    known |= dict.fromkeys(LAYER_TYPES if "layer_types" in architecture.reads else ())
+    if not known or keys.value("layer_types") is None:
+        return None
+    types = keys.first("layer_types", str, n_layers)
+    if unknown := set(types) - known.keys() - ({"full_attention", "attention"} if own else set()):
+        raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs {', '.join(known)}")
+    return types
 
 
 def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     """The keys of recurrent layers, and of which layers they are."""
     if config.recurrent is None or architecture.recurrent is None:
         return {}
-    names = (architecture.recurrent.attention_type, architecture.recurrent.layer_types[0])
-    types = [names[layer.is_recurrent] for layer in config.layers]
+    own = architecture.recurrent
+    types = [
+        own.layer_types[0] if layer.is_recurrent else LAYER_TYPES[1] if layer.window else own.attention_type
+        for layer in config.layers
+    ]
     return write_recurrent(config.recurrent, "hf", architecture, config.d_model) | {"layer_types": types}
 
 
@@ -502,10 +514,7 @@ def _window(keys: Keys, architecture: Architecture) -> int | None:
 def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern:
     """Which layers have the window, by the rules of each configuration class."""
     reads = architecture.reads
-    if "layer_types" in reads and keys.value("layer_types") is not None:
-        types = keys.first("layer_types", str, n_layers)
-        if unknown := set(types) - set(LAYER_TYPES):
-            raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs full and sliding")
+    if "layer_types" in reads and (types := _layer_types(keys, architecture, n_layers)) is not None:
         return [kind == "sliding_attention" for kind in types]
     if "max_window_layers" in reads:
         first = keys.whole("max_window_layers", least=0)

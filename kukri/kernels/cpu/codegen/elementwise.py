@@ -275,6 +275,15 @@ def fit_heads(row, x, x_stride, n_heads, d_head, x_step, y, y_stride, d_target, 
             store_f32(target + i, np.float32(0.0))
 
 
+def repeat(row, x, x_stride, n, times, y, y_stride):
+    """y [n, times] = x[i] in each column of row i."""
+    target = y + row * y_stride
+    for i in range(0, 4 * n, 4):
+        value = load_f32(x + row * x_stride + i)
+        for j in range(0, 4 * times, 4):
+            store_f32(target + i * times + j, value)
+
+
 def gather_rows(row, indices, x, x_stride, n, y, y_stride):
     """y[i] = x[indices[i]], rows of n float32. `indices` is the address of the int32 array's address."""
     source = x + load_i32(load_i64(indices) + 4 * row) * x_stride
@@ -282,7 +291,7 @@ def gather_rows(row, indices, x, x_stride, n, y, y_stride):
         store_f32(y + row * y_stride + i, load_f32(source + i))
 
 
-_WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, fit_heads, gather_rows)
+_WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, fit_heads, repeat, gather_rows)
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
 _ELEMENTWISE = {
     "gelu": _gelu_tanh,

@@ -320,6 +320,20 @@ class FitHeads(Op):
 
 
 @dataclass(eq=False)
+class Repeat(Op):
+    """Each column of x, `times` times side by side."""
+
+    x: Value
+    y: Value
+    times: int
+    kernel = "repeat"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        y = {"y": at.of(self.y), "y_stride": self.y.stride}
+        return rows_of(self.x, at) | {"n": self.x.width, "times": self.times} | y
+
+
+@dataclass(eq=False)
 class Quantize(Op):
     """The rows of x as panels, the input of a matrix product."""
 

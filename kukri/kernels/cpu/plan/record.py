@@ -243,6 +243,11 @@ class Recorder(StageOps):
             start += part.width // n_heads
         return y
 
+    def repeat(self, x: Value, times: int) -> Value:
+        y = self._value(x.rows, times * x.width)
+        self._add(ops.Repeat(x, y, times))
+        return y
+
     def head_linear(self, x: Value, heads: Experts) -> Value:
         """A product of experts, each of which gets a row of every token."""
         n_heads, n_out, n_in = heads.shape
