@@ -30,19 +30,16 @@ class Lfm3Attention(AfmoeAttention):
         return ops.repeat(gate, self.spec.d_head)
 
 
-class Lfm3Block(Gemma2Block):
-    """A layer: a convolution or attention, and an MLP, each between two norms."""
-
-    attention_type, recurrent_type, mlp_type = Lfm3Attention, ShortConv, Lfm2MLP
-    attention_norm_name, mlp_norm_name = "operator_norm", "ffn_norm"
-    post_norm_names = ("post_operator_norm", "post_ffn_norm")
-    recurrent_name, mlp_name = "conv", "feed_forward"
-
-
-class Lfm3(Lfm2):
-    """The whole model."""
-
-    block_type = Lfm3Block
+_BLOCK = Gemma2Block.of(
+    attention_type=Lfm3Attention,
+    recurrent_type=ShortConv,
+    mlp_type=Lfm2MLP,
+    attention_norm_name="operator_norm",
+    mlp_norm_name="ffn_norm",
+    post_norm_names=("post_operator_norm", "post_ffn_norm"),
+    recurrent_name="conv",
+    mlp_name="feed_forward",
+)
 
 
 def _respelled(config: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +59,7 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
 LFM3 = replace(
     LFM2,
     name="lfm3",
-    model=Lfm3,
+    model=Lfm2.of(block_type=_BLOCK),
     hf_class="Lfm3ForCausalLM",
     in_gguf=False,  # the gguf package has no names for it yet
     local_rope=True,
