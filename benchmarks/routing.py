@@ -1,4 +1,4 @@
-"""Routing by prefix against round robin, simulated: the table of docs/scale.md.
+"""Routing by prefix against round robin, simulated: the table of docs/scale/operations.md.
 
 `python -m benchmarks.routing`. With --costs A,B,C: the milliseconds of a step itself, of each sequence and of
 each prompt token.

@@ -38,6 +38,7 @@ direction = np.zeros(576, np.float32)
 mary, john = llm.tokenizer.encode(" Mary")[0], llm.tokenizer.encode(" John")[0]
 """
 SEEING = """
+import numpy as np
 from kukri import LLM
 llm = LLM("seeing")
 yes = 5
@@ -52,16 +53,19 @@ train = len
 GIVEN = {
     "docs/forward-and-heads.md": f"{LLM}\ntoken_ids = [[1, 2, 3]]",
     "docs/howto/structured-output.md": CLIENT,
+    "docs/howto/agents.md": CLIENT,
     "docs/howto/tools.md": CLIENT,
-    "docs/interp.md#While generating": NAMES,
-    "docs/interp.md#Steering, captures and readouts as data": f"{CLIENT}\n{MESSAGES}",
-    "docs/interp.md#Images": SEEING,
-    "docs/interp.md#Attribution graphs": f"{LLM}\nnode = 0\n{NAMES}",
-    "docs/interp.md#Activation stores": STORE,
-    "docs/interp.md#Gradients": NAMES,
+    "docs/interp/gradients.md": f"{LLM}\n{NAMES}",
+    "docs/interp/gradients.md#Activation stores": STORE,
+    "docs/interp/graphs.md": f"{LLM}\nnode = 0\n{NAMES}",
+    "docs/interp/images.md": SEEING,
+    "docs/interp/over-http.md": f"{CLIENT}\n{MESSAGES}",
+    "docs/interp/patching.md": f"{LLM}\n{NAMES}",
+    "docs/interp/steer.md": f"{LLM}\n{NAMES}",
     "docs/lora.md": LLM.partition("\n")[0],
-    "docs/serving.md#Batches": CLIENT,
-    "docs/serving.md#Speculative decoding": f"{CLIENT}\nsource = 'def parse(x): ...'",
+    "docs/serving/batches.md": CLIENT,
+    "docs/serving/drafts.md": f"{CLIENT}\nsource = 'def parse(x): ...'",
+    "docs/serving/embeddings.md": CLIENT,
 }
 # Models and files that the pages name, and ours.
 OURS = {
@@ -108,6 +112,7 @@ def pages() -> list[str]:
 
 
 PAGES = pages()
+SLOW = {"docs/interp/gradients.md", "docs/interp/graphs.md", "docs/interp/patching.md"}  # minutes each
 
 
 def test_what_is_given_belongs_to_a_page() -> None:
@@ -205,7 +210,7 @@ def url(smollm2_path: Path, files: Path) -> Iterator[str]:
 @pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow) if page == "docs/interp.md" else page for page in PAGES],
+    [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES],
 )
 def test_the_pages_code_runs(page: str, url: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches code that the interface has left behind, a name that comes from nowhere, another output."""

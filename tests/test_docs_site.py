@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from kukri.models.registry import Architectures
+
 ROOT = Path(__file__).parents[1]
 ADDED = {"index.md", "api.md", "changelog.md", "contributing.md", "reporting.md"}  # by packaging/site.py
 
@@ -28,6 +30,55 @@ def test_every_page_is_in_the_navigation_once() -> None:
     docs = ROOT / "docs"
     written = {str(path.relative_to(docs)) for path in docs.rglob("*.md") if path.parent.name != "log"}
     assert sorted(found) == sorted(written | ADDED)
+
+
+def test_no_page_is_long() -> None:
+    """Catches a page that grows until nobody reads it. Pages that a program writes may be longer."""
+    generated = {"reference/cli.md", "reference/endpoints.md"}
+    docs = ROOT / "docs"
+    sizes = {
+        path.relative_to(docs).as_posix(): len(path.read_text("utf-8").split())
+        for path in docs.rglob("*.md")
+        if path.parent.name != "log"
+    }
+    assert not {name: n_words for name, n_words in sizes.items() if n_words > 1500 and name not in generated}
+
+
+_ANCHOR = re.compile(r"[^\w\- ]")
+
+
+def anchors_of(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.+)$", page, re.M)
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
+    return {_ANCHOR.sub("", title).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere() -> None:
+    """Catches a link to a page, a section or a file that was moved, also where the site does not look."""
+    wrong = []
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log"]
+    for page in (*pages, *ROOT.glob("*.md")):
+        text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
+        for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            is_there = target.exists()
+            if is_there and anchor and target.suffix == ".md":
+                is_there = anchor in anchors_of(target.read_text("utf-8"))
+            if not is_there:
+                wrong.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.representative(1)  # imports every architecture
+def test_every_architecture_is_in_the_reference_once() -> None:
+    """Catches an architecture that no page names, and a row whose name in a file is another."""
+    page = (ROOT / "docs" / "formats" / "architectures.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\S+)` \| (?:`(\S+)`|none) \| (?!models \|).+ \|$", page, re.M)
+    found = Architectures().values()
+    assert sorted(set(rows)) == sorted({(a.hf_type or a.name, a.gguf if a.in_gguf else "") for a in found})
+    assert len(rows) > 60
 
 
 def test_every_entry_of_the_log_is_in_its_index_once() -> None:
@@ -73,7 +124,7 @@ def test_every_environment_variable_is_in_the_reference() -> None:
 
 def test_the_bounds_of_security_name_options_and_tests_that_exist() -> None:
     """Catches a bound whose option was renamed, or whose test is gone, or which has none."""
-    text = (ROOT / "docs" / "security.md").read_text("utf-8")
+    text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("security.md", "known-faults.md"))
     commands = (ROOT / "docs" / "reference" / "cli.md").read_text("utf-8")
     lines = [line for line in text.splitlines() if line.startswith("|") and "---" not in line]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -1,1 +1,1 @@
-"""Triton kernels that are compiled, tested and measured, and not part of the engine: see docs/gpu.md."""
+"""Triton kernels that are compiled, tested and measured, and not part of the engine (docs/gpu/design.md)."""

@@ -5,7 +5,7 @@ between them, so all must be resident at once: a cooperative launch, a program a
 of the gpu backend with their device functions: results are bit-identical. Triton's interpreter runs
 programs one after another, where a second would wait forever: it takes a grid of one.
 
-Nothing uses this yet: see docs/gpu.md.
+Nothing uses this yet: see docs/gpu/design.md.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """The families: a table of dialects, and which of them a model has.
 
-To add a family, add an entry; `docs/adding-a-model.md` says how. The first entry whose signs a model has is
+To add a family, add an entry; `docs/adding-a-part.md` says how. The first entry whose signs a model has is
 its dialect.
 """
 

@@ -38,8 +38,9 @@ def f16(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prose of another kind than the novel: these documents."""
     path = tmp_path_factory.mktemp("text") / "docs.txt"
-    names = ("serving.md", "numerics.md", "adding-a-model.md", "forward-and-heads.md")
-    path.write_text("\n".join((DOCS / name).read_text("utf-8") for name in names), encoding="utf-8")
+    names = (DOCS / name for name in ("numerics.md", "adding-a-model.md", "forward-and-heads.md"))
+    pages = (*sorted((DOCS / "serving").iterdir()), *names)
+    path.write_text("\n".join(page.read_text("utf-8") for page in pages), encoding="utf-8")
     return path
 
 

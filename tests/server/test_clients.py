@@ -99,6 +99,6 @@ def test_every_client_is_tested_and_in_the_documentation():
     """Catches an example without a test, and a page that names programs which are not there."""
     files = {path.name for path in CLIENTS.iterdir()}
     assert files == {*RUN, "extra-openai-models.yaml"}
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    section = page.split("\n## Clients\n")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "reference" / "clients.md").read_text(encoding="utf-8")
+    section = page.split("\n## Examples\n")[1].split("\n## ")[0]
     assert set(re.findall(r"examples/clients/([\w.-]+)", section)) == files

@@ -461,7 +461,7 @@ def test_every_route_is_in_the_docs(served, request):
     with served.http() as http:
         paths = http.get("/openapi.json").json()["paths"]
     missing = [path for path in paths if re.sub(r"\{\w+\}", "{}", path) not in named]
-    assert not missing, f"docs/serving.md names no {', '.join(missing)}"
+    assert not missing, f"no page names {', '.join(missing)}"
 
 
 def test_every_get_answers_head(served):

@@ -36,7 +36,7 @@ _READ = frozenset(
     ]
 )
 
-# Keys that change nothing about what a trained model computes; docs/formats.md says why.
+# Keys that change nothing about what a trained model computes; docs/formats/details.md says why.
 IGNORED_KEYS = frozenset(
     [
         # where the file comes from; of `architectures` the head is read

@@ -45,7 +45,7 @@ class GpuBackend(TorchBackend):
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True while no plain op took part whose sums may depend on the step: see docs/gpu.md."""
+        """True while no plain op took part whose sums may depend on the step: see docs/gpu."""
         return self.constants.is_batch_invariant
 
     @cached_property

@@ -26,7 +26,7 @@ F32_ROWS, F32_COLUMNS = 8, 256  # tile of a step of gemv_f32
 CONV_TOKENS, CONV_COLUMNS = 16, 64  # tile of a program of a convolution
 STATE_COLUMNS = 16  # columns of a recurrent state per program, with all rows
 # A GEMV quantizes its own input if no program has more numbers to quantize than this, and the product,
-# rows x columns x tokens, is no larger: beyond, a launch for it costs less. See docs/gpu.md.
+# rows x columns x tokens, is no larger: beyond, a launch for it costs less. See docs/gpu.
 MAX_FUSED_INPUT = 3 << 12
 MAX_FUSED_PRODUCT = 1 << 24
 _FUSED_NUMBERS = 1 << 13  # that a program quantizes at a time, 32 a thread
