@@ -121,9 +121,9 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
         'headers: dict[str, str] = {}',
     ),
     (
-        'kukri/sampling/params.py',
-        'has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0',
-        'has_penalty = self.repetition_penalty != 1.0',
+        'kukri/kernels/sampling_stages.py',
+        '        ("repetition_penalty", "presence_penalty", "frequency_penalty"),\n',
+        '        ("repetition_penalty",),\n',
     ),
     (
         'kukri/terminal/serve_options.py',
