@@ -31,17 +31,8 @@ if TYPE_CHECKING:
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
-# Without bytecode each test process, and each program that a test starts, would compile all that it imports.
-if sys.dont_write_bytecode:
-    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
-    sys.dont_write_bytecode = False
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-# Test processes with a PyTorch of two threads each wait for one another on two cores: twenty times slower.
-# They are busy already when kernels are missing: helpers would import Numba again for every few kernels.
+# Test processes are busy already when kernels are missing: helpers would import Numba for every few kernels.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from kukri.kernels.cpu.compile import compiling
 
     compiling._MOST_HELPERS = 0
@@ -71,11 +62,18 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_runtest_logfinish() -> None:
-    """Leaves packages that tests have imported since out of garbage collection too."""
+    """Leaves packages that tests have imported since out of garbage collection too.
+
+    A torch backend sets PyTorch's threads for the whole process, which would slow all later tests down.
+    """
     global _n_modules
     if len(sys.modules) > _n_modules + 100:
         gc.freeze()
         _n_modules = len(sys.modules)
+    torch = sys.modules.get("torch")
+    n_threads = int(os.environ["OMP_NUM_THREADS"])
+    if torch is not None and torch.get_num_threads() != n_threads:
+        torch.set_num_threads(n_threads)
 
 
 _n_modules = len(sys.modules)
@@ -116,6 +114,26 @@ def compiled_kernels(smollm2_path: Path) -> None:
     from kukri.kernels.cpu.compile.jit import KernelLibrary
 
     KernelLibrary().load(["attend_masked[64]", "panel_q8"])  # for a forward with a mask
+
+
+@pytest.fixture(scope="module")
+def default_model(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Who names no model gets the tests' real one: $KUKRI_TEST_MODEL may lie outside of the user's cache."""
+    from kukri.formats import hub
+    from kukri.kernels.cpu.compile.kernel_cache import cache_root
+
+    usual, compiled = hub.MODELS[hub.DEFAULT_MODEL].path, cache_root()
+    if usual.exists():
+        yield
+        return
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "models").mkdir()
+    (cache / "models" / usual.name).symlink_to(smollm2_path)
+    compiled.mkdir(parents=True, exist_ok=True)
+    (cache / "jit").symlink_to(compiled)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KUKRI_CACHE_DIR", str(cache))
+        yield
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ def url(smollm2_path: Path, files: Path) -> Iterator[str]:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.usefixtures("compiled_kernels", "default_model")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES],

@@ -13,7 +13,7 @@ from PIL import Image
 from benchmarks.pictures import picture
 from tests.vision.seeing import save_seeing
 
-pytestmark = pytest.mark.usefixtures("compiled_kernels")
+pytestmark = pytest.mark.usefixtures("compiled_kernels", "default_model")
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
