@@ -6,7 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -506,7 +509,20 @@ def config_of(kind: str) -> tuple[Any, dict[str, Any]]:
 
 
 def make(directory: Path, kind: str, dtype: torch.dtype | str = "float32", **save: Any) -> tuple[Path, Any]:
-    """A directory as transformers saves it, and its model in float32."""
+    """A directory as transformers saves it, and its model in float32: copies, which a test may change."""
+    files, model, random_state = _saved(kind, repr(CHECKPOINTS[kind]), dtype, tuple(save.items()))
+    torch.set_rng_state(random_state)  # what a test draws next does not depend on the tests before it
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return directory, deepcopy(model)
+
+
+@cache
+def _saved(
+    kind: str, made_of: str, dtype: torch.dtype | str, save: tuple[tuple[str, Any], ...]
+) -> tuple[dict[str, bytes], Any, torch.Tensor]:
+    """The files that transformers saves, its model in float32, and the random state, made once a process."""
     config_class, facts = config_of(kind)
     torch.manual_seed(3)
     model = tr.AutoModelForCausalLM.from_config(
@@ -524,9 +540,12 @@ def make(directory: Path, kind: str, dtype: torch.dtype | str = "float32", **sav
             elif name.endswith("bias"):
                 buffer.add_(0.3 * torch.randn_like(buffer))
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model.to(dtype).eval().save_pretrained(directory, **save)
-    byte_tokenizer().save_pretrained(directory)
-    return directory, model.float()
+    model.to(dtype).eval()
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder, **dict(save))
+        byte_tokenizer().save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return files, model.float(), torch.get_rng_state()
 
 
 def theirs(model: Any, ids: list[int]) -> np.ndarray:

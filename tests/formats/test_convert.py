@@ -10,9 +10,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import gguf
 import numpy as np
@@ -43,6 +45,7 @@ with lazy_imports():
 
 IDS = np.random.default_rng(0).integers(0, N_VOCAB, 50).tolist()
 KINDS = [kind for kind in CHECKPOINTS if kind not in ALONE]
+Converted: TypeAlias = "Callable[[str], tuple[Path, Path]]"
 
 
 def convert(source: Path, target: Path, mix: str | None = None) -> Path:
@@ -50,12 +53,24 @@ def convert(source: Path, target: Path, mix: str | None = None) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """Gives a kind's directory and the GGUF file made of it, once, for tests that change neither."""
+    root = tmp_path_factory.mktemp("converted")
+
+    @cache
+    def converted(kind: str) -> tuple[Path, Path]:
+        directory, _ = make(root / kind, kind)
+        return directory, convert(directory, root / f"{kind}.gguf")
+
+    return converted
+
+
 @pytest.mark.full(but=some())
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_architecture_gives_the_logits_it_gave(kind: str, tmp_path: Path) -> None:
+def test_every_architecture_gives_the_logits_it_gave(kind: str, converted: Converted) -> None:
     """Rows of q and k in the wrong order, a key or tensor under another name, a scaling or window lost."""
-    directory, _ = make(tmp_path / "hf", kind)
-    path = convert(directory, tmp_path / "m.gguf")
+    directory, path = converted(kind)
     want = exact_logits(directory, IDS)
     # RoPE's factors pass through float32, all else is bit for bit
     np.testing.assert_allclose(exact_logits(path, IDS), want, atol=2e-5 * np.abs(want).max())
@@ -94,11 +109,10 @@ SAVED = [
 
 
 @pytest.mark.parametrize("kind", SAVED)
-def test_files_that_llama_cpp_saves_are_read(kind: str, tmp_path: Path) -> None:
+def test_files_that_llama_cpp_saves_are_read(kind: str, converted: Converted, tmp_path: Path) -> None:
     """Zeros for all that a model has not, other types and another order of tensors, refused."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    directory, _ = make(tmp_path / "hf", kind)
-    path = convert(directory, tmp_path / "m.gguf")
+    _, path = converted(kind)
     path_bytes, parameters = str(path).encode(), llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(path_bytes, parameters)
     assert model is not None
@@ -113,10 +127,9 @@ def test_files_that_llama_cpp_saves_are_read(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.full(but=some())
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gguf_package_reads_every_field(kind: str, tmp_path: Path) -> None:
+def test_the_gguf_package_reads_every_field(kind: str, converted: Converted) -> None:
     """Keys that only our own reader finds, or of a type that others do not expect."""
-    directory, _ = make(tmp_path / "hf", kind)
-    reader = gguf.GGUFReader(convert(directory, tmp_path / "m.gguf"))
+    reader = gguf.GGUFReader(converted(kind)[1])
     fields = {name: field.contents() for name, field in reader.fields.items()}
     name = fields["general.architecture"]
     assert fields[f"{name}.block_count"] == TINY["num_hidden_layers"]
@@ -237,10 +250,10 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, capsys:
 
 @pytest.mark.full(but=some())
 @pytest.mark.parametrize("kind", KINDS)
-def test_there_and_back(kind: str, tmp_path: Path) -> None:
+def test_there_and_back(kind: str, converted: Converted, tmp_path: Path) -> None:
     """A directory that transformers reads as another model than the one it saved."""
-    directory, model = make(tmp_path / "hf", kind)
-    path = convert(directory, tmp_path / "m.gguf")
+    directory, path = converted(kind)
+    _, model = make(tmp_path / "hf", kind)
     convert_to_directory(path, tmp_path / "back", None, as_json=False)
     again = tr.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
     # GGUF has one name for both, which compute the same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,24 @@ def make(
     """transformers' model, our config and the same weights, each matrix rounded to `weight_type`.
 
     `context` other than CONTEXT is for models whose scaling does not follow from it, or is longrope.
+
+    A model is made once a process, so a test copies transformers' model before it changes it. The arrays are
+    read-only.
+    """
+    hf, config, made, random_state = _made(name, repr(TINY[name]), seed, weight_type, context)
+    torch.set_rng_state(random_state)  # what a test draws next does not depend on the tests before it
+    source = TorchSource({})
+    source.arrays = {**made}
+    return hf, config, source
+
+
+@cache
+def _made(
+    name: str, made_of: str, seed: int, weight_type: str, context: int
+) -> tuple[Any, ModelConfig, dict[str, np.ndarray], torch.Tensor]:
+    """transformers' model, our config, the arrays of the same weights and the random state.
+
+    `made_of` says what stands in `TINY`, which a test may replace.
     """
     tiny = TINY[name]
     scaling = tiny.scaling
@@ -129,7 +148,11 @@ def make(
     elif tiny.is_paired:
         rotated = [key for key in made.arrays if "q_proj" in key or "k_proj" in key]
         made.arrays |= {key: _half_split(made.arrays[key]) for key in rotated}
-    return hf, config, made
+    # copies, because some arrays are transformers' own memory, which `.numpy()` shares
+    arrays = {key: np.array(array, order="C") for key, array in made.arrays.items()}
+    for array in arrays.values():
+        array.flags.writeable = False
+    return hf, config, arrays, torch.get_rng_state()
 
 
 def is_convolution(key: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import cache
 from typing import Any
 
 import sentencepiece
@@ -52,7 +53,13 @@ def metadata_of(trained: Tokenizer, pre: str, **keys: Any) -> dict[str, Any]:
 
 
 def train_sentencepiece(**options: Any) -> sentencepiece.SentencePieceProcessor:
-    """A SentencePiece BPE model with Llama's settings."""
+    """A SentencePiece BPE model with Llama's settings, learned once a process."""
+    return sentencepiece.SentencePieceProcessor(model_proto=_learned(json.dumps(options)))
+
+
+@cache
+def _learned(options: str) -> bytes:
+    """The file of a SentencePiece model with Llama's settings and `options`, as JSON."""
     model = io.BytesIO()
     settings = {
         "model_type": "bpe",
@@ -67,9 +74,9 @@ def train_sentencepiece(**options: Any) -> sentencepiece.SentencePieceProcessor:
         "minloglevel": 2,
     }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=model, **{**settings, **options}
+        sentence_iterator=iter(CORPUS), model_writer=model, **{**settings, **json.loads(options)}
     )
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return model.getvalue()
 
 
 def sentencepiece_metadata(processor: sentencepiece.SentencePieceProcessor, **keys: Any) -> dict[str, Any]:

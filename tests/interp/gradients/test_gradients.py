@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from copy import deepcopy
 from math import prod
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ def torch_gradients(name):
     """The gradient of a logit difference by the stream before each block, and by what the o and down
     matrices read; and the difference itself.
     """
-    hf, _, _ = made_models.make(name)
+    hf = deepcopy(made_models.make(name)[0])
     kept = {}
 
     def keep(key):
