@@ -45,7 +45,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links to sources and the log into links to the repository, or text if it has no address."""
+    """Turns links to sources into links to the repository, or text if it has no address."""
     if page.file.src_uri in (*PAGES.values(), "api.md"):
         return markdown
     return _relinked(_plain_pipes(markdown), (ROOT / "docs" / page.file.src_uri).parent, config)
@@ -65,7 +65,7 @@ def _relinked(markdown: str, folder: Path, config: Any) -> str:
         is_image, text, target = match.groups()
         path, _, anchor = target.partition("#")
         file = (folder / path).resolve()
-        if file.is_relative_to(docs) and not file.is_relative_to(docs / "log"):
+        if file.is_relative_to(docs):
             return f"{is_image}[{text}]({os.path.relpath(file, place)}{'#' + anchor if anchor else ''})"
         inside = str(file.relative_to(ROOT))
         if inside in PAGES:

@@ -106,7 +106,7 @@ def blocks_of(page: str) -> list[Block]:
 
 def pages() -> list[str]:
     """README and the pages that have Python."""
-    documents = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log")
+    documents = sorted((ROOT / "docs").rglob("*.md"))
     names = [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *documents)]
     return [name for name in names if blocks_of(name)]
 
@@ -234,7 +234,7 @@ GROUP: Any = typer.main.get_command(app)
 
 def commands() -> Iterator[tuple[str, str]]:
     """The command lines of kukri on the pages, in blocks and in sentences, each with its page."""
-    documents = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log"]
+    documents = sorted((ROOT / "docs").rglob("*.md"))
     for document in (ROOT / "README.md", *documents):
         text = document.read_text("utf-8").replace("\\\n", " ")
         codes = re.findall(r"^ *```[^`\n]*\n(.*?)^ *```$|`([^`\n]+)`|\n\n    ([^\n]+)$", text, re.S | re.M)

@@ -28,7 +28,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     """Catches a page that nobody finds, and a name in the navigation that is gone."""
     found = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     docs = ROOT / "docs"
-    written = {str(path.relative_to(docs)) for path in docs.rglob("*.md") if path.parent.name != "log"}
+    written = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
     assert sorted(found) == sorted(written | ADDED)
 
 
@@ -37,9 +37,7 @@ def test_no_page_is_long() -> None:
     generated = {"reference/cli.md", "reference/endpoints.md"}
     docs = ROOT / "docs"
     sizes = {
-        path.relative_to(docs).as_posix(): len(path.read_text("utf-8").split())
-        for path in docs.rglob("*.md")
-        if path.parent.name != "log"
+        path.relative_to(docs).as_posix(): len(path.read_text("utf-8").split()) for path in docs.rglob("*.md")
     }
     assert not {name: n_words for name, n_words in sizes.items() if n_words > 1500 and name not in generated}
 
@@ -57,7 +55,7 @@ def anchors_of(page: str) -> set[str]:
 def test_links_lead_somewhere() -> None:
     """Catches a link to a page, a section or a file that was moved, also where the site does not look."""
     wrong = []
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log"]
+    pages = (ROOT / "docs").rglob("*.md")
     for page in (*pages, *ROOT.glob("*.md")):
         text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
         for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text):
@@ -79,16 +77,6 @@ def test_every_architecture_is_in_the_reference_once() -> None:
     found = Architectures().values()
     assert sorted(set(rows)) == sorted({(a.hf_type or a.name, a.gguf if a.in_gguf else "") for a in found})
     assert len(rows) > 60
-
-
-def test_every_entry_of_the_log_is_in_its_index_once() -> None:
-    """Catches an experiment that nobody finds, and a line of the index whose entry is gone."""
-    index = (ROOT / "docs" / "log" / "README.md").read_text()
-    listed = re.findall(r"^- \[.*\]\((\d{4}-\d\d-\d\d-[\w-]+\.md)\)$", index, flags=re.MULTILINE)
-    written = {path.name for path in (ROOT / "docs" / "log").glob("*.md")} - {"README.md"}
-    assert sorted(listed) == sorted(written)
-    dates = [name[:10] for name in listed]
-    assert dates == sorted(dates, reverse=True)
 
 
 def test_the_reference_is_what_the_commands_say() -> None:
@@ -149,7 +137,7 @@ def test_the_docs_name_files_that_exist() -> None:
     folders = ("kukri", "tests", "benchmarks", "examples", "packaging")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     paths = [path.as_posix() for path in (*sources, *ROOT.glob("*.py"))]
-    documents = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "log"]
+    documents = (ROOT / "docs").rglob("*.md")
     for document in (*documents, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md"))):
         named = re.findall(r"`(?:\.\./)*([\w/]+\.py)`", document.read_text("utf-8"))
         for name in named:

@@ -1,6 +1,6 @@
 """One request to an endpoint with OpenAI's API, timed as a client that streams sees it.
 
-aiohttp, as measured (docs/log): the client may not cost the server its processor.
+aiohttp, as measured (docs/decisions): the client may not cost the server its processor.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from kukri.tokenizer import ChatTemplate
 
 # After the one that SmolLM2's template puts in, plain questions may be near ties that rounding decides:
-# see docs/log
+# see docs/decisions/serving-and-scale.md
 DEFAULT_SYSTEM = "You are a helpful AI assistant."
 
 

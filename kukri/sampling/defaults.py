@@ -11,7 +11,7 @@ from kukri.sampling.params import SamplingParams
 
 logger = logging.getLogger("kukri.sampling")
 
-# For a model that advises nothing. Measured on SmolLM2-135M-Instruct: docs/log, 2026-11-22.
+# For a model that advises nothing. Measured on SmolLM2-135M-Instruct: docs/decisions, 2026-11-22.
 OWN_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 
 

@@ -41,7 +41,7 @@ from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
 from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
 
-# measured on Zen 5 by processor time, with AVX-512 and with AVX2 (docs/log)
+# measured on Zen 5 by processor time, with AVX-512 and with AVX2 (docs/decisions)
 _WIDE_ROW_COSTS = (1, 1.1, 1.2, 1.22, 1.67, 1.72, 1.78, 1.82, 2.1, 2.3, 2.6, 2.65, 3.25, 3.3, 3.3, 3.35)
 _ROW_COSTS = (1, 1.13, 1.6, 1.65, 2.75, 2.8, 2.95, 3.05, 3.45, 3.7, 4.2, 4.3, 5.5, 5.6, 5.7, 5.8)
 
