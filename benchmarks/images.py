@@ -196,7 +196,6 @@ def _prepared(llm: LLM, picture: ByteArray) -> ImageInput:
 def _encode_s(llm: LLM, picture: ByteArray) -> float:
     """Seconds to prepare and encode a picture, from nothing."""
     encodings = llm.engine.encodings
-    assert encodings is not None
     start_s = perf_counter()
     image = _prepared(llm, picture)
     while encodings.advance(image, is_brief=False) is None:
@@ -205,8 +204,7 @@ def _encode_s(llm: LLM, picture: ByteArray) -> float:
 
 
 def _asked(llm: LLM, image: ImageInput, before: list[int], after: list[int]) -> ImagePrompt:
-    assert llm.engine.maker.vision is not None
-    run = [llm.engine.maker.vision.config.image_token_id] * image.n_tokens
+    run = [llm.vision.vision_config.image_token_id] * image.n_tokens
     return ImagePrompt([*before, *run, *after], (image,), (ImageSpan(len(before), image.n_tokens, 0),))
 
 

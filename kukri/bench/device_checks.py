@@ -16,6 +16,7 @@ import numpy as np
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.engine.batch_builder import BatchBuilder, Chunk
+from kukri.engine.spans.embedding_spans import NO_SPANS
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend
@@ -76,7 +77,7 @@ class _Sequence:
     token_types: IntArray | None = None
     adapter_slot = -1
     state_slot = 0
-    images = None
+    spans = NO_SPANS
 
     def __init__(self, tokens: IntArray, first_page: int) -> None:
         self.tokens = tokens

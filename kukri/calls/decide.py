@@ -12,8 +12,8 @@ import numpy.typing as npt
 from kukri.calls.image_prompts import extended
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
+from kukri.models.spans import SpanPrompt
 from kukri.tokenizer import Tokenizer
-from kukri.vision.image import ImagePrompt
 
 Normalization = Literal["sequence", "token", "byte"]
 YES_OR_NO = ("yes", "no")
@@ -71,7 +71,7 @@ class Question:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] | ImagePrompt, choices: Sequence[str]
+        self, tokenizer: Tokenizer, prompt: Sequence[int] | SpanPrompt, choices: Sequence[str]
     ) -> None:
         """Raises RequestError for choices of the same tokens, or of very many."""
         if not len(prompt):

@@ -13,17 +13,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kukri.calls.answer import Answer
-from kukri.calls.image_prompts import ImagePrompts
+from kukri.calls.image_prompts import ImagePrompts, image_tokens
 from kukri.calls.results import Chunk, FinishReason, Output, Result, ToolCall, Usage
 from kukri.calls.turn import Turn
 from kukri.engine import Engine, Request
 from kukri.engine.turns import EngineTurns
 from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
 from kukri.kernels.arrays import FloatArray
+from kukri.models.spans import SpanPrompt
 from kukri.opening.loading import LoadedModel
 from kukri.sampling import SampledToken, SamplingParams, resolve_texts
 from kukri.tokenizer import ChatTemplate, Tokenizer
-from kukri.vision.image import ImagePrompt
 
 _USES = {
     "question_answering": "extract()",
@@ -32,7 +32,7 @@ _USES = {
     "none": "embed()",
 }
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | ImagePrompt
+Prompt = str | Sequence[int] | SpanPrompt
 if TYPE_CHECKING:
     from kukri.dialects.model_dialect import ModelDialect
     from kukri.interp.interventions.request_taps import InterventionTaps, Readout
@@ -501,7 +501,7 @@ class Call:
             outputs=tuple(replace(output, index=i) for i, output in enumerate(outputs[:n])),
             activations=self._taps[0].activations(request) if self._taps and self._taps[0].captures else None,
             readouts=self._readouts,
-            image_tokens=[] if request.sequence.images is None else request.sequence.images.n_tokens,
+            image_tokens=image_tokens(request),
             reasoning=best.reasoning,
             tool_calls=best.tool_calls,
             raw_text=best.raw_text,
@@ -567,7 +567,7 @@ def closed_error() -> KukriError:
 
 def is_many(prompt: Any) -> bool:
     """True if it is a list of prompts: the first entry of one prompt is a token id."""
-    return _first_is(prompt, (str, Sequence, ImagePrompt))
+    return _first_is(prompt, (str, Sequence, SpanPrompt))
 
 
 def is_chat(prompt: Any) -> bool:

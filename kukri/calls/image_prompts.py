@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from kukri.engine import Request
 from kukri.errors import FormatError, RequestError
+from kukri.models.spans import SpanPrompt
 from kukri.tokenizer import Tokenizer, note
 from kukri.tokenizer.image_marks import ImageMarks, ImagePart, has_images
 from kukri.vision.decode import Picture, data_url_bytes
@@ -137,15 +139,22 @@ def wishes_of(image: ImagePart) -> tuple[Any, int | None]:
     return detail, n_tokens
 
 
-def ids_of(prompt: Sequence[int] | ImagePrompt) -> Sequence[int]:
+def ids_of(prompt: Sequence[int] | SpanPrompt) -> Sequence[int]:
     """The token ids of a prompt."""
-    return prompt.token_ids if isinstance(prompt, ImagePrompt) else prompt
+    return prompt.token_ids if isinstance(prompt, SpanPrompt) else prompt
 
 
-def extended(prompt: Sequence[int] | ImagePrompt, more: Sequence[int]) -> Prompt:
+def image_tokens(request: Request) -> list[int]:
+    """Tokens of the prompt that each image takes."""
+    inputs = request.sequence.spans.inputs
+    return [given.n_tokens for given in inputs if isinstance(given, ImageInput)]
+
+
+def extended(prompt: Sequence[int] | SpanPrompt, more: Sequence[int]) -> list[int] | SpanPrompt:
     """A prompt with more tokens after it."""
-    if isinstance(prompt, ImagePrompt):
-        return replace(prompt, token_ids=[*prompt.token_ids, *more])
+    if isinstance(prompt, SpanPrompt):
+        longer: SpanPrompt = replace(cast(Any, prompt), token_ids=[*prompt.token_ids, *more])
+        return longer
     return [*prompt, *more]
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kukri.engine.request_images import RequestImages
+from kukri.engine.spans.embedding_spans import EmbeddingSpans
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, StepInputs
 
@@ -19,7 +19,7 @@ class CachedSequence(Protocol):
     its recurrent state.
 
     `page_rows` has a row for each pool of the cache, or one that stands for all. `adapter_slot` is that of
-    its adapter, -1 for none. `images` are those among its tokens.
+    its adapter, -1 for none. `spans` are those among its tokens.
     """
 
     tokens: IntArray
@@ -35,7 +35,7 @@ class CachedSequence(Protocol):
         """See the class."""
 
     @property
-    def images(self) -> RequestImages | None:
+    def spans(self) -> EmbeddingSpans:
         """See the class."""
 
 
@@ -60,7 +60,7 @@ class Chunk:
 
 class BatchBuilder:
     """Fills a program's inputs: token types only if the model `has_types`, recurrent states if it
-    `has_states`, adapters if it `has_adapters`, positions of images if it `has_axes`.
+    `has_states`, adapters if it `has_adapters`, positions of several axes if it `has_axes`.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class BatchBuilder:
                 positions = self._counting[start:stop]
                 inputs.token_ids[t : t + n_tokens] = sequence.tokens[start:stop]
                 inputs.positions[t : t + n_tokens] = positions
-            if sequence.images is not None:
-                sequence.images.blank(inputs.token_ids[t : t + n_tokens], start)
+            if sequence.spans.inputs:
+                sequence.spans.blank(inputs.token_ids[t : t + n_tokens], start)
             for (slots, page_table), pages in zip(self._pools, cycle(sequence.page_rows)):
                 page_table[s] = pages
                 if n_tokens == 1:
@@ -169,18 +169,17 @@ class BatchBuilder:
 
 
 def _rotated_by(chunks: Sequence[Chunk], positions: IntArray) -> IntArray | None:
-    """The positions that RoPE rotates by: [3, T] if tokens in images have several, [T] if images before
+    """The positions that RoPE rotates by: [3, T] if tokens in spans have several, [T] if spans before
     them moved theirs, None if they are those that count tokens.
     """
     found: IntArray | None = None
     t, is_mixed = 0, False
     for chunk in chunks:
         start, stop = chunk.start, chunk.start + chunk.n_tokens
-        images = chunk.sequence.images
-        own = None if images is None else images.positions(start, stop)
-        if images is not None and own is not None:
+        own = chunk.sequence.spans.positions(start, stop)
+        if own is not None:
             found = np.array([positions] * 3) if found is None else found
             found[:, t : t + chunk.n_tokens] = own
-            is_mixed = is_mixed or images.has_rows(start, stop)
+            is_mixed = is_mixed or chunk.sequence.spans.has_rows(start, stop)
         t += chunk.n_tokens
     return found if found is None or is_mixed else found[0]

@@ -24,6 +24,7 @@ from kukri.engine.lookup_drafts import LookupDrafts
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.row_costs import MakingCost
 from kukri.engine.runner import Runner
+from kukri.engine.spans.embedding_spans import NO_SPANS
 from kukri.errors import ConfigError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, Logits
@@ -109,7 +110,7 @@ class ModelDrafts(CountedDrafts):
     token_types: IntArray | None = None
     adapter_slot = -1  # drafts are the same for all adapters
     state_slot = 0
-    images = None  # it reads their placeholder tokens
+    spans = NO_SPANS  # it reads their placeholder tokens
     keeps_accepted = True  # what it read of drafts stays, if they are accepted
 
     def __init__(

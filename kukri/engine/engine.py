@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,17 +20,19 @@ from kukri.engine.kv_allocator import KVAllocator
 from kukri.engine.kv_size import KVCost
 from kukri.engine.pages import PagePool, pages_for
 from kukri.engine.request import Request
-from kukri.engine.request_images import RequestImages
 from kukri.engine.request_maker import MOST_ROWS, RequestMaker
 from kukri.engine.runner import Runner
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.engine.scheduled_step import ScheduledChunk, ScheduledStep, StepOutput
 from kukri.engine.scheduler import Scheduler
 from kukri.engine.sequence import RequestState
+from kukri.engine.spans.embedding_spans import NO_SPANS, EmbeddingSpans
+from kukri.engine.spans.encoder import SpanEncoder
+from kukri.engine.spans.encodings import Encodings
 from kukri.engine.states import StatePool
 from kukri.engine.step_cost import StepCost, even_depth
 from kukri.engine.step_sampler import StepSampler
-from kukri.engine.step_taps import StepImages, StepTaps, attends_both_ways, has_images
+from kukri.engine.step_taps import StepSpans, StepTaps, attends_both_ways, has_spans
 from kukri.errors import ConfigError, KukriError, StageError, UnsupportedError
 from kukri.kernels.backend import Backend, Logits
 from kukri.kernels.cache import Cache, CacheLayout, KVType, has_states, pool_windows, without_windows
@@ -41,11 +43,7 @@ from kukri.kernels.taps import Hook, TapListener
 from kukri.models import Model
 from kukri.models.adapter import Adapter
 
-if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
-    from kukri.engine.encodings import Encodings
-    from kukri.vision.encoder import VisionModel
-
-_ENCODINGS_BYTES = 256 << 20  # the rows of embeddings of images that are kept
+_ENCODINGS_BYTES = 256 << 20  # the rows of inputs that are kept
 
 
 @dataclass(eq=False)
@@ -69,7 +67,7 @@ class Engine:
 
     The KV pool has room for `max_requests` requests of `max_context` tokens, for `kv_bytes`, or for `n_pages`
     pages in each pool of pages; its memory is taken as it is used. A model that is to `draft` may have a pool
-    of its own with as many pages. `vision` encodes the images of prompts. `clock` times steps, in seconds.
+    of its own with as many pages. `encoders` make the rows of spans. `clock` times steps, in seconds.
 
     Attributes: maker; model, config, max_context; arithmetic, equal for engines that compute the same bits.
     """
@@ -84,21 +82,23 @@ class Engine:
         n_pages: int | Sequence[int] | None = None,
         draft: DraftSource | None = None,
         identity: bytes = b"",
-        vision: VisionModel | None = None,
+        encoders: Sequence[SpanEncoder] = (),
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._clock, self._collected_s = clock, 0.0
         if not (is_causal := model.config.is_causal):
             # what a token keeps depends on those after it
             config = replace(config, caches_prefixes=False, prefix_dir=None)
-        if (
-            vision is not None and vision.config.attends_both_ways
-        ):  # a step has room for an image and all tokens
-            most, bounds = vision.config.most_run_rows, pool_windows(model.cache_layout)
-            if vision.config.attends_both_ways == "all" and any(w is not None and w < most for w in bounds):
-                raise UnsupportedError(f"an image has {most} tokens, more than a window of the text reaches")
-            n_tokens = max(config.max_step_tokens, most + config.max_requests)
-            config = replace(config, max_step_tokens=n_tokens)
+        for encoder in encoders:
+            if encoder.attends_both_ways:  # a step has room for a span and all tokens
+                most, bounds = encoder.most_run_rows, pool_windows(model.cache_layout)
+                if encoder.attends_both_ways == "all" and any(w is not None and w < most for w in bounds):
+                    noun = encoder.input_type.noun
+                    raise UnsupportedError(
+                        f"one {noun} has {most} tokens, more than a window of the text reaches"
+                    )
+                n_tokens = max(config.max_step_tokens, most + config.max_requests)
+                config = replace(config, max_step_tokens=n_tokens)
         self.model, self.config = model, config
         self.arithmetic = f"{backend.arithmetic}, {config.kv_type}"
         self.max_context, page_tokens = _max_context(config, model), backend.page_tokens
@@ -160,18 +160,14 @@ class Engine:
             pools=pools,
             adapters=self.adapters,
             drafts=self.drafting.drafts_for,
-            vision=vision,
+            encoders=encoders,
             max_context=self.max_context,
             max_draft_tokens=config.max_draft_tokens,
             caches_prefixes=config.caches_prefixes,
             eos_ids=eos_ids,
             identity=identity,
         )
-        self.encodings: Encodings | None = None
-        if vision is not None:
-            from kukri.engine.encodings import Encodings
-
-            self.encodings = Encodings(vision, backend, _ENCODINGS_BYTES, clock)
+        self.encodings = Encodings(self.maker.encoders, _ENCODINGS_BYTES, clock)
         self._in_flight: deque[InFlight] = deque()  # in launch order
         self.sampler = StepSampler(backend.sampling)
 
@@ -220,13 +216,13 @@ class Engine:
         the order of their launch. What the model run raises, an error in a hook for example, fails every
         request of this step and is raised.
         """
-        if self.encodings is not None:
+        if self.maker.encoders:
             self._encode(self.encodings)
         now_s = self._clock()
         scheduled = self.scheduler.schedule()
         chunks = scheduled.chunks
         if not chunks:
-            self._copy(scheduled)  # for admitted requests that wait for an image
+            self._copy(scheduled)  # for admitted requests that wait for rows
             return None
         try:
             made_s = self.drafting.add_to(scheduled, self.scheduler, self._clock)
@@ -259,28 +255,27 @@ class Engine:
             chunk.request.times.started_s = chunk.request.times.started_s or now_s
         self._copy(scheduled)
         run = self.runner.run if scheduled.program == "logits" else self.runner.run_hidden
-        if not has_images(chunks):
+        if not has_spans(chunks):
             listeners = self._listeners(chunks)
             scheduled.has_listeners = bool(listeners)
             return run(chunks, *listeners)
         scheduled.has_listeners = True
-        # runs of images that see all of themselves come first, in a program of their own
-        chunks.sort(key=lambda chunk: not attends_both_ways(chunk))
-        n_whole = sum(map(bool, map(attends_both_ways, chunks)))
-        parts = [part for part in (chunks[:n_whole], chunks[n_whole:]) if part]
-        logits = [
-            run(part, *self._listeners(part), attends_both_ways=attends_both_ways(part[0])) for part in parts
-        ]
-        if len(logits) == 1 or not len(logits[0]):
+        # spans whose rows see each other come first, in programs of their own
+        chunks.sort(key=attends_both_ways, reverse=True)
+        logits: list[Logits] = []
+        for layers, group in groupby(chunks, attends_both_ways):
+            part = list(group)
+            logits.append(run(part, *self._listeners(part), attends_both_ways=layers))
+        if not any(map(len, logits[:-1])):
             return logits[-1]
         return HostLogits(np.concatenate([each.numpy() for each in logits]))
 
     def _listeners(self, chunks: Sequence[ScheduledChunk]) -> list[TapListener]:
         """Return the listeners of a step, each of which sees what those before it left.
 
-        What writes images comes before the hooks. The list is empty if the hooks are the only listener.
+        What writes rows of spans comes before the hooks. The list is empty if only hooks listen.
         """
-        before: list[TapListener] = [StepImages(chunks)] if has_images(chunks) else []
+        before: list[TapListener] = [StepSpans(chunks)] if has_spans(chunks) else []
         after: list[TapListener] = []
         if any(chunk.request.taps is not None for chunk in chunks):
             after.append(StepTaps(chunks))
@@ -297,31 +292,31 @@ class Engine:
             self.runner.cache.set_state_data(slot, contents)
 
     def _encode(self, encodings: Encodings) -> None:
-        """Encodes, for some milliseconds, the image that a running request needs next.
+        """Encodes, for some milliseconds, the input that a running request needs next.
 
-        What the encoder raises fails the requests that need the image, and is raised.
+        What the encoder raises fails the request that needs the input, and is raised.
         """
-        waiting: list[tuple[RequestImages, int]] = []
+        waiting: list[tuple[EmbeddingSpans, int]] = []
         for request in self.scheduler.running:
             sequence = request.sequence
-            images = None if sequence.may_restore else sequence.images  # saved pages may hold its rows
-            while images is not None and (number := images.wanted(sequence.n_cached)) is not None:
-                rows = encodings.find(images.images[number])
+            spans = NO_SPANS if sequence.may_restore else sequence.spans  # saved pages may hold its rows
+            while (number := spans.wanted(sequence.n_cached)) is not None:
+                rows = encodings.find(spans.inputs[number])
                 if rows is None:
-                    waiting.append((images, number))
+                    waiting.append((spans, number))
                     break
-                images.rows[number] = rows
+                spans.rows[number] = rows
         if not waiting:
             return
-        begun = [each for each in waiting if encodings.is_under_way(each[0].images[each[1]])]
-        images, number = (begun or waiting)[0]
+        begun = [each for each in waiting if encodings.is_under_way(each[0].inputs[each[1]])]
+        spans, number = (begun or waiting)[0]
         try:
-            rows = encodings.advance(images.images[number], is_brief=self.scheduler.generates)
+            rows = encodings.advance(spans.inputs[number], is_brief=self.scheduler.generates)
         except BaseException as error:
-            self._fail([r for r in self.scheduler.running if r.sequence.images is images], error)
+            self._fail([r for r in self.scheduler.running if r.sequence.spans is spans], error)
             raise
         if rows is not None:
-            images.rows[number] = rows
+            spans.rows[number] = rows
 
     def collect(self, step: InFlight) -> list[StepOutput]:
         """Waits for the oldest step in flight; returns its tokens, and the requests that failed.

@@ -1,7 +1,7 @@
 """The pool of KV pages: reference counts, and the prefix cache.
 
 A full page can be *cached*: found again by its tokens and all tokens before it. Its key is the SHA-256 of the
-key of the page before it and its own tokens, with the digests of images whose rows are among them, so no two
+key of the page before it and its own tokens, with the digests of inputs whose rows are among them, so no two
 contexts are confused, and a page has the same key in every process. A cached page without owners
 keeps its contents until its space is needed, least recently used first; pages of a conversation that is about
 to continue go last (`keep`).
@@ -16,7 +16,7 @@ from hashlib import sha256
 from kukri.errors import CapacityError
 from kukri.kernels.arrays import IntArray
 
-PageKey = bytes  # SHA-256 of the key of the page before, the page's tokens, and its images
+PageKey = bytes  # SHA-256 of the key of the page before, the page's tokens, and its rows
 ROOT: PageKey = bytes(32)  # the key before the first page, unless requests have one of their own
 
 
@@ -27,9 +27,9 @@ def page_keys(tokens: IntArray, page_tokens: int, before: PageKey = ROOT) -> Ite
         yield before
 
 
-def page_key(tokens: IntArray, before: PageKey, images: bytes = b"") -> PageKey:
-    """The key of a full page of `tokens` after another; `images` says which are rows of which images."""
-    return sha256(before + tokens.tobytes() + images).digest()
+def page_key(tokens: IntArray, before: PageKey, rows: bytes = b"") -> PageKey:
+    """The key of a full page of `tokens` after another; `rows` says which take rows of which inputs."""
+    return sha256(before + tokens.tobytes() + rows).digest()
 
 
 def pages_for(n_tokens: int, page_tokens: int) -> int:

@@ -13,8 +13,8 @@ import numpy as np
 from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
 from kukri.engine.pages import ROOT, PageKey
-from kukri.engine.request_images import RequestImages
 from kukri.engine.sequence import RequestState, TokenSequence
+from kukri.engine.spans.embedding_spans import NO_SPANS, EmbeddingSpans
 from kukri.engine.timings import Timestamps, Timings
 from kukri.errors import KukriError, RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
@@ -89,7 +89,7 @@ class Request:
         leader: TokenSequence | None = None,
         prefix_root: PageKey = ROOT,
         token_types: IntArray | None = None,
-        images: RequestImages | None = None,
+        spans: EmbeddingSpans = NO_SPANS,
         **asked: Any,
     ) -> Request:
         """A request of up to `max_context` tokens, with a sequence that has room for `max_pages` pages.
@@ -113,7 +113,7 @@ class Request:
             prefix_root=prefix_root,
             leader=leader,
             token_types=token_types,
-            images=images,
+            spans=spans,
         )
         stop_row = max_length if stop_row is None else stop_row
         return cls(id, prompt, params, sequence, max_length, first_row, stop_row, output, **asked)

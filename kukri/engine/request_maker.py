@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +15,15 @@ from kukri.config import ModelConfig
 from kukri.engine.drafts import Drafts
 from kukri.engine.pages import PoolSize, check_fits, pages_for
 from kukri.engine.request import Output, Request
-from kukri.engine.request_images import RequestImages
 from kukri.engine.sequence import TokenSequence
+from kukri.engine.spans.embedding_spans import NO_SPANS, EmbeddingSpans
+from kukri.engine.spans.encoder import SpanEncoder
 from kukri.errors import ContextLengthError, RequestError
 from kukri.kernels.arrays import IntArray
 from kukri.kernels.backend import SamplingBackend
+from kukri.models.spans import SpanInput, SpanPrompt
 from kukri.sampling import RequestSampler, SamplingParams
 from kukri.sampling.params import SEED_MAX
-from kukri.vision.image import ImageInput, ImagePrompt
-
-if TYPE_CHECKING:
-    from kukri.vision.encoder import VisionModel
 
 MOST_ROWS = 64  # rows of logits of a step beyond one for each request: a row is large
 _GREEDY = SamplingParams(temperature=0)  # for requests that draw nothing
@@ -52,10 +50,10 @@ class RequestMaker:
     returns a function that makes the source of an answer's drafts, and raises RequestError if it is missing;
     a step has up to `max_draft_tokens` for each request unless the request says. Without `caches_prefixes` no
     request begins with another's pages. `eos_ids` end a request unless it ignores them. `identity` names all
-    that keys and values depend on besides the tokens, for prefixes that are saved on disk. `vision` encodes
-    images.
+    that keys and values depend on besides the tokens, for prefixes that are saved on disk. `encoders` make
+    rows of inputs.
 
-    Attributes: max_context, eos_ids, page_tokens, vision.
+    Attributes: max_context, eos_ids, page_tokens; encoders, by the class of their inputs.
     """
 
     def __init__(
@@ -66,14 +64,15 @@ class RequestMaker:
         pools: Sequence[PoolSize],
         adapters: Adapters,
         drafts: DraftsOf,
-        vision: VisionModel | None = None,
+        encoders: Iterable[SpanEncoder] = (),
         max_context: int,
         max_draft_tokens: int = 0,
         caches_prefixes: bool = True,
         eos_ids: Iterable[int] = (),
         identity: bytes = b"",
     ) -> None:
-        self._model_config, self._sampling, self.vision = config, sampling, vision
+        self._model_config, self._sampling = config, sampling
+        self.encoders = {encoder.input_type: encoder for encoder in encoders}
         self._pools, self._adapters, self._drafts = pools, adapters, drafts
         self.max_context, self.page_tokens = max_context, pools[0].page_tokens
         self._max_draft_tokens, self._caches_prefixes = max_draft_tokens, caches_prefixes
@@ -87,7 +86,7 @@ class RequestMaker:
 
     def make_requests(
         self,
-        prompt_ids: npt.ArrayLike | ImagePrompt,
+        prompt_ids: npt.ArrayLike | SpanPrompt,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -100,11 +99,11 @@ class RequestMaker:
         They share the prompt's pages and differ by their seed, which counts up from the one given. Lower
         `priority` goes first; the queue is fair among clients. Prefixes are shared among requests of equal
         `prefix_scope`. `adapter` is the name of a loaded one. Safe to call from any thread. Raises
-        RequestError on an empty prompt, ids outside the vocabulary, images that the model does not see or an
+        RequestError on an empty prompt, ids outside the vocabulary, inputs that the model does not read or an
         adapter that is not loaded, ContextLengthError on a prompt longer than the context.
         """
         self.check_generates()
-        prompt, seen = self._checked_prompt(prompt_ids)
+        prompt, spanned = self._checked_prompt(prompt_ids)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         stop_ids = eos_ids.union(params.stop_token_ids)
         n_answers = params.n_generated_answers
@@ -127,14 +126,14 @@ class RequestMaker:
                 drafts=make_drafts(),
                 max_drafts=params.max_draft_tokens or self._max_draft_tokens,
                 prefix_scope=prefix_scope,
-                images=self._images(seen),
+                spans=self._spans(spanned),
             )
             requests.append(request)
         return requests
 
     def make_output_request(
         self,
-        token_ids: npt.ArrayLike | ImagePrompt,
+        token_ids: npt.ArrayLike | SpanPrompt,
         output: Output,
         *,
         first_row: int = 0,
@@ -151,7 +150,7 @@ class RequestMaker:
         `token_types` tell the texts of a pair apart, int32 of as many. No token sees the last `n_unseen`, of
         an encoder. It is checked, and not yet queued. Raises what `make_requests` raises.
         """
-        ids, seen = self._checked_prompt(token_ids)
+        ids, spanned = self._checked_prompt(token_ids)
         return self._new(
             ids,
             _GREEDY,
@@ -164,7 +163,7 @@ class RequestMaker:
             token_types=token_types,
             n_unseen=n_unseen,
             prefix_scope=prefix_scope,
-            images=self._images(seen),
+            spans=self._spans(spanned),
         )
 
     def _new(
@@ -209,50 +208,32 @@ class RequestMaker:
             use = "makes embeddings" if kind == "none" else f"has a head for {kind.replace('_', ' ')}"
             raise RequestError(f"the model {use} and generates no text: use a language model", param="model")
 
-    @property
-    def why_no_images(self) -> str:
-        """The reason why `vision` is None, for an error."""
-        return "the model reads text and sees no images: leave them out, or load a model that sees"
+    def why_unread(self, noun: str) -> str:
+        """The reason why there is no encoder of such inputs, for an error."""
+        return f"{noun}s are not supported by this model: leave them out, or load a model that reads them"
 
-    def check_images(self, images: Sequence[ImageInput]) -> None:
-        """Raises RequestError unless the model sees images of this form; an empty list is always accepted."""
-        if not images:
-            return
-        if self.vision is None:
-            raise RequestError(self.why_no_images, param="images")
-        if self.vision.config.has_places and not self._model_config.rope.axes:
-            raise RequestError(
-                "the model's config.json has no mrope_section, by which tokens of images rotate: add the one "
-                "of the original checkpoint",
-                param="images",
-            )
-        for image in images:
-            self.vision.check(image)
+    def check_inputs(self, inputs: Sequence[SpanInput]) -> None:
+        """Raises RequestError unless the model reads inputs of these kinds and forms."""
+        for given in inputs:
+            encoder = self.encoders.get(type(given))
+            if encoder is None:
+                raise RequestError(self.why_unread(given.noun), param=f"{given.noun}s")
+            encoder.check(given, self._model_config)
 
-    def _images(self, seen: ImagePrompt | None) -> RequestImages | None:
-        if seen is None or self.vision is None:
-            return None
-        config = self.vision.config
-        merge = config.merge if config.has_places else 0
-        n_deep = len(config.deep_layers)
-        return RequestImages(
-            seen,
-            attends_both_ways=config.attends_both_ways,
-            n_deep=n_deep,
-            merge=merge,
-            blank_id=config.blank_id,
-        )
+    def _spans(self, prompt: SpanPrompt | None) -> EmbeddingSpans:
+        if prompt is None:
+            return NO_SPANS
+        encoders = [self.encoders[type(given)] for given in prompt.inputs]
+        return EmbeddingSpans(prompt.inputs, prompt.spans, encoders)
 
     def _check_rows(self, request: Request) -> None:
-        """Raises RequestError if more rows of logits are wanted of an image than a step has room for."""
-        images = request.sequence.images
-        if images is None or request.program == "hidden":
-            return
-        n_rows = images.most_rows(request.first_row, request.stop_row)
-        if n_rows > MOST_ROWS:
+        """Raises RequestError if more rows of logits are wanted of a span than a step has room for."""
+        spans = request.sequence.spans
+        n_rows = spans.most_rows(request.first_row, request.stop_row)
+        if n_rows > MOST_ROWS and request.program != "hidden":
             raise RequestError(
-                f"{n_rows} rows of logits are wanted of one image, and a step has room for {MOST_ROWS}: ask "
-                "for no log-probabilities of the prompt",
+                f"{n_rows} rows of logits are wanted of one {spans.inputs[0].noun}, and a step has room for "
+                f"{MOST_ROWS}: ask for no log-probabilities of the prompt",
                 param="prompt_logprobs",
             )
 
@@ -263,12 +244,12 @@ class RequestMaker:
         """
         check_fits(request.max_cached, self._pools)
 
-    def _checked_prompt(self, prompt_ids: npt.ArrayLike | ImagePrompt) -> tuple[IntArray, ImagePrompt | None]:
-        """The token ids of a prompt, and the prompt if images stand in it."""
-        seen: ImagePrompt | None = None
-        if isinstance(prompt_ids, ImagePrompt):
-            seen = prompt_ids if prompt_ids.images else None
-            self.check_images(prompt_ids.images)
+    def _checked_prompt(self, prompt_ids: npt.ArrayLike | SpanPrompt) -> tuple[IntArray, SpanPrompt | None]:
+        """The token ids of a prompt, and the prompt if it has spans."""
+        spanned: SpanPrompt | None = None
+        if isinstance(prompt_ids, SpanPrompt):
+            spanned = prompt_ids if prompt_ids.inputs else None
+            self.check_inputs(prompt_ids.inputs)
             prompt_ids = list(prompt_ids.token_ids)
         try:
             ids = np.asarray(prompt_ids)
@@ -287,7 +268,7 @@ class RequestMaker:
             )
         if len(ids) > self.max_context:
             raise ContextLengthError(len(ids), self.max_context)
-        return ids.astype(np.int32), seen
+        return ids.astype(np.int32), spanned
 
 
 def _seed(seed: int) -> int:

@@ -45,7 +45,7 @@ class ScheduledStep:
     prompt_cost: float = 0.0  # cost of its prompts' tokens, in the units of StepCost
     can_repeat: bool = False
     is_repeat: bool = False
-    has_listeners: bool = False  # requests of the step it repeats have taps, images or drafts of rows
+    has_listeners: bool = False  # requests of the step it repeats have taps, spans or drafts of rows
     state_writes: list[tuple[int, memoryview]] = field(default_factory=list)
 
 

@@ -97,7 +97,7 @@ class Scheduler:
 
         A step runs one program: if requests of both can run, they take turns. Without any in flight it has no
         chunks only when nothing waits or runs, or when all that was done is to read saved pages, or when all
-        that is left comes after images that have not been encoded.
+        that is left comes after inputs that have not been encoded.
         """
         if self._step.can_repeat and self._repeat():
             return self._step
@@ -394,8 +394,7 @@ class Scheduler:
             self.allocator.cache_unfinished(request.sequence)
         if request.drafts is not None:
             request.drafts.release()
-        if request.sequence.images is not None:
-            request.sequence.images.rows.clear()
+        request.sequence.spans.rows.clear()
         self.allocator.release(request.sequence)
 
     def check_integrity(self) -> None:
@@ -588,9 +587,9 @@ class _Budget:
             return (n_left, n_rows) if self.has_room(request) else (0, 0)
         if sequence.generates:
             return int(sequence.n_replayed < self.n_tokens), 1
-        if sequence.images is not None:
-            n_left = sequence.images.n_ready(sequence.n_cached, sequence.n_tokens) - sequence.n_cached
-            if sequence.images.is_whole(sequence.n_cached):
+        if sequence.spans.inputs:
+            n_left = sequence.spans.n_ready(sequence.n_cached, sequence.n_tokens) - sequence.n_cached
+            if sequence.spans.attends_both_ways(sequence.n_cached):
                 return self._take_whole(request, n_left)
         n_without = sequence.next_row - sequence.n_cached  # tokens that come before the first row
         n_timely = self._step_cost.n_within(sequence.n_cached, self.cost)
@@ -599,7 +598,7 @@ class _Budget:
         return n_tokens, max(n_tokens - n_without - n_after, 0)
 
     def _take_whole(self, request: Request, n_left: int) -> tuple[int, int]:
-        """(tokens, logit rows) of a run of an image's rows, which is not cut: all or none."""
+        """(tokens, logit rows) of a run of an input's rows, which is not cut: all or none."""
         n_cached, next_row = request.sequence.n_cached, request.sequence.next_row
         n_rows = n_cached + n_left - max(next_row, n_cached) - max(n_cached + n_left - request.stop_row, 0)
         return (n_left, max(n_rows, 0)) if n_left <= self.n_tokens and n_rows <= self.n_rows + 1 else (0, 0)

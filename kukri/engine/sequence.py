@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kukri.engine.pages import ROOT, PageKey, page_key
-from kukri.engine.request_images import RequestImages
 from kukri.engine.saved_prefixes import SavedState
+from kukri.engine.spans.embedding_spans import NO_SPANS, EmbeddingSpans
 from kukri.kernels.arrays import IntArray
 
 
@@ -38,7 +38,7 @@ class TokenSequence:
         None  # the first of several answers to one prompt, whose pages it may share
     )
     token_types: IntArray | None = None  # [n_prompt]: of a pair of texts; None: all 0
-    images: RequestImages | None = None  # the prompt's images
+    spans: EmbeddingSpans = NO_SPANS  # runs of the prompt that take rows
     page_keys: list[PageKey] = field(default_factory=list)  # the keys of full pages computed so far
     adapter_slot: int = -1  # -1 for no adapter
     finds_prefixes: bool = True  # False if a listener must see each of its tokens
@@ -87,8 +87,8 @@ class TokenSequence:
         keys, size = self.page_keys, page_tokens
         for start in range(len(keys) * size, n_pages * size, size):
             before = keys[-1] if keys else self.prefix_root
-            images = b"" if self.images is None else self.images.identity(start, start + size)
-            keys.append(page_key(self.tokens[start : start + size], before, images))
+            rows = self.spans.identity(start, start + size)
+            keys.append(page_key(self.tokens[start : start + size], before, rows))
         return keys
 
     def pages(self, pool: int = 0) -> list[int]:

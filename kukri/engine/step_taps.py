@@ -1,4 +1,4 @@
-"""Hands each request of a step its rows of taps: those it listens on, and its images' embeddings."""
+"""Hands each request of a step its rows of taps: those it listens on, and the rows of its spans."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class StepTaps:
                 answer.error.__cause__ = error
 
 
-class StepImages:
-    """Writes the rows of a step's images over the embeddings of their placeholder tokens, and adds what they
+class StepSpans:
+    """Writes the rows of a step's spans over the embeddings of their placeholder tokens, and adds what they
     have for later layers to those.
 
     A step without any runs a program that does not stop there.
@@ -58,7 +58,7 @@ class StepImages:
 
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._chunks = chunks
-        n_deep = max((c.sequence.images.n_deep for c in chunks if c.sequence.images is not None), default=0)
+        n_deep = max(chunk.sequence.spans.n_deep for chunk in chunks)
         self._depths = {"hook_embed": 0, **{f"blocks.{i}.hook_resid_post": i + 1 for i in range(n_deep)}}
         self.names = frozenset(self._depths)
 
@@ -69,22 +69,15 @@ class StepImages:
             return
         row = 0
         for chunk in self._chunks:
-            images = chunk.sequence.images
-            if images is not None:
-                images.fill(x[row : row + chunk.n_tokens], chunk.start, depth)
+            chunk.sequence.spans.fill(x[row : row + chunk.n_tokens], chunk.start, depth)
             row += chunk.n_tokens
 
 
-def has_images(chunks: Sequence[ScheduledChunk]) -> bool:
-    """True if a token of a step is a row of an image."""
-    return any(
-        chunk.sequence.images is not None
-        and chunk.sequence.images.has_rows(chunk.start, chunk.start + chunk.n_tokens)
-        for chunk in chunks
-    )
+def has_spans(chunks: Sequence[ScheduledChunk]) -> bool:
+    """True if a token of a step is a row of an input."""
+    return any(chunk.sequence.spans.has_rows(chunk.start, chunk.start + chunk.n_tokens) for chunk in chunks)
 
 
 def attends_both_ways(chunk: ScheduledChunk) -> BothWaysLayers:
-    """The layers in which a chunk's tokens are rows of an image that see each other both ways."""
-    images = chunk.sequence.images
-    return images.attends_both_ways if images is not None and images.is_whole(chunk.start) else ""
+    """The layers in which a chunk's tokens are rows of an input that see each other both ways."""
+    return chunk.sequence.spans.attends_both_ways(chunk.start)

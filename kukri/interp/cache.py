@@ -124,8 +124,8 @@ class ActivationCache(Mapping[str, Any]):
             tap: x.reshape(self._rows.n_rows, -1, *x.shape[1:])[at].reshape(-1, *x.shape[1:])
             for tap, x in self._taps.items()
         }
-        images = [self._rows.images[i] for i in chosen.tolist()] if self._rows.images else []
-        rows = Rows(self.lengths[chosen], images)
+        spans = [self._rows.spans[i] for i in chosen.tolist()] if self._rows.spans else []
+        rows = Rows(self.lengths[chosen], spans)
         return self._with(taps, rows, self._ids[at], has_batch_dim=not is_one)
 
     def _with(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kukri.engine import Engine, Request
+from kukri.engine.spans.images import ImageEncoder
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.hooks.hook_names import Point
@@ -62,10 +63,10 @@ class EncoderSession(Names):
 
     def __init__(self, llm: Seeing) -> None:
         """Raises RequestError for a model that reads text alone."""
-        encodings = llm.engine.encodings
-        if encodings is None:
+        encoder = llm.engine.maker.encoders.get(ImageInput)
+        if not isinstance(encoder, ImageEncoder):
             raise RequestError("the model reads text alone: it has no encoder of images", param="images")
-        self._llm, self._encodings, self.model, self.session = llm, encodings, encodings.model, llm.interp
+        self._llm, self._encoder, self.model, self.session = llm, encoder, encoder.model, llm.interp
         self.vision_config, self.config = self.model.config, self.model.config.encoder
         self.trace = Trace(self.model.encode)
         kv_type = self.session.texts.backend.exact_kv_type
@@ -99,7 +100,7 @@ class EncoderSession(Names):
 
         taps = StepListener(self.values, _row_counts([1]), _ids([1]), hooks, keep).taps
         with self._llm.interp.alone():
-            rows = [self._encodings.listen(image, taps, listener) for image in prepared]
+            rows = [self._encoder.listen(image, taps, listener) for image in prepared]
         kept = {tap: np.concatenate([part.kept[tap] for part in parts]) for tap in keep if parts}
         cache = ActivationCache(
             self.values, kept, _row_counts(lengths), _ids(lengths), [point.name for point in wanted]
@@ -203,8 +204,7 @@ def run_images(
     taps = session.listen_to([request], names, of_text)
     request.listen(_InTurn([*steered, taps]))
     if of_encoder:
-        assert request.sequence.images is not None
-        request.sequence.images.give(llm.vision.run_with_hooks(list(prompt.images), of_encoder))
+        request.sequence.spans.give(llm.vision.run_with_hooks(list(prompt.images), of_encoder))
         request.sequence.is_cacheable = False
     (logits,) = compute([request])
     cache = taps.cache(request)

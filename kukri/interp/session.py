@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from kukri.engine import Request
-from kukri.engine.request_images import RequestImages
+from kukri.engine.spans.embedding_spans import EmbeddingSpans
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.hooks.hook_names import LOGITS, Point
@@ -34,7 +34,6 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models import Adapter, Model
 from kukri.models.trace import Trace
-from kukri.vision.image import ImageSpan
 
 Interventions = Sequence[Intervention | Mapping[str, Any]]
 ReturnType = Literal["logits", "loss"] | None
@@ -189,9 +188,9 @@ class Session(Names):
         """A run with gradients in NumPy, whatever the LLM runs on."""
         return Tape(self._matrices(), self._ropes, given)
 
-    def seeing_tape(self, images: RequestImages, spans: Sequence[ImageSpan]) -> SeeingTape:
+    def seeing_tape(self, spans: EmbeddingSpans) -> SeeingTape:
         """A run of a prompt with images whose rows are known."""
-        return SeeingTape(self._matrices(), self._ropes, images, spans)
+        return SeeingTape(self._matrices(), self._ropes, spans)
 
     def frozen_tape(
         self, reads: Sequence[str], writes: Sequence[str], skips: Mapping[int, Any]

@@ -37,6 +37,7 @@ from kukri.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
     from kukri.engine.draft_model import DraftSource
+    from kukri.engine.spans.encoder import SpanEncoder
     from kukri.stages.backend import StagedBackend
     from kukri.vision.encoder import VisionModel
     from kukri.vision.processors import ImageProcessor
@@ -163,13 +164,22 @@ def _on_backend(
         eos_ids=tokenizer.eos_ids,
         draft=None if draft is None else draft._replace(backend=local),
         identity=identity,
-        vision=read.vision if backend is local else None,
+        encoders=_encoders(read, backend) if backend is local else (),
     )
     for name, adapter in options.adapters.items():
         engine.load_adapter(name, read_adapter(Path(adapter).expanduser(), model))
-    if engine.maker.vision is None:
+    if not engine.maker.encoders:
         read = replace(read, image_processor=None)
     return LoadedModel(**vars(read), engine_config=engine_config, backend=backend, engine=engine)
+
+
+def _encoders(read: ReadModel, backend: Backend) -> list[SpanEncoder]:
+    """The encoders of what the model reads besides text."""
+    if read.vision is None:
+        return []
+    from kukri.engine.spans.images import ImageEncoder
+
+    return [ImageEncoder(read.vision, backend)]
 
 
 def read_model(options: ModelOptions) -> ReadModel:

@@ -56,10 +56,9 @@ class RemoteRequestMaker(RequestMaker):
         )
         self._has_draft_model = facts.has_draft_model
 
-    @property
-    def why_no_images(self) -> str:
-        """See RequestMaker.why_no_images. The encoder's rows stay in one process."""
-        return "images are not supported with replicas: leave them out, or serve the model by kukri serve"
+    def why_unread(self, noun: str) -> str:
+        """See RequestMaker.why_unread. An encoder's rows stay in one process."""
+        return f"{noun}s are not supported with replicas: leave them out, or serve the model by kukri serve"
 
     def _check_drafts(self, params: SamplingParams, prompt: IntArray, client: str) -> Callable[[], None]:
         """Raise RequestError for drafts that the replicas cannot make."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
+from kukri.models.spans import check_spans
 
 DIGEST_BYTES = 32
 
@@ -25,6 +26,8 @@ class ImageInput:
     `grid` is (t, h, w) in patches; LFM2-VL's is (rows, columns, h, w): of tiles, (1, 1) for none, and of the
     whole picture after them in patches, (0, 0) for none.
     """
+
+    noun: ClassVar[str] = "image"
 
     pixels: FloatArray  # float32, normalized
     grid: tuple[int, ...]
@@ -65,10 +68,8 @@ class ImagePrompt:
 
     `token_ids` are the ids of the whole prompt, as the model's processor lays it out: text, the family's
     tokens around images and between tiles, and the image token at each place that becomes a row of an image.
-    Only `spans` say where these places are, so an image token that a user wrote is text. Spans are in order,
-    do not overlap, name the images in order, and give each as many tokens as it has rows.
-
-    Raises RequestError unless they do.
+    Only `spans` say where these places are, so an image token that a user wrote is text. Raises
+    what `check_spans` raises.
     """
 
     token_ids: Sequence[int]
@@ -77,20 +78,12 @@ class ImagePrompt:
 
     def __post_init__(self) -> None:
         """Checks the spans against the tokens and the images."""
-        stop, last, n_rows = 0, 0, [0] * len(self.images)
-        for start, n_tokens, image in self.spans:
-            if start < stop or n_tokens < 1 or not last <= image < len(self.images):
-                raise RequestError("the spans of a prompt's images are not in order", param="images")
-            stop, last = start + n_tokens, image
-            n_rows[image] += n_tokens
-        if stop > len(self.token_ids):
-            raise RequestError("the spans of a prompt's images go beyond its tokens", param="images")
-        for i, own in enumerate(self.images):
-            if n_rows[i] != own.n_tokens:
-                raise RequestError(
-                    f"image {i} becomes {own.n_tokens} rows and has {n_rows[i]} tokens in the prompt",
-                    param="images",
-                )
+        check_spans(self)
+
+    @property
+    def inputs(self) -> tuple[ImageInput, ...]:
+        """The images."""
+        return self.images
 
     def __len__(self) -> int:
         """Tokens of the prompt, placeholders included."""

@@ -34,7 +34,6 @@ def test_pictures_are_encoded_and_known_again():
         LLM(text, mmproj=mmproj, n_threads=1, max_requests=_N_STREAMS + 1) as llm,
     ):
         assert _encode_s(llm, pictures[0]) > 0
-        assert llm.engine.encodings is not None
         n_before = llm.engine.encodings.n_encoded
         assert min(_turns(llm, pictures[1])) > 0
         assert llm.engine.encodings.n_encoded == n_before + 1

@@ -51,7 +51,7 @@ def test_what_a_model_does_not_need_is_not_imported() -> None:
             ),
         ),
         *(
-            "kukri.engine.encodings",
+            "kukri.engine.spans.images",
             "kukri.vision.encoder",
             "kukri.vision.processors",
             "kukri.formats.gguf.vision",

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import numpy as np
@@ -24,6 +24,7 @@ from kukri.server.app import create_app
 from kukri.server.asgi_client import post
 from kukri.server.settings import ServerSettings
 from kukri.stages.greeting import HELLO_BYTES
+from kukri.vision.image import ImageInput
 from tests.scale.clusters import LocalCluster, cluster, until
 from tests.tiny_gguf import tiny_config, write_tiny
 
@@ -218,9 +219,10 @@ def test_another_model_may_not_join(options: ModelOptions, tmp_path: Path) -> No
 def test_images_are_refused_for_the_true_reason() -> None:
     """Catches "the model sees no images" of one that does: it is replicas that take none."""
     maker = object.__new__(RemoteRequestMaker)
-    maker.vision = None
-    with pytest.raises(RequestError, match="not supported with replicas"):
-        maker.check_images([cast(Any, "an image")])
+    maker.encoders = {}
+    given = ImageInput(np.zeros((1, 3, 8, 8), np.float32), (0, 0), 4, bytes(32))
+    with pytest.raises(RequestError, match="images are not supported with replicas"):
+        maker.check_inputs([given])
 
 
 def test_strangers_are_turned_away(options: ModelOptions) -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kukri.engine.pages import ROOT, page_key
+from kukri.engine.spans.embedding_spans import EmbeddingSpans
+from kukri.engine.spans.encoder import SpanEncoder
 from kukri.errors import RequestError
 from kukri.vision.image import ImageInput, ImagePrompt, ImageSpan
 
 
-def an_image(n_tokens=4):
-    return ImageInput(np.zeros((1, 3, 8, 8), np.float32), (0, 0), n_tokens, bytes(32))
+def an_image(n_tokens=4, digest=bytes(32)):
+    return ImageInput(np.zeros((1, 3, 8, 8), np.float32), (0, 0), n_tokens, digest)
+
+
+class Encoder(SpanEncoder):
+    """An encoder that encodes nothing."""
 
 
 def test_a_prompt_holds_images_in_several_runs():
@@ -59,3 +66,16 @@ def test_an_image_of_another_form_is_refused(change):
     }
     with pytest.raises(RequestError, match="an image"):
         ImageInput(**fields | change)
+
+
+def test_the_keys_of_saved_pages_stay():
+    """Catches pages with images that an earlier version saved and that are never found again."""
+    images = tuple(an_image(digest=bytes([i]) * 32) for i in (1, 2))
+    spans = (ImageSpan(1, 3, 0), ImageSpan(5, 1, 0), ImageSpan(10, 4, 1))
+    rows = EmbeddingSpans(images, spans, [Encoder(), Encoder()])
+    ids = np.arange(16, dtype=np.int32)
+    keys = [page_key(ids[start : start + 8], ROOT, rows.identity(start, start + 8)).hex() for start in (0, 8)]
+    assert keys == [
+        "ada82a6a67f9f1f61373559b628650f746f33c649befa880014bb59a8c06a437",
+        "4d326079545a5f506839265d2e7c70cb83048a91207563b8f8286036d24282a2",
+    ]

@@ -97,7 +97,6 @@ def test_rows_of_embeddings_are_transformers_own(run: tuple[str, Any, LLM, float
     deep = getattr(found, "deepstack_features", None) or []
     want = torch.cat([want, *(torch.cat([*each]) for each in deep)], dim=1)
     encodings = llm.engine.encodings
-    assert encodings is not None
     rows = None
     while rows is None:
         rows = encodings.advance(seen, is_brief=False)
@@ -127,10 +126,9 @@ def test_weights_of_16_bits(name: str, tmp_path: Any, monkeypatch: pytest.Monkey
     asked = prompt(name, "What is ", seen, "?")
     with LLM(tmp_path, max_requests=4) as llm:
         encodings = llm.engine.encodings
-        assert encodings is not None
         rows: list[Any] = []
-        monkeypatch.setattr("kukri.engine.encodings._MLP_ROWS", 7)
-        monkeypatch.setattr("kukri.engine.encodings._CUT_FROM", 0.1)
+        monkeypatch.setattr("kukri.engine.spans.images._MLP_ROWS", 7)
+        monkeypatch.setattr("kukri.engine.spans.images._CUT_FROM", 0.1)
         for is_brief in (False, True):
             made = None
             while made is None:
@@ -147,10 +145,9 @@ def test_slices_change_no_bit(run: tuple[str, Any, LLM, float], monkeypatch: pyt
     """Catches rows lost or mixed up where a layer or the projector is cut, and a cut left half way."""
     name, _, llm, _ = run
     seen, encodings = image(name, 2, 7), llm.engine.encodings
-    assert encodings is not None
-    monkeypatch.setattr("kukri.engine.encodings._MLP_ROWS", 7)
-    monkeypatch.setattr("kukri.engine.encodings._CUT_FROM", 0.1)
-    monkeypatch.setattr("kukri.engine.encodings._PROJECTED_ROWS", 3)
+    monkeypatch.setattr("kukri.engine.spans.images._MLP_ROWS", 7)
+    monkeypatch.setattr("kukri.engine.spans.images._CUT_FROM", 0.1)
+    monkeypatch.setattr("kukri.engine.spans.images._PROJECTED_ROWS", 3)
     monkeypatch.setattr(encodings, "_clock", iter(range(10**6)).__next__)  # a slice takes a second
     found: list[Any] = []
     n_slices: list[int] = []

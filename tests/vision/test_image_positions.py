@@ -14,7 +14,6 @@ import pytest
 
 from kukri import LLM
 from kukri.engine.batch_builder import BatchBuilder
-from kukri.engine.request_images import RequestImages
 from kukri.errors import FormatError, RequestError, ShapeError
 from kukri.formats.huggingface.config import hf_model_config, text_config
 from kukri.kernels.rope_rows import RopeRows
@@ -65,7 +64,9 @@ def sized(height: int, width: int, seed: int = 0) -> ImageInput:
     [("text ", (10, 6), " text"), ((2, 2),), ((40, 2), " tall"), ("last ", (4, 30)), ((6, 6), "x", (8, 4))],
     ids=str,
 )
-def test_positions_are_transformers_own(saved: tuple[str, Path, Any], parts: tuple[Any, ...]) -> None:
+def test_positions_are_transformers_own(
+    saved: tuple[str, Path, Any], llm: LLM, parts: tuple[Any, ...]
+) -> None:
     """Catches rows and columns swapped, patches counted for rows, text that counts on from the rows."""
     name, _, theirs = saved
     asked = prompt(name, *(part if isinstance(part, str) else sized(*part) for part in parts))
@@ -77,10 +78,10 @@ def test_positions_are_transformers_own(saved: tuple[str, Path, Any], parts: tup
         image_grid_thw=inputs["image_grid_thw"],
         attention_mask=None,
     )
-    images, n = RequestImages(asked, merge=2), len(asked)
+    spans, n = llm.engine.maker.make_request(asked).sequence.spans, len(asked)
     for start, stop in ((0, n + 3), (0, n), (3, n - 1), (n - 1, n + 2), (n + 1, n + 3)):
-        np.testing.assert_array_equal(images.positions(start, stop), want[:, 0, start:stop].numpy())
-    assert images.positions(n + 2, n + 3)[0, 0] == n + 2 + int(delta)  # type: ignore[index]
+        np.testing.assert_array_equal(spans.positions(start, stop), want[:, 0, start:stop].numpy())
+    assert spans.positions(n + 2, n + 3)[0, 0] == n + 2 + int(delta)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (40, 2), (4, 30), (22, 14)], ids=str)
@@ -150,14 +151,12 @@ def test_preempted_and_saved_requests_continue(
     for n_encoded in (1, 0):
         with LLM(directory, prefix_dir=str(tmp_path / "saved")) as opened:
             assert our_tokens(opened.engine, asked[0], 60) == want[0]
-            assert opened.engine.encodings is not None
             assert opened.engine.encodings.n_encoded == n_encoded
 
 
 def test_slices_and_windows_change_no_bit(saved: tuple[str, Path, Any], llm: LLM) -> None:
     """Catches a slice whose layers see more or less than theirs, and states of layers lost between slices."""
     encodings = llm.engine.encodings
-    assert encodings is not None
     seen = image(saved[0], 3, 8)
     whole = None
     while whole is None:

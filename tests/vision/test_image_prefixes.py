@@ -56,7 +56,6 @@ def engine(llm: LLM) -> Engine:
     """The engine, which has forgotten all prefixes and images."""
     llm.engine.allocator.forget()
     encodings = llm.engine.encodings
-    assert encodings is not None
     encodings._kept.clear()
     encodings.n_encoded = encodings.n_found = 0
     return llm.engine
@@ -87,7 +86,6 @@ def test_two_images_of_one_size_share_no_page_and_one_shares_all(engine: Engine)
         finish(engine, answers[-1])
         assert answers[-1].sequence.n_prefix_hit == n_hit
     assert answers[0].output_ids == answers[2].output_ids != answers[1].output_ids
-    assert engine.encodings is not None
     assert engine.encodings.n_encoded == 2
 
 
@@ -116,14 +114,12 @@ def test_a_known_image_is_not_encoded_again(engine: Engine) -> None:
     assert again.sequence.n_prefix_hit >= len(turn) - 16
     elsewhere = ask(engine, prompt(NAME, "Another text around ", seen, seen))
     finish(engine, elsewhere)
-    assert engine.encodings is not None
     assert (engine.encodings.n_encoded, engine.encodings.n_found) == (1, 2)
 
 
 def test_encodings_are_bounded_and_change_nothing(engine: Engine) -> None:
     """Catches a cache without a budget, and a request that loses its rows when others' push them out."""
     encodings = engine.encodings
-    assert encodings is not None
     asked = [prompt(NAME, f"{seed} ", image(NAME, 2, seed), image(NAME, 1, seed + 9)) for seed in range(4)]
     alone = [our_tokens(engine, one, 6) for one in asked]
     engine.allocator.forget()
@@ -136,9 +132,7 @@ def test_encodings_are_bounded_and_change_nothing(engine: Engine) -> None:
     finally:
         encodings._kept.max_bytes = before
     assert [request.output_ids for request in requests] == alone
-    assert all(
-        not request.sequence.images.rows for request in requests if request.sequence.images is not None
-    )
+    assert all(not request.sequence.spans.rows for request in requests)
 
 
 @pytest.mark.parametrize("step_tokens", [3, 16, 512])
@@ -182,7 +176,6 @@ def test_slices_change_no_bit_and_streams_continue(engine: Engine) -> None:
     want = our_tokens(engine, asked, 6)
     engine.allocator.forget()
     encodings = engine.encodings
-    assert encodings is not None
     encodings._kept.clear()
     stream = ask(engine, [256, *TEXT.encode()], 60, speculation="off")
     while not stream.n_generated:
@@ -231,7 +224,6 @@ def test_saved_pages_know_their_images(directory: Path, tmp_path: Path) -> None:
     for asked, n_encoded in ((first, 1), (second, 1), (first, 0)):
         with LLM(directory, prefix_dir=str(tmp_path / "saved")) as opened:
             answers.append(our_tokens(opened.engine, asked, 6))
-            assert opened.engine.encodings is not None
             assert opened.engine.encodings.n_encoded == n_encoded
     assert answers[0] == answers[2] != answers[1]
 
@@ -244,7 +236,6 @@ def test_several_answers_share_an_image(engine: Engine) -> None:
         engine.add_request(request)
     finish(engine, *requests)
     assert len({tuple(request.output_ids) for request in requests}) == 1
-    assert engine.encodings is not None
     assert engine.encodings.n_encoded == 1
 
 
@@ -361,9 +352,8 @@ def test_rows_of_an_image_are_counted(whole: tuple[str, Path, Any]) -> None:
     name, directory, _ = whole
     with LLM(directory, max_requests=1) as llm:
         request = llm.engine.maker.make_request(prompt(name, image(name, 1, 1)), SamplingParams())
-        assert request.sequence.images is not None
-        assert request.sequence.images.most_rows(0, 99) == (16 if name == "gemma3" else 6)
-        assert request.sequence.images.most_rows(request.first_row, request.stop_row) == 1
+        assert request.sequence.spans.most_rows(0, 99) == (16 if name == "gemma3" else 6)
+        assert request.sequence.spans.most_rows(request.first_row, request.stop_row) == 1
 
 
 def test_hybrids_find_images_in_snapshots(tmp_path: Path) -> None:
@@ -379,7 +369,6 @@ def test_hybrids_find_images_in_snapshots(tmp_path: Path) -> None:
             finish(llm.engine, request)
             answers.append(request.output_ids)
             hits.append(request.sequence.n_prefix_hit)
-        assert llm.engine.encodings is not None
         assert llm.engine.encodings.n_encoded == 2
         # a prefix that ends within the image, whose state is there before its rows are
         short = prompt("lfm2_vl", "What is ", image("lfm2_vl", 1, 1), "?")
@@ -399,7 +388,6 @@ def test_a_larger_image_makes_room(tmp_path: Path) -> None:
         want = our_logits(llm.engine, prompt("lfm2_vl", small, "?"))
         our_logits(llm.engine, prompt("lfm2_vl", large, "?"))
         llm.engine.allocator.forget()
-        assert llm.engine.encodings is not None
         llm.engine.encodings._kept.clear()
         np.testing.assert_array_equal(our_logits(llm.engine, prompt("lfm2_vl", small, "?")), want)
 

@@ -83,9 +83,7 @@ def test_encoder_and_processor_are_those_of_the_directory(run: tuple[str, Any, L
     """Catches a key that is read or written in another sense, so that pictures come in another size."""
     name, _, llm, folder = run
     with LLM(folder / "hf", backend="reference") as other:
-        assert llm.engine.maker.vision is not None
-        assert other.engine.maker.vision is not None
-        ours, want = llm.engine.maker.vision.config, other.engine.maker.vision.config
+        ours, want = llm.vision.vision_config, other.vision.vision_config
         made, read = llm.image_processor, other.image_processor
     # float32 in the file, and so in the table that makes pixels
     np.testing.assert_array_equal(made.scale.table(), read.scale.table())
@@ -274,7 +272,6 @@ def test_pages_of_another_encoder_are_not_found(idefics3: Path, tmp_path: Path) 
     for mmproj, n_encoded in ((source, 1), (path, 1), (source, 0)):
         with LLM(text, mmproj=mmproj, prefix_dir=tmp_path / "pages") as llm:
             found.append(our_tokens(llm.engine, asked, 6))
-            assert llm.engine.encodings is not None
             assert llm.engine.encodings.n_encoded == n_encoded
     assert found[0] == found[2]
 
@@ -312,7 +309,6 @@ def test_libmtmd_makes_the_same_rows(pair: tuple[str, Any, Path], tmp_path: Path
     seen = picture(*SIZES[name])
     with LLM(folder / "tiny.gguf", mmproj=mmproj, n_threads=1) as llm:
         assert llm.image_processor is not None
-        assert llm.engine.encodings is not None
         made, rows = llm.image_processor.prepare(seen), None
         while rows is None:
             rows = llm.engine.encodings.advance(made, is_brief=False)

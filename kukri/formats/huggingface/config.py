@@ -26,6 +26,7 @@ from kukri.formats.huggingface.rope_keys import LAYER_TYPES, local_rope_keys, re
 from kukri.formats.layer_patterns import Pattern, layers_of, with_local_rope
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.keys import Keys
+from kukri.vision.encoders import family_of
 
 _POSITIONS = "max_position_embeddings"
 # Keys of every architecture that are read and are not numbers.
@@ -75,14 +76,7 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 
-# Models of images and text whose text is a model that runs
-_OF_IMAGES = (
-    *("gemma3", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "lfm2-vl", "qwen3_5", "qwen3_5_moe"),
-    *("lighton_ocr", "llava", "mistral3", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    "smolvlm",
-)
-
-# Types of such texts that go by another's name
+# Types of texts in models of images and text that go by another's name
 _TEXT_TYPES = {
     "gemma4_unified_text": "gemma4_text",
     "paddleocr_vl": "llama",  # a file that states text and images in one, as below
@@ -168,7 +162,7 @@ def text_config(stated: Mapping[str, Any]) -> dict[str, Any]:
         }
         biases = dict.fromkeys(("attention_bias", "mlp_bias"), keys.pop("use_bias", False))
         return {**biases, **{key: value for key, value in keys.items() if key not in _PADDLEOCR_UNREAD}}
-    if stated.get("model_type") not in _OF_IMAGES or not isinstance(own, dict):
+    if not isinstance(own, dict) or family_of(stated.get("model_type")) is None:
         return dict(stated)
     above = {key: stated[key] for key in ("tie_word_embeddings", "eos_token_id") if key in stated}
     return {**own, **above}

@@ -22,17 +22,14 @@ from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionFamily
-from kukri.vision.encoders import vision_families
+from kukri.vision.encoders import family_of
 
 _UNPACKED = ("model.embed_patches.weight", "model.embed_positions.weight")  # what every patch begins with
 
 
 def vision_family(stated: Mapping[str, Any]) -> VisionFamily | None:
     """The family of the encoder that config.json states, if it states one that runs."""
-    if not isinstance(stated.get("vision_config"), dict):
-        return None
-    families = vision_families().values()
-    return next((family for family in families if stated.get("model_type") in family.hf_types), None)
+    return family_of(stated.get("model_type")) if isinstance(stated.get("vision_config"), dict) else None
 
 
 def vision_config(stated: Mapping[str, Any], path: Path, d_text: int) -> VisionConfig | None:

@@ -157,14 +157,14 @@ def _text_run(
 ) -> tuple[float, SeeingTape]:
     """Return the metric of a prompt whose images have these rows, and the tape after its backward pass."""
     session, n = llm.interp, len(prompt)
-    images = llm.engine.maker.make_output_request(prompt, "logits").sequence.images
-    if images is None or len(rows) != len(prompt.images):
+    spans = llm.engine.maker.make_output_request(prompt, "logits").sequence.spans
+    if len(rows) != len(prompt.images):
         raise RequestError(f"the prompt has {len(prompt.images)} images, not {len(rows)}", param="images")
-    images.give(rows)
+    spans.give(rows)
     ids = np.array(prompt.token_ids, np.int32)
-    images.blank(ids, 0)
-    tape = session.seeing_tape(images, prompt.spans)
-    result = tape.run(session.model, TextRows.of([ids], images.positions(0, n)))
+    spans.blank(ids, 0)
+    tape = session.seeing_tape(spans)
+    result = tape.run(session.model, TextRows.of([ids], spans.positions(0, n)))
     value, grad = metric(tape.values(result)[None])
     tape.backward(result, np.asarray(grad, np.float32)[0])
     return value, tape

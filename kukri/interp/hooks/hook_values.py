@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import ModelConfig
-from kukri.engine.request_images import RequestImages
+from kukri.engine.spans.embedding_spans import EmbeddingSpans
 from kukri.interp.hooks.attention import as_cached, mixed, pattern, scores
 from kukri.interp.hooks.head_inputs import head_steps, through
 from kukri.interp.hooks.hook_names import LOGITS, Point, norm_scale, normalized, points, scaled
@@ -29,12 +29,12 @@ Encode = Callable[..., list[int]]
 class Rows:
     """Token sequences back to back as rows, and as a batch [B, T] padded on the right.
 
-    Attributes: lengths [B], n_batch, n_tokens (T, the longest), n_rows; images, of each sequence, if it may
-    have some.
+    Attributes: lengths [B], n_batch, n_tokens (T, the longest), n_rows; spans, of each sequence, none for
+    texts.
     """
 
-    def __init__(self, lengths: IntArray, images: Sequence[RequestImages | None] = ()) -> None:
-        self.lengths, self.images = lengths, images
+    def __init__(self, lengths: IntArray, spans: Sequence[EmbeddingSpans] = ()) -> None:
+        self.lengths, self.spans = lengths, spans
         self.n_batch, self.n_tokens = len(lengths), int(lengths.max(initial=0))
         self.n_rows = int(lengths.sum())
         self._is_full = self.n_rows == self.n_batch * self.n_tokens
@@ -55,12 +55,11 @@ class Rows:
 
     def seen_ahead(self, window: int | None) -> npt.NDArray[np.bool_] | bool:
         """Return which later keys a query sees, in a layer with this window: bool [B, T, T]."""
-        if not any(self.images):
+        if not any(spans.inputs for spans in self.spans):
             return False
         found = np.zeros((self.n_batch, self.n_tokens, self.n_tokens), np.bool_)
-        for seen, images in zip(found, self.images, strict=True):
-            if images is not None:
-                images.mark_seen_ahead(seen, window)
+        for seen, spans in zip(found, self.spans, strict=True):
+            spans.mark_seen_ahead(seen, window)
         return found
 
 

@@ -99,7 +99,7 @@ def joined_cache(taps: Sequence[RequestTaps], requests: Sequence[Request]) -> Ac
     kept = [one.taken(len(ids)) for one, ids in zip(taps, texts, strict=True)]
     joined = {tap: np.concatenate([each[tap] for each in kept]) for tap in kept[0]}
     lengths = np.array([len(ids) for ids in texts], np.int32)
-    rows = Rows(lengths, [request.sequence.images for request in requests])
+    rows = Rows(lengths, [request.sequence.spans for request in requests])
     names = [point.name for point in first._wanted]
     limit = first._max_bytes
     if limit is not None and sum(first._model.n_bytes(point, rows) for point in first._wanted) > limit:

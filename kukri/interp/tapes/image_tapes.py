@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kukri.engine.request_images import RequestImages
+from kukri.engine.spans.embedding_spans import EmbeddingSpans
 from kukri.interp.hooks.attention import seen_keys
 from kukri.interp.tapes.tape import Matrices, Tape, TextRows, Variable
 from kukri.kernels.arrays import FloatArray
@@ -16,7 +16,6 @@ from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.taps import tap_name
 from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.vision.encoder import ImagePart, VisionModel
-from kukri.vision.image import ImageSpan
 
 
 class EncoderTape(Tape):
@@ -86,25 +85,21 @@ class SeeingTape(Tape):
         self,
         matrices: Matrices,
         ropes: dict[RopeFrequencies, RopeRows],
-        images: RequestImages,
-        spans: Sequence[ImageSpan],
+        spans: EmbeddingSpans,
     ) -> None:
-        """`images` have the rows of all."""
+        """`spans` have the rows of all."""
         super().__init__(matrices, ropes)
-        self._images = images
-        numbers = range(len(images.images))
-        self._places = [
-            np.concatenate([np.arange(s.start, s.start + s.n_tokens) for s in spans if s.image == number])
-            for number in numbers
-        ]
-        self.row_grads = [np.zeros_like(images.rows[number]) for number in numbers]  # after `backward`
-        deep = {f"blocks.{i}.hook_resid_post": i + 1 for i in range(images.n_deep)}
+        self._spans = spans
+        numbers = range(len(spans.inputs))
+        self._places = [spans.places(number) for number in numbers]
+        self.row_grads = [np.zeros_like(spans.rows[number]) for number in numbers]  # after `backward`
+        deep = {f"blocks.{i}.hook_resid_post": i + 1 for i in range(spans.n_deep)}
         self._depths = {"hook_embed": 0, **deep}
 
     def seen(self, spec: AttentionSpec, n_tokens: int) -> npt.NDArray[np.bool_]:
         """Rows of an image that see each other do so both ways."""
         found = seen_keys(spec, n_tokens)
-        self._images.mark_seen_ahead(found, spec.window)
+        self._spans.mark_seen_ahead(found, spec.window)
         return found
 
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:
@@ -113,7 +108,7 @@ class SeeingTape(Tape):
 
     def _filled(self, x: Variable, depth: int) -> Variable:
         y = x.x.copy()
-        self._images.fill(y, 0, depth)
+        self._spans.fill(y, 0, depth)
         columns = slice(depth * y.shape[1], (depth + 1) * y.shape[1])
         rows = list(zip(self._places, self.row_grads))
 

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Protocol
 
 from kukri.calls.answer import Answer
+from kukri.calls.image_prompts import image_tokens
 from kukri.engine import EngineStatus, Request, StepOutput
 from kukri.engine.loop import Deliver
 from kukri.errors import CapacityError, KukriError, failure_of
@@ -89,12 +90,7 @@ class LiveCall:
         self._n_each = len(answers) // n_prompts
         firsts = [answer.request for answer in answers[:: self._n_each]]  # those of each prompt
         self.n_prompt_tokens = sum(request.n_prompt for request in firsts)
-        self.image_tokens = [
-            n
-            for request in firsts
-            if request.sequence.images is not None
-            for n in request.sequence.images.n_tokens
-        ]
+        self.image_tokens = [n for request in firsts for n in image_tokens(request)]
         self.arrived_s = perf_counter()
         self.first_token_s = 0.0
         self.is_gone = False  # its client has left

@@ -8,10 +8,15 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kukri.vision.encoder import VisionFamily
+
+
+def family_of(hf_type: Any) -> VisionFamily | None:
+    """The family of the models whose config.json has this model_type; None if no such encoder runs."""
+    return next((family for family in vision_families().values() if hf_type in family.hf_types), None)
 
 
 @cache

@@ -1,77 +1,67 @@
-"""Encodes images between steps, a little at a time, and keeps their rows of embeddings by digest.
+"""The encoder of images: the first kind of rows that replace embeddings.
 
 An encoder runs in two programs of its own, for a part of an image (`VisionModel.parts`) and for its
 projector. While other requests generate, a part is cut into slices of some milliseconds: at its layers, and
 layers and the projector by rows. Where attention is cut, a layer's keys and values are stored in slices
-before it, and computed again with the queries. No bit of a row depends on slices, on other images, or on
-whether the row was kept.
+before it, and computed again with the queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from time import perf_counter
 
 import numpy as np
 
-from kukri.kernels.arrays import FloatArray
+from kukri.config import ModelConfig
+from kukri.engine.spans.encoder import SpanEncoder
+from kukri.errors import RequestError
+from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.step import StepLimits, plain_batch, rows_batch
 from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
-from kukri.vision.recent import Recent
 
 PartListener = Callable[[ImagePart], Callable[[str, FloatArray], None]]
-_SLICE_S = 0.005  # slices run at least so long while others generate
 _MLP_ROWS, _PROJECTED_ROWS = 1024, 64  # most rows of a slice
 _CUT_FROM = 1.5  # slices as long as an MLP's that a layer's attention takes at least before it is cut
 
 
-class Encodings:
-    """Rows of embeddings by digest, up to `max_bytes` of them: see `Recent`.
+class ImageEncoder(SpanEncoder):
+    """Makes the rows of images. Attributes: model."""
 
-    Attributes: model; n_encoded, images encoded so far; n_found, those whose rows were kept.
-    """
+    input_type = ImageInput
 
-    def __init__(
-        self,
-        model: VisionModel,
-        backend: Backend,
-        max_bytes: int,
-        clock: Callable[[], float] = perf_counter,
-    ) -> None:
-        self.model, self._clock = model, clock
-        self._backend = backend
+    def __init__(self, model: VisionModel, backend: Backend) -> None:
+        config = model.config
+        self.model, self._backend = model, backend
+        self.attends_both_ways, self.most_run_rows = config.attends_both_ways, config.most_run_rows
+        self.n_deep, self.blank_id = len(config.deep_layers), config.blank_id
         self._programs = _EncoderPrograms(model, backend)
         self._listening = self._programs  # with the taps that `listen` had last
-        self._kept: Recent[FloatArray] = Recent(max_bytes)
-        self._job: _Job | None = None
-        self.n_encoded = self.n_found = 0
 
-    def find(self, image: ImageInput) -> FloatArray | None:
-        """The rows [n_tokens, D] of an image that was encoded, if they are kept."""
-        rows = self._kept.find(image.digest)
-        if rows is not None:
-            self.n_found += 1
-        return rows
+    def check(self, given: ImageInput, text: ModelConfig) -> None:
+        if self.model.config.has_places and not text.rope.axes:
+            raise RequestError(
+                "the model's config.json has no mrope_section, by which tokens of images rotate: add the one "
+                "of the original checkpoint",
+                param="images",
+            )
+        self.model.check(given)
 
-    def advance(self, image: ImageInput, *, is_brief: bool) -> FloatArray | None:
-        """Encodes an image for a while, by parts or, with `is_brief`, by slices; the rows once it is done.
+    def places(self, given: ImageInput) -> IntArray | None:
+        """The row and column of each row of embeddings in the image's grid."""
+        config = self.model.config
+        if not config.has_places:
+            return None
+        height, width = (side // config.merge for side in given.grid[-2:])
+        return np.indices((1, height, width), np.int32).reshape(3, -1)
 
-        An image that is not finished is continued by the next call with it, and begun again after another.
-        """
-        if self._job is None or self._job.image.digest != image.digest:
-            self._job = _Job(image, self.model)
-        deadline_s = self._clock() + _SLICE_S
-        while not self._programs.advance(self._job, is_brief=is_brief) or self._job.next_part():
-            if self._clock() > deadline_s:
-                return None
-        rows, self._job = _together(self._job.rows), None
-        rows.flags.writeable = False
-        self._kept.keep(image.digest, rows, rows.nbytes)
-        self.n_encoded += 1
-        return rows
+    def encode(self, given: ImageInput, is_brief: Callable[[], bool]) -> Iterator[FloatArray | None]:
+        job = _Job(given, self.model)
+        while not self._programs.advance(job, is_brief=is_brief()) or job.next_part():
+            yield None
+        yield _together(job.rows)
 
     def listen(self, image: ImageInput, taps: frozenset[str], listener: PartListener) -> FloatArray:
         """The rows of an image [n_tokens, D], which is encoded at once, whether or not they are kept.
@@ -86,10 +76,6 @@ class Encodings:
             pass
         return _together(job.rows)
 
-    def is_under_way(self, image: ImageInput) -> bool:
-        """True if an image has been begun."""
-        return self._job is not None and self._job.image.digest == image.digest
-
 
 class _Job:
     """An image under way: the rows of its finished parts, and the state of the part that is cut."""
@@ -97,7 +83,7 @@ class _Job:
     def __init__(
         self, image: ImageInput, model: VisionModel, listener: PartListener = lambda part: _ignore
     ) -> None:
-        self.image, self._parts, self._listener = image, model.parts(image), listener
+        self._parts, self._listener = model.parts(image), listener
         self.rows: list[FloatArray] = []
         self.next_part()
 
