@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from kukri.errors import KukriError, printable
+from kukri.terminal.command import LightParams
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -27,7 +28,7 @@ HEADINGS = {
 }
 
 
-class ErrorReportingGroup(TyperGroup):
+class ErrorReportingGroup(LightParams, TyperGroup):
     """A command group that turns its commands' exceptions into a line on stderr and an exit code."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -86,7 +87,7 @@ def check_streams() -> None:
         sys.exit(EXIT_ERROR)
 
 
-class BenchGroup(TyperGroup):
+class BenchGroup(LightParams, TyperGroup):
     """The group of `kukri bench`, whose first argument may be a model instead of a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
