@@ -120,7 +120,7 @@ def _judge_modules() -> tuple[Any, Any]:
         return import_module("transformers"), import_module("torch")
     except ImportError as error:
         raise UnsupportedError(
-            f"{error.name} is not installed: run `pip install 'kukri[test]'`, which compares with it too"
+            f"{error.name} is not installed: run `pip install -e '.[test]'`, which has it"
         ) from None
 
 

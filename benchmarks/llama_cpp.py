@@ -27,7 +27,7 @@ def import_llama_cpp() -> Any:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
         why = "is not installed" if isinstance(error, ModuleNotFoundError) else f"does not load ({error})"
-        raise UnsupportedError(f"llama-cpp-python {why}: run `pip install 'kukri[bench]'`") from None
+        raise UnsupportedError(f"llama-cpp-python {why}: run `pip install --group bench`") from None
     return llama_cpp
 
 

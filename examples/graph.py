@@ -2,7 +2,7 @@
 
 `python examples/graph.py DIR` draws it there, and saves it for the viewers of circuit-tracer and Neuronpedia.
 Real transcoders are trained on many millions of tokens; these show the way. Needs matplotlib and
-safetensors: `pip install 'kukri[plots]' safetensors`.
+safetensors: `pip install ".[plots]" safetensors`.
 """
 
 import sys

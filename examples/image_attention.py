@@ -1,7 +1,7 @@
 """What the last token of a question looks at in a picture, head by head.
 
 `python examples/image_attention.py MODEL IMAGE [OUT.png]`: MODEL is one that sees, such as
-SmolVLM-256M-Instruct. Needs matplotlib and Pillow: `pip install 'kukri[plots,vision]'`.
+SmolVLM-256M-Instruct. Needs matplotlib and Pillow: `pip install ".[plots,vision]"`.
 """
 
 import sys

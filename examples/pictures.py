@@ -1,7 +1,7 @@
 """Pictures of one prompt: the logit lens, a layer's heads, and its strongest neurons token by token.
 
 `python examples/pictures.py DIR` writes them there; in a notebook each call shows its picture. Needs
-matplotlib: `pip install 'kukri[plots]'`.
+matplotlib: `pip install ".[plots]"`.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """kukri in the command-line program llm (https://llm.datasette.io): `llm -m kukri "Hello"`.
 
-llm finds this by its entry point and is the only one to import it; `pip install "kukri[llm]"` has both.
+llm finds this by its entry point and is the only one to import it; the extra `llm` of kukri has both.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ LAYERS = (
 )
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
 ALLOWED["tokenizer"] = {"errors", "formats"}
-ALLOWED["sampling"] = {"config", "errors", "kernels"}
+ALLOWED["sampling"] = {"config", "errors", "host", "kernels"}
 ALLOWED["dialects"] = {"errors", "sampling", "tokenizer"}
 ALLOWED["tasks"] |= {"tokenizer"}
 ALLOWED["engine"] |= {"sampling", "tokenizer"}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from kukri.errors import ConfigError, KukriError, UnsupportedError
+from kukri.host.installed import needs_package
 
 if TYPE_CHECKING:
     import aiohttp
@@ -112,9 +113,7 @@ class Endpoint:
         try:
             import aiohttp  # noqa: F401
         except ImportError:
-            raise UnsupportedError(
-                "kukri bench serve needs the package aiohttp: install it with pip install 'kukri[load]'"
-            ) from None
+            raise UnsupportedError(needs_package("kukri bench serve", "aiohttp", "load")) from None
         self.url, self._kind, self._timeout_s = _checked_url(url), kind, timeout_s
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:

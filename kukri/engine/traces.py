@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.host.installed import needs_package
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -124,7 +125,7 @@ def open_traces(url: str | None) -> Traces | None:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        missing = f"traces need the package {error.name}: install it with pip install 'kukri[traces]'"
+        missing = needs_package("tracing", error.name, "traces")
         if url is not None:
             raise UnsupportedError(missing) from None
         log.warning("%s, or unset OTEL_EXPORTER_OTLP_ENDPOINT", missing)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.host.installed import needs_package
 
 if TYPE_CHECKING:  # the command line reads the stages of sampling, without NumPy
     from kukri.kernels.backend import Backend
@@ -38,7 +39,7 @@ def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | 
         return "cpu", None
     if importlib.util.find_spec("torch") is None:
         wanted = f"device {device}" if device else f"backend {backend}"
-        raise ConfigError(f'{wanted} needs PyTorch: pip install "kukri[gpu]", or leave it out')
+        raise ConfigError(f"{needs_package(wanted, 'torch', 'gpu')}, or leave it out")
     from kukri.kernels.pytorch import devices
 
     if device not in (None, "auto"):

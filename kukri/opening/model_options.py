@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from kukri.config import KV_TYPE_SIZES, KVType, Speculation
 from kukri.errors import ConfigError, UnsupportedError, close_matches
+from kukri.host.installed import needs_package
 from kukri.opening.option_fields import (
     as_integer,
     as_names,
@@ -88,9 +89,7 @@ def _ray_stages(n_stages: int) -> "StagePlacer":
     try:
         placer: StagePlacer = resolve_name(_RAY_STAGES)(n_stages)
     except ImportError as error:
-        raise UnsupportedError(
-            f"--stages ray:{n_stages} needs the package {error.name}: pip install 'kukri[ray]'"
-        ) from None
+        raise UnsupportedError(needs_package(f"--stages ray:{n_stages}", error.name, "ray")) from None
     return placer
 
 

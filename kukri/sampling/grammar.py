@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary, WeakMethod
 
 from kukri.errors import RequestError, UnsupportedError
+from kukri.host.installed import needs_package
 from kukri.sampling.closed_schema import closed
 from kukri.sampling.schema_faults import faulty_place
 from kukri.sampling.schema_limits import in_our_words, limited, rounded_number, unknown_formats
@@ -216,9 +217,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UnsupportedError(
-            "grammars need the package llguidance: install it with pip install 'kukri[grammar]'"
-        ) from None
+        raise UnsupportedError(needs_package("a grammar", "llguidance", "grammar")) from None
     return llguidance
 
 

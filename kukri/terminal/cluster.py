@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, KukriError, UnsupportedError
+from kukri.host.installed import needs_package
 from kukri.terminal.options import ClusterOptions
 from kukri.terminal.serve_options import ServeOptions
 
@@ -182,9 +183,7 @@ def require_ray(command: str) -> None:
         import ray  # noqa: F401
         from ray import serve  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError(
-            f"{command} needs the package {error.name}: install it with pip install 'kukri[serve,ray]'"
-        ) from None
+        raise UnsupportedError(needs_package(command, error.name, "serve", "ray")) from None
 
 
 _SAMPLE = re.compile(r'^kukri_(\w+)\{model="[^"]*",replica="([^"]*)"\} (\S+)$')

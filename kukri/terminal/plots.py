@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.errors import ConfigError, UnsupportedError
+from kukri.host.installed import needs_package
 from kukri.terminal.files import check_parent, writing
 
 
@@ -46,7 +47,7 @@ def require_plots(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UnsupportedError("matplotlib is not installed: run `pip install 'kukri[plots]'`") from None
+        raise UnsupportedError(needs_package("a plot", "matplotlib", "plots")) from None
     if path.suffix.lower() != ".png":
         raise ConfigError(f"a plot is a PNG: call it {path.with_suffix('.png').name}, not {path.name}")
     check_parent(path)

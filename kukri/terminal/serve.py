@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, KukriError, UnsupportedError
+from kukri.host.installed import needs_package
 from kukri.terminal.files import read_text
 from kukri.terminal.progress import loading_bar
 from kukri.terminal.serve_options import ServeOptions
@@ -148,9 +149,7 @@ def require_web_stack(command: str = "kukri serve") -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError(
-            f"{command} needs the package {error.name}: install it with pip install 'kukri[serve]'"
-        ) from None
+        raise UnsupportedError(needs_package(command, error.name, "serve")) from None
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

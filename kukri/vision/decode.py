@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 
 from kukri.errors import RequestError, UnsupportedError
+from kukri.host.installed import needs_package
 from kukri.kernels.arrays import ByteArray
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise UnsupportedError("images need Pillow: pip install 'kukri[vision]'") from None
+        raise UnsupportedError(needs_package("an image", "pillow", "vision")) from None
     return Image
 
 

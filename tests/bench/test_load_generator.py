@@ -21,6 +21,7 @@ from kukri.bench.load import LoadOptions, measure_load
 from kukri.bench.prompts import WORDS, file_prompts, random_prompts
 from kukri.cli import app
 from kukri.errors import ConfigError, KukriError
+from kukri.host.installed import needs_package
 from tests.bench.fake_api import FakeAPI, chunk, fake_api, usage
 
 WAIT_S, GAP_S = 0.3, 0.1
@@ -507,10 +508,7 @@ def test_without_aiohttp_it_says_how_to_get_it(tmp_path):
     command = [sys.executable, "-m", "kukri", "bench", "serve"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == "error: kukri bench serve needs the package aiohttp: install it with pip install 'kukri[load]'\n"
-    )
+    assert done.stderr == f"error: {needs_package('kukri bench serve', 'aiohttp', 'load')}\n"
 
 
 # --- what is shown

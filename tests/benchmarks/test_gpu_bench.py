@@ -63,7 +63,7 @@ def test_vllm_is_measured_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.prefill_tokens_per_s == pytest.approx(1000)
     assert speed.decode_tokens_per_s == pytest.approx(100)
     assert fake.options["model"] == "org/model"
-    assert said == ["left out: llama-cpp-python is not installed: run `pip install 'kukri[bench]'`"]
+    assert said == ["left out: llama-cpp-python is not installed: run `pip install --group bench`"]
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert gpu.peers(Path("m.gguf"), "org/model", 4, 1, said.append) == []
     assert said[-1] == "left out: vLLM is not installed: run `pip install vllm`"

@@ -108,7 +108,7 @@ def test_peers_without_llama_cpp_say_how_to_install_it(monkeypatch: pytest.Monke
         run(peers.main)
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "error: llama-cpp-python is not installed: run `pip install 'kukri[bench]'`\n"
+        "error: llama-cpp-python is not installed: run `pip install --group bench`\n"
     )
 
 

@@ -18,6 +18,7 @@ from kukri.errors import ConfigError
 from kukri.evaluate.compare import compare
 from kukri.evaluate.perplexity import perplexity
 from kukri.evaluate.text import prose, text_windows, windows
+from kukri.host.installed import needs_package
 from tests.lazy_imports import lazy_imports
 from tests.test_llm_safetensors import make
 from tests.tiny_gguf import tiny_config, write_tiny
@@ -228,7 +229,7 @@ def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = str(write_tiny(tmp_path / "m.gguf", tiny_config()))
     done = CliRunner().invoke(app, ["compare", model, model, "--plot", str(tmp_path / "x.png")])
     assert done.exit_code == 2
-    assert "pip install 'kukri[plots]'" in done.stderr
+    assert needs_package("a plot", "matplotlib", "plots") in done.stderr
 
 
 def test_windows_may_follow_each_other(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_wrong_sources_are_refused_before_they_are_compiled():
 def test_a_missing_package_is_one_line(tokenizer, monkeypatch):
     """Would catch an ImportError that does not say how to get the package."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'kukri\[grammar\]'"):
+    with pytest.raises(UnsupportedError, match=r"needs the package llguidance: run `pip install "):
         compiled(Grammar.json(), tokenizer)
 
 

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from kukri.errors import ConfigError
+from kukri.host.installed import needs_package
 from kukri.opening.option_fields import size_bytes
 from kukri.terminal.serve import read_keys
 from kukri.terminal.served_models import default_name
@@ -208,10 +209,7 @@ def test_without_the_extra_it_says_how_to_get_it(tmp_path):
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
     )
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == "error: kukri serve needs the package fastapi: install it with pip install 'kukri[serve]'\n"
-    )
+    assert done.stderr == f"error: {needs_package('kukri serve', 'fastapi', 'serve')}\n"
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):

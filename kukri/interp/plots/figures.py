@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import RequestError, UnsupportedError
+from kukri.host.installed import needs_package
 from kukri.interp.cache import ActivationCache
 from kukri.kernels.arrays import ByteArray, FloatArray
 
@@ -245,7 +246,7 @@ def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UnsupportedError("a picture needs matplotlib: pip install 'kukri[plots]'") from None
+        raise UnsupportedError(needs_package("a picture", "matplotlib", "plots")) from None
     return Figure(figsize=(min(width, 100), min(height, 100)), layout="constrained")
 
 

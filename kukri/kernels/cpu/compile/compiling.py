@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kukri.errors import MissingKernelError
+from kukri.host.installed import install_command
 from kukri.host.os_calls import locked
 from kukri.host.private_files import make_private
 from kukri.kernels.cpu.compile.features import cpu_target, has_compiler, usable_cores
@@ -46,7 +47,7 @@ def compile_with_helpers(names: Sequence[str]) -> Iterator[tuple[str, KernelCode
     if not has_compiler():
         raise MissingKernelError(
             f"the kernel {names[0]} has to be compiled, for {reason_for_compiling()}: run "
-            '`pip install "kukri[compile]"`, which adds Numba'
+            f"`{install_command('compile')}`, which adds Numba"
         )
     _start_helpers(names)
     return compile_kernels(names)
