@@ -8,6 +8,7 @@ takes minutes, and the wheel needs Numba.
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,16 +19,24 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-# Compiled kernels are for Linux on x86-64; a wheel has no other code in it and installs everywhere.
+# Compiled kernels are for Linux on x86-64. All wheels of a release should have the same dependencies, because
+# some installers read them of one wheel only, so the condition stands in the wheel with kernels too.
 ELSEWHERE = "sys_platform != 'linux' or platform_machine != 'x86_64'"
 WANTED = os.environ.get("KUKRI_KERNELS", "")
+# The oldest C library that NumPy's wheels run on. An index takes no wheel for `linux`, which is what pip
+# takes on every Linux that it built the wheel on.
+RELEASED, OWN = "manylinux_2_28_x86_64", "linux_x86_64"
 
 
 class Dependencies(MetadataHookInterface):
-    """Adds the extra `compile` to the dependencies: everywhere, or where compiled kernels are of no use."""
+    """Adds Numba to the dependencies, and the people and addresses of packaging/release.toml."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Sets `dependencies` to those in the hook's table of pyproject.toml, and Numba."""
+        """Set `dependencies` to those in the hook's table of pyproject.toml, and Numba: everywhere, or where
+        compiled kernels are of no use.
+        """
+        release = runpy.run_path(str(Path(self.root) / "packaging" / "release.py"))
+        metadata.update(release["project_fields"](release["read_facts"]()))
         compiler = metadata["optional-dependencies"]["compile"]
         if WANTED:
             compiler = [f"{package}; {ELSEWHERE}" for package in compiler]
@@ -39,7 +48,7 @@ class CompiledKernels(BuildHookInterface[Any]):
 
     def dependencies(self) -> list[str]:
         """Needed to compile: what kernels import."""
-        return ["numpy>=2.2,<3", "numba>=0.61,<1", "platformdirs>=4,<5"] if WANTED else []
+        return ["numpy>=2.2", "numba>=0.61", "platformdirs>=4"] if WANTED else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles in a process of its own; not for `pip install -e`, whose kernels may be edited."""
@@ -53,6 +62,8 @@ class CompiledKernels(BuildHookInterface[Any]):
                 WANTED,
             ]
             subprocess.run(command, cwd=self.root, check=True)
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{RELEASED if WANTED == 'all' else OWN}"
             build_data["force_include"][str(self._directory)] = "kukri/kernels/cpu/compile/shipped"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

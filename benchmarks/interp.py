@@ -2,7 +2,7 @@
 
 - `sweep`: patches of resid_pre by layer and position, and captures of one layer, next to TransformerLens on
   the same weights, dequantized for it in float32, with as many threads, alternating. Cells are compared, too.
-  TransformerLens is no dependency: `pip install ".[interp-test]"`.
+  TransformerLens is no dependency: `pip install --group interp-test`.
 - `crowd`: streams of which some are captured and some steered, next to as many that nobody listens to; the
   others' tokens are compared with those that they have alone.
 - `features`: streams of which some are read by a random transcoder, on threads of their own as in the

@@ -22,7 +22,7 @@ with lazy_imports():
 
 HAS_TRITON = find_spec("triton") is not None
 if not HAS_TRITON and os.environ.get("CI"):
-    raise RuntimeError("CI tests the Triton kernels: pip install -e '.[gpu-test]'")
+    raise RuntimeError("CI tests the Triton kernels: pip install --group gpu-test")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -40,7 +40,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 class _WithoutTriton(pytest.Module):
     def collect(self):
-        pytest.skip("triton is not installed: pip install -e '.[gpu-test]'", allow_module_level=True)
+        pytest.skip("triton is not installed: pip install --group gpu-test", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path, parent):
