@@ -42,6 +42,21 @@ def test_no_page_is_long() -> None:
     assert not {name: n_words for name, n_words in sizes.items() if n_words > 1500 and name not in generated}
 
 
+def test_forty_questions_have_their_answers() -> None:
+    """Catches a reader who is sent to a page that says nothing of it, or that has no place."""
+    text = (ROOT / "docs" / "questions.md").read_text("utf-8")
+    row = re.compile(r"^\| (.+\?) \| \[.+\]\((.+?)(?:#.*)?\) \| (.+) \|$", re.M)
+    readers = [row.findall(section) for section in text.split("\n## ")[1:]]
+    assert [len(questions) for questions in readers] == [10, 10, 10, 10]
+    named = set(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) | {"../CONTRIBUTING.md"}
+    wrong = [
+        f"{question}: {page} has no {words}"
+        for question, page, words in (one for questions in readers for one in questions)
+        if page not in named or words.strip("`") not in (ROOT / "docs" / page).read_text("utf-8")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 _ANCHOR = re.compile(r"[^\w\- ]")
 
 
