@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.errors import UnsupportedError
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.gemma2 import Gemma2Block
-from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, Linear, RMSNorm
-from kukri.models.lenses import ROTATING_WINDOWS
+from kukri.models.lenses import ROTATING_WINDOWS, Number
 from kukri.models.llama import Llama
 from kukri.models.mixture import Mixture
 from kukri.models.qwen3 import Qwen3Attention
@@ -81,27 +79,6 @@ class Afmoe(Llama):
         return x if factor == 1 else ops.scale(x, factor)
 
 
-_MUP = "mup_enabled"
-
-
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    if keys.flag(_MUP):
-        facts["embedding_scale"] = facts["d_model"] ** 0.5
-
-
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys[_MUP] = config.embedding_scale != 1
-
-
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    facts["embedding_scale"] = facts["d_model"] ** 0.5  # as llama.cpp does, without a key
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    if config.embedding_scale == 1:
-        raise UnsupportedError("readers of GGUF multiply afmoe's embeddings: these are not, by mup_enabled")
-
-
 AFMOE = Architecture(
     "afmoe",
     Afmoe,
@@ -114,7 +91,7 @@ AFMOE = Architecture(
         "self_attn.gate_proj": "attn_gate",
     },
     joined={"mlp.router.gate": ("mlp.gate",), "mlp.expert": ("mlp.gate.e_score_correction",)},
-    reads={"sliding_window", "layer_types", _MUP},
+    reads={"sliding_window", "layer_types"},
     ignores={"global_attn_every_n_layers", "load_balance_coeff", "use_grouped_mm"},
     fixed={
         **{"n_group": 1, "topk_group": 1, "num_expert_groups": 1, "num_limited_groups": 1},
@@ -126,11 +103,14 @@ AFMOE = Architecture(
         **{"num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 1.0},
     },
     biases={"self_attn.gate_proj": False, "self_attn": "attention_bias"},
-    read_hf=_read_hf,
-    write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
-    lenses=(ROTATING_WINDOWS,),
+    lenses=(
+        ROTATING_WINDOWS,
+        Number(
+            *("embedding_scale", "mup_enabled", "", True, bool),
+            load=lambda is_on, facts: facts["d_model"] ** 0.5 if is_on else 1.0,
+            store=lambda scale, config: scale != 1,
+        ),
+    ),
     experts=ExpertKeys(
         *("num_experts", "moe_intermediate_size", True),
         gguf_normalized=True,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kukri.config import ModelConfig
@@ -147,20 +147,3 @@ class Architecture:
     def bias_rule(self, module: str) -> str | bool:
         """Bias of a layer's matrix: True, False, or the key of config.json that says so."""
         return self.biases.get(module, self.biases.get(module.partition(".")[0], False))
-
-
-def set_rotating(facts: dict[str, Any], rotating: Iterable[bool]) -> None:
-    """Says which layers rotate, in the fields of a `ModelConfig` to be."""
-    layers = zip(facts["layers"], rotating, strict=True)
-    facts["layers"] = tuple(replace(layer, use_rope=rotates) for layer, rotates in layers)
-
-
-def set_rotating_windows(facts: dict[str, Any]) -> None:
-    """Says that the layers with a window rotate, and no others."""
-    set_rotating(facts, [bool(layer.window) for layer in facts["layers"]])
-
-
-def drop_rotating_windows(config: ModelConfig, keys: dict[str, Any]) -> None:
-    """Takes kukri's key out of a GGUF file's where `set_rotating_windows` says the same."""
-    if all(layer.use_rope == bool(layer.window) for layer in config.layers):
-        keys.pop("attention.nope_layers", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -17,7 +18,7 @@ from kukri.models.granite import Granite
 from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2, check_head_width
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, GatedMLP, Scaled
-from kukri.models.lenses import Number
+from kukri.models.lenses import Format, Lens, Number
 from kukri.models.llama import Block
 from kukri.models.stored import Stored
 from kukri.models.weights import WeightSource
@@ -129,9 +130,43 @@ _NUMBERS = (
 )
 
 
-def _set_layers(facts: dict[str, Any], has_norm: bool) -> None:
-    facts["layers"] = tuple(replace(layer, is_recurrent=False, has_state=True) for layer in facts["layers"])
-    facts["recurrent"] = replace(facts["recurrent"], has_norm=has_norm)
+class _States(Lens):
+    """Each layer's state, whose norm GGUF shows by its tensors, and the factors of several parts."""
+
+    def keys(self, form: Format) -> Set[str]:
+        return {"mamba_d_head", _NORM, _BEFORE, *_PARTS, _STATE_IN} if form == "hf" else frozenset()
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        has_norm = keys.flag(_NORM) if form == "hf" else "blk.0.ssm_norm.weight" in keys.tensors
+        facts["layers"] = tuple(
+            replace(layer, is_recurrent=False, has_state=True) for layer in facts["layers"]
+        )
+        facts["recurrent"] = replace(facts["recurrent"], has_norm=has_norm)
+        if form == "gguf":
+            return
+        if has_norm and keys.flag(_BEFORE, True):
+            raise keys.unsupported(_BEFORE, "is true: kukri runs norms after the gate")
+        check_head_width(keys, facts)
+        (gate, down), inputs = (_several(keys, key) for key in _PARTS)
+        into = keys.positive(_STATE_IN, most=1e4)
+        state_inputs = tuple(into * factor for factor in inputs)
+        facts["multipliers"] = MultiplierConfig(state_inputs=state_inputs, gate=gate, down=down)
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        if form == "gguf":
+            keys["attention.head_count_kv"] = config.n_kv_heads
+            return
+        factors, own = config.multipliers, config.recurrent
+        assert own is not None, "each layer has a state"
+        keys.pop("layer_types")
+        keys |= {
+            _STATE_IN: 1.0,
+            "mlp_multipliers": [factors.gate, factors.down],
+            "ssm_multipliers": [*factors.state_inputs],
+            "mamba_d_head": own.d_head,
+            _NORM: own.has_norm,
+            _BEFORE: False,
+        }
 
 
 def _several(keys: Keys, key: str) -> list[float]:
@@ -142,43 +177,6 @@ def _several(keys: Keys, key: str) -> list[float]:
     if len(stated) != _PARTS[key]:
         raise keys.error(key, f"has {len(stated)} numbers, not {_PARTS[key]}")
     return [keys.as_positive(key, factor, most=1e4) for factor in stated]
-
-
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    has_norm = keys.flag(_NORM)
-    if has_norm and keys.flag(_BEFORE, True):
-        raise keys.unsupported(_BEFORE, "is true: kukri runs norms after the gate")
-    _set_layers(facts, has_norm)
-    check_head_width(keys, facts)
-    (gate, down), inputs = (_several(keys, key) for key in _PARTS)
-    into = keys.positive(_STATE_IN, most=1e4)
-    facts["multipliers"] = MultiplierConfig(
-        state_inputs=tuple(into * factor for factor in inputs),
-        gate=gate,
-        down=down,
-    )
-
-
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    factors, own = config.multipliers, config.recurrent
-    assert own is not None, "each layer has a state"
-    keys.pop("layer_types")
-    keys |= {
-        _STATE_IN: 1.0,
-        "mlp_multipliers": [factors.gate, factors.down],
-        "ssm_multipliers": [*factors.state_inputs],
-        "mamba_d_head": own.d_head,
-        _NORM: own.has_norm,
-        _BEFORE: False,
-    }
-
-
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    _set_layers(facts, "blk.0.ssm_norm.weight" in keys.tensors)
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys["attention.head_count_kv"] = config.n_kv_heads
 
 
 def _gguf_factors(config: ModelConfig, module: str) -> float | FloatArray:
@@ -212,10 +210,6 @@ FALCON_H1 = Architecture(
         "pre_ff_layernorm": Stored("ffn_norm", is_bare=True),
         "model.final_layernorm": "output_norm",
     },
-    reads={
-        *("mamba_d_head", _NORM, _BEFORE),
-        *(*_PARTS, _STATE_IN),
-    },
     ignores={"mamba_expand", "mamba_chunk_size", "num_logits_to_keep", "layers_block_type", "mamba_use_mlp"},
     fixed={
         **{"time_step_limit": [0.0, inf], "attention_bias": False, "mlp_bias": False},
@@ -238,10 +232,6 @@ FALCON_H1 = Architecture(
             **{"d_state": "mamba_d_state", "d_inner": _D_STATE},
         },
     ),
-    read_hf=_read_hf,
-    write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
     gguf_factors=_gguf_factors,
-    lenses=_NUMBERS,
+    lenses=(_States(), *_NUMBERS),
 )

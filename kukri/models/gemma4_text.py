@@ -381,11 +381,6 @@ GEMMA4_TEXT = Architecture(
 )
 
 
-def _write_moe_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    _write_hf(config, keys)
-    keys["top_k_experts"] = keys.pop("num_experts_per_tok")
-
-
 GEMMA4_MOE_TEXT = replace(
     GEMMA4_TEXT,
     name="gemma4_moe_text",
@@ -411,12 +406,11 @@ GEMMA4_MOE_TEXT = replace(
     ignores={"hidden_activation"},
     fixed={},
     reads=GEMMA4_TEXT.reads | {"enable_moe_block"},
-    aliases={
-        "top_k_experts": "num_experts_per_tok",
-        "expert_intermediate_size": "moe_intermediate_size",
-    },
+    aliases={"expert_intermediate_size": "moe_intermediate_size"},
     experts=ExpertKeys(
-        "num_experts", "moe_intermediate_size", normalized=True, gguf_normalized=True, gguf_fused=True
+        *("num_experts", "moe_intermediate_size", True),
+        gguf_normalized=True,
+        gguf_fused=True,
+        n_used="top_k_experts",
     ),
-    write_hf=_write_moe_hf,
 )

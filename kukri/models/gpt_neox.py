@@ -11,7 +11,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.keys import Keys
 from kukri.models.layers import ExactMLP, LayerNorm
-from kukri.models.lenses import Stated
+from kukri.models.lenses import Fixed, Stated
 from kukri.models.llama import Llama
 from kukri.models.phi import PhiAttention, PhiBlock
 from kukri.models.weights import WeightSource
@@ -59,10 +59,6 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys.pop("head_dim")
 
 
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    keys.expect(_PARALLEL, True)
-
-
 GPT_NEOX = Architecture(
     "gpt_neox",
     Llama.of(
@@ -75,7 +71,6 @@ GPT_NEOX = Architecture(
     embedding="model.embed_in",
     gguf="gptneox",
     gguf_epsilon="attention.layer_norm_epsilon",
-    gguf_reads={_PARALLEL},
     hf_prefix="gpt_neox.",
     hf_interleaved_rope=True,  # rows of a head's query, key and value, head by head
     tensor_names={
@@ -105,6 +100,5 @@ GPT_NEOX = Architecture(
     biases={"self_attn": "attention_bias", "attention": "attention_bias", "mlp": True},
     read_hf=_read_hf,
     write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    lenses=(Stated("gguf", _PARALLEL, True),),
+    lenses=(Fixed("gguf", _PARALLEL, True), Stated("gguf", _PARALLEL, True)),
 )

@@ -17,11 +17,12 @@ from kukri.errors import brief
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
 from kukri.kernels.weight_handles import Vector
-from kukri.models.architecture import ExpertKeys, RecurrentKeys, set_rotating
+from kukri.models.architecture import ExpertKeys, RecurrentKeys
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
 from kukri.models.granitemoe import ScaledMixture
 from kukri.models.keys import Keys
 from kukri.models.layers import Linear, Scaled
+from kukri.models.lenses import NOPE_KEY, Format, Lens, set_rotating
 from kukri.models.llama import Block
 from kukri.models.mixture import SharedMLP
 from kukri.models.recurrent import Convolution, state_layer
@@ -113,13 +114,27 @@ _MLP = {"shared_mlp.input_linear": ("gate_proj", "up_proj"), "shared_mlp.output_
 _POSITION, _ROTATES = "position_embedding_type", "rope.scaling.finetuned"
 
 
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    """Whether layers rotate, and the width of a state's head."""
-    kind = keys.value(_POSITION)
-    if kind not in (None, "nope", "rope"):
-        raise keys.unsupported(_POSITION, f"is {brief(kind)}: kukri runs rope and nope")
-    set_rotating(facts, [kind == "rope"] * facts["n_layers"])
-    check_head_width(keys, facts)
+class _Rotation(Lens):
+    """Whether layers rotate, in GGUF by the key that llama.cpp uses for it."""
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        rotates = keys.flag(_ROTATES, True)
+        if form == "hf":
+            kind = keys.value(_POSITION)
+            if kind not in (None, "nope", "rope"):
+                raise keys.unsupported(_POSITION, f"is {brief(kind)}: kukri runs rope and nope")
+            check_head_width(keys, facts)
+            rotates = kind == "rope"
+        set_rotating(facts, [rotates] * facts["n_layers"])
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        rotating = {layer.use_rope for layer in config.layers}
+        if form == "hf":
+            keys[_POSITION] = "rope" if config.layers[0].use_rope else "nope"
+            return
+        keys[_ROTATES] = True in rotating
+        if len(rotating) == 1:
+            keys.pop(NOPE_KEY, None)
 
 
 def check_head_width(keys: Keys, facts: dict[str, Any]) -> None:
@@ -128,22 +143,6 @@ def check_head_width(keys: Keys, facts: dict[str, Any]) -> None:
     if width not in ("auto", own.d_head):
         message = f"is {brief(width)}, but {own.n_heads} heads of a width of {own.n_heads * own.d_head}"
         raise keys.error("mamba_d_head", f"{message} have {own.d_head}")
-
-
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys[_POSITION] = "rope" if config.layers[0].use_rope else "nope"
-
-
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    """Whether layers rotate, by the key that llama.cpp uses for it."""
-    set_rotating(facts, [keys.flag(_ROTATES, True)] * facts["n_layers"])
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    rotating = {layer.use_rope for layer in config.layers}
-    keys[_ROTATES] = True in rotating
-    if len(rotating) == 1:
-        keys.pop("attention.nope_layers", None)
 
 
 # GGUF's keys of a state space with heads
@@ -167,10 +166,7 @@ GRANITEMOEHYBRID = replace(
     model=Granite.of(block_type=HybridBlock),
     hf_class="GraniteMoeHybridForCausalLM",
     gguf="granitehybrid",
-    read_hf=_read_hf,
-    write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
+    lenses=(_Rotation(),),
     tensor_names={
         **MAMBA_NAMES,
         "shared_mlp.gate_proj": "ffn_gate_shexp",

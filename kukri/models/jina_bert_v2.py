@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig
 from kukri.kernels.weight_handles import Vector
 from kukri.models.bert import BERT, Bert, BertAttention, BertBlock
-from kukri.models.keys import Keys
-from kukri.models.lenses import Given
+from kukri.models.lenses import Fixed, Given
 from kukri.models.modernbert import ModernBertMLP
 from kukri.models.weights import WeightSource
 
-_MOST_BIAS, _BIAS_KEY = 8.0, "attention.max_alibi_bias"
+_MOST_BIAS = 8.0
 
 
 class JinaV2Attention(BertAttention):
@@ -56,10 +54,6 @@ class JinaV2MLP(ModernBertMLP):
         super().__init__(source, name, config, layer)
 
 
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    keys.expect(_BIAS_KEY, _MOST_BIAS)
-
-
 _MLP = {"intermediate.dense", "output.dense", "output.LayerNorm"}
 
 JINA_BERT_V2 = replace(
@@ -74,7 +68,6 @@ JINA_BERT_V2 = replace(
     hf_type="bert",
     hf_mark=("position_embedding_type", "alibi"),
     gguf="jina-bert-v2",
-    gguf_reads={_BIAS_KEY},
     tensor_names={
         **{module: name for module, name in BERT.tensor_names.items() if module not in _MLP},
         **{"mlp.gated_layers": "ffn_up", "mlp.gated_layers_w": "ffn_gate", "mlp.wo": "ffn_down"},
@@ -83,6 +76,5 @@ JINA_BERT_V2 = replace(
     ignores=BERT.ignores | {"emb_pooler", "model_max_length"},
     fixed={"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
     biases={"attention": True, "mlp.wo": True, "mlp.layernorm": True},
-    read_gguf=_read_gguf,
-    lenses=(Given("n_positions", 0),),
+    lenses=(Given("n_positions", 0), Fixed("gguf", "attention.max_alibi_bias", _MOST_BIAS)),
 )

@@ -194,16 +194,13 @@ class Latent(Lens):
     """The latent's widths, and the heads that follow from them."""
 
     def keys(self, form: Format) -> Set[str]:
-        """See Lens.keys."""
         if form == "hf":
             return {*HF_KEYS.values(), Q_RANK, ROTARY}
         widths = {GGUF_RANK, GGUF_Q_RANK, GGUF_KEY, GGUF_VALUE, "attention.value_length"}
         return widths | {"rope.scaling.yarn_log_multiplier"}
 
     def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
-        """See Lens.read."""
         (_read_hf if form == "hf" else _read_gguf)(keys, facts)
 
     def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
-        """See Lens.write."""
         (_write_hf if form == "hf" else _write_gguf)(config, keys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from math import isclose
 from typing import Any, Literal
@@ -12,6 +12,8 @@ from kukri.errors import UnsupportedError
 from kukri.models.keys import Keys
 
 Format = Literal["gguf", "hf"]
+NOPE_KEY = "attention.nope_layers"  # kukri's own in GGUF: a list of the layers without RoPE
+WINDOW_KEYS: dict[Format, str] = {"gguf": "attention.sliding_window", "hf": "sliding_window"}
 
 
 class Lens:
@@ -48,14 +50,15 @@ class Number(Lens):
     alike: bool = False
 
     def keys(self, form: Format) -> Set[str]:
-        """See Lens.keys."""
         return {key for key in (self.hf if form == "hf" else self.gguf,) if key}
 
     def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
-        """See Lens.read."""
         if form == "hf" or self.alike:
             (key,) = self.keys(form)
-            stated = keys.whole(key) if self.kind is int else keys.positive(key, most=self.most)
+            if self.kind is bool:
+                stated: float = keys.flag(key)
+            else:
+                stated = keys.whole(key) if self.kind is int else keys.positive(key, most=self.most)
             value = self.load(stated, facts)
         elif self.gguf is None:
             return
@@ -66,7 +69,6 @@ class Number(Lens):
         facts |= {part: replace(facts[part], **{field: value})} if part else {field: value}
 
     def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
-        """See Lens.write."""
         ours: Any = config
         for name in self.field.split("."):
             ours = getattr(ours, name)
@@ -80,18 +82,29 @@ class Number(Lens):
 
 @dataclass(frozen=True)
 class Rotating(Lens):
-    """Which layers rotate, by a rule: kukri's key in GGUF says it only where it says something else."""
+    """Which layers rotate, by a rule, which may only hold in `forms`, and in files that state a window.
+
+    kukri's key in GGUF says it only where it says something else.
+    """
 
     rule: Callable[[LayerConfig], bool]
+    needs_window: bool = False
+    forms: tuple[Format, ...] = ("gguf", "hf")
 
     def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
-        """See Lens.read."""
-        facts["layers"] = tuple(replace(layer, use_rope=self.rule(layer)) for layer in facts["layers"])
+        if form in self.forms and (not self.needs_window or keys.value(WINDOW_KEYS[form])):
+            set_rotating(facts, map(self.rule, facts["layers"]))
 
     def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
-        """See Lens.write."""
-        if form == "gguf" and all(layer.use_rope == self.rule(layer) for layer in config.layers):
-            keys.pop("attention.nope_layers", None)
+        holds = not self.needs_window or any(layer.window for layer in config.layers)
+        if form == "gguf" and holds and all(layer.use_rope == self.rule(layer) for layer in config.layers):
+            keys.pop(NOPE_KEY, None)
+
+
+def set_rotating(facts: dict[str, Any], rotating: Iterable[bool]) -> None:
+    """Set which layers rotate, in the fields of a `ModelConfig` to be."""
+    layers = zip(facts["layers"], rotating, strict=True)
+    facts["layers"] = tuple(replace(layer, use_rope=rotates) for layer, rotates in layers)
 
 
 @dataclass(frozen=True)
@@ -103,9 +116,24 @@ class Stated(Lens):
     value: Any
 
     def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
-        """See Lens.write."""
         if form == self.form:
             keys.setdefault(self.key, self.value)
+
+
+@dataclass(frozen=True)
+class Fixed(Lens):
+    """A key that must hold this, or be absent."""
+
+    form: Format
+    key: str
+    value: Any
+
+    def keys(self, form: Format) -> Set[str]:
+        return {self.key} if form == self.form else frozenset()
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        if form == self.form:
+            keys.expect(self.key, self.value)
 
 
 @dataclass(frozen=True)
@@ -116,7 +144,6 @@ class Given(Lens):
     value: Any
 
     def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
-        """See Lens.read."""
         facts[self.field] = self.value
 
 

@@ -13,38 +13,31 @@ from kukri.config import ModelConfig, RopeConfig
 from kukri.models.architecture import RecurrentKeys
 from kukri.models.granitemoehybrid import STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
-from kukri.models.nemotron_h import NEMOTRON_H, NemotronBlock, NemotronH
+from kukri.models.lenses import Format, Lens
+from kukri.models.nemotron_h import NEMOTRON_H, NO_ROTATION, NemotronBlock, NemotronH
 
 CONTEXT = 1 << 20  # the value in files without a bound
 
 
-def _set_sizes(facts: dict[str, Any]) -> None:
-    own = facts["recurrent"]
-    facts |= {"n_kv_heads": own.n_heads, "d_head": own.d_head, "d_ffn": own.n_heads * own.d_head}
-    facts["rope"] = RopeConfig(rotary_dim=own.d_head)
+class _Sizes(Lens):
+    """The model's heads and widths, which are the states'."""
 
-
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    own = facts["recurrent"]
-    if facts["d_head"] != own.d_head:
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        own = facts["recurrent"]
         width = own.n_heads * own.d_head
-        message = f"is {facts['d_head']}, but {own.n_heads} heads of a width of {width} have {own.d_head}"
-        raise keys.error("head_dim", message)
-    _set_sizes(facts)
+        if form == "hf" and facts["d_head"] != own.d_head:
+            message = f"is {facts['d_head']}, but {own.n_heads} heads of a width of {width} have {own.d_head}"
+            raise keys.error("head_dim", message)
+        facts |= {"n_kv_heads": own.n_heads, "d_head": own.d_head, "d_ffn": width}
+        facts["rope"] = RopeConfig(rotary_dim=own.d_head)
 
-
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    for unread in ("layer_types", "intermediate_size", "rope_theta", "rope_scaling"):
-        keys.pop(unread)
-
-
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    _set_sizes(facts)
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys |= {"attention.head_count": 0, "feed_forward_length": 0}
-    keys.pop("attention.head_count_kv")
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        unread: tuple[str, ...] = ("layer_types", "intermediate_size", "rope_theta", "rope_scaling")
+        if form == "gguf":
+            unread = ("attention.head_count_kv",)
+            keys |= {"attention.head_count": 0, "feed_forward_length": 0}
+        for key in unread:
+            keys.pop(key)
 
 
 MAMBA2 = replace(
@@ -93,8 +86,5 @@ MAMBA2 = replace(
             **{"d_state": "state_size", "expansion": "expand"},
         },
     ),
-    read_hf=_read_hf,
-    write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
+    lenses=(NO_ROTATION, _Sizes()),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention
+from kukri.models.lenses import Format, Lens
 from kukri.models.llama import Block, Llama
 from kukri.models.weights import WeightSource
 
@@ -51,42 +53,42 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config) if stated else {**config, "rope_parameters": _YARN}
 
 
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    where = "rope_parameters" if keys.value("rope_parameters") is not None else "rope_scaling"
-    if facts["rope"].scaling is None or facts["rope"].scaling.kind != "yarn":
-        raise keys.unsupported(where, "must be YaRN, of whose original context queries grow")
-    beta = keys.value(where).get(_BETA)
-    facts["query_growth"] = 0.0 if beta in (None, 0) else keys.as_positive(f"{where}.{_BETA}", beta, most=1e3)
+class _Growth(Lens):
+    """How queries grow, and YaRN's multiplier in GGUF."""
 
+    def keys(self, form: Format) -> Set[str]:
+        return {_GGUF_BETA, _MULTIPLIER} if form == "gguf" else frozenset()
 
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys["rope_scaling"] = {**(keys["rope_scaling"] or {}), _BETA: config.query_growth}
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        where = "rope_parameters" if keys.value("rope_parameters") is not None else "rope_scaling"
+        where = where if form == "hf" else "rope.scaling.type"
+        scaling = facts["rope"].scaling
+        if scaling is None or scaling.kind != "yarn":
+            raise keys.unsupported(where, "must be yarn, of whose original context queries grow")
+        if form == "hf":
+            if (beta := keys.value(where).get(_BETA)) not in (None, 0):
+                facts["query_growth"] = keys.as_positive(f"{where}.{_BETA}", beta, most=1e3)
+            return
+        if keys.value(_GGUF_BETA, 0.0):
+            facts["query_growth"] = keys.positive(_GGUF_BETA, most=1e3)
+        if keys.value(_MULTIPLIER, 0.0):
+            mscale = keys.positive(_MULTIPLIER, most=1e3)
+            scaling = replace(scaling, attention_factor=None, mscale=1.0, mscale_all_dim=mscale)
+            facts["rope"] = replace(facts["rope"], scaling=scaling)
 
-
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    scaling = facts["rope"].scaling
-    if scaling is None or scaling.kind != "yarn":
-        raise keys.unsupported("rope.scaling.type", "must be yarn, of whose original context queries grow")
-    if keys.value(_GGUF_BETA, 0.0):
-        facts["query_growth"] = keys.positive(_GGUF_BETA, most=1e3)
-    if keys.value(_MULTIPLIER, 0.0):
-        mscale = keys.positive(_MULTIPLIER, most=1e3)
-        scaling = replace(scaling, attention_factor=None, mscale=1.0, mscale_all_dim=mscale)
-        facts["rope"] = replace(facts["rope"], scaling=scaling)
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    """Raises UnsupportedError for a YaRN that no key says."""
-    scaling = config.rope.scaling
-    assert scaling is not None, "it has YaRN"
-    keys[_GGUF_BETA] = config.query_growth
-    if scaling.mscale_all_dim:
-        if scaling.mscale != 1:
-            raise UnsupportedError(
-                f"GGUF has no key for YaRN's mscale of {scaling.mscale:g}: 1 is understood"
-            )
-        keys.pop("rope.scaling.attn_factor", None)
-        keys[_MULTIPLIER] = scaling.mscale_all_dim
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        if form == "hf":
+            keys["rope_scaling"] = {**(keys["rope_scaling"] or {}), _BETA: config.query_growth}
+            return
+        scaling = config.rope.scaling
+        assert scaling is not None, "it has YaRN"
+        keys[_GGUF_BETA] = config.query_growth
+        if scaling.mscale_all_dim:
+            if scaling.mscale != 1:
+                message = f"GGUF has no key for YaRN's mscale of {scaling.mscale:g}: 1 is understood"
+                raise UnsupportedError(message)
+            keys.pop("rope.scaling.attn_factor", None)
+            keys[_MULTIPLIER] = scaling.mscale_all_dim
 
 
 MINISTRAL3 = Architecture(
@@ -95,7 +97,6 @@ MINISTRAL3 = Architecture(
     "Ministral3ForCausalLM",
     gguf="mistral3",
     interleaved_rope=True,
-    gguf_reads={_GGUF_BETA, _MULTIPLIER},
     respelled=_respelled,
     reads={"sliding_window"},
     ignores={_BETA, "max_position_embeddings"},
@@ -103,8 +104,5 @@ MINISTRAL3 = Architecture(
         **{"num_key_value_heads": 8, "head_dim": 128, "sliding_window": None, "rms_norm_eps": 1e-5},
         **{"max_position_embeddings": 262144},
     },
-    read_hf=_read_hf,
-    write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
+    lenses=(_Growth(),),
 )

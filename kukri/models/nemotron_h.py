@@ -20,7 +20,7 @@ from kukri.models.architecture import Architecture, ExpertKeys, RecurrentKeys
 from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, Composite, RMSNorm, SquaredReluMLP
-from kukri.models.lenses import Rotating, Stated
+from kukri.models.lenses import Format, Lens, Rotating, Stated
 from kukri.models.llama import Llama
 from kukri.models.mixture import Mixture
 from kukri.models.weights import WeightSource
@@ -122,46 +122,42 @@ def _has_mixture(config: Mapping[str, Any]) -> bool:
     return "moe" in (_types(config) or ())
 
 
-def _set_layers(facts: dict[str, Any], recurrent: list[bool], mlps: list[bool]) -> None:
-    layers = zip(facts["layers"], recurrent, mlps, strict=True)
-    facts["layers"] = tuple(
-        replace(layer, is_recurrent=is_recurrent, is_mlp=is_mlp) for layer, is_recurrent, is_mlp in layers
-    )
+NO_ROTATION = Rotating(lambda layer: False)
 
 
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    types = keys.first(_TYPES, str, facts["n_layers"])
-    mlp = "mlp" if facts["mixture"] is None else "moe"
-    if unknown := set(types) - {_MAMBA, _ATTENTION, mlp}:
-        raise keys.unsupported(
-            _TYPES, f"names {brief(min(unknown))} next to {mlp}: kukri runs one kind of MLP"
+class _Parts(Lens):
+    """What each layer is, in GGUF by its numbers of key heads and of an MLP's width, of which one is 0."""
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        n = facts["n_layers"]
+        if form == "hf":
+            types, mlp = keys.first(_TYPES, str, n), "mlp" if facts["mixture"] is None else "moe"
+            if unknown := set(types) - {_MAMBA, _ATTENTION, mlp}:
+                message = f"names {brief(min(unknown))} next to {mlp}: kukri runs one kind of MLP"
+                raise keys.unsupported(_TYPES, message)
+            attends, mlps = ([kind == one for kind in types] for one in (_ATTENTION, mlp))
+        else:
+            attends, mlps = ([number > 0 for number in keys.each(key, n, least=0)] for key in (_KV, _FFN))
+            if both := [i for i in range(n) if attends[i] and mlps[i]]:
+                raise keys.error(_FFN, f"is not 0 in layer {both[0]}, which attends")
+        facts["layers"] = tuple(
+            replace(layer, is_recurrent=not (attends[i] or mlps[i]), is_mlp=mlps[i])
+            for i, layer in enumerate(facts["layers"])
         )
-    _set_layers(facts, [kind == _MAMBA for kind in types], [kind == mlp for kind in types])
 
-
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    mlp = "mlp" if config.mixture is None else "moe"
-    keys.pop("layer_types")
-    keys[_TYPES] = [
-        _MAMBA if layer.is_recurrent else mlp if layer.is_mlp else _ATTENTION for layer in config.layers
-    ]
-
-
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    n = facts["n_layers"]
-    heads, widths = keys.each(_KV, n, least=0), keys.each(_FFN, n, least=0)
-    if both := [i for i in range(n) if heads[i] and widths[i]]:
-        raise keys.error(_FFN, f"is not 0 in layer {both[0]}, which attends")
-    mlps = [width > 0 for width in widths]
-    _set_layers(facts, [not (a or b) for a, b in zip(heads, mlps)], mlps)
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    attends = [not (layer.is_recurrent or layer.is_mlp) for layer in config.layers]
-    width = config.d_ffn if config.mixture is None else config.mixture.d_ffn
-    keys[_KV] = np.array([config.n_kv_heads * own for own in attends], np.int32)
-    keys[_FFN] = np.array([width * layer.is_mlp for layer in config.layers], np.int32)
-    keys["attention.layer_norm_rms_epsilon"] = config.norm_eps  # readers want both
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        mlp = "mlp" if config.mixture is None else "moe"
+        types = [
+            _MAMBA if layer.is_recurrent else mlp if layer.is_mlp else _ATTENTION for layer in config.layers
+        ]
+        if form == "hf":
+            keys.pop("layer_types")
+            keys[_TYPES] = types
+            return
+        width = config.d_ffn if config.mixture is None else config.mixture.d_ffn
+        keys[_KV] = np.array([config.n_kv_heads * (kind == _ATTENTION) for kind in types], np.int32)
+        keys[_FFN] = np.array([width * (kind == mlp) for kind in types], np.int32)
+        keys["attention.layer_norm_rms_epsilon"] = config.norm_eps  # readers want both
 
 
 def _joined(*modules: str) -> dict[str, tuple[str, ...]]:
@@ -227,11 +223,7 @@ NEMOTRON_H = Architecture(
             **{"d_state": "ssm_state_size", "d_head": "mamba_head_dim"},
         },
     ),
-    read_hf=_read_hf,
-    write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
-    lenses=(Rotating(lambda layer: False),),
+    lenses=(NO_ROTATION, _Parts()),
 )  # fmt: skip
 
 NEMOTRON_H_MOE = replace(

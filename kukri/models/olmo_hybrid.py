@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from kukri.config import ModelConfig
-from kukri.models.architecture import Architecture, RecurrentKeys, set_rotating
+from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.keys import Keys
+from kukri.models.lenses import set_rotating
 from kukri.models.llama import Block, Llama
 from kukri.models.olmo2 import Olmo2Block
 from kukri.models.qwen3_5_text import GatedDeltaNet

@@ -12,14 +12,9 @@ from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.architecture import (
-    Architecture,
-    ExpertKeys,
-    drop_rotating_windows,
-    set_rotating,
-    set_rotating_windows,
-)
+from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.keys import Keys
+from kukri.models.lenses import ROTATING_WINDOWS, Stated, set_rotating
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 
@@ -80,17 +75,6 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     }
 
 
-def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    if any(layer.window for layer in facts["layers"]):
-        set_rotating_windows(facts)
-
-
-def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys.setdefault("expert_gating_func", 1)  # a softmax, which readers do not suppose
-    if any(layer.window for layer in config.layers):
-        drop_rotating_windows(config, keys)
-
-
 _EXPERTS = ExpertKeys(
     *("moe_num_primary_experts", "moe_ffn_hidden_size", True),
     gguf_normalized=True,
@@ -141,8 +125,10 @@ SMALLTHINKER = Architecture(
     experts=_EXPERTS,
     read_hf=_read_hf,
     write_hf=_write_hf,
-    read_gguf=_read_gguf,
-    write_gguf=_write_gguf,
+    lenses=(
+        replace(ROTATING_WINDOWS, needs_window=True, forms=("gguf",)),
+        Stated("gguf", "expert_gating_func", 1),  # a softmax, which readers do not suppose
+    ),
 )
 
 SMALLTHINKER_SOFTMAX = replace(

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.models.architecture import Architecture, set_rotating
+from kukri.models.architecture import Architecture
 from kukri.models.keys import Keys
+from kukri.models.lenses import NOPE_KEY, set_rotating
 from kukri.models.llama import Llama
 
 _INTERVAL = 4  # from one layer without RoPE to the next, unless a file lists them
-_NOPE = "attention.nope_layers"  # kukri's key
 
 
 def _each_fourth(keys: Keys, facts: dict[str, Any]) -> None:
@@ -23,7 +23,7 @@ def _each_fourth(keys: Keys, facts: dict[str, Any]) -> None:
 
 def _list_none(config: ModelConfig, keys: dict[str, Any]) -> None:
     """An empty list, where no key would mean each fourth layer."""
-    keys.setdefault(_NOPE, np.zeros(0, np.int32))
+    keys.setdefault(NOPE_KEY, np.zeros(0, np.int32))
 
 
 def _read_rotating(keys: Keys, facts: dict[str, Any]) -> None:

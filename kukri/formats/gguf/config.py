@@ -32,10 +32,10 @@ from kukri.formats.layer_patterns import Pattern, interval, layers_of, local_rop
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.architecture import ExpertKeys
 from kukri.models.keys import Keys
+from kukri.models.lenses import NOPE_KEY
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 
-# kukri's own keys: layers without RoPE, heads.
-NOPE_KEY = "attention.nope_layers"
+# kukri's own keys, of heads.
 HEAD_KEY, PROBLEM_KEY, PAD_KEY = "head.kind", "head.problem_type", "head.pad_token_id"
 LABELS_KEY = "classifier.output_labels"  # GGUF's own
 CAUSAL_KEY, POOLING_KEY, RANK = "attention.causal", "pooling_type", 4  # llama.cpp's number of rank pooling
