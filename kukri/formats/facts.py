@@ -113,11 +113,23 @@ def facts(architecture: Architecture) -> tuple[Fact, ...]:
 
 
 def keys_of(architecture: Architecture, form: Format) -> set[str]:
-    """The keys of all numbers and lenses of an architecture."""
+    """The keys that an architecture reads, besides those that all read."""
+    is_gguf = form == "gguf"
     numbers = (*facts(architecture), *mixture_facts(architecture))
     own = {fact.key(form) for fact in numbers}.union(*(lens.keys(form) for lens in architecture.lenses))
-    if architecture.recurrent is not None:
-        own |= {*(architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf).values()}
+    own |= architecture.gguf_reads if is_gguf else architecture.reads
+    if (recurrent := architecture.recurrent) is not None:
+        of_gguf, of_hf = (
+            {*recurrent.gguf.values(), INTERVAL, RECURRENT},
+            {*recurrent.hf.values(), "layer_types"},
+        )
+        own |= of_gguf if is_gguf else of_hf
+    if (experts := architecture.experts) is not None and is_gguf:
+        own |= {LEADING_DENSE} if experts.n_dense else set()
+        own |= {SHARED_COUNT, SHARED_WIDTH} if experts.n_shared else set()
+    elif experts is not None:
+        stated = (experts.normalized, experts.bias, experts.n_shared, experts.n_dense)
+        own |= {key for key in stated if isinstance(key, str)}
     return own
 
 
@@ -223,6 +235,7 @@ def write_recurrent(
 MAX_EXPERTS = 1 << 12
 SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
 LEADING_DENSE = "leading_dense_block_count"
+INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
 _GROUPS = ("expert_group_count", "expert_group_used_count")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kukri.models.architecture import Architecture, ExpertKeys
+from dataclasses import replace
+
+from kukri.models.architecture import Architecture
+from kukri.models.deepseek_v3 import EXPERTS
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 from kukri.models.qwen3 import Qwen3Attention
@@ -39,14 +42,5 @@ BAILING_MOE = Architecture(
         **{"num_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
         **{"first_k_dense_replace": 1, "rope_theta": 6e5, "head_dim": 128},
     },
-    experts=ExpertKeys(
-        *("num_experts", "moe_intermediate_size", "norm_topk_prob"),
-        gguf_normalized=False,
-        by_sigmoid=True,
-        bias=True,
-        scale="routed_scaling_factor",
-        groups=("n_group", "topk_group"),
-        n_shared="num_shared_experts",
-        n_dense="first_k_dense_replace",
-    ),
+    experts=replace(EXPERTS, n_experts="num_experts", n_shared="num_shared_experts"),
 )

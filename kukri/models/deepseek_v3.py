@@ -12,6 +12,18 @@ from kukri.models.deepseek_v2 import DEEPSEEK_V2
 from kukri.models.keys import Keys
 from kukri.models.lenses import Stated
 
+# the names that others took from it
+EXPERTS = ExpertKeys(
+    *("n_routed_experts", "moe_intermediate_size", "norm_topk_prob"),
+    gguf_normalized=False,
+    by_sigmoid=True,
+    bias=True,
+    scale="routed_scaling_factor",
+    groups=("n_group", "topk_group"),
+    n_shared="n_shared_experts",
+    n_dense="first_k_dense_replace",
+)
+
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     name="deepseek_v3",
@@ -30,16 +42,7 @@ DEEPSEEK_V3 = replace(
         **{"topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True},
         **{"routed_scaling_factor": 2.5},
     },
-    experts=ExpertKeys(
-        *("n_routed_experts", "moe_intermediate_size", "norm_topk_prob"),
-        gguf_normalized=False,
-        by_sigmoid=True,
-        bias=True,
-        scale="routed_scaling_factor",
-        groups=("n_group", "topk_group"),
-        n_shared="n_shared_experts",
-        n_dense="first_k_dense_replace",
-    ),
+    experts=EXPERTS,
     lenses=(
         latent.Latent(),
         Stated("hf", "rope_interleave", True),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kukri.config import ModelConfig
-from kukri.models.architecture import Architecture, ExpertKeys
+from kukri.models.architecture import Architecture
+from kukri.models.deepseek_v3 import EXPERTS
 from kukri.models.layers import Attention
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
@@ -36,14 +37,5 @@ GLM4_MOE = Architecture(
         "first_k_dense_replace": 1,
     },
     biases={"self_attn.o_proj": False, "self_attn": "attention_bias"},
-    experts=ExpertKeys(
-        *("n_routed_experts", "moe_intermediate_size", "norm_topk_prob"),
-        gguf_normalized=False,
-        by_sigmoid=True,
-        bias=True,
-        scale="routed_scaling_factor",
-        groups=("n_group", "topk_group"),
-        n_shared="n_shared_experts",
-        n_dense="first_k_dense_replace",
-    ),
+    experts=EXPERTS,
 )

@@ -16,7 +16,8 @@ from kukri.config import ModelConfig
 from kukri.errors import brief
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.models.architecture import Architecture, ExpertKeys, RecurrentKeys
+from kukri.models.architecture import Architecture, RecurrentKeys
+from kukri.models.deepseek_v3 import EXPERTS
 from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, Composite, RMSNorm, SquaredReluMLP
@@ -248,13 +249,5 @@ NEMOTRON_H_MOE = replace(
         **{"moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0, "topk_group": 1},
         **{"norm_topk_prob": True, "n_shared_experts": 1},
     },
-    experts=ExpertKeys(
-        *("n_routed_experts", "moe_intermediate_size", "norm_topk_prob"),
-        gguf_normalized=False,
-        by_sigmoid=True,
-        bias=True,
-        scale="routed_scaling_factor",
-        groups=("n_group", "topk_group"),
-        d_shared="moe_shared_expert_intermediate_size",
-    ),
+    experts=replace(EXPERTS, n_shared="", n_dense="", d_shared="moe_shared_expert_intermediate_size"),
 )

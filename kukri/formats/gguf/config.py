@@ -12,9 +12,8 @@ import numpy as np
 from kukri.config import PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
-    LEADING_DENSE,
-    SHARED_COUNT,
-    SHARED_WIDTH,
+    INTERVAL,
+    RECURRENT,
     by_layer,
     keys_of,
     leading_dense,
@@ -41,8 +40,7 @@ LABELS_KEY = "classifier.output_labels"  # GGUF's own
 CAUSAL_KEY, POOLING_KEY, RANK = "attention.causal", "pooling_type", 4  # llama.cpp's number of rank pooling
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LOCAL_THETA = "rope.freq_base_swa"
-_KV_HEADS, _INTERVAL = "attention.head_count_kv", "full_attention_interval"
-_RECURRENT = "attention.recurrent_layers"
+_KV_HEADS = "attention.head_count_kv"
 _NEXT_TOKEN = "nextn_predict_layers"
 
 # For mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
@@ -141,7 +139,7 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
         message = f"is {numbers['d_model']}, but the width of tensor 'token_embd.weight' is {d_model}"
         raise keys.error("embedding_length", message)
     d_value = keys.whole("attention.value_length", numbers["d_head"])
-    own = keys_of(architecture, "gguf") | architecture.gguf_reads
+    own = keys_of(architecture, "gguf")
     if d_value != numbers["d_head"] and "attention.value_length" not in own:
         message = f"is {d_value}: kukri runs values as wide as keys ({numbers['d_head']})"
         raise keys.unsupported("attention.value_length", message)
@@ -242,7 +240,6 @@ def is_known(key: str, architecture: Architecture) -> bool:
             ExpertKeys.gguf_d_ffn,  # if another key is read, shapes of tensors say whether that is right
         )
         return key in of_numbers or key in NEUTRAL_OF_MIXTURES or key in others
-    listed |= architecture.gguf_reads
     return key in listed or key in of_numbers or key in epsilons or bool(IGNORED_FAMILIES.fullmatch(key))
 
 
@@ -308,13 +305,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
     read_here = keys_of(architecture, "gguf")
     read_here |= {_LOCAL_THETA} if architecture.local_rope else set()
     read_here |= {_NEXT_TOKEN} if architecture.next_token else set()
-    if architecture.recurrent is not None:
-        read_here |= {_INTERVAL, _RECURRENT}
-    read_here |= architecture.gguf_reads
     read_here |= {SECTIONS_KEY} if has_sections(architecture, keys.prefix[:-1]) else set()
-    if architecture.experts is not None:
-        read_here |= {LEADING_DENSE} if architecture.experts.n_dense else set()
-        read_here |= {SHARED_COUNT, SHARED_WIDTH} if architecture.experts.n_shared else set()
     neutral = {key: values for key, values in neutral.items() if key not in read_here}
     for key, values in neutral.items():
         if not keys.has(key):
@@ -368,7 +359,7 @@ def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str
         counts = [0 if is_recurrent else n for n, is_recurrent in zip(heads, recurrent)]
         return keys | {_KV_HEADS: np.array(counts, np.int32)}
     n = interval(recurrent, range(2, len(recurrent) + 1))
-    return keys | ({_RECURRENT: np.array(recurrent)} if n is None else {_INTERVAL: n})
+    return keys | ({RECURRENT: np.array(recurrent)} if n is None else {INTERVAL: n})
 
 
 def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern | None:
@@ -378,9 +369,9 @@ def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern
         return None
     if not own.gguf_interval:
         return [count == 0 for count in keys.each(_KV_HEADS, n_layers, least=0)]
-    if keys.has(_RECURRENT):
-        return [bool(entry) for entry in keys.each(_RECURRENT, n_layers, least=0, most=1)]
-    return keys.whole(_INTERVAL, own.gguf_interval)
+    if keys.has(RECURRENT):
+        return [bool(entry) for entry in keys.each(RECURRENT, n_layers, least=0, most=1)]
+    return keys.whole(INTERVAL, own.gguf_interval)
 
 
 def _n_rows(gguf: GGUFFile, name: str) -> int:

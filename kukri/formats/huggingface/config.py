@@ -12,6 +12,7 @@ from typing import Any
 from kukri.config import MAX_TOKEN_TYPES, PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.facts import (
+    INTERVAL,
     keys_of,
     leading_dense,
     read_mixture,
@@ -317,15 +318,10 @@ def _infinite(value: Any) -> Any:
 
 def _known(architecture: Architecture) -> set[str]:
     """The keys that are read or ignored, whatever they hold."""
-    numbers = keys_of(architecture, "hf")
-    if architecture.recurrent is not None:
-        numbers |= {"layer_types"}
-    stated = [*architecture.biases.values()]
-    if (own := architecture.experts) is not None:
-        stated += [own.normalized, own.bias, own.n_shared, own.n_dense]
-        numbers |= {"output_router_logits", "router_aux_loss_coef"}  # for training
-    numbers |= {key for key in stated if isinstance(key, str)}
-    return numbers | _READ | IGNORED_KEYS | architecture.reads | architecture.ignores
+    own = keys_of(architecture, "hf") | {key for key in architecture.biases.values() if isinstance(key, str)}
+    if architecture.experts is not None:
+        own |= {"output_router_logits", "router_aux_loss_coef"}  # for training
+    return own | _READ | IGNORED_KEYS | architecture.ignores
 
 
 def _check_neutral(keys: Keys, architecture: Architecture) -> None:
@@ -403,7 +399,6 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
             )
 
 
-_INTERVAL = "full_attention_interval"
 _HEAD_CLASSES = {
     "ForQuestionAnswering": "question_answering",
     "ForSequenceClassification": "sequence_classification",
@@ -467,7 +462,7 @@ def _recurrent(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern
         return None
     if (types := _layer_types(keys, architecture, n_layers)) is not None:
         return [kind in own.layer_types for kind in types]
-    return keys.whole(_INTERVAL, 4) if _INTERVAL in architecture.reads else 0
+    return keys.whole(INTERVAL, 4) if INTERVAL in architecture.reads else 0
 
 
 def _layer_types(keys: Keys, architecture: Architecture, n_layers: int) -> Sequence[str] | None:
