@@ -33,7 +33,7 @@ from kukri.kernels.weight_handles import LowRank, Weight
 from kukri.models import ARCHITECTURES, Adapter, Model
 from kukri.models.stored import Order
 from kukri.models.weights import expert_name
-from kukri.quant.blocks import BLOCKS, dequantize
+from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType
 
 MAX_RANK = 512
@@ -274,12 +274,7 @@ def _read_gguf(path: Path, model: Model) -> Adapter:
             matrix = _matrix_name(match["tensor"], model, path, name)
             if expert_name(matrix, 0) not in matrices:
                 raise _no_matrix(matrix.removesuffix(".weight"), matrices, path, name)
-            if tensor.type.name not in BLOCKS:
-                known = ", ".join(BLOCKS)
-                raise UnsupportedError(
-                    f"{path}: tensor {name!r} is of type {tensor.type.name}; kukri reads {known}"
-                )
-            data, kind = file.data(name).copy(), tensor.type
+            data, kind = file.data(name).copy(), file.readable(name).type
             if kind.name not in _FLOATS:
                 data, kind = dequantize(data, kind).view(np.uint8), QUANT_TYPES["F32"]
             part = _Part(data, kind, tensor.shape, name)

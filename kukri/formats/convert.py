@@ -43,7 +43,7 @@ from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts
 from kukri.models import ARCHITECTURES
 from kukri.models.next_token import is_after_last
-from kukri.quant.blocks import BLOCKS, ByteArray, FloatArray, dequantize
+from kukri.quant.blocks import ByteArray, FloatArray, dequantize
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
 from kukri.quant.recipes import Recipe, apply_recipe
@@ -99,12 +99,8 @@ def open_gguf(path: Path) -> Iterator[Conversion]:
     Raises UnsupportedError for a tensor of a type that kukri does not read, and what opening the file raises.
     """
     with GGUFFile(path) as file:
-        for name, tensor in file.tensors.items():
-            if tensor.type.name not in BLOCKS:
-                raise UnsupportedError(
-                    f"{file.file_of(name)}: tensor {name!r} is of type {tensor.type.name}; kukri reads"
-                    f" {', '.join(BLOCKS)}"
-                )
+        for name in file.tensors:
+            file.readable(name)
         config = model_config(file)
         steps = (
             Step(

@@ -119,11 +119,8 @@ def keys_of(architecture: Architecture, form: Format) -> set[str]:
     own = {fact.key(form) for fact in numbers}.union(*(lens.keys(form) for lens in architecture.lenses))
     own |= architecture.gguf_reads if is_gguf else architecture.reads
     if (recurrent := architecture.recurrent) is not None:
-        of_gguf, of_hf = (
-            {*recurrent.gguf.values(), INTERVAL, RECURRENT},
-            {*recurrent.hf.values(), "layer_types"},
-        )
-        own |= of_gguf if is_gguf else of_hf
+        named = recurrent.gguf if is_gguf else recurrent.hf
+        own |= {*named.values(), *((INTERVAL, RECURRENT) if is_gguf else ("layer_types",))}
     if (experts := architecture.experts) is not None and is_gguf:
         own |= {LEADING_DENSE} if experts.n_dense else set()
         own |= {SHARED_COUNT, SHARED_WIDTH} if experts.n_shared else set()

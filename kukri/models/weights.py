@@ -102,7 +102,7 @@ class NoWeights(WeightSource):
         return False
 
     def done(self) -> None:
-        """See WeightSource.done."""
+        pass
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if prod(shape) > self._most:

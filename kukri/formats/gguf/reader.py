@@ -29,7 +29,7 @@ from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.file_kinds import file_kind
 from kukri.formats.gguf.split import part_name, part_paths
 from kukri.host.mapped_files import map_file
-from kukri.quant.blocks import ByteArray, dequantize
+from kukri.quant.blocks import BLOCKS, ByteArray, dequantize
 from kukri.quant.types import QUANT_TYPES_BY_ID, QuantType
 
 Scalar = str | int | float | bool
@@ -99,6 +99,16 @@ class GGUFFile:
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor; the first if none does."""
         return self._part_of[name].path if name in self._part_of else self.path
+
+    def readable(self, name: str) -> GGUFTensor:
+        """A tensor of a type that is read. Raises FormatError if it is missing, else UnsupportedError."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise FormatError("is missing", path=self.path, tensor=name)
+        if tensor.type.name not in BLOCKS:
+            message = f"is of type {tensor.type.name}; kukri reads {', '.join(BLOCKS)}"
+            raise UnsupportedError(f"{self.file_of(name)}: tensor {name!r} {message}")
+        return tensor
 
     def data(self, name: str) -> ByteArray:
         """A tensor as stored: uint8 [rows, row_bytes], a read-only view of the mapped file."""

@@ -27,11 +27,11 @@ from kukri.formats.gguf.mmproj_names import (
     stored_name,
 )
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
-from kukri.formats.huggingface.vision import vision_config
+from kukri.formats.huggingface.vision import EncoderWeights, vision_config
 from kukri.kernels.arrays import ByteArray, FloatArray
-from kukri.kernels.weight_handles import Experts, Weight
+from kukri.kernels.weight_handles import Weight
 from kukri.models.keys import Keys
-from kukri.quant.blocks import BLOCKS, dequantize
+from kukri.quant.blocks import dequantize
 from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionFamily
 from kukri.vision.encoders import vision_families
@@ -150,7 +150,7 @@ def _preprocessor(keys: Keys, clip: Clip, vision: Mapping[str, Any]) -> dict[str
     return stated
 
 
-class MmprojWeights:
+class MmprojWeights(EncoderWeights):
     """The `WeightSource` of the encoder in an mmproj file."""
 
     def __init__(self, file: GGUFFile, config: VisionConfig) -> None:
@@ -180,7 +180,6 @@ class MmprojWeights:
         return Weight(data.reshape(shape[0], -1), tensor.type, shape, name, row_order=order)
 
     def vector(self, name: str, size: int) -> FloatArray:
-        """See WeightSource.vector."""
         tensor, data = self._take(name, (size,))
         values: FloatArray = dequantize(data, tensor.type).reshape(size)
         order = self._order(name, size)
@@ -189,16 +188,7 @@ class MmprojWeights:
         return np.ascontiguousarray(values if order is None else values[order])
 
     def has(self, name: str) -> bool:
-        """See WeightSource.has."""
         return stored_name(name, self._config) in self._file.tensors
-
-    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """No encoder of images has any."""
-        raise FormatError("is missing", path=self.path, tensor=name)
-
-    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """No encoder of images has any."""
-        raise FormatError("is missing", path=self.path, tensor=name)
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors of images that no layer took."""
@@ -227,18 +217,11 @@ class MmprojWeights:
 
     def _take(self, name: str, shape: tuple[int, ...]) -> tuple[GGUFTensor, ByteArray]:
         stored = stored_name(name, self._config)
-        tensor = self._file.tensors.get(stored)
-        if tensor is None:
-            raise FormatError("is missing", path=self.path, tensor=stored)
+        tensor = self._file.readable(stored)
         last = len(shape) - 1  # axes that the file has more, as tables of columns and rows, are one here
         if (*tensor.shape[:last], prod(tensor.shape[last:])) != shape:
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             raise FormatError(message, path=self.path, offset=tensor.offset, tensor=stored)
-        if tensor.type.name not in BLOCKS:
-            raise UnsupportedError(
-                f"{self.path}: tensor {stored!r} is of type {tensor.type.name};"
-                f" kukri runs {', '.join(BLOCKS)}"
-            )
         self._taken.add(stored)
         return tensor, self._file.data(stored)
 

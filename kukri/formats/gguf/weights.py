@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
+from kukri.errors import FormatError, UnusedTensorError, brief, brief_list
 from kukri.formats.gguf.config import activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.rope_keys import ROPE_TENSORS
@@ -20,13 +20,12 @@ from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import Architecture
 from kukri.models.keys import Keys
 from kukri.models.next_token import is_after_last
-from kukri.models.weights import expert_name
-from kukri.quant.blocks import BLOCKS
+from kukri.models.weights import WeightSource, expert_name
 
 _BIAS = re.compile(r"blk\.\d+\.(?P<module>\w+)\.(?P<kind>weight|bias)")
 
 
-class GGUFWeights:
+class GGUFWeights(WeightSource):
     """The `WeightSource` of a GGUF file. Matrices are views of the mapped file, but for permuted ones.
 
     RoPE's factors (`rope_freqs.weight` and others) belong to the configuration: `model_config` takes them.
@@ -42,14 +41,12 @@ class GGUFWeights:
         _check_biases(gguf, self._architecture)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix (out, in) as stored. Raises FormatError if missing or of another shape."""
         tensor = self._take(name, shape)
         data = self._gguf.data(tensor.name)
         order = gguf_form(name, self._config, shape[0]).rows
         return Weight(data, tensor.type, shape, name, self._per_token, order)
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """Matrices (experts, out, in) as stored. Raises FormatError if missing or of another shape."""
         n, n_out, n_in = shape
         if (joined := joined_heads(name)) and self.has(joined):
             tensor = self._take(joined, joined_shape(self._config))
@@ -77,11 +74,9 @@ class GGUFWeights:
         return (parts.index(module), fused) if is_part and self.has(fused) else (0, "")
 
     def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """Biases (experts, out) as float32. Raises FormatError if missing or of another shape."""
         return self._gguf.array(self._take(name, shape).name)
 
     def vector(self, name: str, size: int) -> FloatArray:
-        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
         if key := row_of(name, self._architecture.name).gguf_key:
             return self._listed(key, int(name.split(".")[2]))
         values = self._gguf.array(self._take(name, (size,)).name).reshape(size)
@@ -96,11 +91,9 @@ class GGUFWeights:
         return np.array(stated[layer : layer + 1], np.float32)
 
     def has(self, name: str) -> bool:
-        """True if the file has the tensor; does not take it."""
         return gguf_name(name, self._architecture.name) in self._gguf.tensors
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that no layer took."""
         unused = [
             name
             for name in self._gguf.tensors
@@ -113,9 +106,7 @@ class GGUFWeights:
 
     def _take(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
         stored_name = gguf_name(name, self._architecture.name)
-        tensor = self._gguf.tensors.get(stored_name)
-        if tensor is None:
-            raise FormatError("is missing", path=self._gguf.path, tensor=stored_name)
+        tensor = self._gguf.readable(stored_name)
         # a vector may be a column, or one row
         is_vector = len(shape) == 1 and prod(tensor.shape) == max(tensor.shape)
         stored = (prod(tensor.shape),) if is_vector else tensor.shape
@@ -124,11 +115,6 @@ class GGUFWeights:
             message = f"has shape {tensor.shape} where the configuration asks for {shape}"
             path = self._gguf.file_of(stored_name)
             raise FormatError(message, path=path, offset=tensor.offset, tensor=stored_name)
-        if tensor.type.name not in BLOCKS:
-            raise UnsupportedError(
-                f"{self._gguf.file_of(stored_name)}: tensor {stored_name!r} is of type {tensor.type.name};"
-                f" kukri runs {', '.join(BLOCKS)}"
-            )
         self._taken.add(stored_name)
         return tensor
 

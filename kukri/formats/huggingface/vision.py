@@ -18,6 +18,7 @@ from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models.keys import Keys
+from kukri.models.weights import WeightSource
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 from kukri.vision.config import VisionConfig
@@ -47,7 +48,19 @@ def vision_config(stated: Mapping[str, Any], path: Path, d_text: int) -> VisionC
         return family.read_hf(keys, vision, d_text)
 
 
-class VisionWeights:
+class EncoderWeights(WeightSource):
+    """A `WeightSource` without experts, of an encoder of images."""
+
+    path: Path
+
+    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
+        raise FormatError("is missing", path=self.path, tensor=name)
+
+    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
+        raise FormatError("is missing", path=self.path, tensor=name)
+
+
+class VisionWeights(EncoderWeights):
     """The `WeightSource` of the encoder of images in a directory's safetensors files.
 
     `quantize_to` packs matrices as it does those of the text; the patches' and the positions' stay as they
@@ -78,22 +91,12 @@ class VisionWeights:
         return Weight(requantize(weight.data, kind, target, tensor=name), target, shape, name)
 
     def vector(self, name: str, size: int) -> FloatArray:
-        """See WeightSource.vector."""
         data, kind = self._take(name, (size,))
         values = np.ascontiguousarray(dequantize(data.reshape(1, -1), kind).reshape(size))
         return values + np.float32(1) if name in self._family.lacks_one else values
 
     def has(self, name: str) -> bool:
-        """See WeightSource.has."""
         return self._stored_name(name) in self._files
-
-    def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """No encoder of images has any."""
-        raise FormatError("is missing", path=self.path, tensor=name)
-
-    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """No encoder of images has any."""
-        raise FormatError("is missing", path=self.path, tensor=name)
 
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors of images that no layer took."""

@@ -21,7 +21,7 @@ from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts, Weight
 from kukri.models import ARCHITECTURES, Architecture
 from kukri.models.next_token import is_after_last
-from kukri.models.weights import expert_name, of_experts
+from kukri.models.weights import WeightSource, expert_name, of_experts
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES, WRITTEN, QuantType, fitting_type
 
@@ -86,7 +86,7 @@ _IMAGES = re.compile(
 )
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(WeightSource):
     """The `WeightSource` of a directory's safetensors files. Matrices are views of the mapped files.
 
     `quantize_to` packs every matrix to that type instead, a copy in memory, or to the type that stands in for
@@ -108,7 +108,6 @@ class SafetensorsWeights:
         self._is_interleaved = experts is not None and experts.is_interleaved
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix (out, in), as stored or packed. Raises FormatError if missing or of another shape."""
         if (ternary := self._ternary(name, shape)) is not None:
             return self._packed(*ternary, shape, name)
         (n_out, n_in), (stored, part, n_parts) = shape, joined_name(name, self._architecture)
@@ -135,10 +134,6 @@ class SafetensorsWeights:
         return rounded_rows(dequantize(data.reshape(shape[0], -1), kind))
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """Matrices (experts, out, in), as stored or packed: tensors of each expert, or parts of one of all.
-
-        Raises FormatError if some are missing or of another shape.
-        """
         if self._is_interleaved:
             return self._interleaved_experts(name, shape)
         if joined := joined_heads(name):
@@ -184,14 +179,12 @@ class SafetensorsWeights:
         return Experts(tuple(weights), name)
 
     def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """Biases (experts, out) as float32. Raises FormatError if missing or of another shape."""
         fused, turn = _turn(name.removesuffix(".bias"))
         n_rows = shape[1] if turn == slice(None) else 2 * shape[1]
         data, kind = self._take(f"{fused}_bias", (shape[0], n_rows))
         return np.ascontiguousarray(dequantize(data.reshape(shape[0], -1), kind)[:, turn])
 
     def vector(self, name: str, size: int) -> FloatArray:
-        """A vector as float32 [size]. Raises FormatError if missing or of another shape."""
         form = hf_form(name, self._config, size)
         data, kind = self._take(
             joined_name(name, self._architecture)[0],
@@ -202,7 +195,6 @@ class SafetensorsWeights:
         return values if form.rows is None else values[form.rows]
 
     def has(self, name: str) -> bool:
-        """True if the checkpoint has the tensor; does not take it."""
         return self._stored_name(joined_name(name, self._architecture)[0]) in self._files
 
     @property
@@ -216,7 +208,6 @@ class SafetensorsWeights:
         return len(self._files) - len(self.names)
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that no layer took and that mean something."""
         unused = [
             name
             for name in self.names
