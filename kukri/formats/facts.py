@@ -340,6 +340,8 @@ def write_numbers(config: ModelConfig, form: Format, architecture: Architecture)
             value = scaling.original_context  # which readers stretch
         if value is None and fact.field == "attention_scale":
             value = config.d_head**-0.5
+        if not fact.key(form):
+            continue
         if value is None:  # none, where an absent key would mean a default
             written[fact.key(form)] = 0.0 if form == "gguf" else None
         else:

@@ -8,9 +8,8 @@ what is added to 1, and in GGUF files as they multiply, which is how they come h
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 from kukri.config import ModelConfig
@@ -18,7 +17,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, PostNormed, RMSNorm
-from kukri.models.lenses import Number
+from kukri.models.lenses import Format, Lens
 from kukri.models.llama import Block, Llama
 from kukri.models.weights import WeightSource
 
@@ -64,35 +63,39 @@ class Gemma2(Llama):
         return logits if cap is None else ops.map("softcap", logits, a=cap)
 
 
-_SCALE = "attention.scale"
+@dataclass(frozen=True)
+class QueryScalar(Lens):
+    """The number, a whole one, by whose root scores are divided: a head's width, but for the largest model.
 
+    llama.cpp knows that model by its number of layers, `wide_layers`.
+    """
 
-def read_gguf_scale(wide_layers: int, keys: Keys, facts: dict[str, Any]) -> None:
-    """The factor of scores, which llama.cpp knows by the number of layers: the largest model has another."""
-    stated = keys.value(_SCALE) and keys.positive(_SCALE)
-    facts["attention_scale"] = stated or _wide_scale(wide_layers, facts)
+    wide_layers: int
 
+    def keys(self, form: Format) -> Set[str]:
+        return {"attention.scale" if form == "gguf" else "query_pre_attn_scalar"}
 
-def write_gguf_scale(wide_layers: int, config: ModelConfig, keys: dict[str, Any]) -> None:
-    """The factor, unless it is the one that llama.cpp takes."""
-    usual = _wide_scale(wide_layers, vars(config)) or config.d_head**-0.5
-    if not math.isclose(scale := config.attention(0).scale, usual, rel_tol=1e-5):
-        keys[_SCALE] = scale
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        (key,) = self.keys(form)
+        if form == "hf":
+            scalar = keys.positive(key)
+            facts["attention_scale"] = None if scalar == facts["d_head"] else scalar**-0.5
+        else:
+            facts["attention_scale"] = keys.positive(key) if keys.value(key) else self._of_wide(facts)
 
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        (key,), scale = self.keys(form), config.attention(0).scale
+        usual = self._of_wide(vars(config)) or config.d_head**-0.5
+        if form == "hf":
+            keys[key] = round(scale**-2)
+        elif not math.isclose(scale, usual, rel_tol=1e-5):
+            keys[key] = scale
 
-def _wide_scale(wide_layers: int, facts: Mapping[str, Any]) -> float | None:
-    if facts["n_layers"] != wide_layers:
-        return None
-    return float((facts["d_model"] // facts["n_heads"]) ** -0.5)
+    def _of_wide(self, facts: Mapping[str, Any]) -> float | None:
+        if facts["n_layers"] != self.wide_layers:
+            return None
+        return float((facts["d_model"] // facts["n_heads"]) ** -0.5)
 
-
-# Scores are divided by the root of this number, a whole one, and not of a head's width.
-QUERY_SCALAR = Number(
-    *("attention_scale", "query_pre_attn_scalar"),
-    most=sys.float_info.max,
-    load=lambda scalar, facts: None if scalar == facts["d_head"] else scalar**-0.5,
-    store=lambda _, config: round(config.attention(0).scale ** -2),
-)
 
 GEMMA2 = Architecture(
     "gemma2",
@@ -104,10 +107,7 @@ GEMMA2 = Architecture(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    gguf_reads={"attention.scale"},
-    read_gguf=partial(read_gguf_scale, 46),
-    write_gguf=partial(write_gguf_scale, 46),
-    lenses=(QUERY_SCALAR,),
+    lenses=(QueryScalar(46),),
     full_interval=2,
     tensor_names={
         "post_attention_layernorm": "post_attention_norm",

@@ -7,9 +7,8 @@ have no softcap.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block, read_gguf_scale, write_gguf_scale
+from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block, QueryScalar
 from kukri.models.qwen3 import Qwen3Attention
 
 GEMMA3_TEXT = replace(
@@ -20,8 +19,7 @@ GEMMA3_TEXT = replace(
     numbers={"logit_softcap"},
     gguf="gemma3",
     gguf_defaults={},
-    read_gguf=partial(read_gguf_scale, 62),
-    write_gguf=partial(write_gguf_scale, 62),
+    lenses=(QueryScalar(62),),
     full_interval=6,
     local_rope=True,
     local_theta=1e4,

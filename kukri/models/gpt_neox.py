@@ -9,7 +9,6 @@ from typing import Any
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.keys import Keys
 from kukri.models.layers import ExactMLP, LayerNorm
 from kukri.models.lenses import Fixed, Stated
 from kukri.models.llama import Llama
@@ -46,17 +45,9 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
     return made | {usual: config[own] for own, usual in names.items() if own in config}
 
 
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    """As many heads of keys, and as wide, as the class has whatever else a file says."""
-    facts["n_kv_heads"] = facts["n_heads"]
-    facts["d_head"] = facts["d_model"] // facts["n_heads"]
-
-
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys["rotary_pct"] = keys.pop("partial_rotary_factor")
     keys["rotary_emb_base"] = keys.pop("rope_theta")
-    keys.pop("num_key_value_heads")
-    keys.pop("head_dim")
 
 
 GPT_NEOX = Architecture(
@@ -91,14 +82,18 @@ GPT_NEOX = Architecture(
     activation="gelu",
     partial_rotary=True,
     respelled=_respelled,
-    ignores={"head_dim"},
+    # the class has as many heads of keys, and as wide ones, whatever else a file says
+    keys={
+        "n_kv_heads": ("attention.head_count_kv", "num_attention_heads"),
+        "d_head": ("attention.key_length", ""),
+    },
+    ignores={"head_dim", "num_key_value_heads"},
     fixed={_PARALLEL: True},
     defaults={
         **{"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
         **{"attention_bias": True, "hidden_act": "gelu"},
     },
     biases={"self_attn": "attention_bias", "attention": "attention_bias", "mlp": True},
-    read_hf=_read_hf,
     write_hf=_write_hf,
     lenses=(Fixed("gguf", _PARALLEL, True), Stated("gguf", _PARALLEL, True)),
 )
