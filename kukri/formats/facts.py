@@ -232,6 +232,11 @@ def write_recurrent(
 MAX_EXPERTS = 1 << 12
 SHARED_WIDTH, SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
 LEADING_DENSE = "leading_dense_block_count"
+# Normalized weights, which follow from the architecture (llama.cpp's saver writes false), and the function
+# that makes them of logits: 1 softmax, 3 softmax of the chosen ones; 0 says nothing.
+EXPERT_NORM, EXPERT_FUNCTION = "expert_weights_norm", "expert_gating_func"
+_FUNCTIONS = {False: (0, 1), True: (0, 1, 3)}
+SIGMOID = 2
 INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
 _GROUPS = ("expert_group_count", "expert_group_used_count")
 
@@ -256,9 +261,7 @@ def mixture_facts(architecture: Architecture) -> tuple[Fact, ...]:
     return tuple(found)
 
 
-def read_mixture(
-    keys: Keys, form: Format, architecture: Architecture, d_ffn: int, normalized: bool
-) -> MixtureConfig | None:
+def read_mixture(keys: Keys, form: Format, architecture: Architecture, d_ffn: int) -> MixtureConfig | None:
     """The mixture of an architecture that has one; `d_ffn` is the width of experts if no key says it.
 
     Raises FormatError for a number that is missing, of another type, or contradicts another.
@@ -281,8 +284,25 @@ def read_mixture(
     if form == "gguf":
         has_bias = any(name.endswith(".exp_probs_b.bias") for name in keys.tensors) or own.bias is True
     else:
-        has_bias = keys.flag(own.bias) if isinstance(own.bias, str) else own.bias
-    return MixtureConfig(**found, normalized=normalized, by_sigmoid=own.by_sigmoid, has_bias=has_bias)
+        has_bias = keys.rule(own.bias)
+    found["normalized"] = _normalized(keys, form, architecture.name, own)
+    return MixtureConfig(**found, by_sigmoid=own.by_sigmoid, has_bias=has_bias)
+
+
+def _normalized(keys: Keys, form: Format, name: str, own: ExpertKeys) -> bool:
+    """True if the weights of a token's experts have the sum 1."""
+    if form == "hf":
+        return keys.rule(own.normalized)
+    function = keys.whole(EXPERT_FUNCTION, 0, least=0)
+    if own.by_sigmoid:
+        if function not in (0, SIGMOID):
+            raise keys.unsupported(EXPERT_FUNCTION, f"is {function}: kukri runs only a sigmoid (2) here")
+        return keys.flag(EXPERT_NORM, own.gguf_normalized)
+    if keys.flag(EXPERT_NORM) and not own.gguf_normalized:
+        raise keys.unsupported(EXPERT_NORM, f"is true, which no {name} is")
+    if function not in _FUNCTIONS[own.gguf_normalized]:
+        raise keys.unsupported(EXPERT_FUNCTION, f"is {function}: kukri runs only a softmax (1)")
+    return own.gguf_normalized
 
 
 def _shared_width(keys: Keys, form: Format, own: ExpertKeys, d_ffn: int) -> int:
@@ -292,11 +312,13 @@ def _shared_width(keys: Keys, form: Format, own: ExpertKeys, d_ffn: int) -> int:
     return d_ffn * keys.whole(SHARED_COUNT if form == "gguf" else own.n_shared, 0, least=0, most=MAX_EXPERTS)
 
 
-def write_mixture(mixture: MixtureConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
-    """The keys of a mixture's numbers. Raises UnsupportedError for a width that no key can say."""
-    own = architecture.experts
-    assert own is not None, "the model has a mixture"
+def write_mixture(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
+    """The keys of a mixture, if there is one. Raises UnsupportedError for what no key can say."""
+    mixture, own = config.mixture, architecture.experts
+    if mixture is None or own is None:
+        return {}
     made = {fact.key(form): getattr(mixture, fact.field) for fact in mixture_facts(architecture)}
+    made |= _leading_dense_key(config, form, architecture)
     if own.n_shared:
         count, rest = divmod(mixture.d_shared, mixture.d_ffn)
         if rest:
@@ -308,6 +330,16 @@ def write_mixture(mixture: MixtureConfig, form: Format, architecture: Architectu
             made[SHARED_WIDTH] = mixture.d_shared
     if form == "hf" and isinstance(own.bias, str):
         made[own.bias] = mixture.has_bias
+    normalized = own.gguf_normalized if form == "gguf" else own.normalized
+    if form == "gguf" and mixture.by_sigmoid:
+        made |= {EXPERT_FUNCTION: SIGMOID, EXPERT_NORM: mixture.normalized}
+    elif isinstance(normalized, str):
+        made[normalized] = mixture.normalized
+    elif normalized != mixture.normalized:
+        usual = "normalized" if normalized else "not normalized"
+        raise UnsupportedError(
+            f"readers of {architecture.name} take the weights of its experts to be {usual}: these are not"
+        )
     return made
 
 
@@ -319,7 +351,7 @@ def leading_dense(keys: Keys, form: Format, architecture: Architecture, n_layers
     return keys.whole(LEADING_DENSE if form == "gguf" else own.n_dense, 0, least=0, most=n_layers)
 
 
-def write_leading_dense(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, int]:
+def _leading_dense_key(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, int]:
     """The key of that number. Raises UnsupportedError if dense layers follow one with a mixture."""
     own, dense = architecture.experts, [layer.is_dense for layer in config.layers]
     if own is None or not (own.n_dense or any(dense)):

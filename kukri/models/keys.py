@@ -88,6 +88,10 @@ class Keys:
             raise self.error(key, f"must be true or false, not {brief(value)}")
         return value
 
+    def rule(self, rule: str | bool) -> bool:
+        """A truth that always holds, or that a key says."""
+        return self.flag(rule) if isinstance(rule, str) else rule
+
     def items(self, key: str, kind: type) -> list[Any]:
         """A list of values of a type; true and false count as 1 and 0."""
         value = self._stated(key)

@@ -5,7 +5,7 @@ A convolution looks at three inputs; two gates, linear in the stream, multiply i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP, Linear
-from kukri.models.lenses import Stated
+from kukri.models.lenses import Format, Lens
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.recurrent import Convolution
@@ -81,25 +81,35 @@ class Lfm2(Llama):
     norm_name = "model.embedding_norm"
 
 
-_ADJUSTS, _ATTENDING = "block_auto_adjust_ff_dim", "full_attn_idxs"
+_ADJUSTS, _MULTIPLIER, _STEP = "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"
+_ATTENDING = "full_attn_idxs"
 
 
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    """The width of an MLP from that before its adjustment; which layers attend in older files."""
-    if keys.flag(_ADJUSTS):
-        width = int(2 * facts["d_ffn"] / 3)
-        if keys.value("block_ffn_dim_multiplier") is not None:
-            width = int(keys.positive("block_ffn_dim_multiplier") * width)
-        step = keys.whole("block_multiple_of")
-        facts["d_ffn"] = -(-width // step) * step
-    if keys.value("layer_types") is None:
-        n_layers = facts["n_layers"]
-        attending = {*range(n_layers)} if keys.value(_ATTENDING) is None else {*keys.items(_ATTENDING, int)}
-        if not attending <= set(range(n_layers)):
-            raise keys.error(_ATTENDING, f"names layers outside 0 to {n_layers - 1}")
-        facts["layers"] = tuple(
-            replace(layer, is_recurrent=i not in attending) for i, layer in enumerate(facts["layers"])
-        )
+class Older(Lens):
+    """The width of an MLP from its width before an adjustment; which layers attend in older files."""
+
+    def keys(self, form: Format) -> Set[str]:
+        return {_ADJUSTS, _MULTIPLIER, _STEP, _ATTENDING} if form == "hf" else frozenset()
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        if form == "hf" and keys.flag(_ADJUSTS):
+            width = int(2 * facts["d_ffn"] / 3)
+            if keys.value(_MULTIPLIER) is not None:
+                width = int(keys.positive(_MULTIPLIER) * width)
+            step = keys.whole(_STEP)
+            facts["d_ffn"] = -(-width // step) * step
+        if form == "hf" and keys.value("layer_types") is None:
+            n = facts["n_layers"]
+            attending = {*range(n)} if keys.value(_ATTENDING) is None else {*keys.items(_ATTENDING, int)}
+            if not attending <= set(range(n)):
+                raise keys.error(_ATTENDING, f"names layers outside 0 to {n - 1}")
+            facts["layers"] = tuple(
+                replace(layer, is_recurrent=i not in attending) for i, layer in enumerate(facts["layers"])
+            )
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        if form == "hf":
+            keys[_ADJUSTS] = False
 
 
 LFM2 = Architecture(
@@ -122,9 +132,6 @@ LFM2 = Architecture(
         "feed_forward.w3": "ffn_up",
     },
     hf_epsilon="norm_eps",
-    reads={
-        *("full_attn_idxs", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
-    },
     ignores={
         *("block_dim", "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale"),
         "block_use_swiglu",
@@ -134,11 +141,9 @@ LFM2 = Architecture(
     aliases={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
     defaults={
         **{"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1000000.0},
-        **{"conv_L_cache": 3, "conv_bias": False, "block_auto_adjust_ff_dim": True},
-        **{"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
+        **{"conv_L_cache": 3, "conv_bias": False, _ADJUSTS: True, _MULTIPLIER: 1.0, _STEP: 256},
     },
     biases={"conv": "conv_bias"},
-    read_hf=_read_hf,
-    lenses=(Stated("hf", _ADJUSTS, False),),
+    lenses=(Older(),),
     recurrent=RecurrentKeys(("conv",), {"n_taps": "shortconv.l_cache"}, {"n_taps": "conv_L_cache"}),
 )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kukri.models.keys import Keys
+from kukri.models.lenses import Format, Lens
 from kukri.models.lfm2 import LFM2
 
 
@@ -18,18 +19,14 @@ def _is_bidirectional(config: Mapping[str, Any]) -> bool:
     return isinstance(classes, list) and any("Bidirectional" in str(name) for name in classes)
 
 
-def _check(key: str) -> Any:
-    def read(keys: Keys, facts: dict[str, Any]) -> None:
+class _Middle(Lens):
+    """Refuses convolutions without a middle."""
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
         n_taps = facts["recurrent"].n_taps
         if n_taps % 2 == 0:
-            raise keys.unsupported(key, f"is {n_taps}: kukri runs convolutions both ways that have a middle")
-
-    return read
-
-
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    LFM2.read_hf(keys, facts)
-    _check("conv_L_cache")(keys, facts)
+            message = f"is {n_taps}: kukri runs convolutions both ways that have a middle"
+            raise keys.unsupported("conv_L_cache" if form == "hf" else "shortconv.l_cache", message)
 
 
 LFM2_BIDIRECTIONAL = replace(
@@ -39,6 +36,5 @@ LFM2_BIDIRECTIONAL = replace(
     hf_type="lfm2",
     hf_when=_is_bidirectional,
     is_causal=False,
-    read_hf=_read_hf,
-    read_gguf=_check("shortconv.l_cache"),
+    lenses=(*LFM2.lenses, _Middle()),
 )

@@ -8,7 +8,7 @@ from typing import Any
 from kukri.models.architecture import ExpertKeys
 from kukri.models.keys import Keys
 from kukri.models.layers import GatedMLP
-from kukri.models.lfm2 import LFM2, Lfm2, Lfm2Block
+from kukri.models.lfm2 import LFM2, Lfm2, Lfm2Block, Older
 from kukri.models.mixture import Mixture
 
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -32,7 +32,7 @@ LFM2_MOE = replace(
         **{f"feed_forward.{stored}": (f"mlp.{part}",) for stored, part in _PARTS.items()},
         **{f"feed_forward.experts.{stored}": (f"mlp.experts.{part}",) for stored, part in _PARTS.items()},
     },
-    ignores=LFM2.ignores,
+    ignores=LFM2.ignores | Older().keys("hf"),
     aliases={"tie_embedding": "tie_word_embeddings"},
     defaults={
         **{"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1000000.0},

@@ -81,6 +81,5 @@ LFM3 = replace(
         **{"conv_L_cache": 7, "conv_bias": False, "attention_bias": False, "sliding_window": 256},
         **{"max_position_embeddings": 128000, "vocab_size": 128000, "num_attention_heads": 16},
     },
-    read_hf=lambda keys, facts: None,
     lenses=(),
 )

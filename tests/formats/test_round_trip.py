@@ -96,6 +96,15 @@ def test_a_number_without_a_key_in_gguf_is_refused(name: str, facts: dict[str, A
         model_metadata(config)
 
 
+@pytest.mark.parametrize("name", ["exaone4", "smallthinker"])
+def test_layers_that_do_not_rotate_are_listed_where_no_window_says_it(name: str) -> None:
+    """Catches a file of a family whose windows say which layers rotate, read as one in which all do."""
+    config = make(name)[1]
+    layers = tuple(replace(layer, window=None, use_rope=False) for layer in config.layers)
+    keys = model_metadata(replace(config, layers=layers))
+    assert keys[f"{name}.attention.nope_layers"].tolist() == [*range(config.n_layers)]
+
+
 def test_what_a_model_loses_is_told() -> None:
     """Catches a loss that the list has and no model, or a model with all of them."""
     told = {

@@ -12,15 +12,17 @@ import numpy as np
 from kukri.config import PROBLEM_TYPES, HeadConfig, LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import FormatError, UnsupportedError, brief
 from kukri.formats.facts import (
+    EXPERT_FUNCTION,
+    EXPERT_NORM,
     INTERVAL,
     RECURRENT,
+    SIGMOID,
     by_layer,
     keys_of,
     leading_dense,
     read_mixture,
     read_numbers,
     read_recurrent,
-    write_leading_dense,
     write_mixture,
     write_numbers,
     write_recurrent,
@@ -42,12 +44,6 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 _LOCAL_THETA = "rope.freq_base_swa"
 _KV_HEADS = "attention.head_count_kv"
 _NEXT_TOKEN = "nextn_predict_layers"
-
-# For mixtures: normalized weights, which follow from the architecture (llama.cpp's saver writes false),
-# and the function that makes them of logits, 1 softmax, 3 softmax of the chosen ones; 0 says nothing.
-_EXPERT_NORM, _EXPERT_FUNCTION = "expert_weights_norm", "expert_gating_func"
-_FUNCTIONS = {False: (0, 1), True: (0, 1, 3)}
-_SIGMOID = 2
 
 READ = ROPE_KEYS | {
     *("attention.value_length", _WINDOW, _PATTERN, NOPE_KEY),
@@ -160,7 +156,7 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
         layers=layers,
         name=Keys(gguf.metadata, gguf.path, "general.").text("name", gguf.path.stem),
         head=_head(keys, n_vocab, architecture),
-        mixture=read_mixture(keys, "gguf", architecture, numbers["d_ffn"], _normalized(keys, architecture)),
+        mixture=read_mixture(keys, "gguf", architecture, numbers["d_ffn"]),
         recurrent=read_recurrent(keys, "gguf", architecture, d_model),
         is_causal=architecture.is_causal,
         n_token_types=_n_rows(gguf, "token_types.weight"),
@@ -191,7 +187,7 @@ def model_metadata(config: ModelConfig, *, has_next_token: bool = False) -> dict
         **({_LOCAL_THETA: float(local.theta)} if local else {}),
         **({NOPE_KEY: np.array(nope, np.int32)} if nope and architecture.has_rope else {}),
         **_head_keys(config),
-        **_mixture_keys(config, architecture),
+        **write_mixture(config, "gguf", architecture),
         **_recurrent_keys(config, architecture),
     }
     if has_next_token:
@@ -236,7 +232,7 @@ def is_known(key: str, architecture: Architecture) -> bool:
     of_numbers = keys_of(architecture, "gguf")
     if architecture.experts is not None and key.startswith(("expert", "moe", "interleave_moe")):
         others = (
-            *(_EXPERT_NORM, _EXPERT_FUNCTION, "expert_group_scale", "experts_per_group"),  # Grove's alone
+            *(EXPERT_NORM, EXPERT_FUNCTION, "expert_group_scale", "experts_per_group"),  # Grove's alone
             ExpertKeys.gguf_d_ffn,  # if another key is read, shapes of tensors say whether that is right
         )
         return key in of_numbers or key in NEUTRAL_OF_MIXTURES or key in others
@@ -265,7 +261,7 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
     # as the file says, and of these the one whose own it is, which says what the files leave unsaid
     has_experts = bool(np.any(gguf.metadata.get(f"{name}.expert_count", 0)))
 
-    by_sigmoid = gguf.metadata.get(f"{name}.{_EXPERT_FUNCTION}") == _SIGMOID
+    by_sigmoid = gguf.metadata.get(f"{name}.{EXPERT_FUNCTION}") == SIGMOID
 
     is_causal = gguf.metadata.get(f"{name}.{CAUSAL_KEY}") is not False
 
@@ -314,38 +310,6 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         says_none = key not in _ZERO_COUNTS and not np.any(value)
         if not says_none and not (np.ndim(value) == 0 and value in values):
             raise keys.unsupported(key, f"is {brief(value)} and must be {values[0]}: kukri runs nothing else")
-
-
-def _normalized(keys: Keys, architecture: Architecture) -> bool:
-    """True if the weights of a token's experts have the sum 1."""
-    if architecture.experts is None:
-        return False
-    normalized = architecture.experts.gguf_normalized
-    function = keys.whole(_EXPERT_FUNCTION, 0, least=0)
-    if architecture.experts.by_sigmoid:
-        if function not in (0, _SIGMOID):
-            raise keys.unsupported(_EXPERT_FUNCTION, f"is {function}: kukri runs only a sigmoid (2) here")
-        return keys.flag(_EXPERT_NORM, normalized)
-    if keys.flag(_EXPERT_NORM) and not normalized:
-        raise keys.unsupported(_EXPERT_NORM, f"is true, which no {architecture.name} is")
-    if function not in _FUNCTIONS[normalized]:
-        raise keys.unsupported(_EXPERT_FUNCTION, f"is {function}: kukri runs only a softmax (1)")
-    return normalized
-
-
-def _mixture_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    mixture = config.mixture
-    if mixture is None or architecture.experts is None:
-        return {}
-    keys = write_mixture(mixture, "gguf", architecture) | write_leading_dense(config, "gguf", architecture)
-    if mixture.by_sigmoid:
-        return keys | {_EXPERT_FUNCTION: _SIGMOID, _EXPERT_NORM: mixture.normalized}
-    if mixture.normalized != architecture.experts.gguf_normalized:
-        usual = "normalized" if architecture.experts.gguf_normalized else "not normalized"
-        raise UnsupportedError(
-            f"readers of GGUF take the weights of {architecture.name}'s experts to be {usual}: these are not"
-        )
-    return keys
 
 
 def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:

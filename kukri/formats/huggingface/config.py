@@ -18,7 +18,6 @@ from kukri.formats.facts import (
     read_mixture,
     read_numbers,
     read_recurrent,
-    write_leading_dense,
     write_mixture,
     write_numbers,
     write_recurrent,
@@ -131,7 +130,6 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
     if rope.scaling is not None:
         numbers["max_context"] = rope.scaling.reach(numbers["max_context"])
     layers = _layers(keys, architecture, numbers["n_layers"])
-    normalized = architecture.experts is not None and _flag(keys, architecture.experts.normalized)
     has_types = "type_vocab_size" in architecture.reads
     found = dict(
         **numbers,
@@ -141,7 +139,7 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
         layers=layers if local is None else with_local_rope(layers, local),
         name=name or keys.path.parent.name,
         head=_head(keys, architecture),
-        mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"], normalized),
+        mixture=read_mixture(keys, "hf", architecture, numbers["d_ffn"]),
         recurrent=read_recurrent(keys, "hf", architecture, numbers["d_model"]),
         is_causal=architecture.is_causal,
         n_token_types=keys.whole("type_vocab_size", most=MAX_TOKEN_TYPES) if has_types else 0,
@@ -169,11 +167,6 @@ def text_config(stated: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **above}
 
 
-def _flag(keys: Keys, rule: str | bool) -> bool:
-    """A truth that always holds, or that a key says."""
-    return keys.flag(rule) if isinstance(rule, str) else rule
-
-
 def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     """The contents of config.json; `names` are the checkpoint's tensors, Hugging Face's names.
 
@@ -199,6 +192,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **_window_keys(architecture, windows),
         **_recurrent_keys(config, architecture),
+        **write_mixture(config, "hf", architecture),
     }
     if architecture.partial_rotary:
         made["partial_rotary_factor"] = config.rope.rotary_dim / config.d_head
@@ -209,14 +203,6 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     if "original_max_position_embeddings" in architecture.reads:
         scaling = config.rope.scaling
         made["original_max_position_embeddings"] = scaling.original_context if scaling else config.max_context
-    if config.mixture is not None and architecture.experts is not None:
-        made |= write_mixture(config.mixture, "hf", architecture)
-        made |= write_leading_dense(config, "hf", architecture)
-        normalized = architecture.experts.normalized
-        if isinstance(normalized, str):
-            made[normalized] = config.mixture.normalized
-        elif normalized != config.mixture.normalized:
-            raise UnsupportedError(f"config.json of {architecture.name} has no key for its experts' weights")
     for part, key in architecture.biases.items():
         if isinstance(key, str):
             biases = (name for name in names if name.endswith(".bias") and ".e_score_correction." not in name)
@@ -386,7 +372,7 @@ def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) 
         if match is None:
             continue
         rule = architecture.bias_rule(match["module"] or match["encoder_module"])
-        expected = _flag(keys, rule)
+        expected = keys.rule(rule)
         bias = name.removesuffix("weight") + "bias"
         if expected != (bias in names):
             problem = "is missing" if expected else "is there"
