@@ -27,10 +27,7 @@ DEEPSEEK_V2 = Architecture(
         **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "n_routed_experts": 64, "n_shared_experts": 2},
         **{"moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     },
-    biases={
-        **{"self_attn.q_proj": False, "self_attn.q_b_proj": False, "self_attn.kv_b_proj": False},
-        **{"self_attn": "attention_bias", "mlp": "mlp_bias"},
-    },
+    biases=latent.BIASES,
     experts=ExpertKeys(
         *("n_routed_experts", "moe_intermediate_size", False),
         gguf_normalized=False,

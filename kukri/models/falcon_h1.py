@@ -15,11 +15,12 @@ from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.granite import Granite
-from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2, check_head_width
+from kukri.models.granitemoehybrid import MAMBA_NAMES, Mamba2, check_head_width
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, GatedMLP, Scaled
 from kukri.models.lenses import Format, Lens, Number
 from kukri.models.llama import Block
+from kukri.models.recurrent import STATE_KEYS
 from kukri.models.stored import Stored
 from kukri.models.weights import WeightSource
 

@@ -19,13 +19,12 @@ from kukri.kernels.specs import ScanSpec
 from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import ExpertKeys, RecurrentKeys
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
-from kukri.models.granitemoe import ScaledMixture
+from kukri.models.granitemoe import GraniteMoeBlock, ScaledMixture
 from kukri.models.keys import Keys
-from kukri.models.layers import Linear, Scaled
+from kukri.models.layers import Linear
 from kukri.models.lenses import NOPE_KEY, Format, Lens, set_rotating
-from kukri.models.llama import Block
 from kukri.models.mixture import SharedMLP
-from kukri.models.recurrent import Convolution, state_layer
+from kukri.models.recurrent import STATE_KEYS, Convolution, state_layer
 from kukri.models.stored import (
     CHANNELS,
     COLUMN,
@@ -99,16 +98,6 @@ class SharedMixture(ScaledMixture):
         self.shared = SharedMLP(source, f"{name.removesuffix('mlp')}shared_mlp", config, layer)
 
 
-class HybridBlock(Block):
-    """A hybrid layer with a mixture of experts."""
-
-    mlp_type, recurrent_type, recurrent_name = SharedMixture, Mamba2, "mamba"
-
-    def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
-        super().__init__(source, config, layer)
-        self.attention.out = Scaled(self.attention.out, config.residual_scale)
-
-
 _MLP = {"shared_mlp.input_linear": ("gate_proj", "up_proj"), "shared_mlp.output_linear": ("down_proj",)}
 
 _POSITION, _ROTATES = "position_embedding_type", "rope.scaling.finetuned"
@@ -145,12 +134,6 @@ def check_head_width(keys: Keys, facts: dict[str, Any]) -> None:
         raise keys.error("mamba_d_head", f"{message} have {own.d_head}")
 
 
-# GGUF's keys of a state space with heads
-STATE_KEYS = {
-    **{"n_taps": "ssm.conv_kernel", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"},
-    **{"d_state": "ssm.state_size", "d_inner": "ssm.inner_size"},
-}
-
 MAMBA_NAMES: dict[str, str | Stored] = {
     "mamba.in_proj": "ssm_in",
     "mamba.conv1d": Stored("ssm_conv1d", hf=CHANNELS, is_small=True),
@@ -163,7 +146,9 @@ MAMBA_NAMES: dict[str, str | Stored] = {
 GRANITEMOEHYBRID = replace(
     GRANITE,
     name="granitemoehybrid",
-    model=Granite.of(block_type=HybridBlock),
+    model=Granite.of(
+        block_type=GraniteMoeBlock.of(mlp_type=SharedMixture, recurrent_type=Mamba2, recurrent_name="mamba")
+    ),
     hf_class="GraniteMoeHybridForCausalLM",
     gguf="granitehybrid",
     lenses=(_Rotation(),),

@@ -40,6 +40,10 @@ TENSOR_NAMES = {
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
 }
+BIASES: dict[str, str | bool] = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), False),
+    **{"self_attn": "attention_bias", "mlp": "mlp_bias"},
+}
 
 
 class LatentAttention:

@@ -11,10 +11,11 @@ from typing import Any
 
 from kukri.config import ModelConfig, RopeConfig
 from kukri.models.architecture import RecurrentKeys
-from kukri.models.granitemoehybrid import STATE_KEYS, Mamba2
+from kukri.models.granitemoehybrid import Mamba2
 from kukri.models.keys import Keys
 from kukri.models.lenses import Format, Lens
 from kukri.models.nemotron_h import NEMOTRON_H, NO_ROTATION, NemotronBlock, NemotronH
+from kukri.models.recurrent import STATE_KEYS
 
 CONTEXT = 1 << 20  # the value in files without a bound
 

@@ -41,9 +41,6 @@ MINICPM3 = Architecture(
         **{"qk_rope_head_dim": 32, "v_head_dim": 64, "scale_emb": 12, "scale_depth": 1.4},
         **{"dim_model_base": 256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     },
-    biases={
-        **{"self_attn.q_proj": False, "self_attn.q_b_proj": False, "self_attn.kv_b_proj": False},
-        **{"self_attn": "attention_bias", "mlp": "mlp_bias"},
-    },
+    biases=latent.BIASES,
     lenses=(_Latent(), *(replace(number, gguf="") for number in minicpm.MULTIPLIERS)),
 )

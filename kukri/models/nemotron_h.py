@@ -18,12 +18,13 @@ from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.deepseek_v3 import EXPERTS
-from kukri.models.granitemoehybrid import MAMBA_NAMES, STATE_KEYS, Mamba2
+from kukri.models.granitemoehybrid import MAMBA_NAMES, Mamba2
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, Composite, RMSNorm, SquaredReluMLP
 from kukri.models.lenses import Format, Lens, Rotating, Stated
 from kukri.models.llama import Llama
 from kukri.models.mixture import Mixture
+from kukri.models.recurrent import STATE_KEYS
 from kukri.models.weights import WeightSource
 
 _LEAST_STEP = 0.001  # the least step of a state space, as every checkpoint has it

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture
+from kukri.models.layers import LayerNorm
 from kukri.models.llama import Block, Llama
 from kukri.models.weights import WeightSource
 
 
-class BareLayerNorm:
+class BareLayerNorm(LayerNorm):
     """(x - mean) / sqrt(var + eps): the checkpoint holds nothing of it."""
 
     def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
         self.weight, self.bias = Vector(np.ones(size, np.float32)), Vector(np.zeros(size, np.float32))
         self.eps = eps
-
-    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        """x [R, size] -> the same shape."""
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 OLMO = Architecture(

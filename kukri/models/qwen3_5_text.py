@@ -20,7 +20,7 @@ from kukri.models.layers import HeadNorm, Linear
 from kukri.models.lenses import Given, Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
-from kukri.models.recurrent import Convolution, state_layer
+from kukri.models.recurrent import STATE_KEYS, Convolution, state_layer
 from kukri.models.stored import CHANNELS, LOG_OF_NEGATIVE, PARAMETER, STEP_BIAS, Order, Stored
 from kukri.models.weights import WeightSource
 
@@ -162,10 +162,7 @@ QWEN3_5_TEXT = Architecture(
     biases={"self_attn": "attention_bias"},
     recurrent=RecurrentKeys(
         ("linear_attention",),
-        {
-            **{"n_taps": "ssm.conv_kernel", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"},
-            **{"d_state": "ssm.state_size", "d_inner": "ssm.inner_size"},
-        },
+        STATE_KEYS,
         {
             **{"n_taps": "linear_conv_kernel_dim", "n_heads": "linear_num_value_heads"},
             **{"n_groups": "linear_num_key_heads", "d_state": "linear_key_head_dim"},

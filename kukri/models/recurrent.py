@@ -14,6 +14,12 @@ from kukri.kernels.weight_handles import Vector
 from kukri.models.weights import WeightSource
 from kukri.quant.blocks import dequantize
 
+# GGUF's keys of layers with a state for each head
+STATE_KEYS = {
+    **{"n_taps": "ssm.conv_kernel", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"},
+    **{"d_state": "ssm.state_size", "d_inner": "ssm.inner_size"},
+}
+
 
 class Convolution:
     """The weights of a convolution: a matrix (channels, taps), and a bias if there is one.

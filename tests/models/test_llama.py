@@ -18,6 +18,8 @@ from kukri.kernels.backend import Backend
 from kukri.kernels.quantize import quantize
 from kukri.kernels.rope_rows import RopeRows
 from kukri.models import load_model
+from kukri.models.layers import LayerNorm
+from kukri.models.llama import Block, Llama
 from kukri.models.rope import rope_frequencies
 from kukri.models.trace import Trace
 from kukri.quant.blocks import dequantize
@@ -293,3 +295,13 @@ def test_what_attention_and_the_mlp_add(backend: Backend) -> None:
     zero["hook_embed"] = [lambda name, x: end.append(x.copy())]
     Driver(model, backend, zero, kv_type="f16").run(ids, [20])
     np.testing.assert_array_equal(end[0], end[1])
+
+
+def test_other_parts_are_those_that_a_model_has() -> None:
+    """Catches a part under a misspelled name, which no layer would read, and a model that changes another."""
+    other = Llama.of(block_type=Block.of(norm_type=LayerNorm))
+    assert issubclass(other, Llama)
+    assert Block.norm_type is not LayerNorm
+    assert Llama.block_type is Block
+    with pytest.raises(AttributeError, match="norm_tpye"):
+        Block.of(norm_tpye=LayerNorm)
