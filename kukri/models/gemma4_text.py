@@ -25,7 +25,7 @@ from kukri.errors import UnsupportedError, brief
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block, GemmaMLP
+from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block
 from kukri.models.keys import Keys
 from kukri.models.layers import Embedding, HeadNorm, Linear, NoNorm, RMSNorm
 from kukri.models.mixture import Mixture, SharedMLP
@@ -107,10 +107,6 @@ class LayerEmbeddings:
         return ops.split(ops.scale(ops.add(own, projected), 0.5**0.5), [self.width] * self.n_layers)
 
 
-class GemmaSharedMLP(GemmaMLP, SharedMLP):
-    """An MLP that each token passes in addition to its experts."""
-
-
 class Gemma4Mixture(Mixture):
     """The sum of an MLP for all tokens and a mixture of experts, each with a norm before and a norm after it.
 
@@ -122,7 +118,7 @@ class Gemma4Mixture(Mixture):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         block, d_model, eps = name.removesuffix(".mlp"), config.d_model, config.norm_eps
-        self.dense = GemmaSharedMLP(source, name, config, layer)
+        self.dense = SharedMLP.of(activation=self.activation)(source, name, config, layer)
         self.norms = [
             RMSNorm(source, f"{block}.{norm}", d_model, eps)
             for norm in (

@@ -15,7 +15,7 @@ from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import Routing
 from kukri.kernels.weight_handles import Experts, Vector, Weight
-from kukri.models.layers import GatedMLP, Linear
+from kukri.models.layers import Composite, GatedMLP, Linear
 from kukri.models.weights import WeightSource
 from kukri.quant.types import QUANT_TYPES
 
@@ -68,12 +68,12 @@ class GatedSharedMLP:
         assert config.mixture is not None, "it stands next to one"
         self.layer, d_model, d_ffn = layer, config.d_model, config.mixture.d_shared
         self.routing = Routing(1, 1, normalized=False, by_sigmoid=True)
-        gate = f"{name}.shared_expert_gate.weight"
+        gate = f"{name.removesuffix('shared_experts')}shared_expert_gate.weight"
         row = np.ascontiguousarray(source.vector(gate, d_model)).view(np.uint8)
         self.gate = Weight(row.reshape(1, -1), QUANT_TYPES["F32"], (1, d_model), gate)
 
         def matrix(part: str, n_out: int, n_in: int) -> Experts:
-            stored = f"{name}.shared_experts.{part}.weight"
+            stored = f"{name}.{part}.weight"
             return Experts((source.matrix(stored, (n_out, n_in)),), stored)
 
         self.gate_up = tuple(matrix(part, d_ffn, d_model) for part in ("gate_proj", "up_proj"))
@@ -89,7 +89,7 @@ class GatedSharedMLP:
         return ops.combine(out, routes, residual, ("mlp.hook_shared_out", self.layer))
 
 
-class Mixture:
+class Mixture(Composite):
     """The weighted sum of the chosen experts, each down(silu(gate(x)) * up(x)).
 
     Taps inside experts see [T * n_used, width]: a token's experts one after another, in their order.
@@ -132,11 +132,7 @@ class Mixture:
 
         self.shared: Any = None
         if mixture.d_shared:
-            self.shared = self.shared_mlp(source, name, config, layer)
-
-    def shared_mlp(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> Any:
-        """The MLP of all tokens."""
-        return self.shared_type(source, f"{name}.shared_experts", config, layer)
+            self.shared = self.shared_type(source, f"{name}.shared_experts", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mixture(x), both [T, D], and the MLP of all tokens."""
@@ -164,10 +160,3 @@ class Mixture:
     def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
         """The activation of an expert, of both [T * n_used, F], if it has both."""
         return ops.map(self.activation, up, gate)
-
-
-class GatedSharedMixture(Mixture):
-    """A mixture whose MLP for all tokens has a gate."""
-
-    def shared_mlp(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> GatedSharedMLP:
-        return GatedSharedMLP(source, name, config, layer)

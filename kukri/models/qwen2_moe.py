@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.llama import Block, Llama
-from kukri.models.mixture import GatedSharedMixture
+from kukri.models.mixture import GatedSharedMLP, Mixture
 
 # the names of the MLP for all tokens in safetensors
 GATED_SHARED = {
@@ -15,7 +15,7 @@ GATED_SHARED = {
 
 QWEN2_MOE = Architecture(
     "qwen2_moe",
-    Llama.of(block_type=Block.of(mlp_type=GatedSharedMixture)),
+    Llama.of(block_type=Block.of(mlp_type=Mixture.of(shared_type=GatedSharedMLP))),
     "Qwen2MoeForCausalLM",
     gguf="qwen2moe",
     joined=GATED_SHARED,

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from kukri.models.architecture import ExpertKeys
 from kukri.models.llama import Llama
-from kukri.models.mixture import GatedSharedMixture
+from kukri.models.mixture import GatedSharedMLP, Mixture
 from kukri.models.qwen2_moe import GATED_SHARED
 from kukri.models.qwen3_5_text import QWEN3_5_TEXT, Qwen35Block
 
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     name="qwen3_5_moe_text",
-    model=Llama.of(block_type=Qwen35Block.of(mlp_type=GatedSharedMixture)),
+    model=Llama.of(block_type=Qwen35Block.of(mlp_type=Mixture.of(shared_type=GatedSharedMLP))),
     hf_class="Qwen3_5MoeForCausalLM",
     gguf="qwen35moe",
     joined=GATED_SHARED,

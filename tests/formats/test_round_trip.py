@@ -81,6 +81,7 @@ def test_tensors_and_keys_come_back_to_the_bit(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "facts", "message"),
     [
+        ("afmoe", {"embedding_scale": 1.0}, "a mup_enabled other than 1"),
         ("minicpm3", {"embedding_scale": 3.0}, "a scale_emb other than 12"),
         ("minicpm3", {"logits_divisor": 0.5}, "a dim_model_base other than 256"),
         ("phimoe", {}, "a router_jitter_noise other than 0.01"),
