@@ -61,6 +61,7 @@ LFM3 = replace(
     name="lfm3",
     model=Lfm2.of(block_type=_BLOCK),
     hf_class="Lfm3ForCausalLM",
+    gguf="",
     in_gguf=False,  # the gguf package has no names for it yet
     local_rope=True,
     local_theta=1e4,
