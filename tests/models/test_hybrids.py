@@ -246,7 +246,7 @@ CONV = "model.layers.1.conv.conv.weight"
         (lambda t: None, {"conv_L_cache": "3"}, FormatError, "conv_L_cache.*must be a whole number"),
         (
             lambda t: None, {"layer_types": ["conv", "mamba", "full_attention", "conv"]}, UnsupportedError,
-            "layer_types' names 'mamba': kukri runs full_attention and conv here",
+            "layer_types' names 'mamba': kukri runs full_attention, conv",
         ),
         (lambda t: None, {"layer_types": ["conv"]}, FormatError, "layer_types' has 1 entries for 4 layers"),
         (
@@ -308,7 +308,7 @@ def test_sizes_that_do_not_divide(keys: dict[str, Any], message: str, tmp_path: 
         ({"num_local_experts": 0}, "no layer of granitemoehybrid_dense takes: .*block_sparse_moe"),
         (
             {"layer_types": ["mamba", "rwkv", "mamba", "mamba"]},
-            "names 'rwkv': kukri runs attention and mamba",
+            "names 'rwkv': kukri runs attention, mamba, linear_attention",
         ),
         ({"mamba_conv_bias": False}, r"mamba.conv1d.bias'.*is there, but key 'mamba_conv_bias'"),
     ],
