@@ -1,4 +1,4 @@
-"""The table of models and memory in docs/howto/choose-a-model.md: `python -m benchmarks.memory`.
+"""The table of models and memory in docs/howto/sizing.md: `python -m benchmarks.memory`.
 
 Weights are counted tensor by tensor as a file of the mix has them, and the rows of a tied embedding next to
 its tiles; keys and values as the cache keeps them. Python and the kernels take some 150 MB next to.

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,13 @@ MARKS = ("<!-- options of a model -->\n", "<!-- end -->\n")
 _WIDTH = 80
 _HEAD = """# Commands
 
-What `kukri COMMAND --help` prints. `kukri --install-completion` has the shell complete commands and options.
+What `kukri COMMAND --help` prints, but that an option of several commands is described at the first of them.
+`kukri --install-completion` has the shell complete commands and options.
 An error exits with the status 2; [errors](errors.md#on-the-command-line) has its form and the other statuses.
 This page is written by [`packaging/cli_reference.py`](../../packaging/cli_reference.py).
 """
+# an option of a help text with the lines that describe it
+_ENTRY = re.compile(r"^  -.*\n(?:   .*\n)*", re.M)
 
 
 def cli_page() -> str:
@@ -32,18 +37,41 @@ def cli_page() -> str:
     group: Any = typer.main.get_command(app)
     top = group.context_class(group, info_name="kukri", terminal_width=_WIDTH)
     sections = [_HEAD]
+    described: dict[str, str] = {}  # the command at which an option is described, by the words of its help
     for heading, names in HEADINGS.items():
         sections.append(f"## {heading}\n")
         for name in names:
-            sections += _helps(group.commands[name], name, top)
+            for path, text in _helps(group.commands[name], name, top):
+                sections.append(f"### {path}\n\n```\n{_shortened(path, text, described)}```\n")
     return "\n".join(sections)
 
 
-def _helps(command: Any, name: str, parent: Any) -> Iterator[str]:
-    """The help of a command and of those below it, each under its name."""
+def _shortened(path: str, text: str, described: dict[str, str]) -> str:
+    """The help of a command that names options of commands before it, and describes the rest."""
+    as_in: dict[str, list[str]] = {}
+
+    def kept(entry: re.Match[str]) -> str:
+        first = described.setdefault(" ".join(entry[0].split()), path)
+        if first == path:
+            return entry[0]
+        if (name := re.findall(r"--[\w-]+", entry[0])[0]) != "--help":
+            as_in.setdefault(first, []).append(name)
+        return ""
+
+    own = _ENTRY.sub(kept, text)
+    lines = [f"As in {first}: {', '.join(names)}" for first, names in as_in.items()]
+    wrapped = [
+        textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        for line in lines
+    ]
+    return own + "".join(f"\n{line}\n" for line in wrapped)
+
+
+def _helps(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
+    """The path and the help of a command and of those below it."""
     context = command.context_class(command, info_name=name, parent=parent, terminal_width=_WIDTH)
     text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
-    yield f"### {context.command_path}\n\n```\n{text}\n```\n"
+    yield context.command_path, f"{text}\n"
     for below, one in getattr(command, "commands", {}).items():
         yield from _helps(one, below, context)
 
