@@ -140,9 +140,9 @@ def _differs(sampling: Callable[..., Any], name: str, value: Any, usual: Any) ->
 
 
 @pytest.fixture(scope="module")
-def little(smollm2_path: Path) -> Iterator[Served]:
-    """A server with a context so short that every answer ends soon."""
-    with LLM(smollm2_path, max_context=96, max_requests=4) as llm, serving(llm, has_interp=True) as server:
+def little(tiny_path: Path) -> Iterator[Served]:
+    """A server of a tiny model, with a context so short that every answer ends soon."""
+    with LLM(tiny_path, max_context=96, max_requests=4) as llm, serving(llm, has_interp=True) as server:
         yield server
 
 

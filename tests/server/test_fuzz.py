@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import httpx
 import pytest
@@ -55,14 +57,21 @@ GETS = (
 
 
 @pytest.fixture(scope="module")
-def little(smollm2_path, tmp_path_factory) -> Iterator[Served]:
-    """A server with a context so short that every answer ends soon."""
+def little(tiny_path, tmp_path_factory) -> Iterator[Served]:
+    """A server of a tiny model, with a context so short that every answer ends soon."""
     kept = tmp_path_factory.mktemp("batches")
     with (
-        LLM(smollm2_path, max_context=96, max_requests=8) as llm,
+        LLM(tiny_path, max_context=96, max_requests=8) as llm,
         serving(llm, max_waiting=32, batch_dir=kept, has_interp=True) as server,
     ):
         yield server
+
+
+@cache
+def described(url: str) -> tuple[Any, Any]:
+    """The OpenAPI document of a server, and what schemathesis makes of it."""
+    document = httpx.get(f"{url}/openapi.json", timeout=60).json()
+    return document, schemathesis.openapi.from_dict(document)
 
 
 def fuzz(server: Served, path: str, mode: str, n_examples: int) -> None:
@@ -75,8 +84,7 @@ def fuzz(server: Served, path: str, mode: str, n_examples: int) -> None:
     )
 
     is_announced = [status_code_conformance, content_type_conformance, response_schema_conformance]
-    document = httpx.get(f"{server.url}/openapi.json").json()
-    schema = schemathesis.openapi.from_dict(document)
+    document, schema = described(server.url)
     for method, operation in document["paths"][path].items():
         if mode == NEGATIVE and "requestBody" not in operation:
             continue  # nothing about it can be wrong
@@ -116,23 +124,10 @@ CASES = [
 @pytest.mark.full
 def test_every_route_is_fuzzed(little):
     """Catches a route that was added and that nobody sends nonsense to."""
-    document = httpx.get(f"{little.url}/openapi.json").json()
-    assert {path for path, _ in CASES} == document["paths"].keys()
+    assert {path for path, _ in CASES} == described(little.url)[0]["paths"].keys()
 
 
 @pytest.mark.representative(3)  # the first of a process prepares schemathesis
-@pytest.mark.full(
-    only=[
-        "/v1/chat/completions-positive",
-        "/completion-positive",
-        "/v1/steer/completion-positive",
-        "/v1/responses-positive",
-        "/v1/messages-positive",
-        "/api/generate-positive",
-        "/v1/rerank-negative",
-        "/apply-template-positive",
-    ]
-)
 @pytest.mark.parametrize(("path", "mode"), CASES)
 def test_made_up_requests_get_answers(little, path, mode):
     """Catches a 5xx, a hang, and an answer that the document does not announce."""
