@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kukri.models import latent
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.lenses import Stated
+from kukri.models.lenses import Fixed
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 
@@ -21,7 +21,7 @@ DEEPSEEK_V2 = Architecture(
         *("head_dim", "aux_loss_alpha", "seq_aux", "ep_size"),
         *("n_group", "topk_group", "rope_interleave", "qk_head_dim"),
     },
-    fixed={"norm_topk_prob": False, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
+    fixed={"scoring_func": "softmax", "moe_layer_freq": 1},
     defaults={
         **{"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128},
         **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "n_routed_experts": 64, "n_shared_experts": 2},
@@ -37,7 +37,7 @@ DEEPSEEK_V2 = Architecture(
     ),
     lenses=(
         latent.Latent(),
-        Stated("hf", "topk_method", "greedy"),
-        Stated("hf", "norm_topk_prob", False),
+        Fixed("hf", "topk_method", "greedy"),
+        Fixed("hf", "norm_topk_prob", False),
     ),
 )

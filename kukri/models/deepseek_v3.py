@@ -10,7 +10,7 @@ from kukri.models import latent
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.deepseek_v2 import DEEPSEEK_V2
 from kukri.models.keys import Keys
-from kukri.models.lenses import Stated
+from kukri.models.lenses import Fixed, Stated
 
 # the names that others took from it
 EXPERTS = ExpertKeys(
@@ -32,10 +32,7 @@ DEEPSEEK_V3 = replace(
     ignores=DEEPSEEK_V2.ignores - {"n_group", "topk_group", "rope_interleave"}
     | {"num_nextn_predict_layers", "num_mtp_layers"},
     next_token="layer",
-    fixed={
-        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-        "rope_interleave": True,
-    },
+    fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     defaults={
         **DEEPSEEK_V2.defaults,
         **{"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "n_group": 8},
@@ -45,7 +42,7 @@ DEEPSEEK_V3 = replace(
     experts=EXPERTS,
     lenses=(
         latent.Latent(),
-        Stated("hf", "rope_interleave", True),
+        Fixed("hf", "rope_interleave", True),
         Stated("hf", "num_nextn_predict_layers", 0),
     ),
 )

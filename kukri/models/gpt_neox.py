@@ -10,7 +10,7 @@ from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.layers import ExactMLP, LayerNorm
-from kukri.models.lenses import Fixed, Stated
+from kukri.models.lenses import Fixed
 from kukri.models.llama import Llama
 from kukri.models.phi import PhiAttention, PhiBlock
 from kukri.models.weights import WeightSource
@@ -95,5 +95,5 @@ GPT_NEOX = Architecture(
     },
     biases={"self_attn": "attention_bias", "attention": "attention_bias", "mlp": True},
     write_hf=_write_hf,
-    lenses=(Fixed("gguf", _PARALLEL, True), Stated("gguf", _PARALLEL, True)),
+    lenses=(Fixed("gguf", _PARALLEL, True),),
 )

@@ -120,19 +120,14 @@ class Stated(Lens):
             keys.setdefault(self.key, self.value)
 
 
-@dataclass(frozen=True)
-class Fixed(Lens):
-    """A key that must hold this, or be absent."""
-
-    form: Format
-    key: str
-    value: Any
+class Fixed(Stated):
+    """A key that must hold this, or be absent or null, and that other readers want."""
 
     def keys(self, form: Format) -> Set[str]:
         return {self.key} if form == self.form else frozenset()
 
     def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
-        if form == self.form:
+        if form == self.form and keys.value(self.key) is not None:
             keys.expect(self.key, self.value)
 
 
