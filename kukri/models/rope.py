@@ -94,6 +94,16 @@ def inverse_frequencies(rope: RopeConfig, max_context: int) -> FloatArray:
     return _yarn(rope, scaling) if scaling.kind == "yarn" else _llama3(rope, scaling)
 
 
+def llama3_divisors(theta: float, rotary_dim: int, scaling: RopeScaling) -> npt.NDArray[np.float64]:
+    """Slow frequencies divided by the factor, fast ones by 1, a blend between (Llama 3.1)."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+    turns = scaling.original_context / wavelengths
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    factors: npt.NDArray[np.float64] = 1 / ((1 - kept) / scaling.factor + kept)
+    return factors
+
+
 def attention_factor(scaling: RopeScaling | None) -> float:
     """The factor of cos and sin: sharper attention for YaRN and longrope, else 1."""
     if scaling is None or scaling.kind not in ("yarn", "longrope"):

@@ -23,8 +23,8 @@ def aim_at_arm() -> None:
 
 def assembly(name: str) -> str:
     """The assembly of a kernel."""
-    from kukri.kernels.cpu.codegen.intrinsics import compile_kernel
     from kukri.kernels.cpu.compile.compiling import find_source
+    from kukri.kernels.cpu.compile.intrinsics import compile_kernel
 
     llvm.TargetMachine.emit_object = lambda machine, module: machine.emit_assembly(module).encode()
     return compile_kernel(find_source(name)[1])[1].decode()
@@ -32,9 +32,9 @@ def assembly(name: str) -> str:
 
 if __name__ == "__main__":
     aim_at_arm()
-    from kukri.kernels.cpu.codegen.intrinsics import compile_kernel
     from kukri.kernels.cpu.compile import kernel_cache
     from kukri.kernels.cpu.compile.compiling import find_source
+    from kukri.kernels.cpu.compile.intrinsics import compile_kernel
 
     kernel_cache.cache_dir = lambda: Path(sys.argv[1])
     for name in sys.argv[2:]:

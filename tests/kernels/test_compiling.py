@@ -165,7 +165,7 @@ def test_an_edit_compiles_what_is_made_of_the_edited_file_and_nothing_else(
         edited = left_after_an_edit_of("kernels/cpu/codegen/elementwise.py")
         assert edited == {"codegen.elementwise", "codegen.experts"}
         assert left_after_an_edit_of("kernels/cpu/plan/record.py") == set()
-        assert left_after_an_edit_of("kernels/cpu/codegen/intrinsics.py") == set(kernel_cache.KERNEL_MODULES)
+        assert left_after_an_edit_of("kernels/cpu/compile/intrinsics.py") == set(kernel_cache.KERNEL_MODULES)
         assert "codegen.linear" in left_after_an_edit_of("quant/types/q4_k.py")
         assert "run.threads" not in left_after_an_edit_of("quant/types/q4_k.py")
         assert left_after_an_edit_of("no such file") == set()
@@ -207,7 +207,7 @@ def test_nothing_outside_of_the_kernels_sources_becomes_machine_code() -> None:
 
 def test_a_routine_has_the_same_code_whoever_is_compiled_first():
     """Catches results that depend on the order of kernels: Numba hands a caller's flags down to functions."""
-    from kukri.kernels.cpu.codegen.intrinsics import device, part, reordered, routine
+    from kukri.kernels.cpu.compile.intrinsics import device, part, reordered, routine
 
     for mark in (device, routine, part):
 

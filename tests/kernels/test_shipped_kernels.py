@@ -148,15 +148,15 @@ cpu_features()
 def test_nothing_but_kernels_imports_numba() -> None:
     """Catches an import by which a program without Numba ends."""
     made_of = (
-        "codegen.intrinsics",
+        "compile.intrinsics",
         "run.atomics",
-        "codegen.simd",
+        "compile.simd",
         "codegen.dots",
         "codegen.tile_folds",
         "codegen.tile_products",
         "codegen.tiles",
         "codegen.unpack",
-        "codegen.block_numbers",
+        "pack.block_numbers",
         "codegen.blocks",
         "codegen.super_blocks",
         "codegen.group_dots",

@@ -30,7 +30,7 @@ class Encodings:
     ) -> None:
         self._encoders, self._clock = encoders, clock
         self._kept: Recent[FloatArray] = Recent(max_bytes)
-        self._under_way: tuple[bytes, Iterator[FloatArray | None]] | None = None  # digest, what encodes it
+        self._under_way: dict[bytes, Iterator[FloatArray | None]] = {}  # by digest, at most one
         self._is_brief = False
         self.n_encoded = self.n_found = 0
 
@@ -46,22 +46,19 @@ class Encodings:
 
         An input that is not finished is continued by the next call with it, and begun again after another.
         """
-        started = self._under_way if self.is_under_way(given) else None
-        digest, encoding = started or (
-            given.digest,
-            self._encoders[type(given)].encode(given, lambda: self._is_brief),
-        )
-        self._under_way, self._is_brief = None, is_brief
-        deadline_s = self._clock() + _SLICE_S
+        encoder = self._encoders[type(given)]
+        encoding = self._under_way.get(given.digest) or encoder.encode(given, lambda: self._is_brief)
+        self._under_way.clear()
+        self._is_brief, deadline_s = is_brief, self._clock() + _SLICE_S
         while (rows := next(encoding)) is None:
             if self._clock() > deadline_s:
-                self._under_way = digest, encoding
+                self._under_way[given.digest] = encoding
                 return None
         rows.flags.writeable = False
-        self._kept.keep(digest, rows, rows.nbytes)
+        self._kept.keep(given.digest, rows, rows.nbytes)
         self.n_encoded += 1
         return rows
 
     def is_under_way(self, given: SpanInput) -> bool:
         """True if an input has been begun."""
-        return self._under_way is not None and self._under_way[0] == given.digest
+        return given.digest in self._under_way

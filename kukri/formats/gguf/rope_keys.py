@@ -16,7 +16,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.kernels.cache import MAX_HEAD
 from kukri.models import Architecture
 from kukri.models.keys import Keys
-from kukri.models.rope import attention_factor, section_axes
+from kukri.models.rope import attention_factor, llama3_divisors, section_axes
 
 # Tensors that are configuration: divisors of RoPE's frequencies.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -181,13 +181,3 @@ def rope_tensors(config: ModelConfig) -> dict[str, npt.NDArray[np.float32]]:
         return {name: np.array(factors, np.float32) for name, factors in values.items()}
     factors = scaling.factors or llama3_divisors(config.rope.theta, config.rope.rotary_dim, scaling)
     return {ROPE_TENSORS[0]: np.array(factors, np.float32)}
-
-
-def llama3_divisors(theta: float, rotary_dim: int, scaling: RopeScaling) -> npt.NDArray[np.float64]:
-    """Slow frequencies divided by the factor, fast ones by 1, a blend between (Llama 3.1)."""
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
-    turns = scaling.original_context / wavelengths
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    factors: npt.NDArray[np.float64] = 1 / ((1 - kept) / scaling.factor + kept)
-    return factors

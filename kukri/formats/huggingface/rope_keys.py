@@ -18,11 +18,10 @@ from kukri.config import (
 )
 from kukri.errors import ConfigError, UnsupportedError, brief
 from kukri.formats.facts import SCALING_FACTS, SCALING_FIELDS, write_scaling
-from kukri.formats.gguf.rope_keys import llama3_divisors
 from kukri.formats.layer_patterns import local_rope
 from kukri.models import Architecture
 from kukri.models.keys import Keys
-from kukri.models.rope import section_axes
+from kukri.models.rope import llama3_divisors, section_axes
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LOCAL_THETA = "rope_local_base_freq"

@@ -11,17 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kukri.kernels.cpu.codegen.intrinsics import (
-    device,
-    f32_of_bits,
-    load_f32,
-    load_i32,
-    load_i64,
-    stack_bytes,
-    store_f32,
-    store_i64,
-)
-from kukri.kernels.cpu.codegen.simd import load_bf16x16, load_f16x16, load_f32x16, splat, store_f32x16
 from kukri.kernels.cpu.codegen.tile_products import fetch_ahead
 from kukri.kernels.cpu.codegen.tiles import (
     tile_add,
@@ -31,7 +20,18 @@ from kukri.kernels.cpu.codegen.tiles import (
     tile_zeros_f32,
 )
 from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
+    device,
+    f32_of_bits,
+    load_f32,
+    load_i32,
+    load_i64,
+    stack_bytes,
+    store_f32,
+    store_i64,
+)
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import load_bf16x16, load_f16x16, load_f32x16, splat, store_f32x16
 from kukri.kernels.cpu.pack.layouts import ROWS
 from kukri.kernels.cpu.run.abi import (
     ADAPTERS,

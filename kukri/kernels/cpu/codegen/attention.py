@@ -30,7 +30,12 @@ from kukri.kernels.cpu.codegen.attention_rows import (
     make_load_rows,
 )
 from kukri.kernels.cpu.codegen.int8_attention import make_int8_entry
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.codegen.kv_types import CACHED, CachedNumbers
+from kukri.kernels.cpu.codegen.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
+from kukri.kernels.cpu.codegen.prompt_attention import make_prompt_entry
+from kukri.kernels.cpu.codegen.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
     device,
     f32_of_bits,
     load_f32,
@@ -39,10 +44,8 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     stack_bytes,
     store_f32,
 )
-from kukri.kernels.cpu.codegen.kv_types import CACHED, CachedNumbers
-from kukri.kernels.cpu.codegen.panels import first_row, panel_width, quantize_row, row_tiles, stop_row
-from kukri.kernels.cpu.codegen.prompt_attention import make_prompt_entry
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import (
     fma,
     load_f32x16,
     mask_outside,
@@ -53,9 +56,6 @@ from kukri.kernels.cpu.codegen.simd import (
     store_f32x16,
     sum_lanes,
 )
-from kukri.kernels.cpu.codegen.tiles import tile_add_scaled, tile_fma, tile_store, tile_zeros_f32
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.run.abi import (
     CHUNK_TOKENS,
     MAX_TILE_ROWS,

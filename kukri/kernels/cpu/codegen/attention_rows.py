@@ -10,8 +10,8 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from kukri.kernels.cpu.codegen.head_rotation import rotate_head
-from kukri.kernels.cpu.codegen.intrinsics import device, load_f32, load_i32, load_i64, part, store_i64
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.intrinsics import device, load_f32, load_i32, load_i64, part, store_i64
+from kukri.kernels.cpu.compile.simd import (
     exponential,
     hyperbolic_tangent,
     load_f32x16,

@@ -21,8 +21,6 @@ from kukri.kernels.cpu.codegen.group_dots import (
     make_dot_runs,
     signed_start,
 )
-from kukri.kernels.cpu.codegen.intrinsics import device
-from kukri.kernels.cpu.codegen.simd import load_bf16x16, load_f16x16, load_f32x16, load_u8x64
 from kukri.kernels.cpu.codegen.super_blocks import SUPER_BLOCK_FUNCTIONS
 from kukri.kernels.cpu.codegen.tile_folds import (
     tile_add_min,
@@ -51,6 +49,8 @@ from kukri.kernels.cpu.codegen.tiles import (
     tile_zeros_like,
 )
 from kukri.kernels.cpu.codegen.unpack import byte_bits, load_powers, look_up, low_bits
+from kukri.kernels.cpu.compile.intrinsics import device
+from kukri.kernels.cpu.compile.simd import load_bf16x16, load_f16x16, load_f32x16, load_u8x64
 from kukri.kernels.cpu.pack.layouts import I16_SCALES, I16_TILES, TOKENS
 from kukri.quant.types.fp4 import FP4_VALUES
 

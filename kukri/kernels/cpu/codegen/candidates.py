@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from kukri.kernels import sampling_record
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.codegen.sampling_scratch import CONTEXT, GROUP, HISTOGRAM, N_DIGITS
+from kukri.kernels.cpu.compile.intrinsics import (
     device,
     load_f32,
     load_f64,
@@ -25,8 +26,7 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     store_i32,
     store_i64,
 )
-from kukri.kernels.cpu.codegen.sampling_scratch import CONTEXT, GROUP, HISTOGRAM, N_DIGITS
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.simd import (
     add_f64,
     exponential,
     lanes_from,

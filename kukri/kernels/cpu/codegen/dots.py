@@ -6,9 +6,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from kukri.kernels.cpu.codegen.intrinsics import call_llvm, constant, join, join_quarters, quarters, split
-from kukri.kernels.cpu.codegen.simd import I32x16
 from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import call_llvm, constant, join, join_quarters, quarters, split
+from kukri.kernels.cpu.compile.simd import I32x16
 
 _I1, _I16, _I32 = (ir.IntType(n) for n in (1, 16, 32))
 I16X16, I16X32 = ir.VectorType(_I16, 16), ir.VectorType(_I16, 32)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kukri.kernels.cpu.codegen.intrinsics import device, f32_of_bits, load_f32, load_i32, load_i64, store_f32
 from kukri.kernels.cpu.codegen.panels import panel_of, quantize_block, row_kernel
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.intrinsics import device, f32_of_bits, load_f32, load_i32, load_i64, store_f32
+from kukri.kernels.cpu.compile.simd import (
     absolute,
     exponential,
     first_lane,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kukri.kernels.cpu.codegen.block_numbers import make_reader
-from kukri.kernels.cpu.codegen.intrinsics import device, load_f32, load_i32, load_i64, store_f32
 from kukri.kernels.cpu.codegen.panels import first_row, row_tiles, stop_row
-from kukri.kernels.cpu.codegen.simd import load_bf16, load_f16, load_f32x16, store_f32x16
+from kukri.kernels.cpu.compile.intrinsics import device, load_f32, load_i32, load_i64, store_f32
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import load_bf16, load_f16, load_f32x16, store_f32x16
+from kukri.kernels.cpu.pack.block_numbers import make_reader
 from kukri.kernels.cpu.run.abi import N_TOKENS
 from kukri.quant.types import PACKED, QUANT_TYPES, QuantType
 

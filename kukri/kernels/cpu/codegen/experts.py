@@ -14,7 +14,9 @@ import numpy as np
 
 from kukri.kernels.cpu.codegen.blocks import BLOCK_FUNCTIONS
 from kukri.kernels.cpu.codegen.elementwise import PART_COLUMNS, activation_parts
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.codegen.linear import CLAIM_BYTES, ROW_TILES_PER_CLAIM, make_panel_tile, steps
+from kukri.kernels.cpu.codegen.panels import panel_f32, panel_q8, panel_q8t, panel_width, row_kernel
+from kukri.kernels.cpu.compile.intrinsics import (
     device,
     f32_of_bits,
     load_f32,
@@ -25,9 +27,8 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     store_i32,
     store_i64,
 )
-from kukri.kernels.cpu.codegen.linear import CLAIM_BYTES, ROW_TILES_PER_CLAIM, make_panel_tile, steps
-from kukri.kernels.cpu.codegen.panels import panel_f32, panel_q8, panel_q8t, panel_width, row_kernel
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import (
     exponential,
     fma,
     load_f32x16,
@@ -37,7 +38,6 @@ from kukri.kernels.cpu.codegen.simd import (
     store_f32x16,
     sum_lanes,
 )
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.pack.layouts import LAYOUTS, PER_TOKEN_TYPE, ROWS, TOKENS, PanelKind, expert_kernel
 from kukri.kernels.cpu.run.abi import (
     ENTRY_EXPERT,

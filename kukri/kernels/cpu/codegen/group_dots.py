@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kukri.kernels.cpu.codegen.intrinsics import device
-from kukri.kernels.cpu.codegen.simd import load_u8x64
 from kukri.kernels.cpu.codegen.tile_folds import tile_raised_offset_start, tile_raised_start
 from kukri.kernels.cpu.codegen.tile_products import (
     tile_dot4_short,
@@ -19,6 +17,8 @@ from kukri.kernels.cpu.codegen.tile_products import (
 )
 from kukri.kernels.cpu.codegen.unpack import byte_bits, either, look_up, low_bits
 from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import device
+from kukri.kernels.cpu.compile.simd import load_u8x64
 from kukri.quant.types.iq4 import IQ4_VALUES
 
 _HAS_SIGNED_BIAS = cpu_target().has_signed_bias

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from kukri.kernels.cpu.codegen.intrinsics import device, operation
-from kukri.kernels.cpu.codegen.simd import F32x16, I32x16, load_f32x16, splat, store_f32x16
+from kukri.kernels.cpu.compile.intrinsics import device, operation
+from kukri.kernels.cpu.compile.simd import F32x16, I32x16, load_f32x16, splat, store_f32x16
 
 
 def _make_butterfly(distance: int) -> Any:

@@ -25,16 +25,6 @@ from kukri.kernels.cpu.codegen.attention_rows import (
     make_load_rows,
 )
 from kukri.kernels.cpu.codegen.blocks import signed_bytes
-from kukri.kernels.cpu.codegen.intrinsics import (
-    constant,
-    device,
-    load_f32,
-    load_i64,
-    operation,
-    pointer,
-    stack_bytes,
-    store_i64,
-)
 from kukri.kernels.cpu.codegen.kv_types import CachedNumbers
 from kukri.kernels.cpu.codegen.panels import quantize_row
 from kukri.kernels.cpu.codegen.prompt_attention import (
@@ -46,7 +36,27 @@ from kukri.kernels.cpu.codegen.prompt_attention import (
     make_fetch,
     make_softmax,
 )
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.codegen.tile_products import tile_dot2_rows
+from kukri.kernels.cpu.codegen.tiles import (
+    make_tile_zeros,
+    tile_merge,
+    tile_rows,
+    tile_scaled,
+    tile_store,
+    tile_zeros_like,
+)
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
+    constant,
+    device,
+    load_f32,
+    load_i64,
+    operation,
+    pointer,
+    stack_bytes,
+    store_i64,
+)
+from kukri.kernels.cpu.compile.simd import (
     TO_WHOLE,
     fma,
     load_f16x16,
@@ -60,16 +70,6 @@ from kukri.kernels.cpu.codegen.simd import (
     zero_below,
     zero_outside,
 )
-from kukri.kernels.cpu.codegen.tile_products import tile_dot2_rows
-from kukri.kernels.cpu.codegen.tiles import (
-    make_tile_zeros,
-    tile_merge,
-    tile_rows,
-    tile_scaled,
-    tile_store,
-    tile_zeros_like,
-)
-from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import LAYOUTS, Q8_BLOCK, Q8_BLOCK_BYTES, TOKENS
 from kukri.kernels.cpu.run.abi import (
     CHUNK_PAGES,

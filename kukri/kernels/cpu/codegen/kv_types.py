@@ -9,7 +9,8 @@ from llvmlite import ir
 from numba import types
 
 from kukri.kernels.cache import KVType
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.codegen.unpack import either_word, word_bits
+from kukri.kernels.cpu.compile.intrinsics import (
     broadcast,
     constant,
     device,
@@ -18,7 +19,7 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     pointer,
     store_f32,
 )
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.simd import (
     F32x16,
     I32x16,
     absolute,
@@ -41,7 +42,6 @@ from kukri.kernels.cpu.codegen.simd import (
     to_f16_range,
     to_i32,
 )
-from kukri.kernels.cpu.codegen.unpack import either_word, word_bits
 from kukri.kernels.kv_types import KV_BLOCK, KV_TYPES, Q4_BLOCK, Q4_SCALES
 from kukri.kernels.paged_kv import PAGE_TOKENS, head_bytes
 

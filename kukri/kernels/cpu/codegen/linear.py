@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kukri.kernels.cpu.codegen.blocks import BLOCK_FUNCTIONS, i16_pair
-from kukri.kernels.cpu.codegen.intrinsics import device, load_i64, stack_bytes
-from kukri.kernels.cpu.codegen.simd import load_f32x16, splat, store_f32x16
 from kukri.kernels.cpu.codegen.tiles import (
     make_tile_zeros,
     tile_add,
@@ -24,7 +22,9 @@ from kukri.kernels.cpu.codegen.tiles import (
     tile_store,
 )
 from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import device, load_i64, stack_bytes
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import load_f32x16, splat, store_f32x16
 from kukri.kernels.cpu.pack.layouts import (
     LAYOUTS,
     PER_TOKEN_TYPE,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.kernels.cpu.codegen.intrinsics import f32_of_bits, load_f32, load_i32, load_i64, stack_bytes
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.intrinsics import f32_of_bits, load_f32, load_i32, load_i64, stack_bytes
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import (
     exponential,
     fma,
     hyperbolic_tangent,
@@ -23,7 +24,6 @@ from kukri.kernels.cpu.codegen.simd import (
     store_f32x16,
     sum_lanes,
 )
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.run.abi import CONTEXT_LEN, MASK, MASK_HEAD_STRIDE, MASK_STRIDE, N_TOKENS, PAGE_TABLE
 from kukri.kernels.paged_kv import PAGE_TOKENS
 

@@ -12,9 +12,23 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
 
-from kukri.kernels.cpu.codegen.intrinsics import device, load_f32, load_i64, store_f32, store_i32
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
+    at,
+    device,
+    load_f32,
+    load_i64,
+    operation,
+    pointer,
+    store_f32,
+    store_i32,
+)
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import (
+    I32x16,
     absolute,
     fma,
     load_f32x16,
@@ -23,15 +37,10 @@ from kukri.kernels.cpu.codegen.simd import (
     minimum,
     round_even,
     splat,
-    store_pairs,
-    store_short_pairs,
-    store_words,
     sum_lanes,
     sum_lanes_i32,
     to_i32,
 )
-from kukri.kernels.cpu.compile.features import cpu_target
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.pack.layouts import (
     F32_INPUT_BYTES,
     GROUP,
@@ -43,6 +52,7 @@ from kukri.kernels.cpu.pack.layouts import (
     LAST_NEGATIVE_SUMS,
     NEGATIVE_SUMS,
     NEGATIVE_TOTAL,
+    ODD_INPUTS,
     Q8_BLOCK,
     Q8_BLOCK_BYTES,
     Q16_BLOCK_BYTES,
@@ -52,8 +62,46 @@ from kukri.kernels.cpu.pack.layouts import (
     TOKENS,
 )
 
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _COLUMN, _I16_MOST = cpu_target().column_bytes, float(I16_MOST)
 _FIRST_START, _LAST_START = HALF_STARTS
+
+
+@operation(types.void, types.int64, I32x16, types.int64)
+def store_words(builder: Any, address: Any, value: Any, width: Any) -> None:
+    """Stores 16 int32 within int8 as a token's words of four or eight bytes in a q8 panel, `width` wide."""
+    column = cpu_target().column_bytes
+    word = ir.IntType(8 * column)
+    words = builder.bitcast(builder.trunc(value, ir.VectorType(_I8, 16)), ir.VectorType(word, 16 // column))
+    for i in range(16 // column):
+        where = pointer(builder, at(builder, address, builder.mul(width, _I64(column * i))), word)
+        builder.store(builder.extract_element(words, _I32(i)), where, align=4)
+
+
+@operation(types.void, types.int64, I32x16, types.int64)
+def store_pairs(builder: Any, address: Any, value: Any, width: Any) -> None:
+    """Stores 16 int32 within int16 as pairs: four groups of a q16 panel, whose even and odd inputs part.
+
+    The panel is `width` tokens wide.
+    """
+    shorts = builder.trunc(value, ir.VectorType(_I16, 16))
+    for start, offset in ((0, 0), (1, ODD_INPUTS)):
+        order = [4 * group + start + i for group in range(4) for i in (0, 2)]
+        lanes = ir.Constant(ir.VectorType(_I32, 8), order)
+        pairs = builder.bitcast(builder.shuffle_vector(shorts, shorts, lanes), ir.VectorType(_I32, 4))
+        for group in range(4):
+            part = builder.mul(width, _I64(offset + GROUP * group))
+            where = pointer(builder, at(builder, address, part), _I32)
+            builder.store(builder.extract_element(pairs, _I32(group)), where, align=4)
+
+
+@operation(types.void, types.int64, I32x16, types.int64)
+def store_short_pairs(builder: Any, address: Any, value: Any, width: Any) -> None:
+    """Stores 16 int32 within int16 as a token's pairs in an i16 panel, `width` wide."""
+    pairs = builder.bitcast(builder.trunc(value, ir.VectorType(_I16, 16)), ir.VectorType(_I32, 8))
+    for i in range(8):
+        where = pointer(builder, at(builder, address, builder.mul(width, _I64(4 * i))), _I32)
+        builder.store(builder.extract_element(pairs, _I32(i)), where, align=4)
 
 
 @device

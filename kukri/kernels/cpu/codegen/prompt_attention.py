@@ -21,7 +21,10 @@ from kukri.kernels.cpu.codegen.attention_rows import (
     load_pages,
     make_load_rows,
 )
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.codegen.kv_types import CachedNumbers
+from kukri.kernels.cpu.codegen.tiles import tile_add_scaled, tile_fma, tile_merge, tile_store, tile_zeros_f32
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
     device,
     load_f32,
     load_i64,
@@ -30,8 +33,7 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     store_f32,
     store_i64,
 )
-from kukri.kernels.cpu.codegen.kv_types import CachedNumbers
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.simd import (
     fma,
     load_f32x16,
     mask_outside,
@@ -42,8 +44,6 @@ from kukri.kernels.cpu.codegen.simd import (
     store_f32x16,
     sum_rows,
 )
-from kukri.kernels.cpu.codegen.tiles import tile_add_scaled, tile_fma, tile_merge, tile_store, tile_zeros_f32
-from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.run.abi import (
     CHUNK_PAGES,
     CHUNK_TOKENS,

@@ -7,7 +7,7 @@ in slots (`ForwardBatch.state_slots`), in an order of their numbers that each ke
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.compile.intrinsics import (
     device,
     f32_of_bits,
     load_f32,
@@ -16,7 +16,8 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     stack_bytes,
     store_f32,
 )
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import (
     exponential,
     first_lane,
     fma,
@@ -27,7 +28,6 @@ from kukri.kernels.cpu.codegen.simd import (
     splat,
     store_f32x16,
 )
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.run.abi import CONTEXT_LEN, N_SEQUENCES, QUERY_START, STATE_SAVES, STATE_SLOTS
 
 _CONV_BYTES = 256  # bytes of a row, in one tile

@@ -6,11 +6,11 @@ Each has its definition in `kukri.kernels.reference`. Buffers are float32, strid
 from __future__ import annotations
 
 from kukri.kernels.cpu.codegen.head_rotation import rotate_head
-from kukri.kernels.cpu.codegen.intrinsics import device, load_f32, load_i32, load_i64, store_f32
 from kukri.kernels.cpu.codegen.kv_types import CACHED, CachedNumbers
 from kukri.kernels.cpu.codegen.panels import first_row, row_tiles, stop_row
-from kukri.kernels.cpu.codegen.simd import load_f32x16, store_f32x16, to_f16_range
+from kukri.kernels.cpu.compile.intrinsics import device, load_f32, load_i32, load_i64, store_f32
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import load_f32x16, store_f32x16, to_f16_range
 from kukri.kernels.cpu.run.abi import N_TOKENS, ROPE_POSITIONS, SLOTS
 from kukri.kernels.kv_types import KV_TYPES
 

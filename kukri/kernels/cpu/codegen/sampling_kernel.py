@@ -42,7 +42,8 @@ from kukri.kernels.cpu.codegen.candidates import (
     weigh,
     weigh_candidates,
 )
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.codegen.sampling_scratch import ARRAYS, BLOCK_SUMS, CONTEXT, SUM_BLOCK, padded_size
+from kukri.kernels.cpu.compile.intrinsics import (
     device,
     load_f32,
     load_f64,
@@ -55,9 +56,8 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     store_i32,
     store_i64,
 )
-from kukri.kernels.cpu.codegen.sampling_scratch import ARRAYS, BLOCK_SUMS, CONTEXT, SUM_BLOCK, padded_size
-from kukri.kernels.cpu.codegen.simd import splat, store_f32x16
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import splat, store_f32x16
 from kukri.kernels.cpu.run.atomics import atomic_count
 from kukri.kernels.sampling_record import (
     LN_2,

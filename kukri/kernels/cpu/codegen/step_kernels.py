@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.codegen.intrinsics import device, load_i32, load_i64, store_i64
+from kukri.kernels.cpu.compile.intrinsics import device, load_i32, load_i64, store_i64
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.run.abi import (
     CHUNK_PAGES,

@@ -16,8 +16,6 @@ from kukri.kernels.cpu.codegen.group_dots import (
     dot_nibbles,
     make_dot_runs,
 )
-from kukri.kernels.cpu.codegen.intrinsics import device
-from kukri.kernels.cpu.codegen.simd import load_f16x16, load_i32x16, load_u8x64, load_u16x16, splat
 from kukri.kernels.cpu.codegen.tile_folds import (
     tile_add_min,
     tile_fold_halves,
@@ -62,6 +60,8 @@ from kukri.kernels.cpu.codegen.unpack import (
     word_bits,
     words_to_f32,
 )
+from kukri.kernels.cpu.compile.intrinsics import device
+from kukri.kernels.cpu.compile.simd import load_f16x16, load_i32x16, load_u8x64, load_u16x16, splat
 from kukri.quant.types.iq1 import IQ1_TILES
 from kukri.quant.types.iq2 import IQ2_TILES
 from kukri.quant.types.iq3 import IQ3_S_TILES, IQ3_XXS_TILES

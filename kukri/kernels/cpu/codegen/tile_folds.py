@@ -14,17 +14,6 @@ from kukri.kernels.cpu.codegen.dots import (
     pair_words,
     row_sums,
 )
-from kukri.kernels.cpu.codegen.intrinsics import (
-    at,
-    broadcast,
-    constant,
-    pointer,
-    renamed,
-)
-from kukri.kernels.cpu.codegen.simd import (
-    F32x16,
-    I32x16,
-)
 from kukri.kernels.cpu.codegen.tile_products import ZEN_4, sums_int16
 from kukri.kernels.cpu.codegen.tiles import (
     I32x32,
@@ -40,6 +29,17 @@ from kukri.kernels.cpu.codegen.tiles import (
     tile_operation,
 )
 from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
+    at,
+    broadcast,
+    constant,
+    pointer,
+    renamed,
+)
+from kukri.kernels.cpu.compile.simd import (
+    F32x16,
+    I32x16,
+)
 from kukri.kernels.cpu.pack.layouts import (
     HALF_STARTS,
     LAST_NEGATIVE_SUMS,

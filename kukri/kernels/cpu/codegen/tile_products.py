@@ -19,19 +19,6 @@ from kukri.kernels.cpu.codegen.dots import (
     matrix_dot,
     sdot,
 )
-from kukri.kernels.cpu.codegen.intrinsics import (
-    at,
-    broadcast,
-    join,
-    pointer,
-    prefetch_line,
-    renamed,
-    split,
-)
-from kukri.kernels.cpu.codegen.simd import (
-    I32x16,
-    U8x64,
-)
 from kukri.kernels.cpu.codegen.tiles import (
     Tile,
     each,
@@ -41,6 +28,19 @@ from kukri.kernels.cpu.codegen.tiles import (
     tile_operation,
 )
 from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
+    at,
+    broadcast,
+    join,
+    pointer,
+    prefetch_line,
+    renamed,
+    split,
+)
+from kukri.kernels.cpu.compile.simd import (
+    I32x16,
+    U8x64,
+)
 from kukri.kernels.cpu.pack.layouts import (
     GROUP,
     ODD_INPUTS,

@@ -13,7 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, register_model
 
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
     at,
     broadcast,
     call_llvm,
@@ -22,13 +23,12 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     pointer,
     split,
 )
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.simd import (
     F32x16,
     I32x16,
     RegisterModel,
     Vec,
 )
-from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.pack.layouts import (
     I16_SCALES,
     Q8_BLOCK_BYTES,

@@ -11,7 +11,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
     broadcast,
     call_llvm,
     constant,
@@ -23,8 +24,7 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     renamed,
     split,
 )
-from kukri.kernels.cpu.codegen.simd import F32x16, I32x16, U8x64
-from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.simd import F32x16, I32x16, U8x64
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 

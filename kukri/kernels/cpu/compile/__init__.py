@@ -1,1 +1,1 @@
-"""How kernels become machine code, and where it is kept."""
+"""How kernels are defined and become machine code, and where it is kept."""

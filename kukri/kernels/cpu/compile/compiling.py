@@ -156,7 +156,7 @@ def _compile_and_store(name: str) -> KernelCode:
             os.environ["NUMBA_CPU_FEATURES"] = (
                 cpu_target().features
             )  # features that LLVM does not find itself
-    from kukri.kernels.cpu.codegen.intrinsics import compile_kernel
+    from kukri.kernels.cpu.compile.intrinsics import compile_kernel
 
     module, source = find_source(name)
     with _without_collections():

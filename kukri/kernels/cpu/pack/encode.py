@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kukri.kernels.cpu.codegen.block_numbers import make_put
-from kukri.kernels.cpu.codegen.intrinsics import array_at, reordered, routine, stack_bytes
+from kukri.kernels.cpu.compile.intrinsics import array_at, reordered, routine, stack_bytes
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.pack.block_numbers import make_put
 from kukri.kernels.cpu.pack.scale_search import (
     BOUNDS,
     HALF,

@@ -6,7 +6,8 @@ from typing import Any
 
 from numba import types
 
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.compile.features import cpu_target
+from kukri.kernels.cpu.compile.intrinsics import (
     broadcast,
     device,
     load_i32,
@@ -20,9 +21,8 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     store_u8,
     store_u16,
 )
-from kukri.kernels.cpu.codegen.simd import I32x16
-from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import I32x16
 from kukri.kernels.cpu.pack.layouts import LAYOUTS, ROWS
 
 _FOR_MATRIX = cpu_target().has_int8_matrix

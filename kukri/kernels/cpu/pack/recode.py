@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kukri.kernels.cpu.codegen.block_numbers import make_put, make_take, make_take_quants, n_groups
-from kukri.kernels.cpu.codegen.intrinsics import array_at, device, load_i32, stack_bytes, store_f32, store_i32
-from kukri.kernels.cpu.codegen.simd import (
+from kukri.kernels.cpu.compile.intrinsics import array_at, device, load_i32, stack_bytes, store_f32, store_i32
+from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import (
     absolute,
     load_bf16x16,
     load_f16x16,
@@ -26,7 +26,7 @@ from kukri.kernels.cpu.codegen.simd import (
     store_i16x16,
     to_i32,
 )
-from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.pack.block_numbers import make_put, make_take, make_take_quants, n_groups
 from kukri.kernels.cpu.pack.layouts import I16_BLOCK, I16_BLOCK_BYTES, I16_SCALES, I16_WEIGHT_BITS
 from kukri.quant.types import PACKED
 from kukri.quant.types.schema import QuantType, n_numbers

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kukri.kernels.cpu.codegen.intrinsics import reordered, routine
+from kukri.kernels.cpu.compile.intrinsics import reordered, routine
 from kukri.quant.types.iq4 import IQ4_VALUES
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)

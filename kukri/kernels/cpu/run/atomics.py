@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from kukri.kernels.cpu.codegen.intrinsics import call_llvm, operation, pointer, renamed
+from kukri.kernels.cpu.compile.intrinsics import call_llvm, operation, pointer, renamed
 
 _I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
 

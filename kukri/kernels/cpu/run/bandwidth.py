@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.codegen.simd import load_f32x16, maximum, splat, store_f32x16
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
+from kukri.kernels.cpu.compile.simd import load_f32x16, maximum, splat, store_f32x16
 
 _TILE_BYTES = 1 << 20
 

@@ -22,7 +22,7 @@ will do with fewer threads.
 
 from __future__ import annotations
 
-from kukri.kernels.cpu.codegen.intrinsics import device, load_i64, prefetch, store_i64
+from kukri.kernels.cpu.compile.intrinsics import device, load_i64, prefetch, store_i64
 from kukri.kernels.cpu.compile.kernel_source import KernelSource
 from kukri.kernels.cpu.run.abi import (
     BIAS,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kukri.kernels.cpu.codegen.intrinsics import (
+from kukri.kernels.cpu.compile.intrinsics import (
     array_at,
     device,
     load_i8,
@@ -23,7 +23,7 @@ from kukri.kernels.cpu.codegen.intrinsics import (
     store_f32,
     store_u16,
 )
-from kukri.kernels.cpu.codegen.simd import load_f16
+from kukri.kernels.cpu.compile.simd import load_f16
 from kukri.quant.types.schema import Block, Codebook, Numbers, Placement, n_numbers
 
 _LOADS = {1: load_u8, 2: load_u16, 4: load_i32}
