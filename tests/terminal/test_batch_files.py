@@ -114,7 +114,7 @@ def test_ctrl_c_loses_nothing_and_the_next_run_continues(smollm2_path, tmp_path)
     """Catches results that were held back for their order, and requests that are answered again."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     part = tmp_path / "out.jsonl.part"
-    lengths = [480, *[4 + i % 5 for i in range(60)]]
+    lengths = [200, *[4 + i % 5 for i in range(60)]]
     options = {"temperature": 0, "ignore_eos": True}
     write(
         source,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kukri.engine.batch_builder import BatchBuilder, Chunk
+from kukri.engine.spans.embedding_spans import NO_SPANS
 from kukri.errors import UnsupportedError
 from kukri.kernels.quantize import quantize
 from kukri.kernels.reference import ReferenceBackend
@@ -82,7 +83,7 @@ class Int8Inputs:
 class Sequence:
     """A token sequence on one page."""
 
-    images = None
+    spans = NO_SPANS
 
     def __init__(self, tokens, page):
         self.tokens, self.page_rows = np.array(tokens, np.int32), [np.array([page], np.int32)]
