@@ -112,7 +112,8 @@ def pages() -> list[str]:
 
 
 PAGES = pages()
-SLOW = {"docs/interp/gradients.md", "docs/interp/graphs.md", "docs/interp/patching.md"}  # minutes each
+# half a minute of processor time together without the first two, which take minutes
+SLOW = {f"docs/interp/{name}.md" for name in ("gradients", "graphs", "patching", "steer", "images")}
 
 
 def test_what_is_given_belongs_to_a_page() -> None:
