@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kukri.server.answers.embeddings import EmbeddingBody
 from kukri.server.anthropic.schema import MessagesBody
-from kukri.server.app import create_app
+from kukri.server.app import APIS, create_app
 from kukri.server.body import Body
 from kukri.server.llama_cpp.schema import LlamaBody
 from kukri.server.ollama.schema import OllamaChatBody, OllamaGenerateBody, Options
 from kukri.server.openai.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody
 from kukri.server.settings import ServerSettings
+from kukri.server.state.openapi import document_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "endpoints.md"
 FIELDS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
@@ -74,24 +74,15 @@ def field_table() -> str:
 
 def endpoint_table() -> str:
     """Return all endpoints with what each does, and the fields that it takes."""
-    with tempfile.TemporaryDirectory() as folder:
-        app = create_app(None, ServerSettings(has_interp=True, manages_models=True, batch_dir=Path(folder)))
-    document = app.openapi()
-    paths = document["paths"]
-    others: dict[Any, list[str]] = {}  # other paths of an endpoint, by its function
-    for route in app.routes:
-        if (path := getattr(route, "path", "")) not in paths:
-            others.setdefault(getattr(route, "endpoint", None), []).append(f"`{path}`")
-    lines = ["| endpoint | | fields |", "| --- | --- | --- |"]
-    for route in app.routes:
-        path = getattr(route, "path", "")
-        for method in sorted(getattr(route, "methods", None) or ()):
-            operation = paths.get(path, {}).get(method.lower())
-            if operation is None:
-                continue
-            names = [f"{method} `{path}`", *others.get(getattr(route, "endpoint", None), ())]
-            does = operation["description"].splitlines()[0]
-            lines.append(f"| {', '.join(names)} | {does} | {_fields_of(operation, document)} |")
+    document = document_of(create_app(None, ServerSettings()), APIS)
+    lines = ["| endpoint | | fields | answer | scope |", "| --- | --- | --- | --- | --- |"]
+    for row in (row for api in APIS for row in api.endpoints if row.summary):
+        operation = document["paths"][row.shown_path][row.method.lower()]
+        paths = ", ".join(f"`{path}`" for path in (row.shown_path, *row.also))
+        forms = ", ".join(f"`{form}`" for form in dict.fromkeys((row.answer, row.chunk)) if form)
+        scope = "" if row.permission is None else f"`{row.permission.scope}`"
+        cells = [f"{row.method} {paths}", row.summary, _fields_of(operation, document), forms, scope]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 
 from starlette.types import Scope
 
@@ -29,27 +29,31 @@ def check_scope(scope: Scope, wanted: str, param: str | None = None) -> None:
         raise ForbiddenError(message, param=param, code="missing_scope")
 
 
-def check_interp(settings: ServerSettings, scope: Scope, param: str | None = None) -> None:
-    """Raises ForbiddenError, about `param`, unless a client may steer models and read their activations."""
-    if not settings.has_interp:
-        raise ForbiddenError(
-            "interventions and activations are disabled; start the server with --interp",
-            param=param,
-            code="interp_disabled",
-        )
-    check_scope(scope, "interp", param)
+@dataclass(frozen=True)
+class Permission:
+    """What only some servers allow, by a setting, and only to keys with a scope."""
+
+    scope: str
+    setting: str
+    refusal: str  # where the setting is off
+    code: str | None = None
+
+    def check(self, settings: ServerSettings, scope: Scope, param: str | None = None) -> None:
+        """Raises ForbiddenError, about `param`, unless the server and the request's key have it."""
+        if not getattr(settings, self.setting):
+            raise ForbiddenError(self.refusal, param=param, code=self.code)
+        check_scope(scope, self.scope, param)
 
 
-def check_manages_models(settings: ServerSettings, scope: Scope) -> None:
-    """Raises ForbiddenError unless a client may pull and delete models."""
-    if not settings.manages_models:
-        raise ForbiddenError("this server's models cannot be changed; start it with --manage-models")
-    check_scope(scope, "manage")
-
-
-def check_manages_adapters(settings: ServerSettings, scope: Scope) -> Path:
-    """The directory whose adapters a client may load. Raises ForbiddenError if it may not."""
-    if settings.adapter_dir is None:
-        raise ForbiddenError("this server's adapters cannot be changed; start it with --adapter-dir")
-    check_scope(scope, "manage")
-    return settings.adapter_dir
+INTERP = Permission(
+    "interp",
+    "has_interp",
+    "interventions and activations are disabled; start the server with --interp",
+    "interp_disabled",
+)
+MODELS = Permission(
+    "manage", "manages_models", "this server's models cannot be changed; start it with --manage-models"
+)
+ADAPTERS = Permission(
+    "manage", "adapter_dir", "this server's adapters cannot be changed; start it with --adapter-dir"
+)

@@ -11,35 +11,34 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from kukri import __version__
 from kukri.engine import EngineLoop
 from kukri.engine.traces import open_traces
 from kukri.errors import KukriError
-from kukri.server.access import may
-from kukri.server.anthropic.routes import add_anthropic_routes
+from kukri.server.anthropic.endpoints import ANTHROPIC
 from kukri.server.body_check import BodyCheck, CheckedRoute
 from kukri.server.errors import on_deep_body, on_http_error, on_invalid_body, on_kukri_error
-from kukri.server.llama_cpp.routes import add_llama_cpp_routes
+from kukri.server.llama_cpp.endpoints import LLAMA_CPP
 from kukri.server.middleware import Middleware
 from kukri.server.models.bridge import LoopMaker
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import OpenModel
-from kukri.server.neuronpedia.routes import add_neuronpedia_routes
-from kukri.server.ollama.routes import add_ollama_routes
-from kukri.server.openai.batch_routes import add_batch_routes
+from kukri.server.neuronpedia.endpoints import NEURONPEDIA
+from kukri.server.neuronpedia.graphs import Graphs
+from kukri.server.ollama.endpoints import NO_PAGE, OLLAMA
 from kukri.server.openai.batches import Batches
+from kukri.server.openai.endpoints import OPENAI
 from kukri.server.openai.response_store import ResponseFiles, ResponseStore
-from kukri.server.openai.routes import add_adapter_routes, add_openai_routes
-from kukri.server.openai.token_routes import add_token_routes
-from kukri.server.openapi import ERRORS, add_document
-from kukri.server.page.routes import add_page
+from kukri.server.page.endpoints import PAGE, UnopenedAnswers
 from kukri.server.schema import ChatBody
 from kukri.server.settings import ModelSpec, ServerSettings
+from kukri.server.state.endpoints import STATE
+from kukri.server.state.openapi import add_document
 
 log = logging.getLogger("kukri.server")
+
+APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, NEURONPEDIA, STATE)  # and the page, or none
 
 
 def create_app(
@@ -55,6 +54,7 @@ def create_app(
     `app.state.failure` keeps. `make_loop` makes the loop that runs the open model's requests.
     """
     registry = ModelRegistry(settings, models, llm, make_loop)
+    apis = (*APIS, PAGE if settings.has_page else NO_PAGE)
     batches: Batches | None = None
     bodies = BodyCheck()
     traces = open_traces(settings.traces)
@@ -86,7 +86,6 @@ def create_app(
         title="kukri",
         version=__version__,
         lifespan=lifespan,
-        responses=ERRORS,
         openapi_url=None,  # see add_document
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
@@ -100,7 +99,12 @@ def create_app(
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(RecursionError, on_deep_body)
     app.add_middleware(
-        Middleware, settings=settings, keys=registry.keys, metrics=registry.metrics, traces=traces
+        Middleware,
+        settings=settings,
+        keys=registry.keys,
+        metrics=registry.metrics,
+        apis=apis,
+        traces=traces,
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -121,44 +125,9 @@ def create_app(
         batches = Batches(
             app, settings.batch_dir, registry.keys, settings.max_upload_bytes, settings.max_body_bytes
         )
-    add_openai_routes(app, registry)
-    add_batch_routes(app, batches)
-    add_adapter_routes(app, registry)
-    add_anthropic_routes(app, registry)
-    add_ollama_routes(app, registry)
-    add_llama_cpp_routes(app, registry)
-    add_neuronpedia_routes(app, registry)
-    add_token_routes(app, registry)
-    _add_state_routes(app, registry)
-    if settings.has_page:
-        add_page(app, registry)
-    add_document(app)
+    app.state.batches, app.state.graphs, app.state.unopened = batches, Graphs(), UnopenedAnswers()
+    for api in apis:
+        for endpoint in api.endpoints:
+            endpoint.add_to(app)
+    add_document(app, apis)
     return app
-
-
-def _add_state_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    @app.get("/version")
-    async def version() -> JSONResponse:
-        """The version of kukri."""
-        return JSONResponse({"version": __version__})
-
-    @app.get("/health")
-    @app.get("/ping", include_in_schema=False)
-    async def health() -> JSONResponse:
-        """Health of the engines: `ok`, or 503 and `degraded`."""
-        is_well = registry.is_stepping
-        return JSONResponse({"status": "ok" if is_well else "degraded"}, 200 if is_well else 503)
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        """Readiness for new requests: 503 before the start, while draining and while an engine fails."""
-        if registry.is_draining:
-            return JSONResponse({"status": "draining"}, 503)
-        is_well = registry.is_stepping
-        return JSONResponse({"status": "ready" if is_well else "degraded"}, 200 if is_well else 503)
-
-    @app.get("/metrics", response_class=Response)
-    async def metrics(request: Request) -> Response:
-        """All counts, for Prometheus; those of single keys for keys with the scope `manage`."""
-        text = registry.metrics.text(with_keys=may(request.scope, "manage"))
-        return Response(text, media_type=registry.metrics.content_type)

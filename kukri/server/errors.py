@@ -1,10 +1,10 @@
-"""Errors as OpenAI writes them, {"error": {"message", "type", "param", "code"}}, Anthropic or Ollama."""
+"""Errors as OpenAI writes them, {"error": {"message", "type", "param", "code"}}, or as another API does."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -21,14 +21,9 @@ from kukri.server.body import TEXT_OR_LIST, body_names
 
 RETRY_AFTER_S = 1
 LATE = "deadline_exceeded"  # the code of a DeadlineError
-NO_THREADS = "thread_unsupported_request"  # Anthropic's code, at which its clients send whole conversations
+# the JSON of an error, by its message, status, request's id and code
+ErrorForm = Callable[[str, int, str | None, str | None], dict[str, Any]]
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_MESSAGES = "/v1/messages"  # paths below it have Anthropic's form of errors
-_OLLAMA = "/api/"
-_MESSAGE_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
 # other servers' names of fields, and their names here
 _NAMES_HERE = {
     "grammar": "structured_outputs.grammar", "guided_choice": "structured_outputs.choice",
@@ -50,17 +45,6 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def message_error_body(
-    message: str, status: int, request_id: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Return the JSON of an error of /v1/messages, with details if its code is NO_THREADS."""
-    kind = _MESSAGE_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    error: dict[str, Any] = {"type": kind, "message": message}
-    if code == NO_THREADS:
-        error["details"] = {"error_code": code, "unsupported": ["thread"]}
-    return {"type": "error", "error": error, "request_id": request_id}
-
-
 class _ErrorResponse(Response):
     """An error in the form of the API that was asked."""
 
@@ -77,13 +61,9 @@ class _ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it."""
-        content: dict[str, Any] | None = None
-        path = scope.get("kukri.path", scope["path"])
-        if path.startswith(_MESSAGES):
-            content = message_error_body(self._message, self.status_code, scope.get("kukri.id"), self._code)
-        elif path.startswith(_OLLAMA):
-            content = {"error": self._message}
-        if content is not None:
+        form: ErrorForm | None = scope.get("kukri.error_form")
+        if form is not None:
+            content = form(self._message, self.status_code, scope.get("kukri.id"), self._code)
             self.body = json.dumps(content).encode()
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)

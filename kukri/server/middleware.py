@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kukri.engine.traces import Span, Traces
 from kukri.errors import failure_of
 from kukri.server.bounds import FORM_BYTES
+from kukri.server.endpoint import Api, Paths
 from kukri.server.errors import error_response
 from kukri.server.image_bytes import ImageBytes
 from kukri.server.keys import Client, KeyRing
@@ -29,19 +30,6 @@ from kukri.server.rates import RateLimiter, WrongKeys, network_of
 from kukri.server.settings import ServerSettings
 
 log = logging.getLogger("kukri.server")
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/ui/graph"})  # need no key
-STATIC_FOLDERS = ("/ui/static/", "/ui/vendor/", "/ui/viewer/")  # files of the pages
-OPEN_FOLDERS = (*STATIC_FOLDERS, "/ui/answers/")  # need no key: answers have secret names
-_QUIET_PATHS = ("/health", "/ping", "/ready", *STATIC_FOLDERS)  # that are logged as `debug`
-UPLOADS = "/v1/files"
-WITH_IMAGES = frozenset(  # paths to which images may be sent
-    {
-        *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/decide", "/tokenize", "/api/chat", "/api/generate", "/completion", "/completions"),
-        "/ui/answers",
-    }
-)
-_UNREAD = "/api/blobs/"  # paths below it refuse a body of any size and read none
 _LOOKS = 10  # requests that compute nothing, such as GETs, for each that may
 _LEAST_BYTES_PER_S = 1 << 15  # pace of an upload, after the time that any body has
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
@@ -69,15 +57,6 @@ def _left_out(scope: Scope) -> dict[str, str]:
         for header, names in found.items()
         if names
     }
-
-
-def _mark_json(scope: Scope, headers: Headers) -> None:
-    """Has a body for Ollama's API count as JSON, whose clients often do not say that it is.
-
-    Not if a browser's page sends it: the type is what makes the browser ask first whether the page may.
-    """
-    if scope["kukri.path"].startswith("/api/") and not ("origin" in headers or "sec-fetch-site" in headers):
-        MutableHeaders(scope=scope)["content-type"] = "application/json"
 
 
 class _Bound(NamedTuple):
@@ -110,10 +89,17 @@ class Middleware:
         settings: ServerSettings,
         keys: KeyRing,
         metrics: Metrics,
+        apis: Sequence[Api],
         traces: Traces | None = None,
     ) -> None:
         self._app, self._settings, self._metrics, self._traces = app, settings, metrics, traces
         self._keys, self._wrong_keys = keys, WrongKeys()
+        rows = [endpoint for api in apis for endpoint in api.endpoints]
+        self._apis = {api.prefix: api for api in apis if api.prefix}
+        self._open, self._quiet, self._with_images, self._uploads, self._unread = (
+            Paths(row for row in rows if getattr(row, trait))
+            for trait in ("is_open", "is_quiet", "has_images", "is_upload", "is_unread")
+        )
         self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
         per_minute = settings.rate_limit
         self._rates = RateLimiter(per_minute) if per_minute else None
@@ -144,7 +130,7 @@ class Middleware:
             await send(message)
 
         try:
-            _mark_json(scope, headers)
+            self._mark_api(scope, headers)
             refusal = self._refusal(scope, headers)
             if refusal is not None:
                 await refusal(scope, receive, send_with_id)
@@ -162,6 +148,17 @@ class Middleware:
             for end in on_end:
                 end()
             self._note(scope, request_id, status, perf_counter() - started_s)
+
+    def _mark_api(self, scope: Scope, headers: Headers) -> None:
+        """Sets `kukri.error_form`, and has a body count as JSON for an API whose clients often do not say so.
+
+        Not if a browser's page sends it: the type is what makes the browser ask first whether the page may.
+        """
+        path = scope["kukri.path"]
+        api = next((api for prefix, api in self._apis.items() if path.startswith(prefix)), None)
+        scope["kukri.error_form"] = None if api is None else api.error
+        if api is not None and api.is_all_json and not ("origin" in headers or "sec-fetch-site" in headers):
+            MutableHeaders(scope=scope)["content-type"] = "application/json"
 
     def _span(self, scope: Scope, headers: Headers) -> Span | None:
         """The span of a request that may compute something, if requests are traced."""
@@ -201,7 +198,7 @@ class Middleware:
             name = _PORT.sub("", host.strip())[:100]
             message = f"the Host header {name!r} is not allowed; start the server with --allowed-host {name}"
             return error_response(message, 403, code="host_not_allowed")
-        if scope["kukri.path"] in OPEN_PATHS or scope["kukri.path"].startswith(OPEN_FOLDERS):
+        if scope["kukri.path"] in self._open:
             return None
         if scope["method"] == "OPTIONS":  # a browser's preflight, which carries no key
             return None
@@ -236,7 +233,7 @@ class Middleware:
             return refused
         length = headers.get("content-length", "0")
         bound = self._bound(scope)
-        is_read = not scope["kukri.path"].startswith(_UNREAD)
+        is_read = scope["kukri.path"] not in self._unread
         if is_read and length.isdecimal() and int(length[:20]) > bound.n_bytes + bound.base64_bytes:
             return error_response(bound.message, 413, code="body_too_large")
         return None
@@ -275,10 +272,10 @@ class Middleware:
 
     def _bound(self, scope: Scope) -> _Bound:
         """The size that a request's body may have: that of a file for a batch is streamed to disk."""
-        settings = self._settings
-        if scope["kukri.path"] == UPLOADS and scope["method"] == "POST" and settings.batch_dir is not None:
+        settings, path, is_post = self._settings, scope["kukri.path"], scope["method"] == "POST"
+        if path in self._uploads and is_post and settings.batch_dir is not None:
             return _Bound(settings.max_upload_bytes + FORM_BYTES, "--max-upload", _LEAST_BYTES_PER_S)
-        n_base64 = settings.max_image_bytes if scope["kukri.path"] in WITH_IMAGES else 0
+        n_base64 = settings.max_image_bytes if path in self._with_images else 0
         return _Bound(settings.max_body_bytes, "--max-body", None, n_base64)
 
     def _limited(self, bound: _Bound, receive: Receive) -> Receive:
@@ -315,7 +312,7 @@ class Middleware:
         self._metrics.on_response(route, status)
         self._trace(scope, request_id, route, status)
         log.log(
-            logging.DEBUG if scope["kukri.path"].startswith(_QUIET_PATHS) else logging.INFO,
+            logging.DEBUG if scope["kukri.path"] in self._quiet else logging.INFO,
             "request",
             extra={
                 "request_id": request_id,

@@ -20,7 +20,7 @@ from kukri.server.anthropic.schema import MessagesBody
 from kukri.server.llama_cpp.schema import LlamaCompletionBody
 from kukri.server.ollama.schema import Options
 from kukri.server.openai.responses_schema import ResponseBody
-from kukri.server.page.routes import _CONTROLS, PageBody
+from kukri.server.page.endpoints import _CONTROLS, PageBody
 from kukri.server.schema import ChatBody, CompletionBody
 from tests.lazy_imports import lazy_imports
 

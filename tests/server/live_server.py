@@ -22,6 +22,7 @@ from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
 from kukri.server.settings import ModelSpec, ServerSettings
 from tests.lazy_imports import lazy_imports
+from tests.server.answer_forms import FormClient
 
 with lazy_imports():
     import openai
@@ -70,8 +71,9 @@ class Served:
         )
 
     def http(self, **options) -> httpx.Client:
+        """A client that also checks that each answer has the form that the document describes."""
         # without TLS there is nothing to verify, and authorities take 20 ms to load
-        return httpx.Client(base_url=self.url, timeout=60, **{"verify": False, **options})
+        return FormClient(base_url=self.url, timeout=60, **{"verify": False, **options})
 
     def pages_used(self) -> int:
         """KV pages that requests hold now."""

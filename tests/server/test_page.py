@@ -276,7 +276,7 @@ def test_what_needs_a_key_and_what_does_not(smollm2_path, served):
 
 def test_an_answer_that_nobody_opens_is_ended(served, monkeypatch):
     """Catches answers that run, and are kept, for browsers that have left."""
-    monkeypatch.setattr("kukri.server.page.routes.OPEN_S", 0.2)
+    monkeypatch.setattr("kukri.server.page.endpoints.OPEN_S", 0.2)
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Count to a thousand."}],

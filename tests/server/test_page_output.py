@@ -94,7 +94,7 @@ def test_the_policy_would_stop_what_the_renderer_missed(visit):
 
 def test_events_hold_no_html(served):
     """Catches an event that would be markup if some script swapped it in unread."""
-    from kukri.server.page.routes import _event
+    from kukri.server.page.endpoints import _event
 
     event = _event("delta", content="</script><img src=x>&amp;\r\n\ndata: x\u2028")
     assert event.count(b"\n") == 3

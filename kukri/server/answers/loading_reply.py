@@ -14,35 +14,53 @@ from starlette.types import Message, Receive, Scope, Send
 from kukri.errors import KukriError
 from kukri.server.answers.reply import EVENTS, StreamForm, disconnected
 from kukri.server.errors import response_of
-from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.registry import registry_of
 from kukri.server.models.served_model import ServedModel
 
 
-class _Streamable(Protocol):
+class _Body(Protocol):
     @property
     def model(self) -> str | None: ...
+
+
+class _Streamable(_Body, Protocol):
     @property
     def stream(self) -> bool | None: ...
 
 
-_Body = TypeVar("_Body", bound=_Streamable)
+_B = TypeVar("_B", bound=_Body)
+_S = TypeVar("_S", bound=_Streamable)
+Work = Callable[[ServedModel, _B, Request], Awaitable[Response]]
 
 
-async def answered(
-    registry: ModelRegistry,
-    body: _Body,
-    http: Request,
-    answer: Callable[[ServedModel, _Body, Request], Awaitable[Response]],
-    form: StreamForm = EVENTS,
-) -> Response:
-    """The response of `answer` with the body's model, which is loaded first if need be.
+def by_model(work: Work[_B]) -> Callable[[_B, Request], Awaitable[Response]]:
+    """Return the function that answers a body by its model, which is loaded first if need be."""
 
-    While a stream's model is loaded, the stream begins with keep-alives. Raises as `acquire` and `answer` do.
+    async def handle(body: _B, http: Request) -> Response:
+        return await work(await registry_of(http).served(body.model, http.scope), body, http)
+
+    return handle
+
+
+def streamed(work: Work[_S], form: StreamForm = EVENTS) -> Callable[[_S, Request], Awaitable[Response]]:
+    """Return the function that answers a body by its model, as `answered` does."""
+
+    async def handle(body: _S, http: Request) -> Response:
+        return await answered(body, http, work, form)
+
+    return handle
+
+
+async def answered(body: _S, http: Request, work: Work[_S], form: StreamForm = EVENTS) -> Response:
+    """The response of `work` with the body's model, which is loaded first if need be.
+
+    While a stream's model is loaded, the stream begins with keep-alives. Raises as `acquire` and `work` do.
     """
+    registry = registry_of(http)
     entry = await registry.catalog.find(body.model, http.scope)
 
     async def response() -> Response:
-        return await answer(await registry.acquire(entry, http.scope), body, http)
+        return await work(await registry.acquire(entry, http.scope), body, http)
 
     if body.stream and not entry.is_ready:
         return LoadingReply(response, form, registry.settings.keep_alive_s)

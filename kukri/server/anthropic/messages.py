@@ -28,9 +28,9 @@ from kukri.server.anthropic.schema import (
     ToolResultBlock,
     ToolUseBlock,
     TurnMessage,
+    message_error_body,
 )
 from kukri.server.chat.request import ChatRequest, ToolChoice
-from kukri.server.errors import message_error_body
 from kukri.server.intervention_bodies import steering
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.schema import client_image, content_of, only_grammar
@@ -63,7 +63,7 @@ async def answer_message(served: ServedModel, body: MessagesBody, http: Request)
     return Reply(served, chat.call, MessageWriter(chat, body, model), stream=bool(body.stream))
 
 
-async def count_tokens(served: ServedModel, body: PromptBody) -> Response:
+async def count_tokens(served: ServedModel, body: PromptBody, http: Request) -> Response:
     """The response with the number of tokens of a message's prompt."""
     served.check_model(body.model)
     return JSONResponse({"input_tokens": await served.n_prompt_tokens(parse_message(body))})

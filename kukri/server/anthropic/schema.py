@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    BaseModel,
     Discriminator,
     Field,
     ModelWrapValidatorHandler,
@@ -19,9 +18,15 @@ from kukri.errors import RequestError
 from kukri.sampling import Grammar
 from kukri.sampling.fields import MAX_STOPS, MAX_TEXT
 from kukri.server.body import Body, Piece, Refused
-from kukri.server.errors import NO_THREADS, unknown_field
+from kukri.server.errors import unknown_field
 from kukri.server.intervention_bodies import Interventions
 from kukri.server.schema import HINTS, NO_CALLS, MaxTokens, Sampling, TextOr, ToolName, tool_type
+
+NO_THREADS = "thread_unsupported_request"  # the code at which clients send whole conversations
+_MESSAGE_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class TextBlock(Piece):
@@ -264,16 +269,12 @@ class MessagesBody(PromptBody, Sampling):
         return self
 
 
-class MessageErrorDetail(BaseModel):
-    """The description of an error."""
-
-    type: str
-    message: str
-
-
-class MessageErrorBody(BaseModel):
-    """An error, as Anthropic's API writes it."""
-
-    type: Literal["error"]
-    error: MessageErrorDetail
-    request_id: str | None
+def message_error_body(
+    message: str, status: int, request_id: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return the JSON of an error of /v1/messages, with details if its code is NO_THREADS."""
+    kind = _MESSAGE_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if code == NO_THREADS:
+        error["details"] = {"error_code": code, "unsupported": ["thread"]}
+    return {"type": "error", "error": error, "request_id": request_id}

@@ -19,6 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import Scope
 
 from kukri.engine.loop import EngineLoop, EngineStatus
@@ -47,6 +48,12 @@ _POLL_S = 0.02  # between two looks at models that are to be unloaded
 _MEMORY_SHARE = 0.9  # share of the free memory for models
 _KV_SHARE = 0.5  # share of the models' memory for keys and values
 _SHUTDOWN = "the server is shutting down: try again later"
+
+
+def registry_of(request: Request) -> ModelRegistry:
+    """The models of the application that a request came to."""
+    registry: ModelRegistry = request.app.state.registry
+    return registry
 
 
 class ModelRegistry:

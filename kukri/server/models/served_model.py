@@ -26,7 +26,7 @@ from kukri.interp import Session
 from kukri.interp.interventions.request_taps import InterventionTaps
 from kukri.opening.model_options import ModelOptions
 from kukri.sampling import Grammar, SamplingParams, resolve_texts
-from kukri.server.access import check_interp
+from kukri.server.access import INTERP
 from kukri.server.chat.grammar_check import GrammarCheck
 from kukri.server.chat.images import ImageReader
 from kukri.server.chat.loosening import Functions, loosened, without_schemas
@@ -317,7 +317,7 @@ class ServedModel:
         if longest > most:  # before anything else is computed for it
             raise ContextLengthError(longest, most)
         if interventions:
-            check_interp(self.settings, scope, "interventions")
+            INTERP.check(self.settings, scope, "interventions")
         if isinstance(params.grammar, Grammar):
             await self.grammars.check(params.grammar)
         client: Client = scope["kukri.client"]

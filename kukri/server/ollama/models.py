@@ -11,9 +11,9 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kukri.errors import KukriError, RequestError
@@ -22,11 +22,10 @@ from kukri.formats.headers import read_headers
 from kukri.formats.model_cache import remove
 from kukri.formats.repos import parse_name
 from kukri.quant.mixes import FILE_TYPES
-from kukri.server.access import check_manages_models
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.models.capabilities import stated_template
 from kukri.server.models.entry import ModelEntry
-from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.registry import ModelRegistry, registry_of
 from kukri.server.ollama.schema import (
     NO_FILES,
     OPTIONS,
@@ -98,17 +97,9 @@ def model_facts(entry: ModelEntry) -> ModelFacts | None:
     return ModelFacts(path, headers.file_bytes, modified_s, details, info, template)
 
 
-async def _registry(request: Request) -> ModelRegistry:
-    """The models of the application that a request came to."""
-    registry: ModelRegistry = request.app.state.registry
-    return registry
-
-
-Registry = Annotated[ModelRegistry, Depends(_registry)]
-
-
-async def ollama_tags(registry: Registry, request: Request) -> Response:
+async def ollama_tags(request: Request) -> Response:
     """Lists the models on this machine."""
+    registry = registry_of(request)
     models = []
     for entry in await registry.catalog.listed(request.scope):
         facts = await asyncio.to_thread(model_facts, entry)
@@ -117,8 +108,9 @@ async def ollama_tags(registry: Registry, request: Request) -> Response:
     return JSONResponse({"models": models})
 
 
-async def ollama_ps(registry: Registry, request: Request) -> Response:
+async def ollama_ps(request: Request) -> Response:
     """Lists the loaded models."""
+    registry = registry_of(request)
     models = []
     for entry in await registry.catalog.listed(request.scope):
         facts = await asyncio.to_thread(model_facts, entry) if entry.served is not None else None
@@ -133,8 +125,9 @@ async def ollama_ps(registry: Registry, request: Request) -> Response:
     return JSONResponse({"models": models})
 
 
-async def ollama_show(body: OllamaBody, registry: Registry, request: Request) -> Response:
+async def ollama_show(body: OllamaBody, request: Request) -> Response:
     """Describes a model."""
+    registry = registry_of(request)
     entry = await registry.catalog.find(body.model, request.scope)
     facts = await asyncio.to_thread(model_facts, entry)
     if facts is None:
@@ -156,9 +149,9 @@ async def ollama_show(body: OllamaBody, registry: Registry, request: Request) ->
     )
 
 
-async def ollama_pull(body: OllamaPullBody, registry: Registry, request: Request) -> Response:
-    """Fetches a model, if clients may."""
-    check_manages_models(registry.settings, request.scope)
+async def ollama_pull(body: OllamaPullBody, request: Request) -> Response:
+    """Fetches a model."""
+    registry = registry_of(request)
     name = body.model.removesuffix(":latest")
     if not hub.is_known(name) and parse_name(name) is None:
         raise RequestError(f"there is no model {name[:100]!r} to pull: give org/repo:type", param="model")
@@ -195,9 +188,9 @@ async def _pulled(registry: ModelRegistry, name: str) -> AsyncGenerator[dict[str
     yield {"status": "success"}
 
 
-async def ollama_delete(body: OllamaBody, registry: Registry, request: Request) -> Response:
-    """Removes a model, if clients may."""
-    check_manages_models(registry.settings, request.scope)
+async def ollama_delete(body: OllamaBody, request: Request) -> Response:
+    """Removes a model."""
+    registry = registry_of(request)
     entry = await registry.catalog.find(body.model, request.scope, exactly=True)
     if await registry.catalog.drop_preset(body.model):
         return Response(status_code=200)
@@ -209,9 +202,9 @@ async def ollama_delete(body: OllamaBody, registry: Registry, request: Request) 
     return Response(status_code=200)
 
 
-async def ollama_create(body: OllamaCreateBody, registry: Registry, request: Request) -> Response:
-    """Creates a preset of a model that is served, if clients may; one of that name is replaced."""
-    check_manages_models(registry.settings, request.scope)
+async def ollama_create(body: OllamaCreateBody, request: Request) -> Response:
+    """Creates a preset of a model that is served; one of that name is replaced."""
+    registry = registry_of(request)
     entry = await registry.catalog.find(body.from_, request.scope, exactly=True)
     base = entry.preset(body.from_)
     preset = body.preset() if base is None else body.preset().over(base)
@@ -222,17 +215,19 @@ async def ollama_create(body: OllamaCreateBody, registry: Registry, request: Req
     return Response("".join(f"{json.dumps(line)}\n" for line in lines), media_type="application/x-ndjson")
 
 
-async def ollama_blob(registry: Registry, request: Request) -> Response:
+async def no_blob(request: Request) -> Response:
+    """Say that the file of a model is not here."""
+    return Response(status_code=404)
+
+
+async def refuse_blob(request: Request) -> Response:
     """Refuse the file of a model, unread: models come by /api/pull, or lie in the server's directory."""
-    if request.method == "HEAD":
-        return Response(status_code=404)
-    check_manages_models(registry.settings, request.scope)
     raise RequestError(f"files are not supported: {NO_FILES}", param="files", code="unsupported_parameter")
 
 
-async def ollama_copy(body: OllamaCopyBody, registry: Registry, request: Request) -> Response:
-    """Gives a model or a preset another name, if clients may."""
-    check_manages_models(registry.settings, request.scope)
+async def ollama_copy(body: OllamaCopyBody, request: Request) -> Response:
+    """Gives a model or a preset another name."""
+    registry = registry_of(request)
     entry = await registry.catalog.find(body.source, request.scope, exactly=True)
     name = body.destination.removesuffix(":latest")
     base = entry.preset(body.source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from kukri.errors import ConfigError, RequestError
 from kukri.opening.option_fields import duration_s
@@ -240,7 +240,8 @@ class OllamaCreateBody(OllamaBody):
         return Preset(name, self.system or None, sampling, tuple(messages), max_context=options.num_ctx)
 
 
-class OllamaErrorBody(BaseModel):
-    """An error."""
-
-    error: str
+def ollama_error_body(
+    message: str, status: int, request_id: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return the JSON of an error of Ollama's API."""
+    return {"error": message}

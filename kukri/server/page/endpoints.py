@@ -10,11 +10,12 @@ import math
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from secrets import token_urlsafe
 from typing import Annotated, Any, ClassVar
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import Field
 from starlette.exceptions import HTTPException
@@ -30,15 +31,17 @@ from kukri.formats.repos import is_offline
 from kukri.interp.plots.graph_page import VIEWER
 from kukri.sampling import SampledToken
 from kukri.sampling.fields import FieldFacts
-from kukri.server.access import check_manages_models
+from kukri.server.access import MODELS
+from kukri.server.answers.loading_reply import by_model
 from kukri.server.answers.logprobs import token_string
 from kukri.server.answers.reply import AnswerWriter, Reply, grown, sse
 from kukri.server.body import Refused
 from kukri.server.bounds import MOST_FEATURES
 from kukri.server.chat.request import ChatRequest
+from kukri.server.endpoint import Api, Endpoint
 from kukri.server.errors import ForbiddenError, NotFoundError
 from kukri.server.models.bridge import LiveCall
-from kukri.server.models.registry import ModelRegistry
+from kukri.server.models.registry import ModelRegistry, registry_of
 from kukri.server.models.served_model import Chat, ServedModel
 from kukri.server.page.model_library import models_here, models_to_download
 from kukri.server.sampling_fields import FACTS
@@ -88,109 +91,6 @@ class PageBody(Sampling):
     top_logprobs: Annotated[int, Field(ge=1, le=20)] | None = None  # tokens come with their probabilities
 
 
-def add_page(app: FastAPI, registry: ModelRegistry) -> None:
-    """Adds the page's routes. `middleware.py` says which of them need no key."""
-    templates = Environment(
-        loader=FileSystemLoader(_UI / "templates"), autoescape=True, undefined=StrictUndefined
-    )
-    unopened = UnopenedAnswers()
-
-    def html(template: str, **values: Any) -> Response:
-        return HTMLResponse(templates.get_template(template).render(**values), headers=_HEADERS)
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        """The page, with nothing in it that a key protects."""
-        return html(
-            "page.html",
-            needs_key=bool(registry.settings.api_keys),
-            has_interp=registry.settings.has_interp,
-            version=__version__,
-            system=DEFAULT_SYSTEM,
-        )
-
-    @app.get("/ui/graph", include_in_schema=False)
-    async def graphs() -> Response:
-        """The page of attribution graphs, with nothing in it that a key protects."""
-        return html("graph.html", needs_key=bool(registry.settings.api_keys), most_features=MOST_FEATURES)
-
-    @app.get("/ui/model", include_in_schema=False)
-    async def model(request: Request, name: str | None = None) -> Response:
-        """The fragment that names a model and all others, and has a control for each setting."""
-        entries = await registry.catalog.listed(request.scope)
-        chats = await asyncio.to_thread(lambda: [entry for entry in entries if entry.can_chat()])
-        chosen = chats[0] if name is None and chats else await registry.catalog.find(name, request.scope)
-        if not await asyncio.to_thread(chosen.can_chat):
-            use = " and ".join(chosen.capabilities() or ["tasks"])
-            wanted = f"the model {chosen.name!r} is for {use} and cannot chat: choose a language model"
-            raise NotFoundError(wanted, param="model")
-        served = await registry.acquire(chosen, request.scope)
-        preset = served.preset_of(name)
-        models = [
-            known for entry in chats for known in (entry.name, *(one.name for one in entry.spec.presets))
-        ]
-        return html(
-            "model.html",
-            model=served.names[0] if preset is None else preset.name,
-            models=list(dict.fromkeys(models)),
-            max_context=served.llm.engine.maker.max_context,
-            sees=served.prompts.sees,
-            controls=_CONTROLS,
-            defaults=vars(served.llm.default_params) | {"max_tokens": None, "seed": None},
-        )
-
-    @app.get("/ui/library", include_in_schema=False)
-    async def library(request: Request) -> Response:
-        """The fragment of the models that are here, and of those that may be downloaded."""
-        entries = await registry.catalog.listed(request.scope)
-        return html(
-            "library.html",
-            here=await asyncio.to_thread(models_here, entries),
-            others=await asyncio.to_thread(models_to_download, entries),
-            obstacle=_obstacle(registry, request.scope),
-            is_offline=is_offline(),
-        )
-
-    @app.post("/ui/answers", include_in_schema=False)
-    async def ask(body: PageBody, request: Request) -> Response:
-        """Starts an answer and returns the fragment that opens its stream."""
-        served = await registry.served(body.model, request.scope)
-        messages = conversation(body.messages)
-        preset = served.preset_of(body.model)
-        if messages[0]["role"] != "system" and (preset is None or not preset.system):
-            messages = [*await asyncio.to_thread(opening, served.llm.chat_template), *messages]
-        asked = ChatRequest(
-            messages=messages,
-            model=body.model,
-            sampling=body.sampling(max_tokens=body.max_tokens, logprobs=body.top_logprobs),
-            names={"prompt": "messages"},
-        )
-        chat = await served.open(asked, request.scope)
-        reply = Reply(served, chat.call, PageWriter(chat, served.tokenizer), stream=True, tells_progress=True)
-        name = unopened.add(served, chat.call, reply)
-        return html("answer.html", name=name)
-
-    @app.get("/ui/answers/{name}", include_in_schema=False)
-    async def answer(name: str) -> Response:
-        """The events of an answer, once."""
-        reply = unopened.take(name)
-        if reply is None:
-            raise HTTPException(404)
-        return reply
-
-    for folder in (_UI / "static", _UI / "vendor", VIEWER):
-        app.mount(f"/ui/{folder.name}", Files(directory=folder))
-
-
-def _obstacle(registry: ModelRegistry, scope: Scope) -> str:
-    """Why a client may download no model; empty if it may."""
-    try:
-        check_manages_models(registry.settings, scope)
-    except ForbiddenError as error:
-        return str(error)
-    return ""
-
-
 class Files(StaticFiles):
     """Files that a browser asks about each time, so that it never mixes two versions of the page."""
 
@@ -199,6 +99,106 @@ class Files(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers["cache-control"] = "no-cache"
         return response
+
+
+@cache
+def _templates() -> Environment:
+    return Environment(loader=FileSystemLoader(_UI / "templates"), autoescape=True, undefined=StrictUndefined)
+
+
+def _html(template: str, **values: Any) -> Response:
+    return HTMLResponse(_templates().get_template(template).render(**values), headers=_HEADERS)
+
+
+async def _page(request: Request) -> Response:
+    """The page, with nothing in it that a key protects."""
+    settings = registry_of(request).settings
+    return _html(
+        "page.html",
+        needs_key=bool(settings.api_keys),
+        has_interp=settings.has_interp,
+        version=__version__,
+        system=DEFAULT_SYSTEM,
+    )
+
+
+async def _graph_page(request: Request) -> Response:
+    """The page of attribution graphs, with nothing in it that a key protects."""
+    needs_key = bool(registry_of(request).settings.api_keys)
+    return _html("graph.html", needs_key=needs_key, most_features=MOST_FEATURES)
+
+
+async def _model(request: Request, name: str | None = None) -> Response:
+    """The fragment that names a model and all others, and has a control for each setting."""
+    registry = registry_of(request)
+    entries = await registry.catalog.listed(request.scope)
+    chats = await asyncio.to_thread(lambda: [entry for entry in entries if entry.can_chat()])
+    chosen = chats[0] if name is None and chats else await registry.catalog.find(name, request.scope)
+    if not await asyncio.to_thread(chosen.can_chat):
+        use = " and ".join(chosen.capabilities() or ["tasks"])
+        wanted = f"the model {chosen.name!r} is for {use} and cannot chat: choose a language model"
+        raise NotFoundError(wanted, param="model")
+    served = await registry.acquire(chosen, request.scope)
+    preset = served.preset_of(name)
+    models = [known for entry in chats for known in (entry.name, *(one.name for one in entry.spec.presets))]
+    return _html(
+        "model.html",
+        model=served.names[0] if preset is None else preset.name,
+        models=list(dict.fromkeys(models)),
+        max_context=served.llm.engine.maker.max_context,
+        sees=served.prompts.sees,
+        controls=_CONTROLS,
+        defaults=vars(served.llm.default_params) | {"max_tokens": None, "seed": None},
+    )
+
+
+async def _library(request: Request) -> Response:
+    """The fragment of the models that are here, and of those that may be downloaded."""
+    registry = registry_of(request)
+    entries = await registry.catalog.listed(request.scope)
+    return _html(
+        "library.html",
+        here=await asyncio.to_thread(models_here, entries),
+        others=await asyncio.to_thread(models_to_download, entries),
+        obstacle=_obstacle(registry, request.scope),
+        is_offline=is_offline(),
+    )
+
+
+async def _ask(served: ServedModel, body: PageBody, request: Request) -> Response:
+    """Starts an answer and returns the fragment that opens its stream."""
+    messages = conversation(body.messages)
+    preset = served.preset_of(body.model)
+    if messages[0]["role"] != "system" and (preset is None or not preset.system):
+        messages = [*await asyncio.to_thread(opening, served.llm.chat_template), *messages]
+    asked = ChatRequest(
+        messages=messages,
+        model=body.model,
+        sampling=body.sampling(max_tokens=body.max_tokens, logprobs=body.top_logprobs),
+        names={"prompt": "messages"},
+    )
+    chat = await served.open(asked, request.scope)
+    reply = Reply(served, chat.call, PageWriter(chat, served.tokenizer), stream=True, tells_progress=True)
+    unopened: UnopenedAnswers = request.app.state.unopened
+    return _html("answer.html", name=unopened.add(served, chat.call, reply))
+
+
+async def _answer(request: Request, name: str) -> Response:
+    """The events of an answer, once."""
+    unopened: UnopenedAnswers = request.app.state.unopened
+    reply = unopened.take(name)
+    if reply is None:
+        raise HTTPException(404)
+    return reply
+
+
+def _obstacle(registry: ModelRegistry, scope: Scope) -> str:
+    """Why a client may download no model; empty if it may."""
+    try:
+        MODELS.check(registry.settings, scope)
+    except ForbiddenError as error:
+        return str(error)
+    return ""
 
 
 class UnopenedAnswers:
@@ -292,3 +292,18 @@ def _event(kind: str, **data: Any) -> bytes:
     """A server-sent event whose data cannot be taken for HTML, whatever the model wrote."""
     text = sse(data, kind).replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
     return text.encode()
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/", _page, is_open=True),
+    Endpoint("GET", "/ui/graph", _graph_page, is_open=True),
+    Endpoint("GET", "/ui/model", _model),
+    Endpoint("GET", "/ui/library", _library),
+    Endpoint("POST", "/ui/answers", by_model(_ask), body=PageBody, has_images=True),
+    Endpoint("GET", "/ui/answers/{name}", _answer, is_open=True),  # a secret name
+    *(
+        Endpoint("GET", f"/ui/{one.name}/{{path}}", Files(directory=one), is_open=True, is_quiet=True)
+        for one in (_UI / "static", _UI / "vendor", VIEWER)
+    ),
+)
+PAGE = Api("page", ENDPOINTS)

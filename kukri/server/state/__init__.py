@@ -1,0 +1,1 @@
+"""How the server is, and the document of all its endpoints."""
