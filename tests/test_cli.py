@@ -82,7 +82,7 @@ def test_run_answers(smollm2_path):
 @pytest.mark.full
 def test_run_streams(smollm2_path):
     """Catches an answer that is held back until it is complete."""
-    process = start("run", "Count to one hundred.", "-m", str(smollm2_path), "-n", "400", "--ignore-eos")
+    process = start("run", "Count to one hundred.", "-m", str(smollm2_path), "-n", "150", "--ignore-eos")
     first = os.read(process.stdout.fileno(), 1 << 16)
     assert process.poll() is None
     rest, errors = process.communicate(timeout=120)
