@@ -319,6 +319,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "gemma4_text": "llama3",  # divisors
         "gemma4_text-keys": "llama3",
         "gemma4_moe_text": "llama3",
+        "lfm3": "llama3",
     }
     assert ORIGINAL < N_TOKENS
     assert all(c.n_heads > c.n_kv_heads for n, c in configs.items() if n not in ("phi", "gpt_neox", "mamba2"))
