@@ -48,7 +48,7 @@ class CompiledKernels(BuildHookInterface[Any]):
 
     def dependencies(self) -> list[str]:
         """Needed to compile: what kernels import."""
-        return ["numpy>=2.2", "numba>=0.61", "platformdirs>=4"] if WANTED else []
+        return ["numpy>=2.2", "numba>=0.66", "platformdirs>=4"] if WANTED else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles in a process of its own; not for `pip install -e`, whose kernels may be edited."""

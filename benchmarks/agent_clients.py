@@ -31,7 +31,7 @@ class Client:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def _codex(home: Path, url: str) -> dict[str, str]:

@@ -190,7 +190,7 @@ def save(directory: Path, outcome: Outcome, said: str, exchanges: Sequence[Excha
     directory.mkdir(parents=True, exist_ok=True)
     stem = f"{outcome.client}-{outcome.task.replace(' ', '-')}-{outcome.session}"
     (directory / f"{stem}.txt").write_text(said)
-    with open(directory / f"{stem}.jsonl", "w") as file:
+    with open(directory / f"{stem}.jsonl", "w", encoding="utf-8") as file:
         for one in exchanges:
             record = {"path": one.path, "status": one.status, "first_token_s": one.first_token_s}
             record |= {"total_s": one.total_s, "body": one.body.decode(errors="replace")}

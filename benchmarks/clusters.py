@@ -148,5 +148,5 @@ def wait_for(is_true: Callable[[], bool], timeout_s: float) -> None:
 
 
 def _parent(pid: int) -> int:
-    text = Path(f"/proc/{pid}/stat").read_text()
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     return int(text.rpartition(")")[2].split()[1])

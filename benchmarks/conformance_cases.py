@@ -594,7 +594,8 @@ def _evaluated(url: str, data: str, **task: Any) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "data.jsonl")
-        file.write_text("".join(json.dumps(document) + "\n" for document in _DOCUMENTS[data]))
+        lines = [json.dumps(document) + "\n" for document in _DOCUMENTS[data]]
+        file.write_text("".join(lines), encoding="utf-8")
         config = {"task": data, "dataset_path": "json", "test_split": "train", "metadata": {"version": 1.0}}
         config |= {"dataset_kwargs": {"data_files": str(file), "cache_dir": folder}, **task}
         model = LocalCompletionsAPI(

@@ -67,7 +67,7 @@ def _device_bytes() -> int:
 
 def _peak_rss() -> int:
     """The most memory that this process held so far, from Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 

@@ -132,7 +132,7 @@ def compare(
 def _resident_bytes(process_id: int) -> int | None:
     """The memory that a process holds, pages of mapped files included; None if the system does not tell."""
     try:
-        status = Path(f"/proc/{process_id}/status").read_text()
+        status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
     except OSError:
         return None
     return 1024 * int(status.partition("VmRSS:")[2].split(maxsplit=1)[0])

@@ -143,7 +143,7 @@ async def _asked(urls: Sequence[str], prompts: Sequence[str]) -> float:
 
 def processor_time(pid: int) -> float:
     """The seconds of processor time that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

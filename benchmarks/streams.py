@@ -130,7 +130,7 @@ async def answer_bytes(place: tuple[str, int], path: str, body: dict[str, Any]) 
 
 def _thread_ns(pid: int) -> int:
     """Nanoseconds that a process's first thread, which has the event loop, has run."""
-    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="utf-8").split()[0])
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from kukri.interp import plots
 
 PROMPT = "The capital of France is"
 N_FEATURES, N_TOKENS = 96, 512
-TEXT = Path(__file__).read_text()  # any text will do, and millions of tokens are better
+TEXT = Path(__file__).read_text(encoding="utf-8")  # any text will do, and millions of tokens are better
 ENDS = ("mlp.hook_in", "hook_mlp_out")
 
 

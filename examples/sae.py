@@ -15,7 +15,7 @@ from kukri import LLM
 from kukri.interp.store import ActivationStore, write_store
 
 HOOK, N_FEATURES, STEPS, BATCH = "blocks.14.hook_resid_post", 256, 40, 128
-TEXTS = [Path(__file__).read_text()]  # any texts will do, and millions of them are better
+TEXTS = [Path(__file__).read_text(encoding="utf-8")]  # any texts will do, and millions of them are better
 
 with tempfile.TemporaryDirectory() as folder:
     with LLM() as llm:

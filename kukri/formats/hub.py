@@ -407,7 +407,8 @@ def _size_bytes(directory: Path) -> int:
 
 def _last_error(log: Path) -> str:
     """pip's last error line, without the prefix; of a traceback its last line, which names the exception."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     told = [line for line in errors if not line.endswith("Exception:")]
     return (told or lines or ["pip failed without a message"])[-1]

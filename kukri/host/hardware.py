@@ -24,7 +24,7 @@ def cpu_model() -> str:
         asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
         return asked.stdout.strip() or platform.machine()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -114,7 +114,7 @@ def _group_bytes_left(folder: Path, limit_name: str, usage_name: str, cache_name
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 
@@ -122,7 +122,7 @@ def _text(path: Path) -> str:
 def peak_rss_bytes() -> int:
     """The most memory that this process has held so far, mapped files included."""
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
         # the system call would also count memory that the parent held when it started this process
         return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
     except (OSError, IndexError, ValueError):

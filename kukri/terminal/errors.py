@@ -81,7 +81,7 @@ class ErrorReportingGroup(LightParams, TyperGroup):
 def check_streams() -> None:
     """Ends the program with a line if standard output is closed; text for a closed stderr is dropped."""
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process lives)
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (as long as the process lives)
     if sys.stdout is None:
         print("error: standard output is closed: send it to a file, or to /dev/null", file=sys.stderr)
         sys.exit(EXIT_ERROR)

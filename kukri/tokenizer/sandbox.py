@@ -302,7 +302,7 @@ def _limit_memory() -> None:
     try:
         import resource
 
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         limit = pages * resource.getpagesize() + _MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     except (ImportError, OSError, ValueError):  # a system without: processor time is limited all the same
