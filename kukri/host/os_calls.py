@@ -1,8 +1,8 @@
 """Calls that only some operating systems have, with what is done on the others.
 
-Modules and calls that a system may lack are used only here, and in two worker programs, which limit
-themselves (`tokenizer/sandbox.py`, `server/chat/grammar_worker.py`). Windows has no affinity, locks, owners
-or limits of this kind; tests take them away, but nothing was run there.
+Modules and calls that a system may lack are used only in this folder, and in the program of
+`tokenizer/sandbox.py`, which imports nothing of kukri. Windows has no affinity, locks, owners or limits of
+this kind; tests take them away, but nothing was run there.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import socket
 
 try:
     import fcntl
@@ -61,7 +65,7 @@ def peak_rss_bytes() -> int:
 def cpu_s(process_id: int) -> float | None:
     """Processor time of another process in seconds; None if unknown."""
     try:
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -106,6 +110,45 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
     except OSError:  # a file system without
         return None
     return True
+
+
+HAS_FORK = hasattr(os, "fork")
+
+
+def fork() -> int:
+    """Fork this process, where `HAS_FORK`, and return the child's id, which is 0 in the child."""
+    return os.fork()
+
+
+def set_priority(process_id: int, niceness: int) -> None:
+    """Set the niceness of another process, if the system has it and the process still runs."""
+    if hasattr(os, "setpriority"):
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process_id, niceness)
+
+
+def end_child(process_id: int) -> float:
+    """Kill a process that `fork` started, and return the processor time that it took, in seconds."""
+    import signal
+
+    os.kill(process_id, signal.SIGKILL)
+    used = os.wait4(process_id, 0)[2]
+    return used.ru_utime + used.ru_stime
+
+
+def unix_socket() -> socket.socket | None:
+    """A Unix socket; None on a system without."""
+    import socket
+
+    return socket.socket(socket.AF_UNIX) if hasattr(socket, "AF_UNIX") else None
+
+
+def on_hangup(act: Callable[[], None]) -> None:
+    """Have SIGHUP call a function, on systems that send it; others have to start again."""
+    import signal
+
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda *_: act())
 
 
 def sync_directory(directory: Path) -> None:

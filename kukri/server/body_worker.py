@@ -7,15 +7,14 @@ JSON: [kind, what], see `outcome`.
 from __future__ import annotations
 
 import json
-import os
 import sys
-from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from kukri.errors import RequestError
+from kukri.host.limits import limit_memory, lower_priority
 
 _NICENESS = 10  # streams come first
 _MAX_BYTES = 4 << 30  # bytes of address space
@@ -46,11 +45,8 @@ def outcome(name: str, data: bytes) -> tuple[str, Any]:
 
 def main() -> None:
     """Answers the bodies of stdin until it ends."""
-    with suppress(ImportError, ValueError, OSError):  # not every system has the limits
-        import resource
-
-        os.nice(_NICENESS)
-        resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    lower_priority(_NICENESS)
+    limit_memory(_MAX_BYTES)
     source = sys.stdin.buffer
     while line := source.readline():
         name, n_bytes = line.decode().split()

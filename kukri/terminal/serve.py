@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import socket
 import ssl
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.host.installed import needs_package
+from kukri.host.os_calls import on_hangup, unix_socket
 from kukri.terminal.files import read_text
 from kukri.terminal.progress import loading_bar
 from kukri.terminal.serve_options import ServeOptions
@@ -210,12 +210,12 @@ def bound_unix_socket(path: Path) -> socket.socket:
 
     A socket that an earlier server left there is replaced; another file, or a server that answers, is not.
     """
-    if not hasattr(socket, "AF_UNIX"):
+    bound = unix_socket()
+    if bound is None:
         raise ConfigError("this system has no Unix sockets: leave --unix-socket out")
-    bound = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket():
-            with socket.socket(socket.AF_UNIX) as other:
+            with socket.socket(bound.family) as other:
                 if other.connect_ex(str(path)) == 0:
                     raise ConfigError(f"another server listens on {path}: choose another --unix-socket")
             path.unlink()
@@ -278,8 +278,8 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
             self.force_exit = self.should_exit
             self.should_exit = True
 
-    if settings.api_key_file is not None and hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, lambda *_: reread_keys(app, settings.api_key_file))
+    if settings.api_key_file is not None:
+        on_hangup(lambda: reread_keys(app, settings.api_key_file))
     config = uvicorn.Config(app, **uvicorn_options(settings))
     gc.collect()
     gc.freeze()  # what is there by now stays: to look through it again stops all streams for 40 ms

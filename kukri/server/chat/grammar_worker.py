@@ -13,15 +13,14 @@ import json
 import math
 import os
 import selectors
-import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kukri.errors import KukriError
-from kukri.host.os_calls import cpu_s
+from kukri.host.limits import limit_cpu, limit_memory, lower_priority
+from kukri.host.os_calls import HAS_FORK, cpu_s, end_child, fork, set_priority
 from kukri.sampling import Grammar
 from kukri.sampling.grammar import compiled
 
@@ -87,16 +86,13 @@ class Child:
     @classmethod
     def start(cls, number: int, grammar: Grammar, vocabulary: Any, n_others: int) -> Child:
         """Forks it."""
-        import resource
-
         reader, writer = os.pipe()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             try:
-                with suppress(ValueError, OSError):  # not every system has the limits
-                    os.nice(min(_NICENESS + 2 * n_others, _MAX_NICENESS))
-                    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
-                    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+                lower_priority(min(_NICENESS + 2 * n_others, _MAX_NICENESS))
+                limit_cpu(_MAX_CPU_S)
+                limit_memory(_MAX_BYTES)
                 os.write(writer, json.dumps(verdict(grammar, vocabulary)).encode())
             finally:
                 os._exit(0)
@@ -107,8 +103,7 @@ class Child:
     def slow_down(self) -> None:
         """Leaves the processor to others from now on."""
         self.slows_at = math.inf
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self.pid, _MAX_NICENESS)
+        set_priority(self.pid, _MAX_NICENESS)
 
     def may_continue(self) -> bool:
         """Gives a grammar more time if it is alone and got too little of the processor; returns whether."""
@@ -122,13 +117,12 @@ class Child:
     def end(self, is_in_time: bool) -> tuple[Outcome, str | None]:
         """Ends it: whether the grammar can be served, and why not, or what of it is not enforced."""
         found = os.read(self.reader, 1 << 16) if is_in_time else b""
-        os.kill(self.pid, signal.SIGKILL)
-        used = os.wait4(self.pid, 0)[2]
+        used_s = end_child(self.pid)
         os.close(self.reader)
         if found:
             outcome, reason = json.loads(found)
             return outcome, reason
-        if not is_in_time and used.ru_utime + used.ru_stime < _FAIR_SHARE_S:
+        if not is_in_time and used_s < _FAIR_SHARE_S:
             return "busy", None
         limit = "too much memory" if is_in_time else f"more than {BUDGET_S:g} s"
         return "bad", str(self.grammar.error(f"it takes {limit} to compile: make it simpler"))
@@ -184,7 +178,7 @@ def main() -> None:
     vocabulary = Vocabulary(**json.loads(_first_line()))
     verdict(Grammar.json(), vocabulary)  # makes the automata of the vocabulary
     tell(0, "good", None)
-    (answer_lines if hasattr(os, "fork") else answer_in_turn)(vocabulary)
+    (answer_lines if HAS_FORK else answer_in_turn)(vocabulary)
 
 
 def _first_line() -> bytes:

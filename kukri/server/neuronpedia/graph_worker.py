@@ -10,11 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Literal
+
+from kukri.host.limits import lower_priority
 
 _NICENESS = 10  # streams come first
 Outcome = Literal["made", "refused", "failed"]
@@ -73,8 +75,7 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     Thread(target=_end_with_stdin, daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = str(job["n_threads"])  # read when NumPy is imported
-    with suppress(AttributeError, OSError):  # not every system has it
-        os.nice(_NICENESS)
+    lower_priority(_NICENESS)
     outcome, text = outcome_of(job, _tell)
     print(json.dumps([outcome, "" if outcome == "made" else text]), flush=True)
     if outcome == "made":
