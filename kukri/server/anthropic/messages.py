@@ -17,7 +17,7 @@ from kukri.errors import ContextLengthError, RequestError
 from kukri.server.answers.reply import AnswerWriter, Reply, image_usage, interp_fields, sse
 from kukri.server.anthropic.schema import (
     DocumentSource,
-    HostedTool,
+    MessageHostedTool,
     MessagesBody,
     MessageTool,
     MessageToolChoice,
@@ -53,7 +53,7 @@ _DELTAS = {
 async def answer_message(served: ServedModel, body: MessagesBody, http: Request) -> Response:
     """The response to a message."""
     model = served.check_model(body.model)
-    hosted = [tool.name or tool.type for tool in body.tools or () if isinstance(tool, HostedTool)]
+    hosted = [tool.name or tool.type for tool in body.tools or () if isinstance(tool, MessageHostedTool)]
     http.scope["kukri.left_out"]["x-tools-left-out"] = hosted
     try:
         chat = await served.open(parse_message(body), http.scope)

@@ -141,7 +141,7 @@ class MessageTool(Piece):
         return {"name": self.name, "parameters": self.input_schema, **given}
 
 
-class HostedTool(Piece):
+class MessageHostedTool(Piece):
     """A tool that Anthropic's servers run, such as a search: there is none here, so that it is left out."""
 
     type: str
@@ -149,7 +149,7 @@ class HostedTool(Piece):
 
 
 AnyTool = Annotated[
-    Annotated[MessageTool, Tag("@custom")] | Annotated[HostedTool, Tag("@hosted")],
+    Annotated[MessageTool, Tag("@custom")] | Annotated[MessageHostedTool, Tag("@hosted")],
     Discriminator(
         lambda value: "@hosted" if tool_type(value) not in (None, "custom") else "@custom",
     ),

@@ -101,6 +101,6 @@ def _described(row: Endpoint, api: Api) -> dict[str, Any]:
     return {
         "tags": [api.name],
         "summary": row.summary,
-        "operationId": "_".join(re.findall(r"[a-z0-9]+", f"{row.method} {row.path}".lower())),
+        "operationId": "_".join(re.findall(r"[a-z0-9]+", f"{row.method} {row.shown_path}".lower())),
         "responses": {str(status): responses[status] for status in sorted(responses)},
     }
