@@ -52,7 +52,7 @@ class Fault:
 BY_HAND: tuple[tuple[str, str, str], ...] = (
     (
         'kukri/engine/pages.py',
-        'return sha256(before + tokens.tobytes() + images).digest()',
+        'return sha256(before + tokens.tobytes() + rows).digest()',
         'return sha256(before + tokens.tobytes()).digest()',
     ),
     (
