@@ -80,7 +80,7 @@ class AsyncLLM:
         self, model: LLM | str | os.PathLike[str] | None = None, **options: Unpack[ModelKeywords]
     ) -> None:
         if isinstance(model, LLM) and options:
-            raise KukriError(f"the LLM is already open and does not take {', '.join(options)}")
+            raise KukriError(f"{', '.join(map(repr, options))} must be given when the LLM is opened")
         self._owns_llm = not isinstance(model, LLM)
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._is_open = True
@@ -213,7 +213,7 @@ class AsyncLLM:
         checked, intervene = calls.params(params, overrides), self.llm.intervene(interventions)
         if not is_chat(prompt):
             if tools:
-                raise RequestError("'tools' is for messages only: leave it out", param="tools")
+                raise RequestError.of("tools", "requires messages: leave it out")
             plain = await asyncio.to_thread(
                 calls.for_stream, cast("Prompt", prompt), checked, adapter, intervene
             )
@@ -311,7 +311,7 @@ class AsyncLLM:
                 threading.Thread(target=self._step_all, name="kukri-async", daemon=True).start()
             except RuntimeError as error:  # the process may have no more threads
                 self._is_stepping = False
-                self._end_live(KukriError(f"no thread to run the engine: {error}"))
+                self._end_live(KukriError(f"no thread could be started for the engine: {error}"))
 
     def _end(self, calls: list[Call]) -> None:
         self._live.difference_update(calls)

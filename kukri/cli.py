@@ -138,7 +138,8 @@ def run(
     parse_special: Annotated[
         bool,
         typer.Option(
-            help="With --raw: take control tokens written in the text for what they are, or as text."
+            help="With --raw: parse special tokens such as <|im_start|> in the prompt, or keep them as plain "
+            "text."
         ),
     ] = True,
     form: FormOptions,

@@ -53,7 +53,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         """Raises ConfigError on an unknown kind or numbers without a meaning."""
         if self.kind not in ROPE_SCALINGS:
-            raise ConfigError(f"RoPE scaling {self.kind!r} is unknown: kukri runs {', '.join(ROPE_SCALINGS)}")
+            raise ConfigError(f"RoPE scaling {self.kind!r} is not supported: use {', '.join(ROPE_SCALINGS)}")
         least, most = 1 / MAX_ROPE_FACTOR, MAX_ROPE_FACTOR
         rotating = (factor for factor in self.factors if not math.isclose(factor, NO_ROTATION, rel_tol=1e-6))
         divisors = (*rotating, *self.short_factors, *self.long_factors)
@@ -62,17 +62,15 @@ class RopeScaling:
         if self.attention_factor is not None and not 0 < self.attention_factor <= MAX_ROPE_FACTOR:
             raise ConfigError(f"the attention factor must be above 0, not {self.attention_factor:g}")
         if self.kind != "linear" and not self.factors and self.original_context < 1:
-            raise ConfigError(f"{self.kind} RoPE scaling needs the context the model was trained on")
+            raise ConfigError(f"{self.kind} RoPE scaling requires the context length of the training")
         if self.kind == "longrope" and not (self.short_factors and self.long_factors):
-            raise ConfigError("longrope RoPE scaling needs short and long factors")
+            raise ConfigError("longrope RoPE scaling requires short and long factors")
         if self.kind == "longrope" and self.original_context < 2:
-            raise ConfigError("longrope RoPE scaling needs an original context above 1 token")
+            raise ConfigError("longrope RoPE scaling requires an original context above 1 token")
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                "llama3 RoPE scaling needs low_freq_factor below high_freq_factor, both above 0"
-            )
+            raise ConfigError("'low_freq_factor' of llama3 RoPE must be above 0 and below 'high_freq_factor'")
         if self.kind == "yarn" and not 0 < self.beta_slow <= self.beta_fast:
-            raise ConfigError("yarn RoPE scaling needs beta_slow at most beta_fast, both above 0")
+            raise ConfigError("'beta_slow' of yarn RoPE scaling must be above 0 and at most 'beta_fast'")
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,14 @@ class RopeConfig:
         """Raises ConfigError unless the scaling fits theta and the number of frequencies."""
         s = self.scaling
         if not 1e-3 <= self.theta <= 1e18:  # frequencies are float32
-            raise ConfigError(f"RoPE's theta must be from 0.001 to 1e18, not {self.theta:g}")
+            raise ConfigError(f"the base of RoPE (theta) must be from 0.001 to 1e18, not {self.theta:g}")
         if s and s.kind == "yarn" and self.theta <= 1:
-            raise ConfigError(f"yarn RoPE scaling needs a theta above 1, not {self.theta}")
+            raise ConfigError(f"the base (theta) of yarn RoPE scaling must be above 1, not {self.theta}")
         if s and s.kind == "dynamic" and self.rotary_dim < 4:
-            raise ConfigError("dynamic RoPE scaling needs at least 4 rotary dimensions")
+            raise ConfigError("dynamic RoPE scaling requires at least 4 rotary dimensions")
         for factors in (s.factors, s.short_factors, s.long_factors) if s else ():
             if factors and len(factors) != self.rotary_dim // 2:
-                raise ConfigError(
-                    f"{len(factors)} RoPE factors for {self.rotary_dim // 2} rotary frequencies"
-                )
+                raise ConfigError(f"RoPE must have {self.rotary_dim // 2} factors, not {len(factors)}")
 
 
 @dataclass(frozen=True)
@@ -158,14 +154,17 @@ class MixtureConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError on sizes that no mixture can have."""
         if not 1 <= self.n_used <= self.n_experts:
-            raise ConfigError(f"{self.n_used} experts used of {self.n_experts}")
+            raise ConfigError(
+                f"experts per token ({self.n_used}) must be from 1 to the number of experts "
+                f"({self.n_experts})"
+            )
         if self.d_ffn < 1:
-            raise ConfigError(f"experts of width {self.d_ffn}")
+            raise ConfigError(f"the width of experts must be at least 1, not {self.d_ffn}")
         if self.n_experts % self.n_groups or not 1 <= self.n_groups_used <= self.n_groups:
             groups = f"{self.n_groups_used} used of {self.n_groups} groups"
-            raise ConfigError(f"{groups} of {self.n_experts} experts, which must be of one size")
+            raise ConfigError(f"{self.n_experts} experts must be in groups of one size ({groups})")
         if self.n_used > self.n_experts // self.n_groups * self.n_groups_used:
-            raise ConfigError(f"{self.n_used} experts used, more than {self.n_groups_used} groups have")
+            raise ConfigError(f"experts per token ({self.n_used}) must fit into {self.n_groups_used} groups")
 
 
 @dataclass(frozen=True)
@@ -183,9 +182,9 @@ class RecurrentConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError on sizes that no layer can have."""
         if self.n_taps < 2:
-            raise ConfigError(f"a recurrent layer's convolution of {self.n_taps} taps: it needs at least 2")
+            raise ConfigError(f"a recurrent layer's convolution must have 2 taps or more, not {self.n_taps}")
         if self.n_heads and (self.n_groups < 1 or self.n_heads % self.n_groups):
-            raise ConfigError(f"{self.n_heads} heads of a recurrent layer in {self.n_groups} groups")
+            raise ConfigError(f"recurrent groups ({self.n_groups}) must divide the heads ({self.n_heads})")
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,10 @@ class LatentConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError on widths that no layer can have."""
         if min(self.rank, self.d_nope, self.d_value) < 1 or self.q_rank < 0:
-            raise ConfigError(f"latent attention of widths {self.rank}, {self.d_nope} and {self.d_value}")
+            raise ConfigError(
+                f"the widths of latent attention must be positive: {self.rank}, {self.d_nope} and "
+                f"{self.d_value}"
+            )
 
 
 HEADS = (
@@ -245,9 +247,9 @@ class HeadConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError on an unknown kind, or a classification without labels."""
         if self.kind not in HEADS:
-            raise ConfigError(f"head {self.kind[:60]!r} is unknown: kukri runs {', '.join(HEADS)}")
+            raise ConfigError(f"head {self.kind[:60]!r} is not supported: use {', '.join(HEADS)}")
         if self.kind.endswith("classification") != bool(self.labels):
-            raise ConfigError(f"a {self.kind} head with {len(self.labels)} labels")
+            raise ConfigError(f"a {self.kind} head cannot have {len(self.labels)} labels")
 
 
 @dataclass(frozen=True)
@@ -303,31 +305,29 @@ class ModelConfig:
             "max_context",
         ):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ConfigError(f"{name!r} must be at least 1, not {getattr(self, name)}")
         if len(self.layers) != self.n_layers:
-            raise ConfigError(f"{len(self.layers)} layer configs for {self.n_layers} layers")
+            raise ConfigError(f"{self.n_layers} layers cannot have {len(self.layers)} configurations")
         _check_heads(self.n_heads, self.n_kv_heads, self.d_head, self.rope)
         for i, layer in enumerate(map(self.attention, range(self.n_layers))):
             _check_heads(self.n_heads, layer.n_kv_heads, layer.d_head, layer.rope)
             if layer.kv_from is not None:
                 self._check_shared(i, layer, layer.kv_from)
         if not self.norm_eps > 0:
-            raise ConfigError(f"norm_eps must be above 0, not {self.norm_eps}")
+            raise ConfigError(f"'norm_eps' must be above 0, not {self.norm_eps}")
         if self.recurrent is None and any(layer.is_recurrent or layer.has_state for layer in self.layers):
-            raise ConfigError("recurrent layers without their sizes")
+            raise ConfigError("recurrent layers require their sizes")
 
     def _check_shared(self, i: int, layer: AttentionConfig, source: int) -> None:
         """Raises ConfigError unless layer `i` can read the keys and values of layer `source`."""
         if not 0 <= source < i:
-            raise ConfigError(
-                f"layer {i} reads the keys and values of layer {source}, which is not before it"
-            )
+            raise ConfigError(f"layer {i} cannot share the keys of layer {source}, which is not before it")
         other = self.attention(source)
         if other.kv_from is not None or self.layers[source].is_recurrent:
-            raise ConfigError(f"layer {i} reads the keys and values of layer {source}, which has none")
+            raise ConfigError(f"layer {i} cannot share the keys of layer {source}, which has none of its own")
         if any(getattr(layer, part) != getattr(other, part) for part in ("n_kv_heads", "d_head", "window")):
             raise ConfigError(
-                f"layer {i} reads the keys and values of layer {source}, whose heads or window differ"
+                f"layer {i} cannot share the keys of layer {source}, whose heads or window differ"
             )
 
     def attention(self, layer: int) -> AttentionConfig:
@@ -352,9 +352,9 @@ class ModelConfig:
 
 def _check_heads(n_heads: int, n_kv_heads: int, d_head: int, rope: RopeConfig | None) -> None:
     if n_kv_heads < 1 or n_heads % n_kv_heads:
-        raise ConfigError(f"n_heads {n_heads} is not a multiple of n_kv_heads {n_kv_heads}")
+        raise ConfigError(f"'n_heads' ({n_heads}) must be a multiple of 'n_kv_heads' ({n_kv_heads})")
     if rope is not None and (not 0 <= rope.rotary_dim <= d_head or rope.rotary_dim % 2):
-        raise ConfigError(f"rotary_dim {rope.rotary_dim} must be even and at most d_head {d_head}")
+        raise ConfigError(f"'rotary_dim' ({rope.rotary_dim}) must be even and at most 'd_head' ({d_head})")
 
 
 Pooling = Literal["mean", "last", "cls"]
@@ -445,7 +445,7 @@ class EngineConfig:
         for name, kind in (("kv_type", KVType), ("speculation", Speculation)):
             if getattr(self, name) not in get_args(kind):
                 names = ", ".join(get_args(kind))
-                raise ConfigError(f"{name} must be one of {names}, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name!r} must be one of {names}, not {getattr(self, name)!r}")
         for name in (
             "max_requests",
             "max_step_tokens",
@@ -454,11 +454,11 @@ class EngineConfig:
             "max_in_flight",
         ):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ConfigError(f"{name!r} must be at least 1, not {getattr(self, name)}")
         for name in ("max_context", "n_threads", "kv_bytes", "prefix_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
+                raise ConfigError(f"{name!r} must be at least 1, not {value}")
         for name in ("snapshot_bytes", "max_step_ms"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
+                raise ConfigError(f"{name!r} must be at least 0, not {getattr(self, name)}")

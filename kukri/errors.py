@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 
 class KukriError(Exception):
@@ -71,6 +71,13 @@ class ConfigError(KukriError):
     """A model or engine configuration is inconsistent."""
 
 
+# A message that begins with one of these has the file as its subject.
+_VERBS = (
+    "appears ", "cannot ", "claims ", "differs ", "has ", "holds ", "is ", "must ", "names ", "overlaps ",
+    "requires ", "takes ", "updates ", "was ",
+)  # fmt: skip
+
+
 class FormatError(KukriError):
     """A model file is broken.
 
@@ -91,7 +98,8 @@ class FormatError(KukriError):
             where.append(f"byte {offset}")
         if tensor is not None:
             where.append(f"tensor {tensor!r}")
-        super().__init__(f"{', '.join(where)}: {message}" if where else message)
+        is_sentence = message.startswith(_VERBS) and (offset is None or tensor is not None)
+        super().__init__(f"{', '.join(where)}{'' if is_sentence else ':'} {message}" if where else message)
 
 
 class MissingFileError(FormatError, FileNotFoundError):
@@ -120,6 +128,11 @@ class RequestError(KukriError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         self.param, self.code = param, code
         super().__init__(message)
+
+    @classmethod
+    def of(cls, param: str, problem: str, *, code: str | None = None) -> Self:
+        """Return the error of a field, which the text names in quotes: `of("n", "must be at least 1")`."""
+        return cls(f"{param!r} {problem}", param=param, code=code)
 
 
 class ContextLengthError(RequestError):

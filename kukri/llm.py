@@ -244,7 +244,7 @@ class LLM:
         checked, intervene = self.calls.params(params, overrides), self.intervene(interventions)
         if not is_chat(prompt):
             if tools:
-                raise RequestError("'tools' is for messages only: leave it out", param="tools")
+                raise RequestError.of("tools", "requires messages: leave it out")
             plain = cast("Prompt", prompt)
             return self.calls.chunks(self.calls.for_stream(plain, checked, adapter, intervene))
         from kukri.calls.conversation import Conversation
@@ -351,7 +351,7 @@ class LLM:
 
     def answer(self, question: str, context: str, **options: int) -> list[Span]:
         """`extract` under its name of before 0.1, which sounds as if the model answered by itself."""
-        warn("LLM.answer is called LLM.extract now", DeprecationWarning, stacklevel=2)
+        warn("LLM.answer is deprecated: use LLM.extract", DeprecationWarning, stacklevel=2)
         return self.extract(question, context, **options)
 
     def extract(
@@ -405,9 +405,7 @@ class LLM:
         warning is logged.
         """
         if not isinstance(texts, Sequence):
-            raise RequestError(
-                f"texts must be str or a list of them, not {type(texts).__name__}", param="texts"
-            )
+            raise RequestError.of("texts", f"must be a text or a list of texts, not {type(texts).__name__}")
         many = [texts] if isinstance(texts, str) else texts
         check_pooling(pooling)
         encoder = self.text_encoder
@@ -458,9 +456,9 @@ class LLM:
         and `adapter` are those of `embed`.
         """
         if isinstance(documents, str) or not isinstance(query, str):
-            raise RequestError("query must be a text and documents a list of texts", param="documents")
+            raise RequestError("'query' must be a text and 'documents' a list of texts", param="documents")
         if top_n is not None and top_n < 1:
-            raise RequestError(f"top_n must be at least 1, not {top_n}", param="top_n")
+            raise RequestError.of("top_n", f"must be at least 1, not {top_n}")
         encoder = self.text_encoder
         encoder.check_ranks(instruction)
         if encoder.is_cross_encoder:
@@ -492,9 +490,9 @@ class LLM:
         """
         for name, hook in hooks.items():
             if name not in self.hook_names:
-                raise HookError(f"the model has no hook {name!r}{close_matches(name, self.hook_names)}")
+                raise HookError(f"the hook {name!r} was not found{close_matches(name, self.hook_names)}")
             if not callable(hook):
-                raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
+                raise HookError(f"the hook on {name!r} must be callable, not a {type(hook).__name__}")
         listening = dict(hooks)
         with self.calls.turns.alone():
             listened: list[Forward | Engine] = [self.calls.engine, self.model.bound]
@@ -751,7 +749,7 @@ class LLM:
         return _open, (self.options,)
 
     def __copy__(self) -> LLM:
-        raise KukriError("an LLM is not copied: threads may share one, and LLM(model) opens another")
+        raise KukriError("an LLM cannot be copied: share it between threads, or open another with LLM(model)")
 
     def __deepcopy__(self, memo: Any) -> LLM:
         return self.__copy__()
@@ -777,9 +775,7 @@ def _sees(prompt: Any, stop_at_layer: int | None) -> bool:
     from kukri.vision.image import ImagePrompt
 
     if isinstance(prompt, ImagePrompt) and stop_at_layer is not None:
-        raise RequestError(
-            "a prompt with images is run to its end: leave stop_at_layer", param="stop_at_layer"
-        )
+        raise RequestError.of("stop_at_layer", "cannot be combined with images")
     return isinstance(prompt, ImagePrompt)
 
 
@@ -789,5 +785,5 @@ def _open(options: ModelOptions) -> LLM:
 
 def load(model: str | os.PathLike[str] | None = None, **options: Any) -> LLM:
     """`LLM(model, **options)` under its name of before 0.1."""
-    warn("kukri.load is called kukri.LLM now", DeprecationWarning, stacklevel=2)
+    warn("kukri.load is deprecated: use kukri.LLM", DeprecationWarning, stacklevel=2)
     return LLM(model, **options)

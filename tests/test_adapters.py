@@ -463,7 +463,7 @@ def test_names_of_adapters_are_checked_and_their_number_is_bounded(
             llm.engine.adapters.add(
                 f"a{i}", llm.engine.adapters.get("a0") if i else adapter_of(llm, adapters)
             )
-        with pytest.raises(ConfigError, match="'a3' already"):
+        with pytest.raises(ConfigError, match="must be new, not 'a3'"):
             llm.load_adapter("a3", adapters["three"])
         with pytest.raises(CapacityError, match="64 adapters"):
             llm.load_adapter("more", adapters["three"])
@@ -620,11 +620,11 @@ def test_wrong_targets_of_a_merge(
     """A file that is written over, a directory made of a GGUF file, a half-written model."""
     one = str(adapters["one"])
     for arguments, words in (
-        ([str(gguf), one, "-o", str(tmp_path / "d")], "name a .gguf file to write"),
-        ([str(gguf), one, "-o", str(gguf)], "is the input"),
-        ([str(llama[0]), one, "-o", str(tmp_path)], "exists: name a directory"),
-        ([str(llama[0]), one], "missing option -o TARGET"),
-        ([str(llama[0]), str(tmp_path / "no"), "-o", str(tmp_path / "d")], "no such adapter"),
+        ([str(gguf), one, "-o", str(tmp_path / "d")], "must be a .gguf file"),
+        ([str(gguf), one, "-o", str(gguf)], "must not be the input"),
+        ([str(llama[0]), one, "-o", str(tmp_path)], "already exists: name a new directory"),
+        ([str(llama[0]), one], "-o TARGET is required"),
+        ([str(llama[0]), str(tmp_path / "no"), "-o", str(tmp_path / "d")], "was not found"),
     ):
         done = CliRunner().invoke(app, ["merge", *arguments])
         assert done.exit_code == 2
@@ -634,7 +634,7 @@ def test_wrong_targets_of_a_merge(
 
 def test_an_option_that_is_wrong_fails_at_the_start(llama: tuple[Path, Any], tmp_path: Path) -> None:
     """An LLM without the adapter that it was opened with."""
-    with pytest.raises(KukriError, match="no such adapter"):
+    with pytest.raises(KukriError, match="was not found"):
         LLM(llama[0], adapters={"a": tmp_path / "nothing"})
 
 

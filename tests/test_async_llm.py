@@ -199,7 +199,7 @@ def test_closing_ends_calls_and_what_was_opened(tiny_path: Path, slow: LLM) -> N
         with pytest.raises(KukriError, match="closed"):
             await task
         await wrapped.aclose()
-        with pytest.raises(KukriError, match="does not take max_context"):
+        with pytest.raises(KukriError, match="'max_context' must be given when the LLM is opened"):
             AsyncLLM(slow, max_context=4)
 
     run(main())

@@ -98,43 +98,43 @@ def broken(path: Path, case: str, updates: Updates) -> Path:
 @pytest.mark.parametrize(
     ("case", "message"),
     {
-        "absent": "no such adapter",
-        "no-config": "no such file",
-        "no-file": "holds no adapter_model.safetensors",
-        "pickle": "does not read pickles",
+        "absent": "was not found",
+        "no-config": "was not found",
+        "no-file": "must hold adapter_model.safetensors",
+        "pickle": "pickles are not supported",
         "cut": "cut short",
         "list": "must hold a JSON object",
         "empty": "updates no matrix",
-        "dora": "use_dora is True; kukri applies no DoRA",
-        "saved": "modules_to_save is .*no whole modules",
-        "bias": "bias is 'all'",
-        "kind": "peft_type is 'IA3'",
+        "dora": "'use_dora' is True, but DoRA cannot be applied",
+        "saved": "'modules_to_save' is .*, but whole modules .* cannot be applied",
+        "bias": "'bias' is 'all'",
+        "kind": "'peft_type' is 'IA3'",
         "fan": "fan_in_fan_out",
         "pissa": "changed the model's own weights",
-        "pattern": "alpha_pattern must hold regular expressions: .*unterminated subpattern",
-        "pattern-slow": "rank_pattern takes too long to match",
+        "pattern": "'alpha_pattern' must hold regular expressions: .*unterminated subpattern",
+        "pattern-slow": "'rank_pattern' takes too long to match",
         "rank": "has rank 4 where adapter_config.json says 5",
-        "rank-text": "a rank of '4'",
-        "rank-huge": "a rank of 1000000000",
-        "alpha": "lora_alpha must be a number, not '8'",
-        "alpha-nan": "lora_alpha must be a number, not nan",
+        "rank-text": "the rank must be from 1 to .*, not '4'",
+        "rank-huge": "the rank must be from 1 to .*, not 1000000000",
+        "alpha": "'lora_alpha' must be a number, not '8'",
+        "alpha-nan": "'lora_alpha' must be a number, not nan",
         "tokens": "trainable_token_indices",
-        "no-b": "comes without its B",
-        "no-a": "comes without its A",
+        "no-b": "requires its B",
+        "no-a": "requires its A",
         "shape-a": r"shape \(4, 65\) where the model needs .*64\): the adapter is for another model",
         "shape-b": r"shape \(63, 4\) where the model needs \(64, 4\)",
         "rank-0": r"shape \(0, 64\)",
         "vector": r"shape \(64,\)",
-        "nan": "lora_A.*not finite",
-        "inf": "lora_B.*not finite",
-        "type": "type F64",
+        "nan": "lora_A.*must hold finite",
+        "inf": "lora_B.*must hold finite",
+        "type": "must be of type F32, F16 or BF16, not F64",
         "layer": "no linear layer 'model.layers.9.mlp.up_proj': its layers have q_proj, k_proj",
-        "embedding": "no updates of embeddings",
-        "more-tokens": "neither lora_A nor lora_B",
-        "embedding-as-linear": "no updates of embeddings",
-        "magnitude": "no DoRA",
+        "embedding": "updates of embeddings cannot be applied",
+        "more-tokens": "must be lora_A or lora_B of a linear layer",
+        "embedding-as-linear": ": updates of embeddings are not supported",
+        "magnitude": "DoRA cannot be applied",
         "experts": r"no linear layer .model\.layers\.0\.mlp\.experts\.0\.up_proj",
-        "unknown": "neither lora_A nor lora_B",
+        "unknown": "must be lora_A or lora_B of a linear layer",
     }.items(),
 )
 def test_broken_directories(
@@ -158,11 +158,11 @@ def test_broken_directories(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"general__type": None}, "not an adapter: its general.type"),
-        ({"adapter__type": "control_vector"}, "adapter.type is 'control_vector'"),
+        ({"general__type": None}, "must be an adapter: its general.type is not 'adapter'"),
+        ({"adapter__type": "control_vector"}, "'adapter.type' is 'control_vector'"),
         ({"general__architecture": "qwen2"}, "for the architecture 'qwen2', not 'llama'"),
-        ({"adapter__lora__alpha": None}, "'adapter.lora.alpha' is None"),
-        ({"adapter__lora__alpha": float("inf")}, "'adapter.lora.alpha' is inf"),
+        ({"adapter__lora__alpha": None}, "'adapter.lora.alpha' must be a number, not None"),
+        ({"adapter__lora__alpha": float("inf")}, "'adapter.lora.alpha' must be a number, not inf"),
         ({"adapter__alora__invocation_tokens": [1, 2]}, "invocation tokens"),
     ],
 )
@@ -179,12 +179,12 @@ def test_gguf_tensors_that_are_no_updates(llm: LLM, llama: tuple[Path, Any], tmp
     """A model's file given for an adapter; embeddings; a name of no layer."""
     model = tmp_path / "llama.gguf"
     convert_model(llama[0], model, "F32", dry_run=False, as_json=True)
-    with pytest.raises(FormatError, match="not an adapter"):
+    with pytest.raises(FormatError, match=r"must be an adapter: its general\.type is not 'adapter'"):
         llm.load_adapter("broken", model)
     updates = random_updates(llama[1], ("q_proj",))
     one = next(iter(updates.values()))
     embedding = write_gguf_adapter(tmp_path / "e.gguf", {"model.embed_tokens": one}, 16)
-    with pytest.raises(UnsupportedError, match="no updates of embeddings"):
+    with pytest.raises(UnsupportedError, match=": updates of embeddings are not supported"):
         llm.load_adapter("broken", embedding)
     layer = write_gguf_adapter(tmp_path / "l.gguf", {"model.layers.9.mlp.up_proj": one}, 16)
     with pytest.raises(FormatError, match=r"no linear layer 'model\.layers\.9"):

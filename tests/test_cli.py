@@ -180,21 +180,21 @@ def test_a_seed_repeats_a_sampled_answer(smollm2_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", ""], ["prompt is empty"]),
-        (["run", " \n"], ["prompt is empty"]),
-        (["run"], ["no prompt"]),
+        (["run", ""], ["prompt must not be empty"]),
+        (["run", " \n"], ["prompt must not be empty"]),
+        (["run"], ["a prompt is required"]),
         (["run", "hi", "-t", "-1"], ["temperature", "-1"]),
         (["run", "hi", "-t", "nan"], ["temperature", "nan"]),
         (["run", "hi", "--top-p", "2"], ["top_p"]),
         (["run", "hi", "-n", "0"], ["max_tokens"]),
         (["run", "hi", "--stop", ""], ["stop"]),
         (["run", "hi", "--raw", "--system", "x"], ["--system"]),
-        (["run", "hi", "-m", "nowhere/model.gguf"], ["nowhere/model.gguf", "no such file"]),
+        (["run", "hi", "-m", "nowhere/model.gguf"], ["nowhere/model.gguf", "was not found"]),
         (["run", "hi", "-m", "/"], ["is a directory"]),
         (["run", "hi", "-m", "smolm2-135m"], ["smolm2-135m", "did you mean 'smollm2-135m'"]),
         (["run", "hi", "--threads", "0", "-m", "{model}"], ["n_threads"]),
         (["chat", "-t", "-1"], ["temperature"]),
-        (["inspect", "nowhere.gguf"], ["nowhere.gguf", "no such file"]),
+        (["inspect", "nowhere.gguf"], ["nowhere.gguf", "was not found"]),
         (["pull", "gpt-9"], ["gpt-9", "smollm2-135m"]),
         (["run", "hi\udcff", "-m", "{model}"], ["UTF-8"]),
     ],
@@ -215,12 +215,12 @@ def test_a_safetensors_file_is_not_a_model(not_a_model, command):
 
 def test_stdin_that_is_not_text_is_refused():
     """Catches a UnicodeDecodeError's traceback, and bytes replaced in silence."""
-    assert_one_line_error(run("run", stdin=b"caf\xe9"), "not UTF-8", "0xe9", "offset 3")
+    assert_one_line_error(run("run", stdin=b"caf\xe9"), "must be UTF-8", "0xe9", "offset 3")
 
 
 def test_an_empty_pipe_is_refused():
     """Catches an answer to nothing when the command before the pipe failed."""
-    assert_one_line_error(run("run", stdin=b"\n"), "prompt is empty")
+    assert_one_line_error(run("run", stdin=b"\n"), "prompt must not be empty")
 
 
 def test_too_long_a_prompt_carries_both_numbers(smollm2_path):

@@ -154,7 +154,7 @@ def test_a_stream_of_n_answers_adds_up_to_them(llm: LLM) -> None:
         assert "".join(chunk.text for chunk in own) == output.text
         assert [i for chunk in own for i in chunk.token_ids] == output.token_ids
         assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + [output.finish_reason]
-    with pytest.raises(RequestError, match="best_of cannot be streamed"):
+    with pytest.raises(RequestError, match="'best_of' cannot be"):
         llm.stream("Hello there", params, best_of=4)
     assert_idle(llm)
 
@@ -209,7 +209,7 @@ def test_an_llm_is_pickled_by_its_options(tiny_path: Path) -> None:
             assert other.engine is not llm.engine
             assert other.generate("Hello", GREEDY).token_ids == llm.generate("Hello", GREEDY).token_ids
         for copied in (copy.copy, copy.deepcopy):
-            with pytest.raises(KukriError, match="threads may share one"):
+            with pytest.raises(KukriError, match="share it between threads"):
                 copied(llm)
 
 
@@ -426,11 +426,13 @@ def test_hooks_read_and_edit(llm: LLM) -> None:
 def test_wrong_hooks_are_refused(fresh: LLM) -> None:
     """A misspelt hook that never fires."""
     with (
-        pytest.raises(HookError, match=r"'blocks.0.hook_residpre': did you mean blocks.0.hook_resid_pre"),
+        pytest.raises(
+            HookError, match=r"'blocks.0.hook_residpre' was not found: did you mean blocks.0.hook_resid_pre"
+        ),
         fresh.hooks({"blocks.0.hook_residpre": lambda name, x: None}),
     ):
         pass
-    with pytest.raises(HookError, match="cannot be called"), fresh.hooks({"hook_embed": 3}):  # type: ignore[dict-item]
+    with pytest.raises(HookError, match="must be callable"), fresh.hooks({"hook_embed": 3}):  # type: ignore[dict-item]
         pass
     with (
         pytest.raises(HookError, match="hook_embed raised ZeroDivisionError"),
@@ -457,21 +459,21 @@ def test_a_hook_that_writes_nan_fails_its_request_alone(fresh: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "overrides", "says"),
     [
-        ("", {}, "empty"),
-        ([], {}, "empty"),
-        ([[]], {}, "empty"),
-        (["fine", ""], {}, "empty"),
+        ("", {}, "at least one token"),
+        ([], {}, "at least one token"),
+        ([[]], {}, "at least one token"),
+        (["fine", ""], {}, "at least one token"),
         ([N_VOCAB], {}, f"token id {N_VOCAB}"),
         (None, {}, "text or a list of token ids"),
         (3.5, {}, "text or a list of token ids"),
         (b"bytes", {}, "text or a list of token ids"),
         ([1, "a"], {}, "text or a list of token ids"),
-        ("a", {"temprature": 0.5}, "no parameter 'temprature': did you mean temperature"),
-        ("a", {"temperature": -1}, "temperature must be"),
-        ("a", {"top_p": float("nan")}, "top_p must be"),
-        ("a", {"logit_bias": {N_VOCAB: 1.0}}, "logit_bias names token"),
-        ("a", {"params": {"temperature": 0}}, "params must be SamplingParams, not dict"),
-        ("a", {"stop": [""]}, "stop must be"),
+        ("a", {"temprature": 0.5}, "'temprature' is not supported: did you mean temperature"),
+        ("a", {"temperature": -1}, "'temperature' must be"),
+        ("a", {"top_p": float("nan")}, "'top_p' must be"),
+        ("a", {"logit_bias": {N_VOCAB: 1.0}}, "'logit_bias' must name tokens"),
+        ("a", {"params": {"temperature": 0}}, "'params' must be SamplingParams, not dict"),
+        ("a", {"stop": [""]}, "'stop' must be"),
     ],
 )
 def test_wrong_requests_are_refused(fresh: LLM, prompt: Any, overrides: dict[str, Any], says: str) -> None:
@@ -489,9 +491,9 @@ def test_wrong_requests_are_refused(fresh: LLM, prompt: Any, overrides: dict[str
     ("messages", "says"),
     [
         ([], "at least one message"),
-        ([{"role": "wizard", "content": "hi"}], "'wizard' is not a role"),
+        ([{"role": "wizard", "content": "hi"}], "'role' must be one of .*, not 'wizard'"),
         ([{"role": "user"}], "content"),
-        ("hi", r'must be a list, such as \[{"role": "user"'),
+        ("hi", "'messages' must be a list of messages: pass a text to"),
     ],
 )
 def test_wrong_conversations_are_refused(fresh: LLM, messages: Any, says: str) -> None:
@@ -503,7 +505,7 @@ def test_wrong_conversations_are_refused(fresh: LLM, messages: Any, says: str) -
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     """A KeyError from Jinja."""
     path = write_tiny(tmp_path / "plain.gguf", tokenizer__chat_template=None)
-    with LLM(path, backend="reference") as llm, pytest.raises(RequestError, match="no chat template"):
+    with LLM(path, backend="reference") as llm, pytest.raises(RequestError, match="requires a chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
 
 
@@ -524,17 +526,17 @@ def test_the_context_is_kept(tiny_path: Path) -> None:
             with pytest.raises(ContextLengthError, match=r"21 tokens .* 20"):
                 call([1] * 21)
         assert llm.logits([1] * 20).shape == (20, N_VOCAB)
-    with pytest.raises(ConfigError, match=r"max_context 129 .* 128"):
+    with pytest.raises(ConfigError, match=r"'max_context' must be at most the model's 128 tokens, not 129"):
         LLM(tiny_path, backend="reference", max_context=129)
 
 
 def test_wrong_options_name_the_right_one(tiny_path: Path) -> None:
     """Catches a TypeError of another class for an option that other programs name differently."""
     for name, words in {
-        "n_ctx": "LLM has no option 'n_ctx': use 'max_context'",
+        "n_ctx": "'n_ctx' is not supported by LLM: use 'max_context'",
         "max_model_len": "use 'max_context'",
         "max_contxt": "did you mean max_context",
-        "colour": "LLM has no option 'colour'",
+        "colour": "'colour' is not supported by LLM",
     }.items():
         with pytest.raises(ConfigError, match=words):
             LLM(tiny_path, **{name: 512})  # type: ignore[arg-type]
@@ -570,20 +572,22 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         LLM(write_tiny(tmp_path / "extra.gguf", arrays=extra), backend="reference")
     arrays = random_arrays(tiny_config())
     arrays["model.embed_tokens.weight"] = arrays["model.embed_tokens.weight"][:-1]
-    with pytest.raises(FormatError, match=rf"{N_VOCAB} tokens for {N_VOCAB - 1} rows"):
+    with pytest.raises(FormatError, match=rf"{N_VOCAB} tokens, but .* as many rows, not {N_VOCAB - 1}"):
         LLM(write_tiny(tmp_path / "short.gguf", arrays=arrays), backend="reference")
-    with pytest.raises(KukriError, match="no such file"):
+    with pytest.raises(KukriError, match="was not found"):
         LLM(tmp_path / "none.gguf")
     with pytest.raises(KukriError, match="directory"):
         LLM(tmp_path)
-    with pytest.raises(KukriError, match=r"backend \(--backend\) must be one of .*'tpu'"):
+    with pytest.raises(KukriError, match=r"'backend' \(--backend\) must be one of .*'tpu'"):
         LLM(write_tiny(tmp_path / "tiny.gguf"), backend="tpu")  # type: ignore[arg-type]
 
 
 def test_absurd_thread_counts_are_refused(tiny_path: Path) -> None:
     """A thousand threads that spin on two cores."""
     for n_threads in (1000, 10**9):
-        with pytest.raises(ConfigError, match=rf"n_threads {n_threads} is far more than the \d+ cores"):
+        with pytest.raises(
+            ConfigError, match=rf"'n_threads' \(--threads\) must be at most \d+, .* not {n_threads}"
+        ):
             LLM(tiny_path, n_threads=n_threads)
 
 

@@ -329,7 +329,7 @@ def test_a_request_that_cannot_fit_is_refused_to_its_own_thread(tmp_path: Path) 
 
         def refused() -> int:
             for _ in range(20):
-                with pytest.raises(CapacityError, match=r"needs \d+ KV pages and there are \d+"):
+                with pytest.raises(CapacityError, match=r"requires \d+ KV pages, but there are \d+"):
                     llm.generate(ids[:1000], short)
             return 20
 

@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,11 +37,106 @@ ALLOWED = re.compile(
     r"\bbehind (one server|trusted|Serve's)|\bleft behind|\bthere (is|are|was|were) none\b"
     r"|`\d{4}-\d\d-\d\d-[\w-]+`"  # names of entries of the log
 )
+# Errors whose text tells callers what a subject must be, or that it is not supported, was not found …
+FOR_CALLERS = re.compile(
+    r"(Request|Config|Unsupported|NotFound|Forbidden|Hook|MissingKernel|KernelSize)Error$"
+)
+VERB = re.compile(
+    r"\b(must|cannot|requires?|(is|are) required|(is|are) (not )?supported|(does|do) not support"
+    r"|(was|were) not found|(is|are) disabled|already|failed)\b"
+)
+# a name as code has it: in quotes, in backticks, in brackets after a flag, or before one
+CODE = re.compile(r"`[^`]*`|\([a-z_]+(, [a-z_]+)*\)|\b[a-z_]+ \(--[a-z-]+\)")
+BARE_NAME = re.compile(
+    r"(?<![\w'\"./([=<@$%…-])[a-z][a-z0-9]*(?:_[a-z][a-z0-9]*)+(?![\w'\"(=/:\]…-])(?!\.\w)"
+)
+NO_SENTENCE = re.compile(
+    r"\bkukri (runs|reads|knows|applies|does|has)\b|\bthat of\b|\bthose (that|of)\b|\bthere (is|are) no\b"
+    r"|\btakes no\b|\bneeds?\b|\b(is|are) no\b|\balone\b"
+)
+# what happened, for which there is no other verb, and how to install a package
+EXCEPTIONS = re.compile(
+    r"is damaged$| raised …: …$|the file is newer, or damaged$|: choose one of …$|, or leave it out$"
+    r"|^…delete some| answered|^kernels were not compiled|pip install"
+)
 
 
-def spoken(source: str) -> Iterator[tuple[int, str]]:
+def nodes_of(source: str) -> list[ast.AST]:
+    """Each node of a source's tree."""
+    return [*ast.walk(ast.parse(source))]
+
+
+def template(node: ast.expr) -> str:
+    """The text of a string or an f-string, with … for each value; '' for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    values = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(
+        str(part.value)
+        if isinstance(part, ast.Constant)
+        else "'…'"
+        if isinstance(part, ast.FormattedValue) and part.conversion == ord("r")
+        else "…"
+        for part in values
+    )
+
+
+def raised(call: ast.Call) -> tuple[str, str]:
+    """The class and the template of an error; of RequestError.of(field, problem) too."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name == "of" and isinstance(function, ast.Attribute) and len(call.args) > 1:
+        return getattr(function.value, "id", ""), f"'…' {template(call.args[1])}"
+    return name, template(call.args[0]) if name.endswith("Error") else ""
+
+
+def misshapen(nodes: Iterable[ast.AST]) -> list[str]:
+    """Errors whose text has no verb of the rule, a name without quotes, two colons, or no plain words."""
+    found = []
+    for node in nodes:
+        if not (isinstance(node, ast.Call) and node.args):
+            continue
+        name, text = raised(node)
+        if " " not in text or EXCEPTIONS.search(text):
+            continue
+        param = next(
+            (k.value.value for k in node.keywords if k.arg == "param" and hasattr(k.value, "value")), ""
+        )
+        has_verb_in_value = text.endswith("…") and len(text.split()) <= 6
+        bare = BARE_NAME.search(CODE.sub("", text))
+        if FOR_CALLERS.search(name) and not (VERB.search(text) or has_verb_in_value):
+            found.append(f"line {node.lineno}: {text!r} (say what must be, is required, is not supported …)")
+        if bare or (param and re.match(rf"{re.escape(str(param))} (?!')", text)):
+            found.append(f"line {node.lineno}: {text!r} (put {bare[0] if bare else param} in quotes)")
+        if wrong := NO_SENTENCE.search(text):
+            found.append(f"line {node.lineno}: {text!r} (say {wrong[0]!r} otherwise)")
+        if len(re.findall(r'(?<!"): (?!…$)', re.sub(r"^…[^:]*: ", "", text))) > 1:
+            found.append(f"line {node.lineno}: {text!r} (one cause and one remedy: one colon)")
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'raise RequestError("top_n must be at least 1", param="top_n")',
+        'raise RequestError("mode must be all", param="mode")',
+        'raise RequestError("this goes with another max_tokens, which must be")',
+        'raise RequestError("give one of them")',
+        'raise RequestError.of("top_n", f"is {n} and negative, not at least 1, here")',
+        'raise UnsupportedError(f"is {kind}: kukri runs nothing else, and it must")',
+        'raise FormatError(f"has the shape of {name}, not that of a matrix")',
+        "raise ConfigError(\"'a' is not supported: it is deprecated: use 'b'\")",
+    ],
+)
+def test_a_text_without_the_form_is_found(source: str) -> None:
+    """Would catch a check that looks at nothing, or takes everything for an exception."""
+    assert misshapen(nodes_of(source))
+    assert not misshapen(nodes_of("RequestError(f\"'top_n' must be at least 1, not {n!r}\", param='top_n')"))
+
+
+def spoken(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, text) of each string in a `raise`, in a call that raises or logs, and after `help=`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Raise) and node.exc is not None:
             roots: list[ast.AST] = [node.exc]
         elif isinstance(node, ast.Call):
@@ -56,11 +151,11 @@ def spoken(source: str) -> Iterator[tuple[int, str]]:
                     yield part.lineno, part.value
 
 
-def accents(source: str) -> list[str]:
+def accents(nodes: Iterable[ast.AST]) -> list[str]:
     """What a native speaker would put differently, with its line and a better word."""
     return [
         f"line {line}: {text!r} (say {better})"
-        for line, text in spoken(source)
+        for line, text in spoken(nodes)
         for accent, better in ACCENTS.items()
         if re.search(accent, text)
     ]
@@ -77,17 +172,16 @@ def accents(source: str) -> list[str]:
 )
 def test_accents_are_found(source: str) -> None:
     """Would catch a check that looks at nothing."""
-    assert accents(source)
+    assert accents(nodes_of(source))
 
 
-@pytest.mark.representative(3)
-def test_what_users_read_has_no_accent() -> None:
-    """Catches "a rejected draft, behind which", which readers understand only after a second look."""
-    found = [
-        f"{file.relative_to(PACKAGE)}, {one}"
-        for file in sorted(PACKAGE.rglob("*.py"))
-        for one in accents(file.read_text(encoding="utf-8"))
-    ]
+@pytest.mark.representative(4)
+def test_what_users_read_has_a_form_and_no_accent() -> None:
+    """Catches a field without quotes, "kukri runs X alone", and what is understood at a second look only."""
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        nodes = nodes_of(file.read_text(encoding="utf-8"))
+        found += [f"{file.relative_to(PACKAGE)}, {one}" for one in (*accents(nodes), *misshapen(nodes))]
     assert not found, "\n".join(found)
 
 

@@ -70,7 +70,7 @@ def test_a_digest_that_others_may_write_is_refused(tmp_path: Path) -> None:
     model, saved = write_tiny(tmp_path / "tiny.gguf", CONFIG), tmp_path / "saved"
     ask(model, saved)
     (saved / "models.json").chmod(0o666)
-    with pytest.raises(ConfigError, match="other users may write"):
+    with pytest.raises(ConfigError, match="must not be writable by other users"):
         ask(model, saved)
 
 

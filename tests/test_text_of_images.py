@@ -103,7 +103,7 @@ def test_the_text_runs_and_is_converted(
     np.testing.assert_allclose(
         exact_logits(tmp_path / "hf", IDS), want, atol=2e-4 * max(1, np.abs(want).max())
     )
-    assert ("tensors of images are left out: kukri runs the text" in caplog.text) == (name not in SEES)
+    assert ("tensors of images are left out, because only the text" in caplog.text) == (name not in SEES)
     convert_model(tmp_path / "hf", tmp_path / "m.gguf", None, dry_run=False, as_json=True)
     assert ("is left out: " in capsys.readouterr().err) == (name in SEES), (
         "nothing says how to prepare images"

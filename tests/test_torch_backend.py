@@ -243,14 +243,17 @@ def test_auto_takes_a_gpu_if_there_is_one(backend: str | None, monkeypatch: Any)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cuda"}, r"there is no device cuda: PyTorch .* sees cpu; a driver"),
-        ({"device": "cuda:3"}, "there is no device cuda:3"),
-        ({"device": "mps"}, "there is no device mps"),
-        ({"device": "tpu"}, "no device is called 'tpu': choose auto, cpu, cuda"),
-        ({"device": "cuda:x"}, "no device is called 'cuda:x'"),
-        ({"backend": "gpu"}, r"PyTorch .* sees no GPU here: choose --device cpu \(device\)"),
-        ({"backend": "gpu", "device": "cpu"}, "backend gpu does not run on the cpu"),
-        ({"backend": "cpu", "device": "cuda"}, "the cpu backend does not run on cuda: leave the backend out"),
+        ({"device": "cuda"}, r"the device cuda was not found: PyTorch .* sees cpu; a driver"),
+        ({"device": "cuda:3"}, "the device cuda:3 was not found"),
+        ({"device": "mps"}, "the device mps was not found"),
+        ({"device": "tpu"}, "the device 'tpu' is not supported: choose auto, cpu, cuda"),
+        ({"device": "cuda:x"}, "the device 'cuda:x' is not supported"),
+        ({"backend": "gpu"}, r"a GPU was not found by PyTorch .*: choose --device cpu \(device\)"),
+        ({"backend": "gpu", "device": "cpu"}, "the gpu backend is not supported on the CPU: choose torch"),
+        (
+            {"backend": "cpu", "device": "cuda"},
+            "the cpu backend is not supported on cuda: leave the backend out",
+        ),
     ],
 )
 def test_a_device_that_is_not_there(options: dict[str, Any], message: str) -> None:
@@ -261,7 +264,8 @@ def test_a_device_that_is_not_there(options: dict[str, Any], message: str) -> No
 
 def test_unknown_backends_are_named() -> None:
     with pytest.raises(
-        UnsupportedError, match="no backend 'tpu': choose one of cpu, portable, reference, torch, gpu"
+        UnsupportedError,
+        match="the backend 'tpu' is not supported: use one of cpu, portable, reference, torch, gpu",
     ):
         choose_backend("tpu", None)
 
@@ -284,7 +288,7 @@ def test_too_little_memory_is_said_before_weights_are_copied(
     """An allocation that fails amid loading, or a KV cache that nobody counted."""
     monkeypatch.setattr("kukri.kernels.pytorch.free_bytes", lambda device: free_bytes)
     monkeypatch.setattr("kukri.kernels.pytorch.constants.to_device", None)
-    with pytest.raises(ConfigError, match=r"cpu has 0\.00 GiB of memory free, and the weights take"):
+    with pytest.raises(ConfigError, match=r"cpu must have more than 0\.00 GiB of free memory for"):
         LLM(tiny_path, backend="torch", kv_bytes=kv_bytes)
 
 
@@ -325,4 +329,4 @@ def test_the_command_line_takes_a_device(tiny_path: Path) -> None:
     command = ["run", "-m", str(tiny_path), "--raw", "a", "--device", "tpu"]
     done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no device is called 'tpu'" in done.stderr
+    assert "the device 'tpu' is not supported" in done.stderr

@@ -109,52 +109,52 @@ ROPE = {"rope_type": "ntk-by-parts", "rope_theta": 1e4, "factor": 2.0}
 IN_SHARDS: dict[str, tuple[Damage, type[KukriError], str]] = {
     "shape": (
         tensor(f"{Q}.weight", lambda old: old[:-1]), FormatError,
-        rf"model-0000\d-of.*, byte \d+, tensor '{Q}\.weight': has shape \(63, 64\) where .* \(64, 64\)",
+        rf"model-0000\d-of.*, byte \d+, tensor '{Q}\.weight' has shape \(63, 64\) where .* \(64, 64\)",
     ),
     "turned": (tensor(f"{DOWN}.weight", lambda old: old.T), FormatError, r"\(96, 64\) where .*\(64, 96\)"),
     "dimensions": (
         tensor(f"{Q}.weight", lambda old: old[None]), FormatError, r"has shape \(1, 64, 64\) where",
     ),
-    "missing": (removed(f"{Q}.weight"), FormatError, rf"tensor '{Q}\.weight': is missing"),
-    "missing norm": (removed("model.norm.weight"), FormatError, r"tensor 'model\.norm\.weight': is missing"),
+    "missing": (removed(f"{Q}.weight"), FormatError, rf"tensor '{Q}\.weight' is missing"),
+    "missing norm": (removed("model.norm.weight"), FormatError, r"tensor 'model\.norm\.weight' is missing"),
     "extra": (
         tensor("model.layers.1.mlp.third_proj.weight", lambda old: old), UnusedTensorError,
-        r"no layer of llama takes: 'model\.layers\.1\.mlp\.third_proj\.weight'; check model_type in",
+        r"no layer of llama takes: 'model\.layers\.1\.mlp\.third_proj\.weight'; check 'model_type' in",
     ),
     "absent shard": (
         absent_shard, FormatError,
-        r"\.index\.json: names the shard 'model-0000\d-of-\d+\.safetensors', which is absent: fetch",
+        r"\.index\.json names the shard 'model-0000\d-of-\d+\.safetensors', which was not found: fetch",
     ),
     "misplaced": (misplaced, FormatError, r"index\.json, tensor '.*\.weight': .* places it in model-00001"),
     "cut shard": (cut_shard, FormatError, r"model-0000\d-of-\d+\.safetensors, .*tensor .* is cut short"),
     "cut header": (cut_header, FormatError, r"model-0000\d-of.*, byte 0: is cut short: a header of"),
     "architecture": (
         config(model_type="gptj"), UnsupportedError,
-        r"config\.json: model_type 'gptj' is not supported: kukri runs afmoe, .*bert, .*llama, ",
+        r"config\.json: 'model_type' 'gptj' is not supported: use afmoe, .*bert, .*llama, ",
     ),
-    "no architecture": (config(model_type=None), UnsupportedError, "model_type None is not supported"),
+    "no architecture": (config(model_type=None), UnsupportedError, "'model_type' None is not supported"),
     "scaling": (
         config(rope_parameters=ROPE), UnsupportedError,
-        r"key 'rope_parameters' has rope_type 'ntk-by-parts': kukri runs default, linear, dynamic, yarn",
+        r"key 'rope_parameters' has 'rope_type' 'ntk-by-parts': only default, linear, dynamic, yarn",
     ),
     "old scaling": (
         config(rope_parameters=None, rope_scaling={"type": "su", "factor": 2.0}), UnsupportedError,
-        r"key 'rope_scaling' has rope_type 'su': kukri runs",
+        r"key 'rope_scaling' has 'rope_type' 'su': only",
     ),
     "two scalings": (
         config(rope_scaling={"type": "yarn", "factor": 4.0}), FormatError,
-        r"key 'rope_parameters' and 'rope_scaling' say different things: keep the one that is right",
+        r"key 'rope_parameters' and 'rope_scaling' disagree: keep the one that is right",
     ),
     "promised bias": (
         config(attention_bias=True), FormatError,
-        r"\.bias': is missing, but key 'attention_bias' of config\.json is true: correct the one",
+        r"\.bias' is missing, but key 'attention_bias' of config\.json is true: correct the one",
     ),
     "promised bias of the mlp": (
-        config(mlp_bias=True), FormatError, r"mlp\.\w+\.bias': is missing, but key 'mlp_bias' .* is true",
+        config(mlp_bias=True), FormatError, r"mlp\.\w+\.bias' is missing, but key 'mlp_bias' .* is true",
     ),
     "bias not promised": (
         tensor(f"{Q}.bias", lambda old: torch.ones(64)), FormatError,
-        rf"tensor '{Q}\.bias': is there, but key 'attention_bias' of config\.json is false: correct",
+        rf"tensor '{Q}\.bias' is there, but key 'attention_bias' of config\.json is false: correct",
     ),
 }  # fmt: skip
 
@@ -182,14 +182,14 @@ def test_a_wrong_directory(case: str, sharded: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "damage", "message"),
     [
-        ("llama-biases", config(attention_bias=False), r"\.bias': is there, but key 'attention_bias' .*fal"),
-        ("llama-biases", config(mlp_bias=False), r"mlp\.\w+\.bias': is there, but key 'mlp_bias' .*false"),
-        ("llama-biases", removed(f"{Q}.bias"), rf"'{Q}\.bias': is missing, but .*'attention_bias' .*true"),
-        ("qwen2", removed(f"{Q}.bias"), rf"'{Q}\.bias': is missing, but every qwen2 has it"),
-        ("qwen3", config(attention_bias=True), r"\.bias': is missing, but key 'attention_bias'"),
-        ("smollm3", config(mlp_bias=True), r"\.bias': is missing, but key 'mlp_bias'"),
-        ("mistral", tensor(f"{Q}.bias", lambda old: torch.ones(64)), rf"'{Q}\.bias': is there, but no mis"),
-        ("phi", removed("model.layers.2.mlp.fc1.bias"), r"mlp\.fc1\.bias': is missing, but every phi has it"),
+        ("llama-biases", config(attention_bias=False), r"\.bias' is there, but key 'attention_bias' .*fal"),
+        ("llama-biases", config(mlp_bias=False), r"mlp\.\w+\.bias' is there, but key 'mlp_bias' .*false"),
+        ("llama-biases", removed(f"{Q}.bias"), rf"'{Q}\.bias' is missing, but .*'attention_bias' .*true"),
+        ("qwen2", removed(f"{Q}.bias"), rf"'{Q}\.bias' is missing, but every qwen2 has it"),
+        ("qwen3", config(attention_bias=True), r"\.bias' is missing, but key 'attention_bias'"),
+        ("smollm3", config(mlp_bias=True), r"\.bias' is missing, but key 'mlp_bias'"),
+        ("mistral", tensor(f"{Q}.bias", lambda old: torch.ones(64)), rf"'{Q}\.bias' is there, but no mis"),
+        ("phi", removed("model.layers.2.mlp.fc1.bias"), r"mlp\.fc1\.bias' is missing, but every phi has it"),
     ],
 )  # fmt: skip
 def test_biases_and_the_keys_that_promise_them(
@@ -241,24 +241,24 @@ W = "model.layers.1.self_attn.q_proj.weight"
 GGUF: dict[str, tuple[Damage, type[KukriError], str]] = {
     "shape": (
         gguf(lambda a: a.update({W: np.ones((48, 64), np.float32)})), FormatError,
-        r"model\.gguf, byte \d+, tensor 'blk\.1\.attn_q\.weight': has shape \(48, 64\) where .* \(64, 64\)",
+        r"model\.gguf, byte \d+, tensor 'blk\.1\.attn_q\.weight' has shape \(48, 64\) where .* \(64, 64\)",
     ),
-    "missing": (gguf(lambda a: a.pop(W)), FormatError, r"tensor 'blk\.1\.attn_q\.weight': is missing"),
+    "missing": (gguf(lambda a: a.pop(W)), FormatError, r"tensor 'blk\.1\.attn_q\.weight' is missing"),
     "architecture": (gguf(general__architecture="mamba"), UnsupportedError, "'mamba' is not supported"),
     "cut": (cut_file, FormatError, r"model\.gguf, byte \d+, tensor .* bytes do not fit into a file of"),
     "scaling": (
         gguf(llama__rope__scaling__type="ntk", llama__rope__scaling__factor=2.0), UnsupportedError,
-        r"key 'llama\.rope\.scaling\.type' is 'ntk': kukri runs none, linear, dynamic and yarn",
+        r"key 'llama\.rope\.scaling\.type' is 'ntk': only none, linear, dynamic and yarn",
     ),
     "bias in one layer": (
         gguf(lambda a: a.update({W.replace("weight", "bias"): np.ones(64, np.float32)})), FormatError,
-        r"tensor 'blk\.0\.attn_q\.bias': is missing, but 'blk\.1\.attn_q\.bias' is there",
+        r"tensor 'blk\.0\.attn_q\.bias' is missing, but 'blk\.1\.attn_q\.bias' is there",
     ),
     "no biases": (
-        other_architecture("qwen2"), FormatError, r"'blk\.0\.attn_q\.bias': is missing, but this arch",
+        other_architecture("qwen2"), FormatError, r"'blk\.0\.attn_q\.bias' is missing, but this arch",
     ),
     "no head norms": (
-        other_architecture("qwen3"), FormatError, r"tensor 'blk\.0\.attn_q_norm\.weight': is missing",
+        other_architecture("qwen3"), FormatError, r"tensor 'blk\.0\.attn_q_norm\.weight' is missing",
     ),
 }  # fmt: skip
 

@@ -97,7 +97,7 @@ def model_card(path: Path, quantize: str | None = None) -> ModelCard:
     """
     headers = read_headers(path)
     if headers.config is None:
-        raise headers.problem or UnsupportedError(f"{path}: not a model that kukri runs")
+        raise headers.problem or UnsupportedError(f"{path} is not a model that is supported")
     config, target = headers.config, None if quantize is None else packed_type(quantize)
     sizes: Counter[str] = Counter()
     loaded: dict[str, int] = {}

@@ -273,10 +273,10 @@ class _RandomSource:
         return _weight(self._random, "Q6_K" if "v_proj" in name else "Q4_K", shape)
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        raise UnsupportedError("the random model has no experts")
+        raise UnsupportedError("experts are not supported by the random model")
 
     def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        raise UnsupportedError("the random model has no experts")
+        raise UnsupportedError("experts are not supported by the random model")
 
     def vector(self, name: str, size: int) -> FloatArray:
         return 1 + 0.2 * self._random.standard_normal(size, dtype=np.float32)

@@ -118,7 +118,7 @@ class Endpoint:
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:
             if not (api_key.isascii() and api_key.isprintable()):
-                raise ConfigError("the API key has characters that no HTTP header may have")
+                raise ConfigError("the API key must have only characters that HTTP headers allow")
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def __aenter__(self) -> Endpoint:
@@ -149,7 +149,7 @@ class Endpoint:
         except (aiohttp.ClientError, OSError) as error:
             raise KukriError(self.refusal("no connection", str(error))) from None
         except (ValueError, LookupError, TypeError):
-            raise KukriError(f"{self.url}/models lists no model: name one with --model") from None
+            raise KukriError(f"--model is required: {self.url}/models lists no model") from None
 
     async def ask(self, body: bytes) -> Answer:
         """Sends a request, JSON with `stream` set, and reads the answer; a failure is in its `error`."""

@@ -70,7 +70,8 @@ def read_objective(text: str) -> dict[str, float]:
             limits[name] = 0.0
         if name not in OBJECTIVES or not 0 < limits[name] < float("inf"):
             raise ConfigError(
-                f"--slo takes limits in ms of {', '.join(OBJECTIVES)} like ttft:500,tpot:50, not {text!r}"
+                f"--slo must be limits in ms of {', '.join(OBJECTIVES)}, such as ttft:500,tpot:50, not "
+                f"{text!r}"
             )
     return limits
 

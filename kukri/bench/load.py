@@ -56,7 +56,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if self.n_requests is None and self.duration_s is None:
-            raise ConfigError("a load needs an end: give a number of requests or a duration")
+            raise ConfigError("a number of requests or a duration is required")
         for name, least in (
             ("n_requests", 1),
             ("n_prompt", 1),
@@ -66,15 +66,15 @@ class LoadOptions:
         ):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, not {value}")
+                raise ConfigError(f"{name!r} must be at least {least}, not {value}")
         for name in ("duration_s", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
-                raise ConfigError(f"{name} must be above 0, not {value:g}")
+                raise ConfigError(f"{name!r} must be above 0, not {value:g}")
         if not self.loads or not all(0 < load < inf for load in self.loads):
             raise ConfigError("every rate or concurrency must be above 0")
         if self.loop == "closed" and not all(load == int(load) for load in self.loads):
-            raise ConfigError("a concurrency is a whole number of requests")
+            raise ConfigError("a concurrency must be a whole number of requests")
 
     @property
     def n_ticks(self) -> int:
@@ -170,7 +170,8 @@ class _Client:
         best = min(tried, key=lambda n: abs(tried[n] - wanted))
         if tried[best] > wanted and best == 1:
             raise ConfigError(
-                f"a prompt of one word has {tried[best]} tokens here: ask for more, or --endpoint completions"
+                f"a prompt must have at least {tried[best]} tokens here, one word: ask for more, or use "
+                "--endpoint completions"
             )
         self.prompt_text = f"{best} random words, {tried[best]} tokens"
         return best

@@ -169,7 +169,7 @@ def cards(
     """
     path = hub.resolve(model)
     if quantize is not None and not path.is_dir():
-        raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
+        raise ConfigError(f"{path} must be a safetensors directory to be quantized, but is packed already")
     facts = model_card(path, quantize)
     machine = machine_card(n_threads or usable_cores())
     return (machine if device is None else _on_device(machine, device)), facts

@@ -49,7 +49,7 @@ def file_prompts(path: Path, kind: str) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"the prompts cannot be read: {error}") from None
     bodies = [_line(line, kind, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not bodies:
-        raise ConfigError(f'{path} has no prompts: write one per line, like {{"prompt": "Hello"}}')
+        raise ConfigError(f'{path} must have prompts, one per line, like {{"prompt": "Hello"}}')
     return cycle(bodies)
 
 
@@ -57,15 +57,15 @@ def _line(line: str, kind: str, where: str) -> dict[str, Any]:
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
-        raise ConfigError(f"{where}: this is not JSON") from None
+        raise ConfigError(f"{where} must be JSON") from None
     fields: dict[str, Any] = {"prompt": given} if isinstance(given, str) else given
     if not isinstance(fields, dict) or len({"prompt", "messages"} & fields.keys()) != 1:
-        raise ConfigError(f'{where}: must be a text, or an object with "prompt" or "messages"')
+        raise ConfigError(f'{where} must be a text, or an object with "prompt" or "messages"')
     if unknown := fields.keys() - {"prompt", "messages", "max_tokens"}:
-        raise ConfigError(f"{where}: {sorted(unknown)[0]!r} is not prompt, messages or max_tokens")
+        raise ConfigError(f"{where}: {sorted(unknown)[0]!r} must be prompt, messages or 'max_tokens'")
     if "messages" in fields:
         if kind != "chat":
-            raise ConfigError(f"{where}: messages are for --endpoint chat")
+            raise ConfigError(f"{where}: messages require --endpoint chat")
         return fields
     if not isinstance(fields["prompt"], str):
         raise ConfigError(f"{where}: the prompt must be a text")

@@ -54,7 +54,7 @@ class BatchLine:
         except OSError as error:
             raise ConfigError(f"{self.place.path} cannot be read: {error.strerror}") from None
         if _digest(raw) not in self.id:
-            raise ConfigError(f"{self.place.path} was changed while it was answered: run the command again")
+            raise ConfigError(f"{self.place.path} must not change while it is answered: run this again")
         body: Mapping[str, Any] = json.loads(raw)["body"]
         return body
 
@@ -82,19 +82,17 @@ def read_batch(
                 if not raw.strip():
                     continue
                 if len(lines) == max_lines:
-                    raise ConfigError(f"{path} holds more than {max_lines} requests: divide it")
+                    raise ConfigError(f"{path} must have at most {max_lines} requests: divide it")
                 result_id = _new_id(model, raw, ids)
                 if max_line_bytes is not None and place.n_bytes > max_line_bytes + 1:
-                    message = (
-                        f"line {number} is longer than {max_line_bytes} bytes, the limit set by --max-body"
-                    )
+                    message = f"line {number} must have at most {max_line_bytes} bytes (--max-body)"
                     lines.append(BatchLine(result_id, None, error=("line_too_long", message)))
                 else:
                     lines.append(_line(raw, place, number, result_id, custom_ids))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     if not lines:
-        raise ConfigError(f"{path} holds no requests: write one per line, as OpenAI's batches have them")
+        raise ConfigError(f"{path} must have requests, one per line, as OpenAI's batches have them")
     return lines
 
 
@@ -134,10 +132,10 @@ def _line(raw: bytes, place: Place, number: int, result_id: str, custom_ids: set
     try:
         given = json.loads(raw)
     except (ValueError, RecursionError):
-        return BatchLine(result_id, None, error=("invalid_json", f"line {number} is not JSON"))
+        return BatchLine(result_id, None, error=("invalid_json", f"line {number} must be JSON"))
     custom_id = given.get("custom_id") if isinstance(given, dict) else None
     if not isinstance(custom_id, str) or not custom_id:
-        message = f"line {number} must be an object with a custom_id, which is a text"
+        message = f"line {number} must be an object with a 'custom_id', which is a text"
         return BatchLine(result_id, None, error=("invalid_line", message))
     problem = _problem(given, custom_id in custom_ids)
     custom_ids.add(custom_id)
@@ -150,17 +148,17 @@ def _problem(given: Mapping[str, Any], is_known: bool) -> tuple[str, str] | None
     """(code, message) of the error in a line that has a custom_id."""
     unknown = sorted(set(given) - _FIELDS)
     if is_known:
-        return "duplicate_custom_id", "an earlier line has the same custom_id"
+        return "duplicate_custom_id", "'custom_id' must not be the same as in an earlier line"
     if unknown:
         return "invalid_line", f"unknown field {unknown[0]!r}"
     if given.get("method") != "POST":
-        return "invalid_method", "the method must be POST"
+        return "invalid_method", "'method' must be POST"
     if given.get("url") not in URLS:
-        return "invalid_url", f"the url must be one of {', '.join(URLS)}"
+        return "invalid_url", f"'url' must be one of {', '.join(URLS)}"
     if not isinstance(given.get("body"), dict):
-        return "invalid_line", "the body must be an object"
+        return "invalid_line", "'body' must be an object"
     if given["body"].get("stream"):
-        return "invalid_line", "a batch has no streams: leave `stream` out"
+        return "invalid_line", "'stream' is not supported in a batch"
     return None
 
 
@@ -245,8 +243,8 @@ class Results:
                         self._note(result, place)
                 elif result is None or not self._is_outdated(result, custom_ids):
                     raise ConfigError(
-                        f"{path} holds something other than results of this batch and model: "
-                        "remove it, or name another output"
+                        f"{path} must hold results of this batch and model only: remove it, or name "
+                        "another output"
                     )
 
     def _is_outdated(self, result: Mapping[str, Any], custom_ids: set[str | None]) -> bool:

@@ -91,7 +91,7 @@ class Conversation:
     ) -> None:
         calls.check_messages(messages)
         if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
-            raise RequestError(f"'max_rounds' must be at least 1, not {max_rounds!r}", param="max_rounds")
+            raise RequestError.of("max_rounds", f"must be at least 1, not {max_rounds!r}")
         self._calls, self._params, self._adapter, self._intervene = calls, params, adapter, intervene
         self._functions: dict[str, FunctionTool] = {}
         self._schemas: set[str] = set()  # the tools whose calls are returned
@@ -106,9 +106,9 @@ class Conversation:
     def _read_tools(self, tools: Sequence[Tool], is_async: bool) -> list[Mapping[str, Any]]:
         """Returns the schemas of the tools that the model may call. Raises RequestError for wrong tools."""
         if not tools and self._tool_choice not in ("auto", "none"):
-            raise RequestError("'tool_choice' is for tools only: leave it out", param="tool_choice")
+            raise RequestError.of("tool_choice", "requires tools")
         if tools and self._tool_choice != "none" and self._params.grammar is not None:
-            raise RequestError("'grammar' cannot be combined with tools: leave one out", param="grammar")
+            raise RequestError.of("grammar", "cannot be combined with tools: leave one out")
         schemas: list[Mapping[str, Any]] = []
         for tool in tools:
             if isinstance(tool, Mapping):
@@ -117,22 +117,22 @@ class Conversation:
                 continue
             function = FunctionTool.of(tool)
             if function.is_async and not is_async:
-                raise RequestError("an async function is a tool of AsyncLLM.chat only", param="tools")
+                raise RequestError("an async function requires AsyncLLM.chat", param="tools")
             self._functions[function.name] = function
             schemas.append(function.schema)
         names = sorted({schema["name"] for schema in schemas})
         if len(names) < len(schemas):
-            raise RequestError("two tools have the same name", param="tools")
+            raise RequestError.of("tools", "must have different names")
         if self._tool_choice not in ("auto", "none", "required", *names):
-            raise RequestError(
-                f"'tool_choice' must be 'auto', 'none', 'required' or the name of a tool, not "
-                f"{self._tool_choice!r}: the tools are {', '.join(names)}",
-                param="tool_choice",
+            raise RequestError.of(
+                "tool_choice",
+                f"must be 'auto', 'none', 'required' or the name of a tool, not {self._tool_choice!r}: the "
+                f"tools are {', '.join(names)}",
             )
         if self._functions and self._params.n_generated_answers > 1:
-            raise RequestError("'n' cannot be combined with functions as tools: leave it out", param="n")
+            raise RequestError.of("n", "cannot be combined with functions as tools")
         if not is_async and inspect.iscoroutinefunction(self._approve):
-            raise RequestError("an async 'approve' is for AsyncLLM.chat only", param="approve")
+            raise RequestError("an async 'approve' requires AsyncLLM.chat", param="approve")
         return [] if self._tool_choice == "none" else schemas
 
     def _toolbox(self) -> Toolbox | None:
@@ -189,12 +189,12 @@ class Conversation:
             return []
         if self._n_rounds == self._max_rounds:
             raise RequestError(
-                f"the model has called tools in {self._max_rounds} rounds and calls again: "
-                "max_rounds (--max-rounds) allows more",
+                f"the calls of the model must end after {self._max_rounds} rounds: raise 'max_rounds' "
+                "(--max-rounds) to allow more",
                 param="max_rounds",
             )
         self._n_rounds += 1
-        missing = f"there is no such tool: there are {', '.join(self._functions)}"
+        missing = f"this tool was not found: use {', '.join(self._functions)}"
         return [AskedCall(call, self._functions.get(call.name, missing)) for call in calls]
 
     def answer_calls(self, asked: Sequence[AskedCall]) -> None:

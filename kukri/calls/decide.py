@@ -48,18 +48,18 @@ def checked_choices(choices: Any, scores: Any) -> list[str]:
     Raises RequestError if both are given, or they are not different texts, two at least.
     """
     if choices is not None and scores is not None:
-        raise RequestError("choices and scores are two ways to say the same: give one", param="scores")
+        raise RequestError("'choices' cannot be combined with 'scores': give one", param="scores")
     if scores is not None:
         if not isinstance(scores, tuple | list) or [type(one) for one in scores] != [int, int]:
-            raise RequestError("scores must be two integers, the lowest and the highest", param="scores")
+            raise RequestError.of("scores", "must be two integers, the lowest and the highest")
         if not 1 <= scores[1] - scores[0] < MAX_CHOICES:
-            raise RequestError(f"scores must be 2 to {MAX_CHOICES} integers", param="scores")
+            raise RequestError.of("scores", f"must be 2 to {MAX_CHOICES} integers")
         return [str(score) for score in range(scores[0], scores[1] + 1)]
     texts = list(YES_OR_NO if choices is None else choices) if not isinstance(choices, str) else []
     if not all(isinstance(text, str) and text for text in texts) or len(set(texts)) < len(texts):
-        raise RequestError("choices must be different texts that are not empty", param="choices")
+        raise RequestError.of("choices", "must be different texts that are not empty")
     if not 2 <= len(texts) <= MAX_CHOICES:
-        raise RequestError(f"choices must be 2 to {MAX_CHOICES} texts", param="choices")
+        raise RequestError.of("choices", f"must be 2 to {MAX_CHOICES} texts")
     return texts
 
 
@@ -75,12 +75,12 @@ class Question:
     ) -> None:
         """Raises RequestError for choices of the same tokens, or of very many."""
         if not len(prompt):
-            raise RequestError("the prompt is empty: give it at least one token", param="prompt")
+            raise RequestError.of("prompt", "must have at least one token")
         self._ids = [tuple(tokenizer.encode_inside(text)) for text in choices]
         if not all(self._ids) or len(set(self._ids)) < len(self._ids):
-            raise RequestError("two choices are the same tokens, or one has no tokens", param="choices")
+            raise RequestError.of("choices", "must have at least one token each, and different ones")
         if sum(map(len, self._ids)) > MAX_CHOICE_TOKENS:
-            raise RequestError(f"the choices have more than {MAX_CHOICE_TOKENS} tokens", param="choices")
+            raise RequestError.of("choices", f"must have at most {MAX_CHOICE_TOKENS} tokens")
         self.n_prompt = len(prompt)
         self.first_row = self.n_prompt - 1
         inputs = {ids[:-1] for ids in self._ids}
@@ -138,7 +138,7 @@ class Question:
         """The logarithms of what is compared: the probabilities, or these by length. Float64 [choices]."""
         if normalization not in get_args(Normalization):
             names = ", ".join(get_args(Normalization))
-            raise RequestError(f"normalization must be one of {names}", param="normalization")
+            raise RequestError.of("normalization", f"must be one of {names}")
         if normalization == "sequence":
             return self.exclusive(logprobs)
         if normalization == "token":

@@ -184,17 +184,18 @@ class EngineCalls:
         if kind != "language_model":
             head = "no head" if kind == "none" else f"a head for {kind.replace('_', ' ')}"
             raise UnsupportedError(
-                f"{self._path} has {head} and generates no text: use {_USES[kind]} or model.forward()"
+                f"{self._path} has {head} and does not support generation: use {_USES[kind]} or "
+                "model.forward()"
             )
 
     def params(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
         """The caller's parameters, or the model's defaults, with the overrides set on top."""
         if params is not None and not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+            raise RequestError.of("params", f"must be SamplingParams, not {type(params).__name__}")
         names = [f.name for f in fields(SamplingParams)]
         for name in overrides:
             if name not in names:
-                raise RequestError(f"there is no parameter {name!r}{close_matches(name, names)}", param=name)
+                raise RequestError.of(name, f"is not supported{close_matches(name, names)}")
         if params is None:
             return self._default_params.replace(**overrides)
         return replace(params, **overrides) if overrides else params
@@ -202,9 +203,7 @@ class EngineCalls:
     def _encode(self, prompt: Any) -> Any:
         """The token ids of a text; anything else is for the engine to check."""
         if is_chat(prompt):
-            raise RequestError(
-                "these are messages: pass them to chat(), or give a prompt as a string", param="prompt"
-            )
+            raise RequestError.of("prompt", "must be a text, not messages: pass them to chat()")
         is_text = isinstance(prompt, str)
         return self.tokenizer.encode(prompt, add_special=True, parse_special=True) if is_text else prompt
 
@@ -228,11 +227,7 @@ class EngineCalls:
         """Raises RequestError if these are no messages, or the model answers none."""
         self.check_generates()  # before a template is missed that has no use
         if isinstance(messages, str):
-            raise RequestError(
-                'messages must be a list, such as [{"role": "user", "content": "Hello"}]: generate() '
-                "continues a text",
-                param="messages",
-            )
+            raise RequestError.of("messages", "must be a list of messages: pass a text to generate()")
 
     def _call(
         self,
@@ -247,9 +242,7 @@ class EngineCalls:
         """A call for one prompt, checked, texts in its parameters tokenized already; not started."""
         self.check_generates()
         if streams and params.n_generated_answers > params.n:
-            raise RequestError(
-                "best_of cannot be streamed: the best is known only at the end", param="best_of"
-            )
+            raise RequestError.of("best_of", "cannot be combined with streaming")
         engine = self.engine
         requests = engine.maker.make_requests(prompt_ids, params, adapter=adapter)
         engine.maker.check_fits(requests[0])
@@ -562,7 +555,7 @@ def _ending_of(request: Request) -> KukriError:
 
 def closed_error() -> KukriError:
     """The error of calls on a closed LLM."""
-    return KukriError("this LLM is closed: load the model again")
+    return KukriError("this LLM is closed: open another")
 
 
 def is_many(prompt: Any) -> bool:

@@ -44,7 +44,7 @@ class FunctionTool:
         """
         name = getattr(function, "__name__", type(function).__name__)
         if not callable(function) or not _NAME.fullmatch(name):
-            raise RequestError(f"tools are functions with a name, not {function!r}", param="tools")
+            raise RequestError.of("tools", f"must be functions with a name, not {function!r}")
         hints = typing.get_type_hints(_hinted(function), include_extras=True)
         described = inspect.getdoc(function) or ""
         told = _argument_texts(described)
@@ -53,7 +53,7 @@ class FunctionTool:
         for parameter in inspect.signature(function).parameters.values():
             where = f"the argument {parameter.name} of the tool {name}"
             if parameter.kind not in _KINDS:
-                raise RequestError(f"{where} cannot be given by name", param="tools")
+                raise RequestError(f"{where} must not be positional-only", param="tools")
             schema = schema_of(hints.get(parameter.name, Any), where)
             if parameter.name in told:
                 schema = {"description": told[parameter.name], **schema}
@@ -77,7 +77,7 @@ class FunctionTool:
         """The arguments of a call, JSON. Raises ValueError or TypeError, whose text says what is wrong."""
         given = json.loads(arguments)
         if not isinstance(given, dict):
-            raise TypeError("the arguments are not an object")
+            raise TypeError("the arguments must be an object")
         properties = self.parameters["properties"]
         fitted = {name: _fitted(value, properties.get(name, {})) for name, value in given.items()}
         return inspect.signature(self.function).bind(**fitted)
@@ -114,8 +114,8 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
     if hint in _MAPS or origin in _MAPS:
         return {"type": "object", "additionalProperties": schema_of(inner[1], where) if inner else True}
     raise RequestError(
-        f"{where} has the type {hint}: a model can give texts, numbers, bool, None, list, dict, Literal and "
-        "unions of these",
+        f"the type {hint} of {where} is not supported: use str, int, float, bool, None, list, dict, "
+        "Literal or unions of them",
         param="tools",
     )
 

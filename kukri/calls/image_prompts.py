@@ -38,7 +38,7 @@ class ImagePrompts:
         if processor is not None:
             token_id = tokenizer.vocabulary.id_of.get(processor.token)
             if token_id is None:
-                raise FormatError(f"the tokenizer has no token {processor.token}, which stands for images")
+                raise FormatError(f"the tokenizer must have the token {processor.token}, of images")
             self._token_id = token_id
 
     @property
@@ -60,7 +60,7 @@ class ImagePrompts:
         marks = ImageMarks(processor.placeholder, processor.written, (processor.placeholder, processor.token))
         told, parts = marks.taken(messages)
         if len(parts) > MAX_IMAGES:
-            raise RequestError(f"{len(parts)} images: at most {MAX_IMAGES} are read", param="messages")
+            raise RequestError.of("messages", f"must have at most {MAX_IMAGES} images, not {len(parts)}")
         images = [self._prepared(processor, part, read or picture_of) for part in parts]
         marks.texts = [processor.text(image) for image in images]
         ids = encode(told, marks)
@@ -111,9 +111,8 @@ def picture_of(image: ImagePart) -> Picture:
         return part["image"]
     url = url_of(image)
     if url is None:
-        raise RequestError(
-            f'{image.param}: an image is {{"type": "image", "image": path, bytes, array or Pillow\'s}}',
-            param=image.param,
+        raise RequestError.of(
+            image.param, 'must be {"type": "image", "image": path, bytes, array or Pillow\'s}'
         )
     return data_url_bytes(url, image.param)
 
@@ -133,9 +132,9 @@ def wishes_of(image: ImagePart) -> tuple[Any, int | None]:
     detail, n_tokens = given.get("detail") or "auto", given.get("image_tokens")
     detail = "high" if detail == "original" else detail
     if detail not in _DETAILS:
-        raise RequestError(f"{param}: detail must be {', '.join(_DETAILS)}", param=f"{param}.detail")
+        raise RequestError(f"'{param}.detail' must be {', '.join(_DETAILS)}", param=f"{param}.detail")
     if n_tokens is not None and (isinstance(n_tokens, bool) or not isinstance(n_tokens, int)):
-        raise RequestError(f"{param}: image_tokens must be a number", param=f"{param}.image_tokens")
+        raise RequestError(f"'{param}.image_tokens' must be a number", param=f"{param}.image_tokens")
     return detail, n_tokens
 
 

@@ -125,7 +125,7 @@ def _pieces(pattern: re.Pattern[str], source: str) -> Iterator[re.Match[str]]:
     while place < len(source):
         piece = pattern.match(source, place)
         if piece is None:
-            raise ValueError(f"{source[place : place + 20]!r} is not read")
+            raise ValueError(f"{source[place : place + 20]!r} is not supported")
         yield piece
         place = piece.end()
 
@@ -149,7 +149,7 @@ def _text(text: str, in_json: bool) -> str:
 def _regex(source: str, flags: str, in_json: bool) -> str:
     """One that stands between slashes."""
     if set(flags) - set("is"):
-        raise ValueError(f"the flags {flags} of a regular expression are not read")
+        raise ValueError(f"the flags {flags} of a regular expression are not supported")
     if not in_json:
         return _flagged(f"(?:{source})", flags)
     made: list[str] = []
@@ -168,7 +168,7 @@ def _decoded(code: str | None) -> str:
     if code is None or len(code) > 1:
         return chr(int(code[1:], 16)) if code else ""
     if code.isalnum() and code not in _CONTROLS:
-        raise ValueError(f"\\{code} in a regular expression is not read")
+        raise ValueError(f"\\{code} in a regular expression is not supported")
     return _CONTROLS.get(code, code)
 
 

@@ -80,14 +80,17 @@ class LoadedAdapters:
         """
         if _NAME.fullmatch(name) is None:
             raise ConfigError(
-                f"an adapter's name has up to 200 characters, no space and no '=': not {name!r}"
+                f"an adapter's name must be up to 200 characters without space or '=', not {name!r}"
             )
         if name in self._by_name:
-            raise ConfigError(f"there is an adapter {name!r} already: unload it, or choose another name")
+            raise ConfigError(
+                f"the name of an adapter must be new, not {name!r}: unload the other one, or choose "
+                "another name"
+            )
         free = [i for i, one in enumerate(self._slots) if one is None]
         slot = free[0] if free else len(self._slots)
         if slot == MAX_ADAPTERS:
-            raise CapacityError(f"{MAX_ADAPTERS} adapters are loaded already: unload one first")
+            raise CapacityError(f"{MAX_ADAPTERS} adapters are already loaded: unload one first")
         _ = adapter.digest  # computed here, not while a request waits
         made = LoadedAdapter(name, adapter, slot)
         self._slots[slot : slot + 1] = [made]

@@ -44,8 +44,8 @@ class Chunk:
     """Tokens `start` to `start + n_tokens - 1` of a sequence; the last `n_logits` of them want logits.
 
     The last `n_drafts` are draft tokens, which lie in its `tokens` beyond its own; or `n_after` tokens follow
-    those that want logits. No token sees the last `n_unseen`. `saves`: (number of tokens, slot) of each copy
-    of the state after that number of tokens.
+    the rows that want logits. No token sees the last `n_unseen`. `saves`: (number of tokens, slot) of each
+    copy of the state after that number of tokens.
     """
 
     sequence: CachedSequence
@@ -147,7 +147,7 @@ class BatchBuilder:
         self._last = None
 
     def _advance(self, chunks: Sequence[Chunk]) -> ForwardBatch:
-        """`build` of chunks of one token each, which were those of the last batch, a token ago."""
+        """`build` of chunks of one token each, which were the chunks of the last batch, a token ago."""
         size = self._page_tokens
         for s, chunk in enumerate(chunks):
             sequence, start = chunk.sequence, chunk.start

@@ -258,8 +258,8 @@ class DraftModel(Drafter):
         """
         if has_states(model.cache_layout):
             raise ConfigError(
-                "a model with recurrent layers cannot be the draft model (--draft-model): "
-                "after a rejected draft it has no state to continue from"
+                "a draft model (--draft-model) must have no recurrent layers, whose states cannot be "
+                "rolled back after a rejected draft"
             )
         backend, config, n_pages = setup.backend, setup.config, setup.n_pages
         self._n_vocab = min(setup.runner.model.config.n_vocab, model.config.n_vocab)

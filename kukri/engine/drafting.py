@@ -29,7 +29,7 @@ class Drafting:
     def __init__(self, config: EngineConfig, n_vocab: int, max_context: int, drafter: Drafter | None) -> None:
         """Raises ConfigError if the configuration asks for a draft model and there is none."""
         if drafter is None and config.speculation == "draft":
-            raise ConfigError("speculation with a draft model needs one: give draft_model (--draft-model)")
+            raise ConfigError("'draft_model' (--draft-model) is required for this speculation")
         self.drafter, self.earlier_answers = drafter, EarlierAnswers()
         self._speculation = config.speculation
         self._n_vocab, self._max_context = n_vocab, max_context
@@ -101,8 +101,8 @@ def checked_prediction(params: SamplingParams, n_vocab: int, *, has_draft_model:
     is missing.
     """
     if params.speculation == "draft" and not has_draft_model:
-        raise RequestError("there is no draft model here: choose ngram or off", param="speculation")
+        raise RequestError.of("speculation", "must be ngram or off without a draft model")
     ids = [i for i in params.prediction if isinstance(i, int) and 0 <= i < n_vocab]
     if len(ids) < len(params.prediction):
-        raise RequestError("prediction must be token ids of the vocabulary here", param="prediction")
+        raise RequestError.of("prediction", "must be token ids of the vocabulary here")
     return ids

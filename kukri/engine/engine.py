@@ -95,7 +95,8 @@ class Engine:
                 if encoder.attends_both_ways == "all" and any(w is not None and w < most for w in bounds):
                     noun = encoder.input_type.noun
                     raise UnsupportedError(
-                        f"one {noun} has {most} tokens, more than a window of the text reaches"
+                        f"one {noun} of {most} tokens is not supported: it is longer than a window of the "
+                        "text"
                     )
                 n_tokens = max(config.max_step_tokens, most + config.max_requests)
                 config = replace(config, max_step_tokens=n_tokens)
@@ -124,8 +125,8 @@ class Engine:
         except MemoryError:
             n_gib = cost.n_bytes(pool_sizes) / 2**30
             raise ConfigError(
-                f"no memory for a KV cache of {n_gib:.1f} GiB: set its size (kv_bytes, --kv-memory) or "
-                "lower max_requests (--max-requests) or max_context (--max-context)"
+                f"a KV cache of {n_gib:.1f} GiB cannot fit into memory: set its size (kv_bytes, "
+                "--kv-memory) or lower max_requests (--max-requests) or max_context (--max-context)"
             ) from None
         self.saved_prefixes = _saved_prefixes(config, self.runner.cache)
         pools = [PagePool(n, page_tokens, w, config.max_step_tokens) for n, w in zip(pool_sizes, windows)]
@@ -489,7 +490,7 @@ def _max_context(config: EngineConfig, model: Model) -> int:
     limit = model.config.max_context
     if config.max_context is not None and config.max_context > limit:
         raise ConfigError(
-            f"max_context {config.max_context} is more than the model's {limit} tokens:"
-            " --rope-scaling with --rope-factor (rope_scaling, rope_factor) stretches it"
+            f"'max_context' must be at most the model's {limit} tokens, not {config.max_context}: use "
+            "--rope-scaling with --rope-factor (rope_scaling, rope_factor)"
         )
     return config.max_context or limit

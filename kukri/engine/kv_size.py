@@ -84,9 +84,7 @@ class KVCost:
         if n_bytes is None:
             return tuple(wanted)
         if n_bytes < self.page_bytes:
-            raise ConfigError(
-                f"a KV pool of {n_bytes} bytes is smaller than a page of {self.page_bytes}: give it more"
-            )
+            raise ConfigError(f"a KV pool of {n_bytes} bytes must hold a page of {self.page_bytes}")
         scale = n_bytes / max(self.n_bytes(wanted), 1)
         sizes = [int(n * scale) for n in wanted]
         if scale < 1 and self.pools[0][0] is None and len(self.pools) > 1:
@@ -135,12 +133,13 @@ def choose_kv_size(
     if max_context is not None or (n_tokens < min(_MIN_CONTEXT, context) and kv_bytes is None):
         least = max_context or min(_MIN_CONTEXT, context)
         raise ConfigError(
-            f"{_gib(free_bytes)} of memory are free, and {room}, fewer than {least:,}: lower --max-context "
-            f"(max_context), if set; {ways_out}; lowering --max-requests (max_requests) does not help"
+            f"{_gib(free_bytes)} of memory are free, and {room}, but {least:,} are required: lower "
+            f"--max-context (max_context), if set; {ways_out}; lowering --max-requests (max_requests) does "
+            "not help"
         )
     if n_tokens == 0:
         raise ConfigError(
-            f"a KV cache of {n_bytes} bytes is smaller than a page of {cost.page_bytes}: raise --kv-memory "
+            f"a KV cache of {n_bytes} bytes must hold a page of {cost.page_bytes}: raise --kv-memory "
             "(kv_bytes)"
         )
     return KVSize(n_bytes, n_tokens, f"the context is {n_tokens:,} of {context:,} tokens: {room}; {ways_out}")

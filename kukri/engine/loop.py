@@ -188,7 +188,7 @@ class EngineLoop:
             raise CapacityError("the server is shutting down: try again later")
         n_waiting = len(self._live) - len(self.engine.scheduler.running)
         if n_waiting + n_more > self.max_waiting:
-            raise CapacityError(f"{n_waiting} requests are waiting already: try again later")
+            raise CapacityError(f"{n_waiting} requests are already waiting: try again later")
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -82,8 +82,8 @@ def check_fits(n_tokens: int, pools: Iterable[PoolSize]) -> None:
         n_needed = pool.most_held(n_tokens)
         if n_needed > pool.n_pages:
             raise CapacityError(
-                f"a request of up to {n_tokens} tokens needs {n_needed} KV pages and there are "
-                f"{pool.n_pages}: shorten it or lower max_tokens"
+                f"a request of up to {n_tokens} tokens requires {n_needed} KV pages, but there are "
+                f"{pool.n_pages}: shorten it or lower 'max_tokens'"
             )
 
 
@@ -120,8 +120,8 @@ class PagePool(PoolSize):
         """Allocates n pages to one owner. Raises CapacityError, allocating none, if fewer are free."""
         if n > self.n_free:
             raise CapacityError(
-                f"not enough KV cache: {n} pages are needed and {self.n_free} of {self.n_pages} are free, so "
-                "try again later"
+                f"not enough KV cache: {n} pages are needed, but {self.n_free} of {self.n_pages} are free, "
+                "so try again later"
             )
         pages = [self._free.pop() if self._free else self._evict() for _ in range(n)]
         for page in pages:

@@ -184,9 +184,7 @@ class Request:
         if not generated:
             return
         if self.sampler is None or self.sequence.n_tokens + len(generated) >= self.max_length:
-            raise RequestError(
-                f"{len(generated)} tokens cannot be resumed: the request would already have ended"
-            )
+            raise RequestError(f"an ended request cannot be resumed: {len(generated)} tokens are too many")
         now_s = perf_counter()
         for token in generated:
             self.append(token, now_s)

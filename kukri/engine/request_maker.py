@@ -206,7 +206,7 @@ class RequestMaker:
         kind = self._model_config.head.kind
         if kind != "language_model":
             use = "makes embeddings" if kind == "none" else f"has a head for {kind.replace('_', ' ')}"
-            raise RequestError(f"the model {use} and generates no text: use a language model", param="model")
+            raise RequestError(f"the model {use} and cannot generate: use a language model", param="model")
 
     def why_unread(self, noun: str) -> str:
         """The reason why there is no encoder of such inputs, for an error."""
@@ -231,10 +231,9 @@ class RequestMaker:
         spans = request.sequence.spans
         n_rows = spans.most_rows(request.first_row, request.stop_row)
         if n_rows > MOST_ROWS and request.program != "hidden":
-            raise RequestError(
-                f"{n_rows} rows of logits are wanted of one {spans.inputs[0].noun}, and a step has room for "
-                f"{MOST_ROWS}: ask for no log-probabilities of the prompt",
-                param="prompt_logprobs",
+            raise RequestError.of(
+                "prompt_logprobs",
+                f"must want at most {MOST_ROWS} rows of logits of one {spans.inputs[0].noun}, not {n_rows}",
             )
 
     def check_fits(self, request: Request) -> None:
@@ -256,14 +255,14 @@ class RequestMaker:
         except ValueError:  # lists of different lengths
             ids = np.empty((0, 0))
         if ids.ndim == 1 and not len(ids):
-            raise RequestError("the prompt is empty: give it at least one token", param="prompt")
+            raise RequestError.of("prompt", "must have at least one token")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError("the prompt must be a text or a list of token ids (integers)", param="prompt")
+            raise RequestError.of("prompt", "must be a text or a list of token ids (integers)")
         n_vocab = self._model_config.n_vocab
         wrong = ids[(ids < 0) | (ids >= n_vocab)]
         if len(wrong):
             raise RequestError(
-                f"token id {wrong[0]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}",
+                f"the token id {wrong[0]} must be from 0 to {n_vocab - 1}",
                 param="prompt",
             )
         if len(ids) > self.max_context:

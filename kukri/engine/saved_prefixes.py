@@ -74,8 +74,8 @@ class SavedPrefixes:
         least = max(self._page_bytes, self._state_bytes)
         if max_bytes < least + _HEADER_BYTES:
             raise ConfigError(
-                f"{max_bytes} bytes of saved prefixes are less than a page or state of {least}: allow more "
-                "(--prefix-size, prefix_bytes)"
+                f"saved prefixes must have room for a page or state of {least} bytes, not {max_bytes}: "
+                "raise --prefix-size (prefix_bytes)"
             )
         self.pages_per_step = max(_STEP_BYTES // self._page_bytes, 1)
         self.n_damaged = 0

@@ -140,7 +140,7 @@ def collector_url(url: str) -> str:
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"traces go to a URL such as http://127.0.0.1:4318, not to {url!r}")
+        raise ConfigError(f"traces must go to a URL such as http://127.0.0.1:4318, not to {url!r}")
     return url.rstrip("/") + _PATH if parts.path in ("", "/") else url
 
 

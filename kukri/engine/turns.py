@@ -97,9 +97,7 @@ class EngineTurns:
 
     def _check_not_inside(self) -> None:
         if self._holder == threading.get_ident():
-            raise KukriError(
-                "a hook or logits processor called the LLM that runs it: collect what it needs and call later"
-            )
+            raise KukriError("a hook or logits processor cannot call the LLM that runs it: call later")
 
     def _acquire(self, is_ready: Callable[[], bool] | None) -> bool:
         """Waits for the turn, or until `is_ready()`; True if the thread holds the turn now."""

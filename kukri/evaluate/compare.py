@@ -79,9 +79,7 @@ def check_same_tokens(a: LLM, b: LLM) -> None:
     """Raises ConfigError unless both models' tokens are the same."""
     probe = "The quick brown fox: naïve 1234, 日本\n\tif (x == 1) { return; }"
     if a.tokenizer.n_vocab != b.tokenizer.n_vocab or a.tokenizer.encode(probe) != b.tokenizer.encode(probe):
-        raise ConfigError(
-            f"{a.path} and {b.path} have different vocabularies: compare models with the same one"
-        )
+        raise ConfigError(f"{a.path} cannot be compared with {b.path}: their vocabularies differ")
 
 
 def _joined(parts: Sequence[Divergence], n_last: int = 0) -> Divergence:

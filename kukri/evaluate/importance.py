@@ -31,11 +31,11 @@ def importance_matrix(
     """
     check_language_model(llm)
     if not ids:
-        raise ConfigError("the text has no tokens: use a longer one")
+        raise ConfigError("the text must have tokens: use a longer one")
     bos = bos_ids(llm.tokenizer)
     room = chunk_tokens - len(bos)
     if room < 1:
-        raise ConfigError(f"chunks of {chunk_tokens} tokens hold no text: use longer ones")
+        raise ConfigError(f"chunks of {chunk_tokens} tokens cannot hold text: use longer ones")
     inputs = Trace(llm.model).inputs
     hook_of = {gguf_name(name, llm.config.architecture): hook for name, hook in inputs.items()}
     hook_of = {name: hook for name, hook in hook_of.items() if name.startswith("blk.")}

@@ -53,7 +53,7 @@ def windows(ids: Sequence[int], bos: Sequence[int], size: int, stride: int) -> l
         raise ConfigError(f"a stride of {stride} tokens must be at least 1 and at most the window's {size}")
     stride = min(stride, size - 1)
     if len(ids) < 2:
-        raise ConfigError(f"a text of {len(ids)} tokens is too short: use a longer one")
+        raise ConfigError(f"the text must have more than {len(ids)} tokens: use a longer one")
     end = min(room, len(ids))
     made = [Window((*bos, *ids[:end]), end - 1)]
     while end < len(ids):
@@ -75,7 +75,7 @@ def bos_ids(tokenizer: Tokenizer) -> list[int]:
 def check_language_model(llm: LLM) -> None:
     """Raises UnsupportedError for a model that predicts no tokens."""
     if llm.config.head.kind != "language_model":
-        raise UnsupportedError(f"{llm.path} predicts no tokens: only language models can be measured")
+        raise UnsupportedError(f"{llm.path} is not supported here: use a language model")
 
 
 def steps(n_tokens: int) -> Iterator[slice]:

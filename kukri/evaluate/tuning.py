@@ -157,7 +157,7 @@ def allocate(choices: Mapping[str, Sequence[Choice]], n_bytes: int) -> dict[str,
     chosen = dict.fromkeys(hulls, 0)
     left = n_bytes - sum(hull[0].n_bytes for hull in hulls.values())
     if left < 0:
-        raise ConfigError(f"the smallest types take {-left:,} bytes more than the size allows: allow more")
+        raise ConfigError(f"the size must be at least {-left:,} bytes larger, even for the smallest types")
 
     def step(name: str) -> list[tuple[float, str]]:
         at, hull = chosen[name], hulls[name]

@@ -3,8 +3,8 @@
 PEFT: adapter_config.json and adapter_model.safetensors, with `….q_proj.lora_A.weight` (rank, in) and
 `….lora_B.weight` (out, rank). GGUF: `blk.0.attn_q.weight.lora_a` and `….lora_b`, q and k in the order of rows
 of the model's own GGUF files. Experts have updates of their own, `….experts.3.gate_proj.lora_A.weight`, in
-GGUF those of a layer in one tensor, (experts, rank, in) and (experts, out, rank). Whatever would change the
-result in another way is refused by its name.
+GGUF has the experts of a layer in one tensor, (experts, rank, in) and (experts, out, rank). Whatever would
+change the result in another way is refused by its name.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def read_adapter(path: Path, model: Model) -> Adapter:
     apply: DoRA, saved modules, biases, embeddings.
     """
     if not path.exists():
-        raise MissingFileError("there is no such adapter", path=path)
+        raise MissingFileError("was not found", path=path)
     with reading(path):
         return _read_peft(path, model) if path.is_dir() else _read_gguf(path, model)
 
@@ -113,8 +113,8 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
     weights = directory / WEIGHTS_NAME
     if not weights.is_file():
         pickled = any(directory.glob("*.bin"))
-        way_out = ": kukri does not read pickles; save it as safetensors" if pickled else ""
-        raise FormatError(f"holds no {WEIGHTS_NAME}{way_out}", path=directory)
+        way_out = ": pickles are not supported, so save it as safetensors" if pickled else ""
+        raise FormatError(f"must hold {WEIGHTS_NAME}{way_out}", path=directory)
     file = SafetensorsFile(weights)
     matrices = _matrices(model)
     parts: dict[str, dict[str, _Part]] = {}
@@ -125,14 +125,14 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
         if match is None and _is_copy(name, tensor.shape, model):
             continue
         if match is None:
-            raise FormatError("is neither lora_A nor lora_B of a linear layer", path=weights, tensor=name)
+            raise FormatError("must be lora_A or lora_B of a linear layer", path=weights, tensor=name)
         module = match["module"].removeprefix("base_model.model.")
         matrix = _canonical(module, matrices, model)
         if matrix is None:
             raise _no_matrix(module, matrices, weights, name)
         if tensor.dtype not in _FLOATS:
             raise UnsupportedError(
-                f"{weights}: tensor {name!r} is of type {tensor.dtype}, not F32, F16 or BF16"
+                f"{weights}: tensor {name!r} must be of type F32, F16 or BF16, not {tensor.dtype}"
             )
         data = file.data(tensor).copy()  # the file may be replaced while the adapter is in use
         part = _Part(data, QUANT_TYPES[tensor.dtype], tensor.shape, name)
@@ -140,8 +140,8 @@ def _read_peft(directory: Path, model: Model) -> Adapter:
         modules[matrix] = module
     if stated.get("ensure_weight_tying") and model.config.tie_embeddings and _HEAD in parts:
         raise UnsupportedError(
-            f"{directory / CONFIG_NAME}: ensure_weight_tying is not supported with an update of the tied "
-            "head: train the head alone"
+            f"{directory / CONFIG_NAME}: 'ensure_weight_tying' is not supported with an update of the tied "
+            "head: train only the head"
         )
     order_of = _orders(model, is_gguf=False)
     ranks, alphas = (
@@ -164,16 +164,16 @@ def _check_config(stated: Mapping[str, Any], path: Path) -> None:
     """Raises UnsupportedError for anything but plain LoRA."""
     kind = stated.get("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedError(f"{path}: peft_type is {brief(kind)}; kukri applies LORA")
+        raise UnsupportedError(f"{path}: 'peft_type' is {brief(kind)}; only LORA is supported")
     for key, (neutral, what) in _REFUSED.items():
         value = stated.get(key)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
-            raise UnsupportedError(f"{path}: {key} is {brief(value)}; kukri applies no {what}")
+            raise UnsupportedError(f"{path}: {key!r} is {brief(value)}, but {what} cannot be applied")
     start = stated.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise UnsupportedError(
-            f"{path}: init_lora_weights is {brief(start)}, which changed the model's own weights too: save "
-            "the adapter converted to plain LoRA"
+            f"{path}: 'init_lora_weights' {brief(start)} is not supported, because it changed the model's "
+            "own weights too: save the adapter converted to plain LoRA"
         )
 
 
@@ -185,12 +185,12 @@ def _rank_and_scale(stated: Mapping[str, Any], rank: Any, alpha: Any, path: Path
     rank = stated.get("r", 8) if rank is None else rank
     alpha = stated.get("lora_alpha", 8) if alpha is None else alpha
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise FormatError(f"a rank of {brief(rank)}: kukri applies 1 to {MAX_RANK}", path=path)
+        raise FormatError(f"the rank must be from 1 to {MAX_RANK}, not {brief(rank)}", path=path)
     if type(alpha) not in (int, float) or not math.isfinite(alpha) or abs(alpha) > 1e6:
-        raise FormatError(f"lora_alpha must be a number, not {brief(alpha)}", path=path)
+        raise FormatError(f"'lora_alpha' must be a number, not {brief(alpha)}", path=path)
     is_rs = stated.get("use_rslora", False)
     if not isinstance(is_rs, bool):
-        raise FormatError(f"use_rslora must be true or false, not {brief(is_rs)}", path=path)
+        raise FormatError(f"'use_rslora' must be true or false, not {brief(is_rs)}", path=path)
     return rank, float(alpha / math.sqrt(rank) if is_rs else alpha / rank)
 
 
@@ -201,7 +201,7 @@ def _of_modules(stated: Mapping[str, Any], key: str, modules: list[str], path: P
     """
     patterns = stated.get(key) or {}
     if not isinstance(patterns, dict):
-        raise FormatError(f"{key} must be an object, not {brief(patterns)}", path=path)
+        raise FormatError(f"{key!r} must be an object, not {brief(patterns)}", path=path)
     values = [*patterns.values()]
     if len(patterns) <= _MAX_PLAIN and all(map(_PLAIN.fullmatch, patterns)):
         known = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
@@ -216,10 +216,10 @@ def _of_modules(stated: Mapping[str, Any], key: str, modules: list[str], path: P
                 timeout=_MATCH_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            raise FormatError(f"{key} takes too long to match: name the modules", path=path) from None
+            raise FormatError(f"{key!r} takes too long to match: name the modules", path=path) from None
         if done.returncode:
             reason = done.stderr.strip().rpartition("\n")[2]
-            raise FormatError(f"{key} must hold regular expressions: {brief(reason)}", path=path)
+            raise FormatError(f"{key!r} must hold regular expressions: {brief(reason)}", path=path)
         found = json.loads(done.stdout)
     return {name: values[i] for name, i in zip(modules, found) if i is not None}
 
@@ -270,7 +270,7 @@ def _read_gguf(path: Path, model: Model) -> Adapter:
         for name, tensor in file.tensors.items():
             match = _GGUF.fullmatch(name)
             if match is None:
-                raise FormatError("is neither lora_a nor lora_b of a matrix", path=path, tensor=name)
+                raise FormatError("must be 'lora_a' or 'lora_b' of a matrix", path=path, tensor=name)
             matrix = _matrix_name(match["tensor"], model, path, name)
             if expert_name(matrix, 0) not in matrices:
                 raise _no_matrix(matrix.removesuffix(".weight"), matrices, path, name)
@@ -293,19 +293,19 @@ def _check_keys(file: GGUFFile, model: Model) -> float:
     """The alpha of a file. Raises FormatError and UnsupportedError unless it is LoRA for such a model."""
     path, stated = file.path, file.metadata
     if stated.get("general.type") != "adapter":
-        raise FormatError("is not an adapter: its general.type is not 'adapter'", path=path)
+        raise FormatError("must be an adapter: its general.type is not 'adapter'", path=path)
     kind = stated.get("adapter.type")
     if kind != "lora":
-        raise UnsupportedError(f"{path}: adapter.type is {brief(kind)}; kukri applies lora")
+        raise UnsupportedError(f"{path}: 'adapter.type' is {brief(kind)}; only lora is supported")
     if "adapter.alora.invocation_tokens" in stated:
-        raise UnsupportedError(f"{path}: holds invocation tokens; kukri applies no update from a token on")
+        raise UnsupportedError(f"{path}: updates that begin at invocation tokens are not supported")
     architecture = stated.get("general.architecture")
     wanted = ARCHITECTURES[model.config.architecture].gguf
     if architecture != wanted:
         raise FormatError(f"is for the architecture {brief(architecture)}, not {wanted!r}", path=path)
     alpha = stated.get("adapter.lora.alpha")
     if not isinstance(alpha, float) or not math.isfinite(alpha) or abs(alpha) > 1e6:
-        raise FormatError(f"key 'adapter.lora.alpha' is {brief(alpha)}, not a number", path=path)
+        raise FormatError(f"key 'adapter.lora.alpha' must be a number, not {brief(alpha)}", path=path)
     return alpha
 
 
@@ -324,7 +324,7 @@ def _apart(matrix: str, part: _Part, model: Model, path: Path) -> Iterator[tuple
     assert model.config.mixture is not None, "it has matrices of experts"
     n = model.config.mixture.n_experts
     if len(part.shape) != 3 or part.shape[0] != n:
-        raise _wrong_shape(part, f"that of {n} experts, each two-dimensional", path)
+        raise _wrong_shape(part, f"{n} two-dimensional experts", path)
     for i, rows in enumerate(part.data.reshape(n, -1)):
         yield expert_name(matrix, i), part._replace(data=rows, shape=part.shape[1:])
 
@@ -355,7 +355,7 @@ def _checked(
     """A and B of a matrix of this shape. Raises FormatError if one is missing or wrong."""
     (n_out, n_in), present = shape, next(iter(both.values()))
     for missing in {"a", "b"} - both.keys():
-        raise FormatError(f"comes without its {missing.upper()}", path=path, tensor=present.name)
+        raise FormatError(f"requires its {missing.upper()}", path=path, tensor=present.name)
     down, up = both["a"], both["b"]
     rank = down.shape[0] if len(down.shape) == 2 else 0
     if not 1 <= rank <= MAX_RANK or down.shape != (rank, n_in):
@@ -367,7 +367,7 @@ def _checked(
     for part, name in ((down, "A"), (up, "B")):
         rows = part.data.reshape(part.shape[0], -1)
         if not np.isfinite(dequantize(rows, part.type)).all():
-            raise FormatError("holds numbers that are not finite", path=path, tensor=part.name)
+            raise FormatError("must hold finite numbers", path=path, tensor=part.name)
         if name == "B" and order is not None:
             rows = np.ascontiguousarray(rows[order])
         if name == "A" and columns is not None:
@@ -383,20 +383,20 @@ def _wrong_shape(part: _Part, wanted: str, path: Path) -> FormatError:
 
 
 def _refuse_kind(name: str, path: Path) -> None:
-    """Raises UnsupportedError for tensors of other kinds of updates than those of linear layers."""
+    """Raises UnsupportedError for tensors of updates of anything but linear layers."""
     for mark, what in (
         ("lora_embedding_", "updates of embeddings"),
         ("lora_magnitude_vector", "DoRA"),
         ("modules_to_save", "whole modules besides the updates"),
     ):
         if mark in name:
-            raise UnsupportedError(f"{path}: tensor {name[:200]!r}: kukri applies no {what}")
+            raise UnsupportedError(f"{path}: tensor {name[:200]!r}: {what} cannot be applied")
 
 
 def _no_matrix(module: str, matrices: Iterable[str], path: Path, tensor: str) -> Exception:
     """The error of an update of a module that is not a linear layer of the model."""
     if module.rpartition(".")[2] in ("embed_tokens", "word_embeddings", "wte"):
-        return UnsupportedError(f"{path}: tensor {tensor!r}: kukri applies no updates of embeddings")
+        return UnsupportedError(f"{path}: tensor {tensor!r}: updates of embeddings are not supported")
     parts = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in matrices)
     listed = ", ".join([*parts][: 2 * _MAX_LISTED])
     message = f"the model has no linear layer {brief(module)}: its layers have {listed}"

@@ -56,9 +56,9 @@ def check_packing(path: Path, quantize: str | None, mmproj: str | Path | None) -
     if quantize is not None:
         packed_type(quantize)
     if path.is_dir() and mmproj is not None:
-        raise ConfigError(f"mmproj (--mmproj) is for GGUF models: {path} has its encoder in its own files")
+        raise ConfigError(f"'mmproj' (--mmproj) is not supported: {path} has its encoder in its own files")
     if not path.is_dir() and quantize is not None:
-        raise ConfigError(f"{path} is packed already: quantize is for safetensors directories")
+        raise ConfigError(f"'quantize' is not supported: {path} is packed already")
 
 
 @contextmanager
@@ -129,9 +129,7 @@ def _with_mmproj(opened: Checkpoint, gguf: GGUFFile, file: GGUFFile, *, is_named
     def token_id(token: str) -> int:
         tokens = keys.items("tokenizer.ggml.tokens", str)
         if token not in tokens:
-            raise FormatError(
-                f"has no token {token!r}, which marks images before {file.path}", path=gguf.path
-            )
+            raise FormatError(f"must have the token {token!r}, for images, as in {file.path}", path=gguf.path)
         return tokens.index(token)
 
     family, config, processor = read_mmproj(file, d_text, stated, token_id)
@@ -179,7 +177,9 @@ def _weights(
     source = SafetensorsWeights(directory, config, quantize)
     if source.n_of_images and leaves_images:
         _log.warning(
-            "%s: %d tensors of images are left out: kukri runs the text", directory, source.n_of_images
+            "%s: %d tensors of images are left out, because only the text is supported",
+            directory,
+            source.n_of_images,
         )
     check_biases(stated, source.names, directory)
     return source

@@ -140,8 +140,8 @@ def of_directory(
     architecture = ARCHITECTURES[config.architecture]
     if not architecture.in_gguf:
         raise UnsupportedError(
-            f"{path}: GGUF has no {architecture.name}, which no other program would read: pack weights while "
-            "loading, with --quantize"
+            f"{path}: {architecture.name} is not supported in GGUF, where no other program would read it: "
+            "pack weights while loading, with --quantize"
         )
     steps = [_of_array(name, values) for name, values in {**rope_tensors(config), **others}.items()]
     files = open_files(path)
@@ -194,7 +194,7 @@ def _of_safetensors(
     tensor = file.tensors[name]
     if tensor.dtype not in ("F32", "F16", "BF16"):
         raise UnsupportedError(
-            f"{file.path}: tensor {name!r} is of type {tensor.dtype}, not F32, F16 or BF16"
+            f"{file.path}: tensor {name!r} must be of type F32, F16 or BF16, not {tensor.dtype}"
         )
     type, first = QUANT_TYPES[tensor.dtype], first_row(name, ARCHITECTURES[config.architecture])
     n_rows = (tensor.shape[0] - first) // n_parts
@@ -320,7 +320,7 @@ def with_importance(conversion: Conversion, matrix: ImportanceMatrix, path: Path
     )
     n_entries = sum(step.importance is not None for step in steps)
     if not n_entries:
-        raise ConfigError(f"{path} has importances for no tensor of this model: it was made with another")
+        raise ConfigError(f"{path} must have importances for this model: it was made with another")
     metadata = {
         **conversion.metadata,
         "quantize.imatrix.file": path.name,
@@ -356,7 +356,7 @@ def write(conversion: Conversion, path: Path, on_tensor: Callable[[Step], None])
     tensors: dict[str, TensorSource] = {}
     for step in conversion.steps:
         if step.name in tensors:
-            raise FormatError("comes twice", path=path, tensor=step.name)
+            raise FormatError("appears twice", path=path, tensor=step.name)
         tensors[step.name] = (step.target, maker(step), step.shape)
     write_gguf(path, conversion.metadata, tensors)
 

@@ -182,10 +182,10 @@ def by_layer(
     if not present:
         raise keys.error(key, "is 0 in each layer")
     if field == "n_heads" and len(present) > 1:
-        raise keys.unsupported(key, f"is {brief(sorted(present))}: kukri runs the same number in each layer")
+        raise keys.unsupported(key, f"is {brief(sorted(present))}: layers must have the same")
     for n in present if field == "n_kv_heads" else ():
         if n_heads % n:  # more than heads among them
-            raise keys.error(key, f"is {n}, which does not divide {n_heads} heads")
+            raise keys.error(key, f"must divide the number of heads, {n_heads}, which {n} does not")
     return counts
 
 
@@ -206,8 +206,8 @@ def read_recurrent(
         d_inner, n_heads = found.pop("d_inner"), found["n_heads"]
         if d_inner % n_heads:
             if "d_inner" in named:
-                raise keys.error(named["d_inner"], f"is {d_inner}, which {n_heads} heads do not divide")
-            raise keys.error(named["n_heads"], f"is {n_heads}, which does not divide a width of {d_inner}")
+                raise keys.error(named["d_inner"], f"must be a multiple of {n_heads} heads, not {d_inner}")
+            raise keys.error(named["n_heads"], f"must divide the width {d_inner}, which {n_heads} does not")
         found["d_head"] = d_inner // n_heads
     are_tiled = form == "gguf" and any(row.tiles for row in table(architecture.name).values())
     return RecurrentConfig(**found, are_tiled=are_tiled and found["n_heads"] != found["n_groups"])
@@ -223,8 +223,8 @@ def write_recurrent(
     values = {**vars(recurrent), "d_inner": d_inner, "expansion": d_inner // d_model}
     if "expansion" in named and d_inner % d_model:
         raise UnsupportedError(
-            f"config.json of {architecture.name} has no key for a width of {d_inner} in recurrent layers,"
-            f" which is not a multiple of the model's, {d_model}"
+            f"a width of {d_inner} in recurrent layers is not supported by config.json of "
+            f"{architecture.name}, only multiples of the model's, {d_model}"
         )
     return {key: values[field] for field, key in named.items()}
 
@@ -278,7 +278,7 @@ def read_mixture(keys: Keys, form: Format, architecture: Architecture, d_ffn: in
             found[fact.field] = fact.read(keys, form)
     if found["n_used"] > found["n_experts"]:
         key = mixture_facts(architecture)[1].key(form)
-        raise keys.error(key, f"is {found['n_used']}, but there are {found['n_experts']} experts")
+        raise keys.error(key, f"must be at most {found['n_experts']}, the experts, not {found['n_used']}")
     if own.n_shared:
         found["d_shared"] = _shared_width(keys, form, own, found["d_ffn"])
     if form == "gguf":
@@ -296,12 +296,12 @@ def _normalized(keys: Keys, form: Format, name: str, own: ExpertKeys) -> bool:
     function = keys.whole(EXPERT_FUNCTION, 0, least=0)
     if own.by_sigmoid:
         if function not in (0, SIGMOID):
-            raise keys.unsupported(EXPERT_FUNCTION, f"is {function}: kukri runs only a sigmoid (2) here")
+            raise keys.unsupported(EXPERT_FUNCTION, f"is {function}: only a sigmoid (2) is supported")
         return keys.flag(EXPERT_NORM, own.gguf_normalized)
     if keys.flag(EXPERT_NORM) and not own.gguf_normalized:
         raise keys.unsupported(EXPERT_NORM, f"is true, which no {name} is")
     if function not in _FUNCTIONS[own.gguf_normalized]:
-        raise keys.unsupported(EXPERT_FUNCTION, f"is {function}: kukri runs only a softmax (1)")
+        raise keys.unsupported(EXPERT_FUNCTION, f"is {function}: only a softmax (1) is supported")
     return own.gguf_normalized
 
 
@@ -323,7 +323,8 @@ def write_mixture(config: ModelConfig, form: Format, architecture: Architecture)
         count, rest = divmod(mixture.d_shared, mixture.d_ffn)
         if rest:
             raise UnsupportedError(
-                f"an MLP for all tokens of width {mixture.d_shared}, which is not a multiple of the experts'"
+                f"an MLP for all tokens of width {mixture.d_shared} is not supported, only multiples of "
+                "the experts'"
             )
         made |= {SHARED_COUNT: count} if form == "gguf" else {own.n_shared: count}
         if form == "gguf":
@@ -338,7 +339,7 @@ def write_mixture(config: ModelConfig, form: Format, architecture: Architecture)
     elif normalized != mixture.normalized:
         usual = "normalized" if normalized else "not normalized"
         raise UnsupportedError(
-            f"readers of {architecture.name} take the weights of its experts to be {usual}: these are not"
+            f"weights of experts of {architecture.name} must be {usual}, as readers expect"
         )
     return made
 
@@ -358,7 +359,7 @@ def _leading_dense_key(config: ModelConfig, form: Format, architecture: Architec
         return {}
     n_dense = sum(dense)
     if not all(dense[:n_dense]) or not own.n_dense:
-        raise UnsupportedError(f"files of {architecture.name} have no key for dense layers such as these")
+        raise UnsupportedError(f"these dense layers are not supported by files of {architecture.name}")
     return {LEADING_DENSE if form == "gguf" else own.n_dense: n_dense}
 
 
@@ -395,7 +396,7 @@ def _differing(config: ModelConfig, form: Format, architecture: Architecture) ->
     }
     if found and form == "hf":
         names = ", ".join(found)
-        raise UnsupportedError(f"config.json of {architecture.name} has one {names} for all layers")
+        raise UnsupportedError(f"{names} of single layers are not supported by {architecture.name}'s config")
     return {key: np.array(values, np.int32) for key, values in found.items()}
 
 
@@ -414,7 +415,7 @@ def _equal_heads(keys: Keys, form: Format, found: Mapping[str, int]) -> int:
     heads_key = next(fact for fact in _FACTS if fact.field == "n_heads").key(form)
     d_model, n_heads = found["d_model"], found["n_heads"]
     if d_model % n_heads:
-        raise keys.error(heads_key, f"is {n_heads}, which does not divide the width {d_model}")
+        raise keys.error(heads_key, f"must divide the width {d_model}, which {n_heads} does not")
     if d_model // n_heads > MAX_HEAD:
-        raise keys.error(heads_key, f"is {n_heads}, which makes heads wider than {MAX_HEAD}")
+        raise keys.error(heads_key, f"must be larger than {n_heads}, which makes heads wider than {MAX_HEAD}")
     return d_model // n_heads

@@ -176,14 +176,14 @@ def _resolved(model: str | os.PathLike[str] | None, progress: Progress | None) -
                 f"is a directory without config.json: give the .gguf file itself{inside}", path=path
             )
         if text and path.exists():
-            raise FormatError("is not a regular file: give a .gguf file", path=path)
+            raise FormatError("must be a .gguf file or a directory", path=path)
     except (OSError, RuntimeError) as error:  # a name too long, no permission, no home directory
         raise FormatError(f"cannot be opened: {getattr(error, 'strerror', error)}", path=text) from error
     repo = parse_name(text) if isinstance(model, str) else None
     if repo is not None:
         return fetch(repo, progress)
     if isinstance(model, os.PathLike) or os.sep in text or path.suffix in {".gguf", ".safetensors"}:
-        raise MissingFileError("no such file", path=path)
+        raise MissingFileError("was not found", path=path)
     raise _unknown(text)
 
 
@@ -249,8 +249,8 @@ def _unknown(name: str) -> UnsupportedError:
     close = get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return UnsupportedError(
-        f"no model {name!r}: {hint}known names are {', '.join(known)}; or give org/repo, "
-        "or the path of a .gguf file"
+        f"the model {name!r} was not found: {hint}known names are {', '.join(known)}; or give org/repo, or "
+        "the path of a .gguf file"
     )
 
 

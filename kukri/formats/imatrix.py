@@ -44,7 +44,7 @@ class ImportanceMatrix:
         if sums is None:
             return None
         if sums.shape != (n_columns,):
-            raise ConfigError(f"the importance matrix has {len(sums)} columns for {name!r}, not {n_columns}")
+            raise ConfigError(f"the importances of {name!r} must have {n_columns} columns, not {len(sums)}")
         mean = float(sums.mean(dtype=np.float64))
         return np.maximum(sums / mean, _LEAST).astype(np.float32) if mean > 0 else None
 
@@ -79,23 +79,21 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
     counts: dict[str, float] = {}
     with GGUFFile(path) as file:
         if file.metadata.get("general.type") != "imatrix":
-            raise FormatError("is a GGUF file, but not an importance matrix", path=path)
+            raise FormatError("must be an importance matrix, not another GGUF file", path=path)
         for stored in file.tensors:
             name = stored.removesuffix(_SUMS)
             if name == stored:
                 continue
             if name + _COUNTS not in file.tensors:
-                raise FormatError("has no counts", path=path, tensor=stored)
+                raise FormatError("must have counts", path=path, tensor=stored)
             for tensor in (file.tensors[stored], file.tensors[name + _COUNTS]):
                 if tensor.type.name != "F32":
                     raise FormatError(
-                        f"is of type {tensor.type.name}, not F32", path=path, tensor=tensor.name
+                        f"must be of type F32, not {tensor.type.name}", path=path, tensor=tensor.name
                     )
             count = file.array(name + _COUNTS).reshape(-1)
             if count.size != 1:
-                raise UnsupportedError(
-                    f"{path}: {name!r} counts each expert; kukri reads no importance matrix of experts"
-                )
+                raise UnsupportedError(f"{path}: importance matrices of experts are not supported ({name!r})")
             sums[name], counts[name] = file.array(stored).reshape(-1).copy(), float(count[0])
         datasets = file.metadata.get("imatrix.datasets", [])
         stated = [file.metadata.get(f"imatrix.chunk_{what}", 0) for what in ("count", "size")]
@@ -112,9 +110,7 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
     def take(n_bytes: int, what: str) -> bytes:
         nonlocal position
         if not 0 <= n_bytes <= len(data) - position:
-            raise FormatError(
-                f"is no importance matrix, or cut: {what} is missing", path=path, offset=position
-            )
+            raise FormatError(f"must be an importance matrix: {what} is missing", path=path, offset=position)
         position += n_bytes
         return data[position - n_bytes : position]
 
@@ -122,7 +118,7 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
         start = position
         (value,) = struct.unpack("<i", take(4, what))
         if not 1 <= value <= most:
-            raise FormatError(f"is no importance matrix: {what} is {value}", path=path, offset=start)
+            raise FormatError(f"must be an importance matrix: {what} is {value}", path=path, offset=start)
         return int(value)
 
     sums: dict[str, FloatArray] = {}
@@ -142,12 +138,10 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
 
 def _checked(path: Path, matrix: ImportanceMatrix) -> ImportanceMatrix:
     if not matrix.sums:
-        raise FormatError("holds no importances", path=path)
+        raise FormatError("must hold importances", path=path)
     for name, sums in matrix.sums.items():
         if not np.isfinite(sums).all() or (sums < 0).any():
-            raise FormatError(
-                "holds sums of squares that are negative or not numbers", path=path, tensor=name
-            )
+            raise FormatError("must hold sums of squares that are at least 0", path=path, tensor=name)
         if not 0 < matrix.counts[name] < np.inf:
-            raise FormatError(f"was counted over {matrix.counts[name]:g} tokens", path=path, tensor=name)
+            raise FormatError(f"must count tokens, not {matrix.counts[name]:g}", path=path, tensor=name)
     return matrix

@@ -15,10 +15,10 @@ def read_json(path: Path, *, max_bytes: int = 100_000_000) -> dict[str, Any]:
     with reading(path):
         try:
             if path.stat().st_size > max_bytes:
-                raise FormatError(f"is larger than {max_bytes} bytes", path=path)
+                raise FormatError(f"must be at most {max_bytes} bytes", path=path)
             return parse_json(path.read_bytes(), path)
         except FileNotFoundError:
-            raise MissingFileError("no such file", path=path) from None
+            raise MissingFileError("was not found", path=path) from None
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
         value = json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         if (kind := file_kind(data[:32])) is not None:
-            raise FormatError(f"is not JSON but {kind}", path=path) from None
-        raise FormatError(f"is not JSON: {' '.join(str(error).split())[:100]}", path=path) from None
+            raise FormatError(f"must be JSON, not {kind}", path=path) from None
+        raise FormatError(f"must be JSON: {' '.join(str(error).split())[:100]}", path=path) from None
     if not isinstance(value, dict):
         raise FormatError(f"must hold a JSON object, not {type(value).__name__}", path=path)
     return value

@@ -84,5 +84,5 @@ def local_rope(config: ModelConfig, architecture: Architecture) -> RopeConfig | 
         or (local and local.scaling is not None)
         or (local and local.rotary_dim not in (config.rope.rotary_dim, local_head))
     ):
-        raise UnsupportedError(f"files of {architecture.name} have no key for RoPE in only some layers")
+        raise UnsupportedError(f"RoPE in only some layers is not supported by files of {architecture.name}")
     return local

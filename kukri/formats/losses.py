@@ -29,7 +29,7 @@ LOSSES = (
         lambda config, _: any(row.hf is LOG_OF_NEGATIVE for row in table(config.architecture).values()),
     ),
     Loss(
-        "weights of norms are stored as what is added to 1: bits below those of 1 are lost",
+        "weights of norms are stored as what is added to 1: bits below the lowest bit of 1 are lost",
         lambda config, _: ARCHITECTURES[config.architecture].hf_norm_offset != 0,
     ),
     Loss(

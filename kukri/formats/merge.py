@@ -107,7 +107,10 @@ def write_merged_directory(
     stored_names = {canonical_name(name, prefix, architecture) for name in files}
     lost = next((name for name in adapter.updates if name not in stored_names), None)
     if lost is not None:
-        raise UnsupportedError(f"{source} has {lost} within another tensor: merge into a .gguf file")
+        raise UnsupportedError(
+            f"{source} cannot be merged into a directory, where {lost} is within another tensor: merge "
+            "into a .gguf file"
+        )
     tensors = {}
     for name, file in files.items():
         stored = file.tensors[name]

@@ -141,4 +141,6 @@ def _hub_cache() -> Path:
 
 
 def _not_cached(name: str) -> UnsupportedError:
-    return UnsupportedError(f"{name!r} is not in the cache: kukri list shows what is, kukri pull fetches it")
+    return UnsupportedError(
+        f"{name!r} was not found in the cache: `kukri list` shows what is there, `kukri pull` fetches it"
+    )

@@ -141,9 +141,7 @@ def choose(name: RepoName, files: Iterable[str]) -> list[str]:
             return [*(file for file in _TEXT_FILES if file in files), *modules, *weights]
     models = _gguf_models(files)
     if not models:
-        raise UnsupportedError(
-            f"{name.repo} holds no .gguf file and no model.safetensors that kukri could run"
-        )
+        raise UnsupportedError(f"a supported .gguf file or model.safetensors was not found in {name.repo}")
     fitting = [
         first
         for first, parts in models.items()
@@ -166,7 +164,7 @@ def _complete(name: RepoName, files: list[str]) -> list[str]:
         wanted = (part_name(stem, number, count) for number in range(1, count + 1))
         absent = next((file for file in wanted if file not in files), None)
         if absent is not None:
-            raise UnsupportedError(f"{name} is incomplete: its part {absent} is missing")
+            raise UnsupportedError(f"{name} is incomplete: its part {absent} was not found")
     return files
 
 
@@ -301,11 +299,11 @@ def _explained(name: RepoName, error: Exception) -> DownloadError:
         )
     if isinstance(error, RepositoryNotFoundError):
         return DownloadError(
-            f"there is no file and no repository {name.repo} at {hub}, or it is private: check the name, "
-            "or run `hf auth login` or set HF_TOKEN"
+            f"the repository {name.repo} or its file was not found at {hub}, or is private: check the "
+            "name, or run `hf auth login` or set HF_TOKEN"
         )
     if isinstance(error, RevisionNotFoundError):
-        return DownloadError(f"{name.repo} has no revision {name.revision!r}")
+        return DownloadError(f"the revision {name.revision!r} of {name.repo} was not found")
     if isinstance(error, EntryNotFoundError):
         return DownloadError(f"{name.repo} is incomplete at {hub}: {reason}")
     if isinstance(error, HfHubHTTPError):

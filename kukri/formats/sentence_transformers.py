@@ -100,7 +100,7 @@ def _directory_embedding(
                 normalizes = True
             elif kind != "Transformer":
                 raise UnsupportedError(
-                    f"{directory / 'modules.json'}: module {brief(kind)} is not supported: kukri runs "
+                    f"{directory / 'modules.json'}: module {brief(kind)} is not supported: use "
                     "Transformer, Pooling, Dense and Normalize"
                 )
     template = PAIR_TEMPLATE if _judges_pairs(directory, stated) else ""
@@ -159,9 +159,7 @@ def gguf_dense(gguf: GGUFFile) -> tuple[DenseLayer, ...]:
         if name in gguf.tensors:
             shape = gguf.tensors[name].shape
             if len(shape) != 2 or max(shape) > _MAX_WIDTH:
-                raise FormatError(
-                    f"has shape {shape}, which is not that of a dense layer", path=gguf.path, tensor=name
-                )
+                raise FormatError(f"must be of a dense layer, not {shape}", path=gguf.path, tensor=name)
             layers.append(DenseLayer(gguf.array(name), None, "identity"))
     return tuple(layers)
 
@@ -171,8 +169,8 @@ def dense_tensors(model: ModelConfig, layers: Sequence[DenseLayer]) -> dict[str,
     is_plain = all(layer.bias is None and layer.activation == "identity" for layer in layers)
     if layers and not (is_plain and len(layers) == ARCHITECTURES[model.architecture].n_dense):
         raise UnsupportedError(
-            f"GGUF has no place for these {len(layers)} dense layers: it holds two without bias and "
-            "activation, of EmbeddingGemma, or one, of LFM2's ColBERT"
+            f"these {len(layers)} dense layers are not supported in GGUF, which has two of EmbeddingGemma "
+            "or one of LFM2's ColBERT"
         )
     return {name: layer.weight for name, layer in zip(DENSE_TENSORS, layers)}
 
@@ -200,7 +198,7 @@ def _gguf_keys(
     if (late := embedding.late) is not None:
         if ARCHITECTURES[model.architecture].n_dense != 1:
             raise UnsupportedError(
-                "GGUF has a place for the vector of each token (ColBERT) of LFM2 alone: keep the safetensors"
+                "vectors of tokens (ColBERT) are not supported in GGUF except for LFM2: keep the safetensors"
             )
         name = ARCHITECTURES[model.architecture].gguf
         width = len(layers[-1].weight) if layers else model.d_model
@@ -234,22 +232,22 @@ def _modules(directory: Path) -> list[tuple[str, Path]]:
     """(the last part of its type, its directory) of each module, in order."""
     path = directory / "modules.json"
     if path.stat().st_size > _MAX_BYTES:
-        raise FormatError(f"is larger than {_MAX_BYTES} bytes", path=path)
+        raise FormatError(f"must be at most {_MAX_BYTES} bytes", path=path)
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"is not JSON: {' '.join(str(error).split())[:100]}", path=path) from None
+        raise FormatError(f"must be JSON: {' '.join(str(error).split())[:100]}", path=path) from None
     if not isinstance(modules, list):
         raise FormatError("must hold a list of modules", path=path)
     found = []
     for module in modules:
         kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(folder, str):
-            raise FormatError(f"module {brief(module)} has no type and path", path=path)
+            raise FormatError(f"module {brief(module)} must have a type and a path", path=path)
         if len(folder) > _MAX_FOLDER:
             raise FormatError(f"module {brief(kind)} has the path {brief(folder)}", path=path)
         if Path(folder).is_absolute() or ".." in Path(folder).parts:
-            raise FormatError(f"module {brief(kind)} lies outside of the directory", path=path)
+            raise FormatError(f"module {brief(kind)} must lie in the directory", path=path)
         found.append((kind.rpartition(".")[2], directory / folder))
     return found
 
@@ -257,14 +255,16 @@ def _modules(directory: Path) -> list[tuple[str, Path]]:
 def _pooling(path: Path) -> Pooling:
     stated = read_json(path)
     if stated.get("include_prompt") is False:
-        raise UnsupportedError(f"{path}: key 'include_prompt' is false: kukri pools the prompt's tokens too")
+        raise UnsupportedError(
+            f"{path}: key 'include_prompt' must be true: leaving the prompt's tokens out is not supported"
+        )
     mode = stated.get("pooling_mode")
     if mode is None:
         modes = [key for key, value in stated.items() if key.startswith("pooling_mode_") and value is True]
         mode = _MODES.get(modes[0], modes[0]) if len(modes) == 1 else modes
     pooling = _POOLINGS.get(str(mode))
     if pooling is None:
-        raise UnsupportedError(f"{path}: pooling {brief(mode)} is not supported: kukri runs mean, cls, last")
+        raise UnsupportedError(f"{path}: pooling {brief(mode)} is not supported: use mean, cls or last")
     return pooling
 
 
@@ -276,7 +276,7 @@ def _dense(directory: Path) -> DenseLayer:
     keys.expect("use_residual", False)
     activation = _activation(stated.get("activation_function"), path)
     if activation == "sigmoid":
-        raise keys.unsupported("activation_function", "is Sigmoid: kukri runs Identity and Tanh")
+        raise keys.unsupported("activation_function", "is Sigmoid: only Identity and Tanh are supported")
     bias = _tensor(directory, "linear.bias", (n_out,)) if stated.get("bias", True) else None
     return DenseLayer(_tensor(directory, "linear.weight", (n_out, n_in)), bias, activation)
 
@@ -290,7 +290,7 @@ def _tensor(directory: Path, name: str, shape: tuple[int, ...] | None = None) ->
     is_matrix = len(found.shape) == 2 and min(found.shape) >= 1 and max(found.shape) <= _MAX_WIDTH
     if not (is_matrix if shape is None else found.shape == shape) or found.dtype not in RUNS:
         wanted = "a dense layer's" if shape is None else shape
-        raise FormatError(f"is {found.dtype} {found.shape}, not {wanted}", path=directory, tensor=name)
+        raise FormatError(f"must be {wanted}, not {found.dtype} {found.shape}", path=directory, tensor=name)
     rows = files[name].data(found).reshape(found.shape[0] if len(found.shape) > 1 else 1, -1)
     return dequantize(rows.copy(), QUANT_TYPES[found.dtype]).reshape(found.shape)
 
@@ -361,7 +361,7 @@ def _prompts(stated: Mapping[str, Any], path: Path) -> tuple[dict[str, str], str
         raise FormatError("key 'prompts' must map names to strings", path=path)
     if default is not None and default not in prompts:
         raise FormatError(
-            f"key 'default_prompt_name' is {brief(default)}, which is not among the prompts", path=path
+            f"key 'default_prompt_name' must be among the prompts, not {brief(default)}", path=path
         )
     return prompts, default
 

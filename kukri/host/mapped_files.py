@@ -36,13 +36,13 @@ def map_file(path: Path, kind: str) -> npt.NDArray[np.uint8]:
         if stat.S_ISDIR(mode):
             raise FormatError(f"is a directory, not a {kind} file", path=path)
         if not stat.S_ISREG(mode):
-            raise FormatError("is not a regular file", path=path)
+            raise FormatError("must be a regular file", path=path)
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
-                raise FormatError("the file is empty: it was cut short", path=path)
+                raise FormatError("is empty: it was cut short", path=path)
             return np.frombuffer(_Mapping(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except FileNotFoundError:
-        raise MissingFileError("there is no such file", path=path) from None
+        raise MissingFileError("was not found", path=path) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise FormatError(f"cannot be read: {reason}", path=path) from None

@@ -35,7 +35,7 @@ def check_private(directory: Path) -> None:
     """Raises ConfigError if another user owns a directory or may write to it, OSError if it is not there."""
     found = directory.stat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{directory} is not a directory: choose another path")
+        raise ConfigError(f"{directory} must be a directory: choose another path")
     _check(found, directory)
 
 
@@ -48,7 +48,7 @@ def open_private(path: Path) -> BinaryIO:
     try:
         found = os.fstat(descriptor)  # the file that is open: the path may name another one by now
         if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{path} is not a regular file: remove it")
+            raise ConfigError(f"{path} must be a regular file: remove it")
         _check(found, path)
         return os.fdopen(descriptor, "rb", buffering=0)
     except BaseException:
@@ -62,12 +62,12 @@ def _check(found: os.stat_result, path: Path) -> None:
         return
     if found.st_uid not in (user, 0):
         raise ConfigError(
-            f"{path} belongs to another user (uid {found.st_uid}), who could put anything there: use a "
-            "directory of your own"
+            f"{path} must not belong to another user (uid {found.st_uid}), who could put anything there: "
+            "use a directory of your own"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
-            f"other users may write to {path} (mode {stat.S_IMODE(found.st_mode):04o}): run "
+            f"{path} must not be writable by other users (mode {stat.S_IMODE(found.st_mode):04o}): run "
             f"`chmod go-w {path}`, if you trust what is there, or use another directory"
         )
 

@@ -53,7 +53,7 @@ class ActivationCache(Mapping[str, Any]):
         model = self._model
         point = find(full_name(key, model.config.n_layers), model.points)
         if not model.has(point, self._taps):
-            raise KeyError(f"{point.name} was not captured: add it to `names`")
+            raise KeyError(f"{point.name!r} was not captured: add it to 'names'")
         value = model.value(point, self._taps, self._rows, self._ids)
         return value if self.has_batch_dim or point.form in ("cos", "sin") else value[0]
 
@@ -109,9 +109,7 @@ class ActivationCache(Mapping[str, Any]):
     def remove_batch_dim(self) -> ActivationCache:
         """Removes the batch dimension. Raises RequestError if there is more than one text."""
         if self._rows.n_batch > 1:
-            raise RequestError(
-                f"the cache has {self._rows.n_batch} texts: a batch of one loses its dimension"
-            )
+            raise RequestError(f"'remove_batch_dim' requires a batch of one text, not {self._rows.n_batch}")
         return self._with(self._taps, self._rows, self._ids, has_batch_dim=False)
 
     def apply_slice_to_batch_dim(self, batch_slice: int | slice) -> ActivationCache:
@@ -187,7 +185,7 @@ class ActivationCache(Mapping[str, Any]):
         """
         self._check_sum()
         if mode not in ("all", "attn", "mlp"):
-            raise RequestError(f"mode must be all, attn or mlp, not {mode!r}", param="mode")
+            raise RequestError.of("mode", f"must be all, attn or mlp, not {mode!r}")
         layer = self._layer(layer)
         parts: list[FloatArray] = []
         labels: list[str] = []
@@ -223,7 +221,7 @@ class ActivationCache(Mapping[str, Any]):
             parts.append((stream - sum(part.sum(axis=0) for part in parts))[None])
             labels.append("remainder")
         if not parts:
-            raise RequestError(f"no layer before {layer} has such parts", param="layer")
+            raise RequestError.of("layer", f"must be above {layer}, because no layer before has such parts")
         stack = np.concatenate(parts)
         return self.apply_ln_to_stack(stack, layer, pos_slice=pos_slice) if apply_ln else stack
 
@@ -257,7 +255,10 @@ class ActivationCache(Mapping[str, Any]):
                 continue
             z = _at(self["z", i], pos_slice, from_end=3)
             if f"blocks.{i}.hook_attn_out" not in model.trace.matrices:
-                raise RequestError(f"a norm is applied between the heads of layer {i} and the stream")
+                raise RequestError(
+                    f"splitting layer {i} into heads is not supported: a norm lies between the heads and "
+                    "the stream"
+                )
             w_o = model.weights.layer("W_O", i)  # [H, K, D]
             parts.append(np.einsum("...hk,hkd->h...d", z, w_o, optimize=True))
             labels += [f"L{i}H{head}" for head in range(len(w_o))]
@@ -332,7 +333,10 @@ class ActivationCache(Mapping[str, Any]):
         labels: list[str] = []
         for i in range(layer):
             if f"blocks.{i}.hook_mlp_out" not in self._model.trace.matrices:
-                raise RequestError(f"layer {i} adds no sum of neurons to the stream")
+                raise RequestError(
+                    f"splitting layer {i} into neurons is not supported: it adds no sum of neurons to the "
+                    "stream"
+                )
             parts.append(np.moveaxis(self.get_neuron_results(i, neuron_slice, pos_slice), -2, 0))
             numbers = np.arange(self._model.weights.layer("W_out", i).shape[0])
             chosen = numbers if neuron_slice is None else np.atleast_1d(numbers[neuron_slice])
@@ -419,9 +423,7 @@ class ActivationCache(Mapping[str, Any]):
     def _check_sum(self) -> None:
         """Raises RequestError if the stream is not the sum of the layers' outputs."""
         if "blocks.0.ln2.hook_in" in self._model.trace.taps:
-            raise RequestError(
-                "norms follow each sum in this encoder: its stream cannot be split into parts that sum to it"
-            )
+            raise RequestError("splitting the stream is not supported where norms follow each sum")
 
     def _mixer(self, layer: int) -> str:
         """Return the name of a layer's output before its MLP: attn_out, or mixer_out of a recurrent layer."""
@@ -432,7 +434,7 @@ class ActivationCache(Mapping[str, Any]):
         if layer is None or layer == -1:
             return n_layers
         if not 0 <= layer <= n_layers:
-            raise RequestError(f"layer goes from 0 to {n_layers}, not {layer}", param="layer")
+            raise RequestError.of("layer", f"must be from 0 to {n_layers}, not {layer}")
         return layer
 
     def _directions(self, tokens: Any) -> FloatArray:
@@ -440,7 +442,7 @@ class ActivationCache(Mapping[str, Any]):
         if isinstance(tokens, str):
             ids = self._model.encode(tokens, False)
             if len(ids) != 1:
-                raise RequestError(f"{tokens!r} is {len(ids)} tokens: give one, or ids", param="tokens")
+                raise RequestError(f"{tokens!r} must be one token, not {len(ids)}", param="tokens")
             tokens = ids[0]
         found = self._model.weights.unembedding_rows(np.asarray(tokens))
         return found
@@ -466,7 +468,8 @@ class _KeptValues:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RequestError(
-            "the model's weights are not in a cache that was pickled: compute this where the model is loaded"
+            "this requires the model's weights, which a pickled cache does not have: compute it where the "
+            "model is loaded"
         )
 
 

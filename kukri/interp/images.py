@@ -65,7 +65,7 @@ class EncoderSession(Names):
         """Raises RequestError for a model that reads text alone."""
         encoder = llm.engine.maker.encoders.get(ImageInput)
         if not isinstance(encoder, ImageEncoder):
-            raise RequestError("the model reads text alone: it has no encoder of images", param="images")
+            raise RequestError.of("images", "is not supported by this model, which reads only text")
         self._llm, self._encoder, self.model, self.session = llm, encoder, encoder.model, llm.interp
         self.vision_config, self.config = self.model.config, self.model.config.encoder
         self.trace = Trace(self.model.encode)
@@ -152,7 +152,7 @@ class EncoderSession(Names):
             places = [*runs[-1]]
             rows = columns = isqrt(len(places))
         if rows * columns != len(places):
-            raise RequestError(f"{len(places)} tokens of an image are not rows and columns", param="images")
+            raise RequestError.of("images", f"must have rows and columns of tokens, not {len(places)} tokens")
         found: FloatArray = cache["pattern", layer][0][:, query, places].reshape(-1, rows, columns)
         return found
 
@@ -171,7 +171,7 @@ class EncoderSession(Names):
             return image
         processor = self._llm.image_processor
         if processor is None:
-            raise RequestError("the model's files do not say how images are prepared", param="images")
+            raise RequestError.of("images", "is not supported: the model's files do not describe the images")
         return processor.prepare(decode(image, "images"))
 
     def _exists(self, point: Point) -> bool:
@@ -248,4 +248,4 @@ def _ids(lengths: Sequence[int]) -> Any:
 
 
 def _no_text(text: str, add_special: bool = True) -> list[int]:
-    raise RequestError("an encoder of images reads no text", param="images")
+    raise RequestError.of("images", "must be given without text to an encoder of images")

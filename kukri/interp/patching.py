@@ -79,9 +79,9 @@ def ablate(
     are `sweep`'s.
     """
     if by not in ("zero", "mean", "resample"):
-        raise RequestError(f"by must be zero, mean or resample, not {by!r}", param="by")
+        raise RequestError.of("by", f"must be zero, mean or resample, not {by!r}")
     if by != "zero" and reference is None:
-        raise RequestError(f"ablation by {by} needs a reference: the cache of a run", param="reference")
+        raise RequestError.of("reference", f"is required to ablate by {by}: the cache of a run")
     shape = np.array(llm.interp.tokens(tokens)).shape
 
     def values(layer: int) -> FloatArray:
@@ -139,12 +139,10 @@ def get_act_patch_block_every(
 def check_axes(session: Session, name: str, axes: Axes, layer: int = 0) -> None:
     """Raises RequestError unless the activation `name` of a layer has these axes."""
     if axes not in get_args(Axes):
-        raise RequestError(
-            f"axes are 'layer pos', 'layer head' or 'layer pos head', not {axes!r}", param="axes"
-        )
+        raise RequestError.of("axes", f"must be 'layer pos', 'layer head' or 'layer pos head', not {axes!r}")
     form = session.point((name, layer)).form
     if form != ("plain" if axes == "layer pos" else "heads") and (form, axes) != ("pattern", "layer head"):
-        raise RequestError(f"{name} is not patched by {axes}", param="axes")
+        raise RequestError(f"{name!r} cannot be patched by {axes}", param="axes")
 
 
 @dataclass(frozen=True)
@@ -167,9 +165,9 @@ class _Sweep:
         self.is_recurrent = session.config.recurrent is not None
         texts = session.tokens(tokens)
         if len({len(ids) for ids in texts}) > 1:
-            raise RequestError("the texts of a sweep must have the same length", param="tokens")
+            raise RequestError.of("tokens", "must be texts of the same length")
         if logits not in ("all", "last"):
-            raise RequestError(f"logits must be all or last, not {logits!r}", param="logits")
+            raise RequestError.of("logits", f"must be all or last, not {logits!r}")
         self.edits = {i: session.point((name, i)).edit_tap for i in layers}
         for i in self.edits:
             check_axes(session, name, axes, i)
@@ -247,9 +245,8 @@ class _Sweep:
         if not is_plain:
             width, d_head = session.trace.widths[tap], session.trace.head_width(tap)
         if values.shape[:2] != (self.n_batch, self.n_tokens):
-            raise RequestError(
-                f"values are {list(values.shape)} and the texts {self.n_batch} x {self.n_tokens} tokens",
-                param="values",
+            raise RequestError.of(
+                "values", f"must be of {self.n_batch} x {self.n_tokens} tokens, not {list(values.shape)}"
             )
         flat = values.reshape(self.n_batch, self.n_tokens, -1)
         return np.broadcast_to(flat, (self.n_batch, self.n_tokens, width)), d_head

@@ -133,14 +133,12 @@ class Session(Names):
         for one in many:
             ids = np.asarray(one)
             if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
-                raise RequestError(
-                    "a prompt must be a text or token ids (integers), at least one", param="prompt"
-                )
+                raise RequestError.of("prompt", "must be a text or token ids (integers), at least one")
             if ids.min() < 0 or ids.max() >= self.config.n_vocab:
-                raise RequestError(f"token ids go from 0 to {self.config.n_vocab - 1}", param="prompt")
+                raise RequestError(f"token ids must be from 0 to {self.config.n_vocab - 1}", param="prompt")
             texts.append(ids.astype(np.int32))
         if not texts:
-            raise RequestError("there is no prompt: give at least one", param="prompt")
+            raise RequestError.of("prompt", "is required: give at least one")
         return texts
 
     def run_with_cache(
@@ -211,7 +209,7 @@ class Session(Names):
     def listen_to(self, requests: Sequence[Request], names: NamesFilter, fwd_hooks: FwdHooks) -> RequestTaps:
         """Makes a new request listen: see LLM.generate_with_hooks. Raises HookError, RequestError."""
         if len(requests) > 1:
-            raise RequestError("hooks are for one answer: leave n and best_of at 1", param="n")
+            raise RequestError("hooks require a single answer: leave 'n' and 'best_of' at 1", param="n")
         wanted = [point for point in self.select(names) if names is not None or point.form != "logits"]
         taps = RequestTaps(self.values_of(requests[0]), wanted, [*self.added, *self.listen(fwd_hooks)])
         requests[0].listen(taps)
@@ -228,9 +226,7 @@ class Session(Names):
         prompt = Prompt(first.prompt, self._token_bytes)
         found = resolve(interventions, self.values, self.catalog, prompt)
         if len(requests) > 1 and (found.captures or found.readings):
-            raise RequestError(
-                "captures and readouts need a single answer: leave n and best_of at 1", param="n"
-            )
+            raise RequestError("captures and readouts require 'n' and 'best_of' to be 1", param="n")
         values = self.values_of(first)
         made = [InterventionTaps(values, found, max_bytes, self._limiter) for _ in requests]
         for request, taps in zip(requests, made):
@@ -324,9 +320,7 @@ class Session(Names):
             resolve(interventions, self.values, self.catalog, Prompt(ids, self._token_bytes)) for ids in texts
         ]
         if any(found.captures or found.readings for found in many):
-            raise RequestError(
-                "interventions of a run only edit: names say what is captured", param="interventions"
-            )
+            raise RequestError.of("interventions", "of a run cannot capture: use names")
         return [InterventionTaps(self.values, found) for found in many]
 
     def _stop(self, layer: int) -> str:
@@ -334,7 +328,7 @@ class Session(Names):
         n = self.config.n_layers
         at = layer + n if layer < 0 else layer
         if not 0 <= at <= n:
-            raise RequestError(f"stop_at_layer must be from {-n} to {n}, not {layer}", param="stop_at_layer")
+            raise RequestError.of("stop_at_layer", f"must be from {-n} to {n}, not {layer}")
         return f"blocks.{at}.hook_resid_pre" if at < n else f"blocks.{n - 1}.hook_resid_post"
 
     def _is_before(self, point: Point, stop: str) -> bool:
@@ -361,7 +355,7 @@ def _groups(texts: list[IntArray]) -> list[list[IntArray]]:
 def require_return_type(value: ReturnType) -> None:
     """Raises RequestError on a `return_type` that does not exist."""
     if value not in ("logits", "loss", None):
-        raise RequestError(f"return_type must be logits, loss or None, not {value!r}", param="return_type")
+        raise RequestError.of("return_type", f"must be logits, loss or None, not {value!r}")
 
 
 def text_loss(logits: FloatArray, texts: Sequence[IntArray]) -> FloatArray:

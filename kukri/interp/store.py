@@ -64,12 +64,12 @@ def write_store(
     points = session.select(names)
     for point in points:
         if point.form in _NO_ROWS:
-            raise ConfigError(f"{point.name} has no row for each token: a store cannot hold it")
+            raise ConfigError(f"{point.name} cannot be stored, because it has no row for each token")
     if not points or context < 1 or shard_bytes < 1:
-        raise ConfigError("a store needs names, and a context and shards of at least 1")
+        raise ConfigError("a store requires names, and a context and shards of at least 1")
     windows = _windows([np.array(session.values.encode(text), np.int32) for text in texts], context)
     if not windows:
-        raise ConfigError("the texts are empty: there is nothing to store")
+        raise ConfigError("the texts must not be empty")
     if shuffle is not None:
         order = np.random.default_rng(shuffle).permutation(len(windows))
         windows = [windows[i] for i in order]
@@ -105,18 +105,18 @@ class ActivationStore:
         facts = read_json(self.folder / _INDEX)
         names, n_tokens = facts.get("names"), facts.get("n_tokens")
         if facts.get("format") != 1 or not isinstance(names, list) or not isinstance(n_tokens, int):
-            raise FormatError("is not a store of activations", path=self.folder / _INDEX)
+            raise FormatError("must be a store of activations", path=self.folder / _INDEX)
         self.names: list[str] = [str(name) for name in names]
         self.n_tokens = n_tokens
         self.shards = sorted(self.folder.glob("activations-*.safetensors"))
         if not self.shards:
-            raise FormatError("holds no shard yet", path=self.folder)
+            raise FormatError("must hold a shard", path=self.folder)
 
     def shard(self, path: Path, name: str) -> FloatArray:
         """The activations of a shard [rows, width] in float32; or its tokens or positions."""
         file = SafetensorsFile(path)
         if name not in file.tensors:
-            raise FormatError(f"there is {', '.join(file.tensors)}", path=path, tensor=name)
+            raise FormatError(f"must be there, not only {', '.join(file.tensors)}", path=path, tensor=name)
         tensor = file.tensors[name]
         dtype = "<f2" if tensor.dtype == "F16" else "<i4"
         return file.data(tensor).view(dtype).reshape(tensor.shape).astype(np.float32)
@@ -169,7 +169,7 @@ def _begin(folder: Path, facts: dict[str, Any]) -> None:
     index = folder / _INDEX
     if index.exists():
         if read_json(index) != facts:
-            raise ConfigError(f"{folder} holds a store of other texts or options: choose another directory")
+            raise ConfigError(f"{folder} must not hold a store of other texts or options: use another")
         return
     folder.mkdir(parents=True, exist_ok=True)
     _write(index, json.dumps(facts, indent=2).encode())

@@ -67,7 +67,7 @@ class TextRunner:
             )
         except MemoryError:
             raise KukriError(
-                f"no memory for {n_pages * self.page_tokens} cached tokens: run fewer at a time"
+                f"{n_pages * self.page_tokens} cached tokens do not fit into memory: run fewer at a time"
             ) from None
 
     @property

@@ -30,10 +30,10 @@ def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | 
     contradict each other, without PyTorch, or without such a device.
     """
     if backend is not None and backend not in BACKENDS:
-        raise UnsupportedError(f"no backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+        raise UnsupportedError(f"the backend {backend!r} is not supported: use one of {', '.join(BACKENDS)}")
     if backend in ("cpu", "portable", "reference"):
         if device not in (None, "cpu", "auto"):
-            raise ConfigError(f"the {backend} backend does not run on {device}: leave the backend out")
+            raise ConfigError(f"the {backend} backend is not supported on {device}: leave the backend out")
         return backend, None
     if backend is None and (device in (None, "cpu") or (device == "auto" and not _may_have_accelerator())):
         return "cpu", None
@@ -44,14 +44,14 @@ def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | 
 
     if device not in (None, "auto"):
         if backend == "gpu" and device == "cpu":
-            raise ConfigError("backend gpu does not run on the cpu: choose backend torch, or another device")
+            raise ConfigError("the gpu backend is not supported on the CPU: choose torch, or a GPU")
         found = str(devices.find_device(str(device)))
         return ("torch" if backend == "torch" or found == "cpu" else "gpu"), found
     first = devices.accelerator()
     if first is not None:
         return backend or "gpu", first
     if backend == "gpu":
-        raise ConfigError(f"PyTorch {devices.version()} sees no GPU here: choose --device cpu (device)")
+        raise ConfigError(f"a GPU was not found by PyTorch {devices.version()}: choose --device cpu (device)")
     return ("cpu", None) if backend is None else ("torch", "cpu")
 
 

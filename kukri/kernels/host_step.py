@@ -114,7 +114,7 @@ def check_adapters(batch: ForwardBatch, adapters: AdapterSlots) -> None:
     """Raises ShapeError if a step names an adapter that its program does not have."""
     for slot in set(batch.adapters.tolist()) if adapters else ():
         if slot != -1 and not (0 <= slot < len(adapters) and adapters[slot] is not None):
-            raise ShapeError(f"bad step: there is no adapter in slot {slot}")
+            raise ShapeError(f"bad step: no adapter in slot {slot}")
 
 
 def row_adapters(batch: ForwardBatch) -> IntArray | None:
@@ -137,7 +137,4 @@ def check_routes(weights: FloatArray, n_used: int) -> None:
     """Raises HookError if a listener gave a row of weights [T, E] more experts than `n_used`."""
     most = int((weights != 0).sum(axis=1).max(initial=0))
     if most > n_used:
-        raise HookError(
-            f"a hook left {most} experts of a token with a weight, but the model uses {n_used}: "
-            "set the others to 0"
-        )
+        raise HookError(f"a hook must leave {n_used} experts of a token with a weight, not {most}")

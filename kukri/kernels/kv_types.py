@@ -127,7 +127,7 @@ def _decode_q4(packed: Numbers, scales: Scales, d_head: int) -> FloatArray:
 
 def _q8_0_scales(d_head: int) -> int:
     if d_head % KV_BLOCK:
-        raise UnsupportedError(f"a q8_0 KV cache needs a head size of {KV_BLOCK} n, not {d_head}")
+        raise UnsupportedError(f"a q8_0 KV cache requires heads of a multiple of {KV_BLOCK}, not {d_head}")
     return d_head // KV_BLOCK
 
 

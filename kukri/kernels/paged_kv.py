@@ -51,7 +51,7 @@ class PagedKV:
         """
         if KV_TYPES[kv_type].encode is None:
             raise UnsupportedError(
-                f"an {kv_type} KV cache is for GPUs: choose another type, or --backend torch"
+                f"a KV cache of {kv_type} is not supported on CPUs: choose another type, or --backend torch"
             )
         self.layout, self.n_states = tuple(layout), n_states
         self.kv_type: KVType = kv_type

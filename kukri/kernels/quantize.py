@@ -25,7 +25,7 @@ def quantize(
     """The blocks of float32 [rows, columns] -> uint8 [rows, row_bytes]; see `requantize`."""
     rows = np.ascontiguousarray(weights, np.float32)
     if rows.ndim != 2:
-        raise ShapeError(f"shape {rows.shape} is not rows of weights")
+        raise ShapeError(f"rows of weights must not have shape {rows.shape}")
     return requantize(rows.view(np.uint8), QUANT_TYPES["F32"], type, importance)
 
 
@@ -49,13 +49,11 @@ def requantize(
     write = _writer(target)
     n_columns = data.shape[1] // source.block_bytes * source.block_size
     if n_columns % target.block_size:
-        raise ShapeError(
-            f"rows of {n_columns} weights are not rows of {target.block_size}-weight {target.name} blocks"
-        )
+        raise ShapeError(f"{n_columns} columns must be a multiple of {target.block_size} for {target.name}")
     if importance is None:
         importance = np.zeros(0, np.float32)
     elif importance.shape != (n_columns,):
-        raise ShapeError(f"importance of shape {importance.shape} for {n_columns} columns")
+        raise ShapeError(f"importances must be of {n_columns} columns, not of shape {importance.shape}")
     importance = np.ascontiguousarray(importance, np.float32)
     into = np.empty((len(data), target.row_bytes(n_columns)), np.uint8)
     step = max(1, _CHUNK_WEIGHTS // n_columns)
@@ -64,9 +62,7 @@ def requantize(
     def convert(part: slice) -> None:
         weights = dequantize(data[part], source)
         if target.block_size > 1 and not np.isfinite(weights).all():
-            raise FormatError(
-                f"holds weights that are NaN or infinite, which {target.name} cannot", tensor=tensor
-            )
+            raise FormatError(f"must not hold NaN or infinite weights for {target.name}", tensor=tensor)
         write(weights, importance, into[part])
 
     _on_all_cores(convert, parts)
@@ -88,7 +84,7 @@ def _on_all_cores(work: Callable[[slice], None], parts: list[slice]) -> None:
 def _writer(type: QuantType) -> Callable[[FloatArray, FloatArray, ByteArray], None]:
     """A function that fills its third argument with the blocks of the first."""
     if type.name not in WRITTEN:
-        raise UnsupportedError(f"kukri does not quantize to {type.name}: use one of {', '.join(WRITTEN)}")
+        raise UnsupportedError(f"quantizing to {type.name} is not supported: use one of {', '.join(WRITTEN)}")
     if type.block_size > 1:
         return _encoder(type.name)
     to_bytes = FLOAT_BYTES[type.name]

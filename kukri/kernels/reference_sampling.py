@@ -44,7 +44,7 @@ class ReferenceSampling:
         """See SamplingBackend.choose."""
         rows = logits.numpy()
         if rows.dtype != np.float32:
-            raise ShapeError(f"logits are float32, not {rows.dtype}")
+            raise ShapeError(f"logits must be float32, not {rows.dtype}")
         for i, row in enumerate(records.fields["row"]):
             choose(records, i, rows[row])
 

@@ -42,7 +42,7 @@ class Weight:
             )
         order = self.row_order
         if order is not None and not np.array_equal(np.sort(order), np.arange(self.shape[0])):
-            raise ShapeError(f"weight {self.name!r}: its row order is not one of its {self.shape[0]} rows")
+            raise ShapeError(f"weight {self.name!r}: its order must have each of {self.shape[0]} rows once")
 
     @property
     def data(self) -> ByteArray:
@@ -60,7 +60,7 @@ class Vector:
     def __post_init__(self) -> None:
         """Raises ShapeError unless `data` is float32 with one dimension."""
         if self.data.ndim != 1 or self.data.dtype != np.float32:
-            raise ShapeError(f"vector {self.name!r}: {self.data.dtype} {self.data.shape} is not float32 [n]")
+            raise ShapeError(f"{self.name!r} must be float32 [n], not {self.data.dtype} {self.data.shape}")
 
     def __len__(self) -> int:
         """n."""
@@ -83,7 +83,7 @@ class LowRank:
         if self.down.shape[0] != self.up.shape[1] or max(w.type.block_size for w in (self.down, self.up)) > 1:
             raise ShapeError(
                 f"update {self.up.name!r}: {self.down.type.name} {self.down.shape} and {self.up.type.name} "
-                f"{self.up.shape} do not belong together"
+                f"{self.up.shape} must belong together"
             )
 
     @property
@@ -109,7 +109,7 @@ class Experts:
     def __post_init__(self) -> None:
         """Raises ShapeError unless there are matrices, of one shape and type."""
         if len({(w.shape, w.type, w.per_token) for w in self.weights}) != 1:
-            raise ShapeError(f"experts {self.name!r} are not of one shape and type")
+            raise ShapeError(f"experts {self.name!r} must be of one shape and type")
 
     @property
     def type(self) -> QuantType:

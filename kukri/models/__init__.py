@@ -84,7 +84,7 @@ def load_model(source: WeightSource, config: ModelConfig) -> Model:
     """
     if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedError(f"architecture {config.architecture!r} is not supported: kukri runs {known}")
+        raise UnsupportedError(f"architecture {config.architecture!r} is not supported: use {known}")
     taken = TakenWeights(source)
     with reading(getattr(source, "path", None)):
         model: Model = ARCHITECTURES[config.architecture].model(config, taken)

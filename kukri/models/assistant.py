@@ -78,7 +78,9 @@ def _reading(config: ModelConfig, model: ModelConfig) -> list[LayerConfig]:
             if other.window == layer.window and other.kv_from is None
         ]
         if not own or model.attention(own[-1]).d_head != layer.d_head:
-            raise UnsupportedError("its layers read keys that the model does not have: it is another model's")
+            raise UnsupportedError(
+                "it is not supported with this model, which does not have the keys that its layers read"
+            )
         n_kv = model.attention(own[-1]).n_kv_heads
         found.append(replace(layer, kv_from=own[-1], n_kv_heads=n_kv, keys_are_values=False))
     return found

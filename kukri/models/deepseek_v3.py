@@ -52,11 +52,11 @@ _TYPES = "mlp_layer_types"
 def _read_glm(keys: Keys, facts: dict[str, Any]) -> None:
     """Which layers are dense, by a list or, in older files, by how many come first."""
     if facts["rope"].rotary_dim != facts["d_head"]:
-        raise keys.unsupported("partial_rotary_factor", "must be 1: kukri rotates the whole part of a head")
+        raise keys.unsupported("partial_rotary_factor", "must be 1: rotating part of a head is not supported")
     if keys.value(_TYPES) is not None:
         types = keys.first(_TYPES, str, facts["n_layers"])
         if unknown := set(types) - {"dense", "sparse"}:
-            raise keys.unsupported(_TYPES, f"names {min(unknown)!r:.60}: kukri runs dense and sparse")
+            raise keys.unsupported(_TYPES, f"names {min(unknown)!r:.60}: only dense and sparse are supported")
         layers = zip(facts["layers"], types)
         facts["layers"] = tuple(replace(layer, is_dense=kind == "dense") for layer, kind in layers)
 

@@ -20,7 +20,7 @@ _LAST = "moe_layer_end_index"
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     last = keys.whole(_LAST, least=-1)
     if last not in (-1, 0) and last < facts["n_layers"] - 1:
-        raise keys.unsupported(_LAST, f"is {last}: kukri runs no layers without experts after such with them")
+        raise keys.unsupported(_LAST, f"is {last}: dense layers after experts are not supported")
 
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:

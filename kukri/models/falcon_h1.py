@@ -146,7 +146,7 @@ class _States(Lens):
         if form == "gguf":
             return
         if has_norm and keys.flag(_BEFORE, True):
-            raise keys.unsupported(_BEFORE, "is true: kukri runs norms after the gate")
+            raise keys.unsupported(_BEFORE, "is true: norms before the gate are not supported")
         check_head_width(keys, facts)
         (gate, down), inputs = (_several(keys, key) for key in _PARTS)
         into = keys.positive(_STATE_IN, most=1e4)
@@ -176,7 +176,7 @@ def _several(keys: Keys, key: str) -> list[float]:
         return [1.0] * _PARTS[key]
     stated = keys.items(key, object)
     if len(stated) != _PARTS[key]:
-        raise keys.error(key, f"has {len(stated)} numbers, not {_PARTS[key]}")
+        raise keys.error(key, f"must have {_PARTS[key]} numbers, not {len(stated)}")
     return [keys.as_positive(key, factor, most=1e4) for factor in stated]
 
 

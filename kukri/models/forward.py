@@ -56,9 +56,9 @@ class KVCache:
     def __init__(self, model: ForwardModel, backend: Backend, batch_size: int, max_tokens: int) -> None:
         config = model.config
         if not 1 <= max_tokens <= config.max_context:
-            raise _error(f"a cache can hold 1 to {config.max_context} tokens, not {max_tokens}", "max_tokens")
+            raise _error(f"'max_tokens' must be 1 to {config.max_context}, not {max_tokens}", "max_tokens")
         if batch_size < 1:
-            raise _error(f"a cache needs at least one row, not {batch_size}", "batch_size")
+            raise _error(f"'batch_size' must be at least 1, not {batch_size}", "batch_size")
         self.batch_size, self.max_tokens, self.n_tokens = batch_size, max_tokens, 0
         self.layout = tuple(model.cache_layout)  # the backend's may have larger heads
         n_pages = -(-max_tokens // backend.page_tokens)
@@ -67,7 +67,9 @@ class KVCache:
                 model.cache_layout, batch_size * n_pages, batch_size, backend.exact_kv_type
             )
         except MemoryError:
-            raise _error(f"no memory for {batch_size} x {max_tokens} cached tokens", "max_tokens") from None
+            raise _error(
+                f"{batch_size} x {max_tokens} cached tokens do not fit into memory", "max_tokens"
+            ) from None
         self.page_table = np.arange(batch_size * n_pages, dtype=np.int32).reshape(batch_size, n_pages)
         self.is_stored: _BoolArray = np.zeros((batch_size, max_tokens), np.bool_)  # False: padding
         self.programs: dict[_Key, tuple[StepLimits, CompiledProgram]] = {}
@@ -75,12 +77,10 @@ class KVCache:
     def crop(self, n_tokens: int) -> None:
         """Forgets all but the first `n_tokens` of each row, padding included."""
         if not 0 <= n_tokens <= self.n_tokens:
-            raise _error(
-                f"the cache holds {self.n_tokens} tokens and cannot be cut to {n_tokens}", "n_tokens"
-            )
+            raise _error(f"the cache cannot be cut to {n_tokens} tokens, but has {self.n_tokens}", "n_tokens")
         if n_tokens and n_tokens < self.n_tokens and has_states(self.kv.layout):
             raise _error(
-                "a recurrent state cannot be rolled back: crop the cache to 0 tokens or not at all",
+                "a recurrent state cannot be rolled back: crop to 0 tokens",
                 "n_tokens",
             )
         self.n_tokens = n_tokens
@@ -141,7 +141,7 @@ class Forward:
         n_rows, n_tokens = shape
         limit = self.model.config.max_context
         if n_tokens > limit:
-            raise _error(f"{n_tokens} tokens do not fit into a context of {limit}", "token_ids")
+            raise _error(f"'token_ids' must be at most the context, {limit}, not {n_tokens}", "token_ids")
         scratch = self._scratch
         if scratch is None or scratch.batch_size != n_rows or scratch.max_tokens < n_tokens:
             self._scratch = None  # its memory is free before the next is taken
@@ -153,15 +153,17 @@ class Forward:
     def _checked(self, cache: KVCache, shape: tuple[int, int]) -> KVCache:
         """The caller's cache, which must fit the model and the batch."""
         if not isinstance(cache, KVCache):
-            raise _error(f"cache must come from new_cache(), not be a {type(cache).__name__}", "cache")
+            raise _error(f"'cache' must come from new_cache(), not be a {type(cache).__name__}", "cache")
         if cache.layout != tuple(self.model.cache_layout):
-            raise _error("the cache was made by another model", "cache")
+            raise _error("'cache' must be made by this model", "cache")
         if cache.batch_size != shape[0]:
-            raise _error(f"the cache has {cache.batch_size} rows and token_ids have {shape[0]}", "cache")
+            raise _error(
+                f"'cache' must have the rows of 'token_ids', {shape[0]}, not {cache.batch_size}", "cache"
+            )
         if cache.n_tokens + shape[1] > cache.max_tokens:
             raise _error(
-                f"the cache is too small: {cache.n_tokens} tokens are in it, {shape[1]} come, and it holds "
-                f"{cache.max_tokens}",
+                f"'cache' must have room for {shape[1]} more tokens: {cache.n_tokens} of "
+                f"{cache.max_tokens} are used",
                 "cache",
             )
         return cache
@@ -195,7 +197,7 @@ class _Call:
         self.ids, self.cache = ids, cache
         self.is_causal = config.is_causal
         if cache.n_tokens and not self.is_causal:
-            raise _error("an encoder reads a text at once: its cache holds one already (crop it)", "cache")
+            raise _error("'cache' must be empty, because an encoder reads a text at once: crop it", "cache")
         self.n_past, self.n_total = cache.n_tokens, cache.n_tokens + ids.shape[1]
         self.positions = _positions(positions, ids.shape, self.n_past, config.max_context)
         self.is_token: _BoolArray = np.ones(ids.shape, np.bool_)
@@ -204,9 +206,7 @@ class _Call:
         keeps_states = has_states(cache.kv.layout)
         if mask is not None and mask.ndim == 4:
             if keeps_states:
-                message = (
-                    "recurrent layers have no mask: an attention_mask of 4 dimensions needs attention alone"
-                )
+                message = "an attention_mask of 4 dimensions is not supported by recurrent layers"
                 raise _error(message, "attention_mask")
             self.mask = _additive(mask, (len(ids), config.n_heads, ids.shape[1], self.n_total))
             return
@@ -258,23 +258,24 @@ class _Call:
         wanted = (len(self.ids), self.n_total)
         if mask.shape != wanted:
             raise _error(
-                f"attention_mask is {list(mask.shape)} and must be {list(wanted)}, "
-                f"{self.n_past} cached tokens and the new ones, or have 4 dimensions",
+                f"'attention_mask' is {list(mask.shape)} and must be {list(wanted)}, {self.n_past} cached "
+                "tokens and the new ones, or have 4 dimensions",
                 "attention_mask",
             )
         if mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
             raise _error(
-                "an attention_mask of 2 dimensions holds 1 for tokens and 0 for pads", "attention_mask"
+                "'attention_mask' must be 1 for tokens and 0 for padding",
+                "attention_mask",
             )
         seen: _BoolArray = mask.astype(np.bool_)
         if (seen[:, : self.n_past] != self.cache.stored()).any():
             raise _error(
-                "attention_mask hides other cached tokens than it did when they were new: use a mask of 4 "
-                "dimensions to hide some",
+                "'attention_mask' must hide the same cached tokens as before: use a mask of 4 dimensions "
+                "to hide others",
                 "attention_mask",
             )
         if not seen[:, self.n_past :].any():
-            raise _error("attention_mask leaves no token: all are pads", "attention_mask")
+            raise _error("'attention_mask' must leave a token that is not padding", "attention_mask")
         return seen[:, self.n_past :]
 
     def _refuse_holes(self) -> None:
@@ -285,8 +286,8 @@ class _Call:
         n_starts = np.diff(seen.astype(np.int8), axis=1, prepend=0) == 1
         if (n_starts.sum(axis=1) > 1).any():
             raise _error(
-                "layers with a window or a state take no pads between tokens: pad on the left, or use a mask "
-                "of 4 dimensions",
+                "layers with a window or a state do not support padding between tokens: pad on the left, "
+                "or use a mask of 4 dimensions",
                 "attention_mask",
             )
 
@@ -314,12 +315,10 @@ def _token_ids(token_ids: Any, n_vocab: int) -> IntArray:
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
-        raise _error("token_ids must be integers [B, T] or [T], at least one", "token_ids")
+        raise _error("'token_ids' must be integers [B, T] or [T], at least one", "token_ids")
     wrong = ids[(ids < 0) | (ids >= n_vocab)]
     if len(wrong):
-        raise _error(
-            f"token id {wrong[0]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}", "token_ids"
-        )
+        raise _error(f"the token id {wrong[0]} must be from 0 to {n_vocab - 1}", "token_ids")
     return ids.astype(np.int32)
 
 
@@ -330,10 +329,11 @@ def _positions(positions: Any, shape: tuple[int, int], n_past: int, max_context:
         return np.broadcast_to(counted, shape)
     given = _array(positions, "positions")
     if given.shape not in (shape, (1, shape[1]), (shape[1],)) or given.dtype.kind not in "iu":
-        raise _error(f"positions must be integers {list(shape)} or [{shape[1]}]", "positions")
+        raise _error(f"'positions' must be integers {list(shape)} or [{shape[1]}]", "positions")
     if given.min() < 0 or given.max() >= max_context:
         raise _error(
-            f"positions go from 0 to {max_context - 1}, not {given.min()} to {given.max()}", "positions"
+            f"'positions' must be 0 to {max_context - 1}, not {given.min()} to {given.max()}",
+            "positions",
         )
     return np.broadcast_to(given.astype(np.int32), shape)
 
@@ -347,22 +347,22 @@ def _additive(mask: npt.NDArray[Any], shape: tuple[int, int, int, int]) -> Float
         or mask.shape[1] not in (1, n_heads)
     ):
         raise _error(
-            f"attention_mask is {list(mask.shape)} and must be "
-            f"[{n_rows} or 1, {n_heads} or 1, {n_new}, {n_total}]",
+            f"'attention_mask' is {list(mask.shape)} and must be [{n_rows} or 1, {n_heads} or 1, {n_new}, "
+            f"{n_total}]",
             "attention_mask",
         )
     if mask.dtype == np.bool_:
         return np.where(mask, np.float32(0), np.float32(-np.inf))
     if mask.dtype.kind != "f":
         raise _error(
-            "an attention_mask of 4 dimensions is boolean or holds numbers to add to the scores, not "
-            f"{mask.dtype}",
+            "an 'attention_mask' of 4 dimensions must be boolean or hold numbers to add to the scores, "
+            f"not {mask.dtype}",
             "attention_mask",
         )
     with np.errstate(over="ignore"):  # float64's lowest number is -inf
         added = mask.astype(np.float32)
     if np.isnan(added).any() or (added == np.inf).any():
-        raise _error("attention_mask holds NaN or +inf", "attention_mask")
+        raise _error("'attention_mask' must not hold NaN or +inf", "attention_mask")
     return added
 
 
@@ -372,7 +372,7 @@ def _array(value: Any, param: str) -> npt.NDArray[Any]:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that NumPy cannot read
         reason = " ".join(str(error).split())[:100]
-        raise _error(f"{param} is not an array: {reason}", param) from None
+        raise _error(f"{param!r} must be an array: {reason}", param) from None
 
 
 def _error(message: str, param: str) -> RequestError:

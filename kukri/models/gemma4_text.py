@@ -200,7 +200,7 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in own.items():
             if key not in names or made.setdefault(names[key], value) != value:
                 raise UnsupportedError(
-                    f"key 'per_layer_config' has {brief(key)}: kukri runs one for all layers"
+                    f"key 'per_layer_config' has {brief(key)}: different values in layers are not supported"
                 )
     return made
 
@@ -232,7 +232,7 @@ def _set_windowed(facts: dict[str, Any], d_head: int, rotary_dim: int) -> None:
 
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     if keys.value("use_bidirectional_attention") not in (None, "vision"):  # "vision": within an image
-        raise keys.unsupported("use_bidirectional_attention", "must be null: kukri runs causal attention")
+        raise keys.unsupported("use_bidirectional_attention", "must be null: attention must be causal")
     n_layers = facts["n_layers"]
     facts["layers"] = (*facts["layers"][:-1], LayerConfig())  # the last sees all, whatever a file says
     d_head = keys.whole("head_dim", most=1 << 10)
@@ -240,13 +240,13 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     facts["attention_scale"] = 1.0
     facts["d_per_layer"] = keys.whole("hidden_size_per_layer_input", least=0, most=1 << 16)
     if facts["d_per_layer"] and keys.whole("vocab_size_per_layer_input") != facts["n_vocab"]:
-        raise keys.unsupported("vocab_size_per_layer_input", f"must be {facts['n_vocab']}, as vocab_size")
+        raise keys.unsupported("vocab_size_per_layer_input", f"must be {facts['n_vocab']}, as 'vocab_size'")
     are_values = keys.flag("attention_k_eq_v")
     n_kv, full_kv = facts["n_kv_heads"], facts["n_kv_heads"]
     if are_values and keys.value(_FULL_KV) is not None:
         full_kv = keys.whole(_FULL_KV)
         if facts["n_heads"] % full_kv:
-            raise keys.error(_FULL_KV, f"is {full_kv}, which does not divide {facts['n_heads']} heads")
+            raise keys.error(_FULL_KV, f"must divide {facts['n_heads']} heads, which {full_kv} does not")
     most = max(n_kv, full_kv) if any(layer.window for layer in facts["layers"]) else full_kv
     facts["n_kv_heads"] = most
     facts["layers"] = tuple(
@@ -273,9 +273,7 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     first = windowed[0] if windowed else full
     n_shared = sum(layer.kv_from is not None for layer in config.layers)
     if any(layer.kv_from is None for layer in config.layers[config.n_layers - n_shared :]):
-        raise UnsupportedError(
-            "config.json has no key for layers in the middle that read others' keys and values"
-        )
+        raise UnsupportedError("layers in the middle that share keys are not supported by config.json")
     are_values = config.layers[full].keys_are_values
     keys |= {
         "head_dim": config.attention(first).d_head,

@@ -111,7 +111,7 @@ class _Rotation(Lens):
         if form == "hf":
             kind = keys.value(_POSITION)
             if kind not in (None, "nope", "rope"):
-                raise keys.unsupported(_POSITION, f"is {brief(kind)}: kukri runs rope and nope")
+                raise keys.unsupported(_POSITION, f"is {brief(kind)}: only rope and nope are supported")
             check_head_width(keys, facts)
             rotates = kind == "rope"
         set_rotating(facts, [rotates] * facts["n_layers"])

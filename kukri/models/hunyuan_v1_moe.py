@@ -19,7 +19,7 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
         value = config.get(key)
         if isinstance(value, list) and value:
             if any(each != value[0] for each in value):
-                raise UnsupportedError(f"key {key!r} is {brief(value)}: kukri runs one number for all layers")
+                raise UnsupportedError(f"key {key!r} is {brief(value)}: layers must have the same")
             made[key] = value[0]
     return {"num_shared_expert": 1, **made}
 

@@ -65,7 +65,7 @@ class Keys:
         if type(value) is not int:
             raise self.error(key, f"must be a whole number, not {type(value).__name__}")
         if not least <= value <= most:
-            raise self.error(key, f"is {brief(value)}, not between {least} and {most:.0f}")
+            raise self.error(key, f"must be from {least} to {most:.0f}, not {brief(value)}")
         return value
 
     def positive(self, key: str, default: float | None = None, *, most: float = sys.float_info.max) -> float:
@@ -108,22 +108,22 @@ class Keys:
             return [self.whole(key, least=least, most=most)] * n
         stated = self.items(key, int)
         if len(stated) != n:
-            raise self.error(key, f"has {len(stated)} entries for {n} layers")
+            raise self.error(key, f"must have {n} entries, not {len(stated)}")
         if wrong := [number for number in stated if not least <= number <= most]:
-            raise self.error(key, f"holds {brief(wrong[0])}, not between {least} and {most:.0f}")
+            raise self.error(key, f"must hold numbers from {least} to {most:.0f}, not {brief(wrong[0])}")
         return stated
 
     def first(self, key: str, kind: type, n: int) -> list[Any]:
         """Return the first `n` values of a list, which may be longer, as in transformers' lists of layers."""
         stated = self.items(key, kind)
         if len(stated) < n:
-            raise self.error(key, f"has {len(stated)} entries for {n} layers")
+            raise self.error(key, f"must have {n} entries, not {len(stated)}")
         return stated[:n]
 
     def expect(self, key: str, value: Any) -> None:
         """Raises UnsupportedError if the key is there and holds anything but `value`."""
         if self.value(key, value) != value:
-            raise self.unsupported(key, f"is {brief(self.value(key))}: kukri runs {value!r} alone")
+            raise self.unsupported(key, f"is {brief(self.value(key))}: only {value!r} is supported")
 
     def _stated(self, key: str, default: Any = None) -> Any:
         value = self.value(key, default)

@@ -187,8 +187,8 @@ def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
     if scaling is not None and scaling.kind == "yarn" and (scaling.mscale or scaling.mscale_all_dim):
         if scaling.mscale != scaling.mscale_all_dim:
             raise UnsupportedError(
-                f"GGUF has no key for YaRN's mscale of {scaling.mscale:g} next to an mscale_all_dim of "
-                f"{scaling.mscale_all_dim:g}"
+                f"YaRN's mscale of {scaling.mscale:g} with an 'mscale_all_dim' of "
+                f"{scaling.mscale_all_dim:g} is not supported in GGUF"
             )
         keys.pop("rope.scaling.attn_factor", None)
         keys["rope.scaling.yarn_log_multiplier"] = scaling.mscale_all_dim / 10

@@ -77,7 +77,7 @@ class Number(Lens):
         elif self.gguf:
             keys[self.gguf] = float(ours)
         elif self.usual is not None and not isclose(self.store(ours, config), self.usual, rel_tol=1e-5):
-            raise UnsupportedError(f"GGUF has no key for a {self.hf} other than {self.usual:g}")
+            raise UnsupportedError(f"a {self.hf} other than {self.usual:g} is not supported in GGUF")
 
 
 @dataclass(frozen=True)

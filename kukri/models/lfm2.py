@@ -102,7 +102,7 @@ class Older(Lens):
             n = facts["n_layers"]
             attending = {*range(n)} if keys.value(_ATTENDING) is None else {*keys.items(_ATTENDING, int)}
             if not attending <= set(range(n)):
-                raise keys.error(_ATTENDING, f"names layers outside 0 to {n - 1}")
+                raise keys.error(_ATTENDING, f"must name layers from 0 to {n - 1}")
             facts["layers"] = tuple(
                 replace(layer, is_recurrent=i not in attending) for i, layer in enumerate(facts["layers"])
             )

@@ -25,7 +25,7 @@ class _Middle(Lens):
     def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
         n_taps = facts["recurrent"].n_taps
         if n_taps % 2 == 0:
-            message = f"is {n_taps}: kukri runs convolutions both ways that have a middle"
+            message = f"must be odd, as convolutions both ways have a middle, not {n_taps}"
             raise keys.unsupported("conv_L_cache" if form == "hf" else "shortconv.l_cache", message)
 
 

@@ -143,7 +143,7 @@ class Llama(Composite):
     def bound(self) -> Forward:
         """The runner of `forward`. Raises KukriError if no backend is bound."""
         if self._forward is None:
-            raise KukriError("the model has no backend: use the model of an open LLM, or bind() one")
+            raise KukriError("the model must have a backend: use the model of an open LLM, or bind() one")
         return self._forward
 
     @property

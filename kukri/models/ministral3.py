@@ -64,7 +64,7 @@ class _Growth(Lens):
         where = where if form == "hf" else "rope.scaling.type"
         scaling = facts["rope"].scaling
         if scaling is None or scaling.kind != "yarn":
-            raise keys.unsupported(where, "must be yarn, of whose original context queries grow")
+            raise keys.unsupported(where, "must be yarn, as queries grow with its original context")
         if form == "hf":
             if (beta := keys.value(where).get(_BETA)) not in (None, 0):
                 facts["query_growth"] = keys.as_positive(f"{where}.{_BETA}", beta, most=1e3)
@@ -85,7 +85,7 @@ class _Growth(Lens):
         keys[_GGUF_BETA] = config.query_growth
         if scaling.mscale_all_dim:
             if scaling.mscale != 1:
-                message = f"GGUF has no key for YaRN's mscale of {scaling.mscale:g}: 1 is understood"
+                message = f"YaRN's mscale of {scaling.mscale:g} is not supported in GGUF, where it is 1"
                 raise UnsupportedError(message)
             keys.pop("rope.scaling.attn_factor", None)
             keys[_MULTIPLIER] = scaling.mscale_all_dim

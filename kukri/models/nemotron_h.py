@@ -135,13 +135,13 @@ class _Parts(Lens):
         if form == "hf":
             types, mlp = keys.first(_TYPES, str, n), "mlp" if facts["mixture"] is None else "moe"
             if unknown := set(types) - {_MAMBA, _ATTENTION, mlp}:
-                message = f"names {brief(min(unknown))} next to {mlp}: kukri runs one kind of MLP"
+                message = f"names {brief(min(unknown))} next to {mlp}: several kinds of MLP are not supported"
                 raise keys.unsupported(_TYPES, message)
             attends, mlps = ([kind == one for kind in types] for one in (_ATTENTION, mlp))
         else:
             attends, mlps = ([number > 0 for number in keys.each(key, n, least=0)] for key in (_KV, _FFN))
             if both := [i for i in range(n) if attends[i] and mlps[i]]:
-                raise keys.error(_FFN, f"is not 0 in layer {both[0]}, which attends")
+                raise keys.error(_FFN, f"must be 0 in layer {both[0]}, which attends")
         facts["layers"] = tuple(
             replace(layer, is_recurrent=not (attends[i] or mlps[i]), is_mlp=mlps[i])
             for i, layer in enumerate(facts["layers"])

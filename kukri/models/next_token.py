@@ -49,7 +49,7 @@ class LastRowReader(RowReader):
     def __init__(self, model: Llama) -> None:
         """Raises UnsupportedError if the model's last norm is of another kind."""
         if type(model.norm) is not RMSNorm:
-            raise UnsupportedError("its model is of a kind whose drafts kukri does not make so")
+            raise UnsupportedError("multi-token prediction is not supported for this architecture")
         self._model, self.embedding = model, model.embedding
         self.taps = (tap_name("hook_resid_post", model.config.n_layers - 1),)
 
@@ -74,7 +74,7 @@ class NextTokenLayer(LastRowReader):
         super().__init__(model)
         config = model.config
         if not has_next_token_layer(source, config):
-            raise UnsupportedError("it has no layer for multi-token prediction that kukri runs")
+            raise UnsupportedError("a layer for multi-token prediction that is supported was not found")
         last = next(layer for layer in reversed(config.layers) if not layer.is_recurrent)
         self.config = replace(config, n_layers=1, layers=(last,))
         taken = TakenWeights(source)

@@ -27,11 +27,11 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     if scaling is None:
         return
     if scaling.kind != "longrope":
-        raise keys.unsupported("rope_scaling", f"is {scaling.kind}: kukri runs longrope here")
+        raise keys.unsupported("rope_scaling", f"is {scaling.kind}: only longrope is supported")
     where = "rope_parameters" if keys.value("rope_parameters") else "rope_scaling"
     short, long = (keys.as_positive(where, keys.value(where).get(name)) for name in _MSCALES)
     if short != long:
-        raise keys.unsupported(where, f"has a short_mscale of {short:g} and a long_mscale of {long:g}")
+        raise keys.unsupported(where, f"has a 'short_mscale' of {short:g} and a 'long_mscale' of {long:g}")
     scaling = replace(scaling, attention_factor=long)
     facts["rope"] = replace(facts["rope"], scaling=scaling)
 

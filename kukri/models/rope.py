@@ -63,17 +63,15 @@ def with_scaling(config: ModelConfig, kind: str, factor: float) -> ModelConfig:
     model without RoPE.
     """
     if not config.rope.rotary_dim:
-        raise ConfigError(
-            "RoPE scaling (--rope-scaling) is not supported by a model without RoPE: leave it out"
-        )
+        raise ConfigError("RoPE scaling (--rope-scaling) is not supported by a model without RoPE")
     if kind not in USER_SCALINGS:
-        raise ConfigError(f"RoPE scaling {kind!r} cannot be set: choose {', '.join(USER_SCALINGS)}")
+        raise ConfigError(f"RoPE scaling must be one of {', '.join(USER_SCALINGS)}, not {kind!r}")
     if not 1 <= factor <= MAX_ROPE_FACTOR:
         raise ConfigError(f"the RoPE scaling factor must be from 1 to {MAX_ROPE_FACTOR}, not {factor}")
     own = config.rope.scaling
     original = own.original_context if own and own.original_context else config.max_context
     if original * factor > MAX_CONTEXT:
-        raise ConfigError(f"{original} tokens times {factor:g} is more than {MAX_CONTEXT} tokens of context")
+        raise ConfigError(f"{original} tokens times {factor:g} must be at most {MAX_CONTEXT} tokens")
     rope = replace(config.rope, scaling=RopeScaling(kind, factor, 0 if kind == "linear" else original))
     return replace(config, rope=rope, max_context=int(original * factor))
 

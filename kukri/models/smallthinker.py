@@ -61,7 +61,7 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
     if keys.value(_ROPE) is not None:
         set_rotating(facts, map(bool, keys.each(_ROPE, facts["n_layers"], least=0, most=1)))
     if keys.value("moe_layer_layout") is not None and 0 in keys.items("moe_layer_layout", int):
-        raise keys.unsupported("moe_layer_layout", "has layers without experts: kukri runs none here")
+        raise keys.unsupported("moe_layer_layout", "must be 1: layers without experts are not supported")
 
 
 def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:

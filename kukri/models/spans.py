@@ -53,14 +53,14 @@ def check_spans(prompt: SpanPrompt) -> None:
     stop, last, n_rows = 0, 0, [0] * len(prompt.inputs)
     for start, n_tokens, number in prompt.spans:
         if start < stop or n_tokens < 1 or not last <= number < len(n_rows):
-            raise RequestError("the spans of a prompt are not in order", param="spans")
+            raise RequestError("the spans of a prompt must be in order", param="spans")
         stop, last = start + n_tokens, number
         n_rows[number] += n_tokens
     if stop > len(prompt.token_ids):
-        raise RequestError("the spans of a prompt go beyond its tokens", param="spans")
+        raise RequestError("the spans of a prompt must end within its tokens", param="spans")
     for i, own in enumerate(prompt.inputs):
         if n_rows[i] != own.n_tokens:
             raise RequestError(
-                f"{own.noun} {i} becomes {own.n_tokens} rows and has {n_rows[i]} tokens in the prompt",
+                f"{own.noun} {i} must have {own.n_tokens} tokens in the prompt, not {n_rows[i]}",
                 param=f"{own.noun}s",
             )

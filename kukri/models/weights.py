@@ -106,7 +106,9 @@ class NoWeights(WeightSource):
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if prod(shape) > self._most:
-            raise FormatError(f"tensor {name!r} of shape {shape} in a model of {self._most:,} parameters")
+            raise FormatError(
+                f"tensor {name!r} of shape {shape} must fit a model of {self._most:,} parameters"
+            )
 
 
 class TakenWeights(WeightSource):

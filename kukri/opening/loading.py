@@ -96,8 +96,8 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
     n_cores = os.cpu_count() or 1
     if options.n_threads is not None and options.n_threads > max(n_cores, _MAX_SPARE_THREADS):
         raise ConfigError(
-            f"n_threads {options.n_threads} is far more than the {n_cores} cores here: leave n_threads "
-            "(--threads) out to use those that this process may use"
+            f"'n_threads' (--threads) must be at most {n_cores}, the cores of this machine, not "
+            f"{options.n_threads}: leave it out to use the cores that this process may use"
         )
     is_cut = options.stages != 1 or bool(options.devices)
     if is_cut:
@@ -115,7 +115,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
         }
     )
     if options.prefix_dir is None and options.prefix_bytes is not None:
-        raise ConfigError("prefix_bytes (--prefix-size) limits prefix_dir (--prefix-dir): give both")
+        raise ConfigError("'prefix_bytes' (--prefix-size) requires 'prefix_dir' (--prefix-dir)")
     if options.devices or not isinstance(options.stages, int):
         # stages on several processors run at the same time; on one machine they take turns at its cores
         engine_config = replace(engine_config, max_in_flight=_n_stages(options))
@@ -194,7 +194,9 @@ def read_model(options: ModelOptions) -> ReadModel:
             tokenizer.chat_template = options.chat_template
         if tokenizer.n_vocab != config.n_vocab:
             raise FormatError(
-                f"{tokenizer.n_vocab} tokens for {config.n_vocab} rows of the embedding", path=path
+                f"the tokenizer has {tokenizer.n_vocab} tokens, but the embedding must have as many rows, "
+                f"not {config.n_vocab}",
+                path=path,
             )
         used = _within(config, options.max_context)
         model = load_model(checkpoint.weights(used), used)
@@ -228,15 +230,15 @@ def _check_stages(options: ModelOptions) -> None:
     given = [name for name in _ALONE if getattr(options, name)]
     if given:
         names = ", ".join(given)
-        raise ConfigError(f"{names}: these need the whole model in one process, without stages (--stages)")
+        raise ConfigError(f"{names} cannot be combined with stages (--stages)")
     if options.devices and options.device is not None:
-        raise ConfigError("device and devices are both given: devices (--devices) has one for each stage")
+        raise ConfigError("'device' cannot be combined with 'devices' (--devices), one for each stage")
 
 
 def _check_drafts(path: Path, config: ModelConfig, options: ModelOptions) -> None:
     """Raises ConfigError on a draft model for an encoder."""
     if options.draft_model is not None and not config.is_causal:
-        raise ConfigError(f"{path} is an encoder and generates no text: it takes no draft_model")
+        raise ConfigError(f"'draft_model' is not supported: {path} is an encoder and generates no text")
 
 
 def _draft_source(name: str | os.PathLike[str], options: ModelOptions, read: ReadModel) -> DraftSource:
@@ -247,7 +249,7 @@ def _draft_source(name: str | os.PathLike[str], options: ModelOptions, read: Rea
     larger = LargerModel(read.path, options.quantize, read.model, read.tokenizer)
     source = read_draft_source(name, larger)
     if isinstance(source.model, RowReader) and (options.stages != 1 or options.devices):
-        raise ConfigError("this draft model needs the whole model in one process, without stages (--stages)")
+        raise ConfigError("this draft model cannot be combined with stages (--stages)")
     return source
 
 
@@ -347,9 +349,10 @@ def _check_fits(config: EngineConfig, weight_bytes: int, page_bytes: int, free_b
     kv_bytes = config.kv_bytes or page_bytes
     if weight_bytes + kv_bytes > free_bytes:
         raise ConfigError(
-            f"{config.device} has {free_bytes / 2**30:.2f} GiB of memory free, and the weights take "
-            f"{weight_bytes / 2**30:.2f} GiB, a KV cache {kv_bytes / 2**30:.2f} GiB or more: choose a "
-            "smaller weight type, a smaller --kv-memory (kv_bytes), or --device cpu (device)"
+            f"{config.device} must have more than {free_bytes / 2**30:.2f} GiB of free memory for "
+            f"{weight_bytes / 2**30:.2f} GiB of weights and a KV cache of {kv_bytes / 2**30:.2f} GiB "
+            "or more: choose a smaller weight type, a smaller --kv-memory (kv_bytes), or --device cpu "
+            "(device)"
         )
 
 
@@ -381,7 +384,7 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
     check_packing(path, options.quantize, options.mmproj)
     headers = read_headers(path)
     if headers.config is None or headers.problem is not None:
-        raise headers.problem or UnsupportedError(f"{headers.path} is not a model that kukri runs")
+        raise headers.problem or UnsupportedError(f"{headers.path} is not a model that is supported")
     config = _stretched(headers.config, options.rope_scaling, options.rope_factor)
     _check_drafts(path, config, options)
     context = min(options.max_context or config.max_context, config.max_context)
@@ -462,7 +465,7 @@ def _stretched(config: ModelConfig, kind: str | None, factor: float | None) -> M
     if kind is None and factor is None:
         return config
     if kind is None or factor is None:
-        raise ConfigError("rope_scaling and rope_factor belong together: give both, or neither")
+        raise ConfigError("'rope_scaling' and 'rope_factor' are required together: give both, or neither")
     return with_scaling(config, kind, factor)
 
 
@@ -471,10 +474,11 @@ def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:
     if max_context is None:
         return config
     if max_context > config.max_context:
-        remedy = "--rope-scaling with --rope-factor (rope_scaling, rope_factor) stretches it"
+        remedy = "use --rope-scaling with --rope-factor (rope_scaling, rope_factor)"
         if not config.rope.rotary_dim:
             remedy = f"use at most {config.max_context}"
         raise ConfigError(
-            f"max_context {max_context} is more than the model's {config.max_context} tokens: {remedy}"
+            f"'max_context' must be at most the model's {config.max_context} tokens, not {max_context}: "
+            f"{remedy}"
         )
     return replace(config, max_context=max_context)

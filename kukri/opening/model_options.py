@@ -47,11 +47,11 @@ def _paths(value: Any) -> dict[str, str]:
     elif isinstance(value, Sequence):
         pairs = [_named_path(text) for text in value]
     else:
-        raise ValueError("paths by name")
+        raise ValueError("a mapping of names to paths")
     found: dict[str, str] = {}
     for name, path in pairs:
         if name in found:
-            raise ValueError(f"of different names: two are named {name!r}")
+            raise ValueError(f"of different names, but two are named {name!r}")
         found[name] = path
     return found
 
@@ -103,28 +103,29 @@ class ModelOptions:
 
     model: str | None = declared(
         as_path,
-        "A known name, an `org/repo[:type]` of the Hugging Face hub, or the path of a .gguf file or of a "
-        "directory with safetensors; None for the default model. What is not in the cache is downloaded.",
+        "A known name, an `org/repo[:type]` of the Hugging Face hub, or the path of a .gguf file or a "
+        "safetensors directory; None for the default model. Models that are not in the cache are "
+        "downloaded.",
     )
     n_threads: int | None = declared(
         as_integer, "Threads. [default: usable cores]", "any", flag="--threads", metavar="N"
     )
     device: str | None = declared(
         as_text,
-        "cpu, cuda, cuda:1, mps, xpu, or auto (a GPU if available); all but the CPU need PyTorch. "
-        "[default: cpu]",
+        "cpu, cuda, cuda:1, mps, xpu, or auto (a GPU if available); GPUs require PyTorch. [default: cpu]",
         "any",
         metavar="NAME",
     )
     backend: BackendName | None = declared(
         one_of(BackendName),
-        "Compute backend; portable is the CPU's with equal bits on all processors, torch is PyTorch without "
-        "Triton, reference is NumPy, for checks. [default: by device]",
+        "Compute backend. portable: CPU, with equal bits on every processor; torch: PyTorch; reference: "
+        "NumPy, slow. [default: by device]",
         "any",
     )
     stages: "int | tuple[str, ...] | StagePlacer" = declared(
         _stages,
-        "Split the model among N processes, HOST:PORT,… of kukri stage and this one, or ray:N.",
+        "Split the layers over N local processes, over `kukri stage` workers (HOST:PORT,…), or over Ray "
+        "(ray:N).",
         "any",
         default=1,
         metavar="N",
@@ -165,8 +166,8 @@ class ModelOptions:
     )
     draft_model: str | None = declared(
         as_path,
-        "Small model that drafts tokens, best with the same vocabulary; mtp for the model's own layer for "
-        "multi-token prediction.",
+        "Small model that drafts tokens, best with the same vocabulary, or mtp: the model's own "
+        "multi-token prediction layer.",
         "generating",
         metavar="MODEL",
     )
@@ -181,7 +182,7 @@ class ModelOptions:
     )
     prefix_cache: bool = declared(
         as_switch,
-        "Keep the KV cache of prompts for later prompts that begin alike. [default: on]",
+        "Reuse the KV cache for later prompts with the same prefix. [default: on]",
         "generating",
         default=True,
         flag="--prefix-cache/--no-prefix-cache",
@@ -202,7 +203,7 @@ class ModelOptions:
     )
     snapshot_bytes: int | None = declared(
         as_size,
-        "Memory for the states of hybrid models after prompts and answers. [default: 512MiB]",
+        "Memory for cached states of hybrid models. [default: 512MiB]",
         "generating",
         flag="--snapshot-memory",
         metavar="SIZE",
@@ -212,20 +213,20 @@ class ModelOptions:
     )
     max_step_tokens: int = declared(
         as_integer,
-        "Most tokens that a step computes: a longer prompt is read in several steps. [default: 512]",
+        "Maximum tokens per step; longer prompts take several steps. [default: 512]",
         "many",
         default=512,
         metavar="N",
     )
     max_prompt_tokens: int | None = declared(
         as_integer,
-        "Most prompt tokens of a step in which others decode; fewer delay them less. [default: 64]",
+        "Maximum prompt tokens in a step that also decodes; fewer delay other answers less. [default: 64]",
         "many",
         metavar="N",
     )
     max_step_ms: int | None = declared(
         as_integer,
-        "Most milliseconds for the prompts of a step, which others wait for; 0: no bound. [default: 150]",
+        "Maximum milliseconds for prompts in a step that also decodes; 0 for no limit. [default: 150]",
         "many",
         metavar="N",
     )
@@ -238,14 +239,16 @@ class ModelOptions:
     )
     mmproj: str | None = declared(
         as_path,
-        "The encoder of images of a GGUF model. [default: a file with mmproj in its name next to it]",
+        "Image encoder of a GGUF model. [default: a file next to it with mmproj in its name]",
         "generating",
         metavar="FILE",
     )
-    chat_template: str | None = declared(as_text, "Source of a Jinja template that replaces the file's.")
+    chat_template: str | None = declared(
+        as_text, "Jinja source of a chat template that replaces the model's."
+    )
     raw_answers: bool = declared(
         as_switch,
-        "Give answers to messages as text alone, with the reasoning and calls as the model writes them.",
+        "Return answers as raw text, with reasoning and tool calls unparsed.",
         default=False,
     )
     control_vectors: Mapping[str, Any] | None = declared(
@@ -320,7 +323,7 @@ def check_names(names: Iterable[str], what: str) -> None:
             continue
         meant = [own for own, others in _ELSEWHERE.items() if name in others]
         hint = f": use {meant[0]!r}" if meant else close_matches(name, known)
-        raise ConfigError(f"{what} has no option {name!r}{hint}")
+        raise ConfigError(f"{name!r} is not supported by {what}{hint}")
 
 
 class ModelKeywords(TypedDict, total=False):

@@ -211,7 +211,9 @@ def flag_of(one: Field[Any]) -> str:
 def read_option(one: Field[Any], value: Any, where: str | None = None) -> Any:
     """The value of an option. Raises ConfigError about `where`, by default its keyword and its flag."""
     flag = flag_of(one)
-    return _checked(option_facts(one).read, value, where or (f"{one.name} ({flag})" if flag else one.name))
+    return _checked(
+        option_facts(one).read, value, where or (f"{one.name!r} ({flag})" if flag else repr(one.name))
+    )
 
 
 def read_fields(options: Any, where: Callable[[Field[Any]], str | None] = lambda _: None) -> None:

@@ -54,7 +54,7 @@ def dequantize(data: npt.ArrayLike, type: QuantType) -> FloatArray:
     UnsupportedError, listing the types that run, for another.
     """
     if type.block is None and type.name not in _FLOATS:
-        raise UnsupportedError(f"kukri does not run weight type {type.name}: it runs {', '.join(RUN)}")
+        raise UnsupportedError(f"the weight type {type.name} is not supported: use {', '.join(RUN)}")
     rows = np.ascontiguousarray(data)
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] % type.block_bytes:
         raise ShapeError(

@@ -66,8 +66,8 @@ def mix_named(name: str) -> str:
     mix = ALIASES.get(name.upper(), name.upper())
     if mix not in MIXES:
         raise ConfigError(
-            f"{name!r} is not a type to convert to: use a recipe (.json or .yaml), or one of"
-            f" {', '.join((*MIXES, *shipped_recipes()))}"
+            f"the type {name!r} is not supported: use a recipe (.json or .yaml), or one of "
+            f"{', '.join((*MIXES, *shipped_recipes()))}"
         )
     return mix
 
@@ -91,7 +91,7 @@ def recipe_named(name: str) -> Recipe:
     pairs = _json_pairs(text, path) if path.suffix == ".json" else _yaml_pairs(text, path)
     keys = [key for key, _ in pairs]
     if again := [key for i, key in enumerate(keys) if key in keys[:i]]:
-        raise ConfigError(f"{path}: {again[0]!r} appears twice")
+        raise ConfigError(f"{path}: {again[0]!r} must appear once")
     base, activations, about = (dict(pairs).get(key) for key in _FACTS)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: 'base' must name a mix, not {base!r}")
@@ -110,7 +110,7 @@ def _json_pairs(text: str, path: Path) -> list[tuple[Any, Any]]:
     try:
         made = json.loads(text, object_pairs_hook=keep)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+        raise ConfigError(f"{path} must be JSON: {error}") from None
     if not isinstance(made, _Pairs):
         raise ConfigError(f"{path} must hold a map from patterns to types")
     return [(key, dict(value) if isinstance(value, _Pairs) else value) for key, value in made]
@@ -127,13 +127,15 @@ def _yaml_pairs(text: str, path: Path) -> list[tuple[Any, Any]]:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         made = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} must be YAML: {' '.join(str(error).split())}") from None
     if not isinstance(made, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path} must hold a map from patterns to types")
     values = list(made.values())
     if len(values) != len(node.value):
         keys = [key.value for key, _ in node.value]
-        raise ConfigError(f"{path}: {next(k for i, k in enumerate(keys) if k in keys[:i])!r} appears twice")
+        raise ConfigError(
+            f"{path}: {next(k for i, k in enumerate(keys) if k in keys[:i])!r} must appear once"
+        )
     return list(made.items())
 
 
@@ -143,16 +145,16 @@ def _rule(key: Any, value: Any, path: Path) -> Rule:
 
     facts = value if isinstance(value, dict) else {"type": value}
     if unknown := set(facts) - {"type", "layers", "rename"}:
-        raise error(f"has {min(map(repr, unknown))}: a rule has type, layers and rename")
+        raise error(f"must have only type, layers and rename, not {min(map(repr, unknown))}")
     try:
         pattern = re.compile(key)
     except (re.error, TypeError) as wrong:
-        raise error(f"is not a pattern: {wrong}") from None
+        raise error(f"must be a pattern: {wrong}") from None
     kind, rename = facts.get("type", "keep"), facts.get("rename")
     if not isinstance(kind, str) or (kind != "keep" and kind.upper() not in WRITTEN):
-        raise error(f"asks for {kind!r}: use keep or one of {', '.join(WRITTEN)}")
+        raise error(f"must ask for keep or one of {', '.join(WRITTEN)}, not {kind!r}")
     if rename is not None and not isinstance(rename, str):
-        raise error(f"has the new name {rename!r}, which is not text")
+        raise error(f"must have a text as new name, not {rename!r}")
     type = None if kind == "keep" else QUANT_TYPES[kind.upper()]
     return Rule(pattern, type, _layers(facts.get("layers"), error), rename)
 
@@ -166,7 +168,7 @@ def _layers(stated: Any, error: Any) -> frozenset[int] | None:
     for part in ranges:
         match = re.fullmatch(r"(\d{1,4})(?:\s*-\s*(\d{1,4}))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise error(f"has the layers {part!r}: write them like 0-3, 28")
+            raise error(f"must have layers like 0-3, 28, not {part!r}")
         layers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(layers)
 
@@ -186,7 +188,7 @@ def apply_recipe(
         if rule.rename is None:
             matched = [name for name in matched if len(shapes[name]) > 1]
         if not matched:
-            raise ConfigError(f"the pattern {rule.pattern.pattern!r} matches no tensor that it could change")
+            raise ConfigError(f"the pattern {rule.pattern.pattern!r} must match a tensor that it can change")
         for name in matched:
             if rule.rename is not None:
                 renames[name] = _renamed(rule, name, other_names.get(name, ""))
@@ -204,4 +206,4 @@ def _renamed(rule: Rule, name: str, other_name: str) -> str:
     try:
         return match.expand(rule.rename)
     except (re.error, IndexError) as error:
-        raise ConfigError(f"the new name {rule.rename!r} of {rule.pattern.pattern!r}: {error}") from None
+        raise ConfigError(f"{rule.rename!r} of {rule.pattern.pattern!r} cannot be used: {error}") from None

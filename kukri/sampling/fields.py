@@ -103,7 +103,7 @@ def wrong_value(name: str, allowed: str, value: object) -> RequestError:
         shown = repr(value)
     except ValueError:  # an integer of thousands of digits
         shown = "a huge number"
-    return RequestError(f"{name} must be {allowed}, not {shown[:60]}", param=name, code="invalid_value")
+    return RequestError.of(name, f"must be {allowed}, not {shown[:60]}", code="invalid_value")
 
 
 def is_integer(value: object) -> bool:

@@ -51,7 +51,7 @@ class Grammar:
     def __post_init__(self) -> None:
         """Raises RequestError if the source is too long."""
         if len(self.source) > MAX_CHARS:
-            raise self.error(f"it is longer than {MAX_CHARS:,} characters")
+            raise self.error(f"it must have at most {MAX_CHARS:,} characters")
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | None = None, *, param: str = "grammar") -> Grammar:
@@ -80,7 +80,7 @@ class Grammar:
         """One of several strings."""
         if not texts or isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
             raise RequestError(
-                "a choice takes a list of texts, none of them empty", param=param, code="invalid_value"
+                "a choice must be a list of texts, not empty", param=param, code="invalid_value"
             )
         return cls("choice", json.dumps(list(texts)), param=param)
 
@@ -92,9 +92,7 @@ class Grammar:
     def error(self, reason: str) -> RequestError:
         """The error that says why the grammar cannot be served."""
         reason = " ".join(reason.split())
-        return RequestError(
-            f"{self.param} cannot be used: {reason[:500]}", param=self.param, code="invalid_value"
-        )
+        return RequestError.of(self.param, f"cannot be used: {reason[:500]}", code="invalid_value")
 
 
 class CompiledGrammar:

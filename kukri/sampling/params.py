@@ -302,7 +302,7 @@ class SamplingParams:
                 self._set(name, facts.checked(name, getattr(self, name)))
         self._set("top_k", max(self.top_k, 0))
         if self.best_of is not None and self.best_of < self.n:
-            raise wrong_value("best_of", f"an integer from {self.n}, n, to {MAX_CHOICES}", self.best_of)
+            raise wrong_value("best_of", f"from n ({self.n}) to {MAX_CHOICES}", self.best_of)
         self._set("prediction", _checked_prediction(self.prediction))
         if self.speculation not in (None, *SPECULATIONS):
             raise wrong_value("speculation", f"one of {', '.join(SPECULATIONS)}, or None", self.speculation)
@@ -311,7 +311,7 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise wrong_value("ignore_eos", "True or False", self.ignore_eos)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise wrong_value("min_tokens", f"at most max_tokens, {self.max_tokens}", self.min_tokens)
+            raise wrong_value("min_tokens", f"at most 'max_tokens', {self.max_tokens}", self.min_tokens)
         if self.logit_bias is not None:
             self._set("logit_bias", _checked_bias(self.logit_bias))
         texts, ids = _checked_stop(self.stop, self.stop_token_ids)

@@ -99,7 +99,7 @@ class RequestSampler:
         if "penalties" in stages:
             self._seen = SeenTokens(params, prompt_ids)
         if isinstance(params.grammar, Grammar):
-            raise RequestError("grammar must be compiled here: give it to LLM or the server", param="grammar")
+            raise RequestError.of("grammar", "must be compiled here: give it to LLM or the server")
         self._matcher = None if params.grammar is None else params.grammar.matcher()
         self._reasoning = None if limit is None else ReasoningTokens(limit)
         self._mu = 2.0 * params.mirostat_tau
@@ -402,8 +402,7 @@ def _processed(processor: LogitsProcessor, token_ids: IntArray, row: FloatArray)
         raise SamplingError(f"the logits processor {name} failed: {type(error).__name__}: {error}") from error
     if result.shape != row.shape:
         raise SamplingError(
-            f"the logits processor {name} returned an array of shape {result.shape}: "
-            f"it must be float32 {row.shape}, or None"
+            f"the logits processor {name} must return {row.shape} or None, not {result.shape}"
         )
     peak = float(result.max())
     if not math.isfinite(peak):
@@ -433,7 +432,7 @@ def _check_shape(samplers: Sequence[RequestSampler], logits: Logits, rows: Seque
 def _phrase_ids(name: str, params: SamplingParams, n_vocab: int) -> tuple[tuple[int, ...], ...]:
     phrases = getattr(params, name)
     if any(isinstance(phrase, str) for phrase in phrases):
-        raise RequestError(f"{name} must be token ids here: give texts to LLM or the server", param=name)
+        raise RequestError.of(name, "must be token ids here: give texts to LLM or the server")
     for phrase in phrases:
         _check_ids(name, [max(phrase)], n_vocab)
     return tuple(phrases)
@@ -442,8 +441,6 @@ def _phrase_ids(name: str, params: SamplingParams, n_vocab: int) -> tuple[tuple[
 def _check_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
     for token_id in ids:
         if token_id >= n_vocab:
-            raise RequestError(
-                f"{name} names token {token_id}, but the vocabulary has {n_vocab} tokens",
-                param=name,
-                code="invalid_value",
+            raise RequestError.of(
+                name, f"must name tokens below {n_vocab}, not {token_id}", code="invalid_value"
             )

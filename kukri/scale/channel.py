@@ -62,7 +62,7 @@ class Channel:
         if self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT:
-            log.warning("a channel has ended: the other side takes no messages")
+            log.warning("a channel has ended, because the other side takes no messages")
             self._writer.transport.abort()
             return
         data = json.dumps(message, separators=(",", ":")).encode()
@@ -88,7 +88,7 @@ class Channel:
             async with asyncio.timeout(SILENCE_S):
                 return await self._reader.readexactly(n_bytes)
         except (EOFError, TimeoutError) as error:
-            raise ConnectionError(str(error) or "it is silent") from None
+            raise ConnectionError(str(error) or "the other side is silent") from None
 
     def close(self) -> None:
         """Ends the connection."""

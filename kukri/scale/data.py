@@ -118,7 +118,7 @@ def predictor(
     if task not in _TASKS:
         raise ConfigError(f"task must be one of {', '.join(_TASKS)}, not {task!r}")
     if (query is not None) != (task == "rerank"):
-        raise ConfigError("query is the column of queries for the task rerank, and for no other")
+        raise ConfigError("'query' is supported for the task rerank only")
     options.setdefault("n_threads", 1)
     arguments = {
         "model": model,

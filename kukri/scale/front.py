@@ -80,7 +80,7 @@ class ReplicaLoop:
         if self._is_draining:
             raise CapacityError("the server is shutting down: try again later")
         if len(self._queue) + len(requests) > self.max_waiting:
-            raise CapacityError(f"{len(self._queue)} requests are waiting already: try again later")
+            raise CapacityError(f"{len(self._queue)} requests are already waiting: try again later")
         for request in requests:
             if request.output == "tokens" and not request.params.is_greedy and request.params.seed is None:
                 # else another replica could not draw the same tokens
@@ -364,8 +364,8 @@ class ReplicaLoop:
         return self._failed(
             live,
             KukriError(
-                f"{live.n_deaths} of the {live.n_runs} replicas that ran the request died while they ran it: "
-                "it is not tried again"
+                f"{live.n_deaths} of the {live.n_runs} replicas that ran the request died while they ran "
+                "it, so it is not tried again"
             ),
         )
 
@@ -383,6 +383,8 @@ class ReplicaLoop:
             has_tokens = request.n_generated > 0 and live.numerics is not None
             if self._replicas.absent_s(live.numerics if has_tokens else None) > _ABSENT_S:
                 other = " that computes the same bits as the one that began the answer" if has_tokens else ""
-                failed.append(self._failed(live, CapacityError(f"there is no replica of the model{other}")))
+                failed.append(
+                    self._failed(live, CapacityError(f"a replica of the model was not found{other}"))
+                )
         if failed:
             self._deliver(failed)

@@ -86,10 +86,7 @@ class RemoteModel:
         self.engine_config = EngineConfig(max_requests=facts.max_requests)
         self.identity = weights_identity(read.path, read.config, options.quantize)
         if self.identity != facts.model:
-            raise KukriError(
-                f"{read.path} or the version of kukri differs from that on {facts.host}: "
-                "use the same on all machines"
-            )
+            raise KukriError(f"{read.path} and the version of kukri must be the same as on {facts.host}")
         tokenizer = self.tokenizer
         self.chat_template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 

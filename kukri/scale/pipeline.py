@@ -69,8 +69,8 @@ class PlacedStages:
         if not self._group.wait(_PLACE_S):
             self.close()
             raise ConfigError(
-                f"{n} stages of {n_threads} processors and {resources['memory'] / 2**30:.2f} GiB do not fit "
-                f"alongside this process on {_machines()}: add machines or stages, or use fewer threads"
+                f"{n} stages of {n_threads} processors and {resources['memory'] / 2**30:.2f} GiB cannot "
+                f"fit next to this process on {_machines()}: add machines or stages, or lower the threads"
             )
         self._actors = [self._placed(i + 1, resources, n_threads) for i in range(n)]
 
@@ -138,7 +138,7 @@ def _join() -> None:
         try:
             ray.init(address="local", num_cpus=usable_cores(), **own, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"Ray does not start on this machine: {error}") from None
+            raise ConfigError(f"Ray cannot start on this machine: {error}") from None
 
 
 def _cpus() -> list[int]:

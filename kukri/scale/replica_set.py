@@ -88,15 +88,15 @@ class ReplicaSet:
             return None
         facts = ReplicaFacts(**hello["facts"])
         if facts.model != self._identity:
-            log.warning("replica %s on %s has a different model: it is not used", facts.name, facts.host)
+            log.warning("replica %s on %s has a different model and is not used", facts.name, facts.host)
             return None
         if facts.name in self._by_name:
             return None
         numerics = {replica.facts.numerics for replica in self}
         if numerics and facts.numerics not in numerics:
             log.warning(
-                "replica %s computes different bits (%s) from the others (%s): it cannot continue answers "
-                "that they began", facts.name, facts.numerics, ", ".join(numerics),
+                "replica %s computes different bits (%s) from the others (%s) and cannot continue their "
+"answers", facts.name, facts.numerics, ", ".join(numerics),
             )  # fmt: skip
         return facts
 

@@ -59,9 +59,9 @@ class ReplicaOptions:
     def __post_init__(self) -> None:
         """Raises ConfigError on numbers out of range."""
         if self.n_replicas < (0 if self.max_replicas else 1):
-            raise ConfigError(f"replicas must be at least 1, not {self.n_replicas}")
+            raise ConfigError(f"'replicas' must be at least 1, not {self.n_replicas}")
         if self.max_replicas is not None and self.max_replicas < max(self.n_replicas, 1):
-            raise ConfigError(f"max_replicas {self.max_replicas} is below replicas {self.n_replicas}")
+            raise ConfigError(f"'max_replicas' must be at least {self.n_replicas}, not {self.max_replicas}")
 
 
 class ReplicaActor:
@@ -260,7 +260,7 @@ def from_arguments(given: dict[str, Any]) -> tuple[ModelOptions, ReplicaOptions,
             is_number = owner is ReplicaOptions and isinstance(value, str) and name != "traces"
             parts[owner][name] = yaml.safe_load(value) if is_number else value
         elif name != "api_keys":
-            raise ConfigError(f"there is no option {name!r}")
+            raise ConfigError(f"{name!r} is not supported")
     options, how = ModelOptions(**parts[ModelOptions]), ReplicaOptions(**parts[ReplicaOptions])
     names = (default_name(options.model),)
     return options, how, ServerSettings(names, api_keys=keys, traces=how.traces)

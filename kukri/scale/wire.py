@@ -27,7 +27,7 @@ _ERRORS: dict[str, type[KukriError]] = {
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """The fields of sampling parameters that are not defaults. Raises RequestError for logits processors."""
     if params.logits_processors:
-        raise RequestError("logits processors cannot be sent to another process", param="logits_processors")
+        raise RequestError.of("logits_processors", "cannot be sent to another process")
     given = {
         name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default
     }

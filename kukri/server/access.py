@@ -25,7 +25,7 @@ def may(scope: Scope, wanted: str) -> bool:
 def check_scope(scope: Scope, wanted: str, param: str | None = None) -> None:
     """Raises ForbiddenError, about `param`, unless the request's key has a scope."""
     if not may(scope, wanted):
-        message = f"this API key lacks the scope {wanted!r}"
+        message = f"this API key does not have the scope {wanted!r}"
         raise ForbiddenError(message, param=param, code="missing_scope")
 
 
@@ -48,12 +48,12 @@ class Permission:
 INTERP = Permission(
     "interp",
     "has_interp",
-    "interventions and activations are disabled; start the server with --interp",
+    "interventions and activations are disabled: start the server with --interp",
     "interp_disabled",
 )
 MODELS = Permission(
-    "manage", "manages_models", "this server's models cannot be changed; start it with --manage-models"
+    "manage", "manages_models", "changing models is disabled: start the server with --manage-models"
 )
 ADAPTERS = Permission(
-    "manage", "adapter_dir", "this server's adapters cannot be changed; start it with --adapter-dir"
+    "manage", "adapter_dir", "changing adapters is disabled: start the server with --adapter-dir"
 )

@@ -60,7 +60,7 @@ def renamed(data: Mapping[str, Any], aliases: Aliases) -> dict[str, Any]:
         if value is None:
             continue
         if found.get(field) not in (None, value):
-            raise RequestError(f"{name!r} cannot be combined with {field!r}: give one", param=name)
+            raise RequestError.of(name, f"cannot be combined with {field!r}: give one")
         found[field] = value
     return found
 

@@ -45,9 +45,7 @@ class Body(BaseModel):
         data = renamed(data, cls.aliases)
         for name, (neutral, reason) in cls.refused.items():
             if name in data and data[name] is not None and data[name] not in neutral:
-                raise RequestError(
-                    f"{name} is not supported: {reason}", param=name, code="unsupported_parameter"
-                )
+                raise RequestError.of(name, f"is not supported: {reason}", code="unsupported_parameter")
         known = cls._names() - cls.refused.keys() - cls.unused
         first = next(cls._unknown(data), None)  # one error is enough
         return {name: value for name, value in data.items() if name in known or name == first}

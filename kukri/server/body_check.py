@@ -89,7 +89,9 @@ class BodyCheck:
             if not answer:
                 await self.close()
         if not answer:
-            log.error("the process that checks large bodies does not answer: the next one starts it again")
+            log.error(
+                "the process that checks large bodies does not answer and is restarted for the next one"
+            )
             raise CapacityError("the body could not be checked in time: try again later")
         found: tuple[str, Any] = json.loads(answer)
         return found

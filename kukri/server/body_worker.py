@@ -32,7 +32,7 @@ def outcome(name: str, data: bytes) -> tuple[str, Any]:
             adapter = TypeAdapter(getattr(import_module(module), kind))
             adapter.validate_python(json.loads(data), from_attributes=True)  # as FastAPI does
         except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False, include_input=False)
+            found = error.errors(include_url=False, include_input=False)
             return "invalid", [{**one, "loc": ("body", *one["loc"])} for one in found]
         except RequestError as error:
             return "refused", [str(error), error.param, error.code]
@@ -50,7 +50,7 @@ def main() -> None:
     source = sys.stdin.buffer
     while line := source.readline():
         name, n_bytes = line.decode().split()
-        print(json.dumps(outcome(name, source.read(int(n_bytes)))), flush=True)
+        print(json.dumps(outcome(name, source.read(int(n_bytes))), default=str), flush=True)
 
 
 if __name__ == "__main__":

@@ -64,5 +64,5 @@ def _is_check(function: Any) -> bool:
 def _checked_size(limit: int, value: Any) -> Any:
     """The value; an object of too many entries is one error, before its values are looked at."""
     if isinstance(value, dict) and len(value) > limit:
-        raise PydanticCustomError("too_long", "Object should have at most {limit} entries", {"limit": limit})
+        raise PydanticCustomError("too_long", "too many entries", {"max_length": limit})
     return value

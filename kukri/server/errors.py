@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -33,6 +33,28 @@ _NAMES_HERE = {
     "n_probs": "logprobs",
 }  # fmt: skip
 _BRANCH = re.compile(r"@|(list|nullable|tagged-union|union)(\[|$)|function(-\w+)?\[")  # branches of a union
+# what a value must be or have, by pydantic's type of error
+_PROBLEMS = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "be an object"),
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing", "int_parsing_size"), "be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "be true or false"),
+    "literal_error": "be {expected}",
+    "union_tag_invalid": "have a type of {expected_tags}",
+    "union_tag_not_found": "have a type",
+    "string_type": "be a text",
+    "list_type": "be a list",
+    "greater_than_equal": "be at least {ge}",
+    "greater_than": "be above {gt}",
+    "less_than_equal": "be at most {le}",
+    "less_than": "be below {lt}",
+    "string_too_short": "have at least {min_length} characters",
+    "string_too_long": "have at most {max_length} characters",
+    "string_pattern_mismatch": "match the pattern {pattern}",
+    "too_short": "have at least {min_length} entries",
+    "too_long": "have at most {max_length} entries",
+    "none_required": "be null",
+}
 _NOT_READ = "There was an error parsing the body"  # FastAPI on one not UTF-8 or too deep
 _UNION_TAGS = {"str", "int", "float", "bool"}
 
@@ -119,7 +141,7 @@ class ModelNotFoundError(NotFoundError):
     def __init__(self, name: str, served: Sequence[str]) -> None:
         known = f"; served here: {', '.join(served)}" if served else ""
         super().__init__(
-            f"the model {name[:100]!r} does not exist{known}",
+            f"the model {name[:100]!r} was not found{known}",
             param="model",
             code="model_not_found",
         )
@@ -143,7 +165,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         path = request.scope.get("kukri.path", request.url.path)[:200]
         there = f"/v1{path}"
         known = any(getattr(route, "path", None) == there for route in request.app.routes)
-        message = f"no such endpoint: {request.method} {path}" + (f"; it is at {there}" if known else "")
+        message = f"{request.method} {path} was not found" + (f"; it is at {there}" if known else "")
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         path = request.scope.get("kukri.path", request.url.path)[:200]
@@ -182,22 +204,27 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     if kind == "extra_forbidden" and param is not None:
         return response_of(unknown_field(param))
     if kind == "missing" and param is not None:
-        return error_response(f"{param} is missing", 400, param=param, code="missing_required_parameter")
-    subject = "the body" if param is None else param
-    hint = "" if param else "; send a JSON object with content-type application/json"
-    said = first["msg"]
-    if kind in ("model_type", "model_attributes_type", "dict_type"):  # which name classes
-        said = "input should be an object"
-    elif kind == "list_type" and first["loc"][-1] == TEXT_OR_LIST:
-        said = "input should be a text or a list"
-    message = f"{subject}: {said[0].lower()}{said[1:]}{hint}"
-    return error_response(message, 400, param=param, code="invalid_value")
+        return error_response(f"{param!r} is required", 400, param=param, code="missing_required_parameter")
+    problem = _problem(first)
+    if param is None:
+        problem = f"the body {problem}: send a JSON object with content-type application/json"
+    else:
+        problem = f"{param!r} {problem}"
+    return error_response(problem, 400, param=param, code="invalid_value")
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    """What pydantic found wrong with a value, as kukri's own errors say it."""
+    if error["type"] == "list_type" and error["loc"][-1] == TEXT_OR_LIST:
+        return "must be a text or a list"
+    said = _PROBLEMS.get(error["type"])
+    return f"is wrong: {error['msg']}" if said is None else f"must {said.format(**error.get('ctx', {}))}"
 
 
 def unknown_field(param: str) -> RequestError:
     """Return the error of a field that is not known."""
-    here = f": here it is {_NAMES_HERE[param]}" if param in _NAMES_HERE else ""
-    return RequestError(f"unknown field {param!r}{here}", param=param, code="unknown_parameter")
+    remedy = f": use {_NAMES_HERE[param]!r}" if param in _NAMES_HERE else ""
+    return RequestError.of(param, f"is not supported{remedy}", code="unknown_parameter")
 
 
 def _nearest(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:

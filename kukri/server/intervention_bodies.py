@@ -94,7 +94,7 @@ def _decoded(vector: str) -> FloatArray:
     try:
         return np.frombuffer(base64.b64decode(vector, validate=True), "<f4")
     except ValueError:
-        raise RequestError("the vector must be base64 of float32 numbers", param="interventions") from None
+        raise RequestError("'vector' must be float32 numbers in base64", param="interventions") from None
 
 
 Interventions = Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS)]

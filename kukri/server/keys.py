@@ -72,9 +72,7 @@ class Client:
         if wanted is None:
             return (first or 0) if self.usual_priority is None else self.usual_priority
         if first is not None and wanted < first:
-            raise RequestError(
-                f"the priority of this key's requests must be {first} or more, not {wanted}", param="priority"
-            )
+            raise RequestError.of("priority", f"must be at least {first} for this API key, not {wanted}")
         return wanted
 
     def queue(self, user: str | None) -> str:
@@ -125,7 +123,7 @@ class KeyRing:
         for line in keys:
             client = self._client(line)
             if client.digest in clients:
-                raise ConfigError(f"the API key of {client.name} appears twice: give each key one line")
+                raise ConfigError(f"the API key of {client.name} must appear once: remove one of the lines")
             clients[client.digest] = client
         self._clients = clients
 
@@ -156,22 +154,23 @@ class KeyRing:
         scopes = frozenset(_names(options.get("scope", "")))
         if unknown := sorted(scopes - SCOPES):
             raise ConfigError(
-                f"an API key has the unknown scope {brief(unknown[0])}: there are {', '.join(sorted(SCOPES))}"
+                f"the scope {brief(unknown[0])} of an API key is not supported: use "
+                f"{', '.join(sorted(SCOPES))}"
             )
         if "models" in options and not _names(options["models"]):
-            raise ConfigError("an API key has an empty list of models: leave models= out to allow all")
+            raise ConfigError("'models' of an API key must not be empty: leave models= out to allow all")
         digest = sha256(key.encode()).digest()
         old = self._clients.get(digest)
         return Client(
             name=f"key {' '.join(name) or digest.hex()[:8]}",
             bucket=digest.hex(),
             prefix_scope="" if self._shares_prefixes else digest.hex(),
-            first_priority=_number(
-                options, "priority", _PRIORITY, "a number from -9999 to 9999, as in priority=5"
-            ),
+            first_priority=_number(options, "priority", _PRIORITY, "from -9999 to 9999, as in priority=5"),
             scopes=scopes,
             models=frozenset(_names(options["models"])) if "models" in options else None,
-            daily_tokens=_number(options, "daily-tokens", _TOKENS, "a number, as in daily-tokens=1000000"),
+            daily_tokens=_number(
+                options, "daily-tokens", _TOKENS, "a number of tokens, as in daily-tokens=1000000"
+            ),
             digest=digest,
             meter=Meter() if old is None else old.meter,
         )
@@ -203,5 +202,5 @@ def _number(options: dict[str, str], name: str, form: re.Pattern[str], wanted: s
     """The number of an option; None without it. Raises ConfigError."""
     value = options.get(name)
     if value is not None and not form.fullmatch(value):
-        raise ConfigError(f"the {name} of an API key is {wanted}")
+        raise ConfigError(f"{name!r} of an API key must be {wanted}")
     return None if value is None else int(value)

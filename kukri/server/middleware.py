@@ -72,12 +72,12 @@ class _Bound(NamedTuple):
 
     @property
     def message(self) -> str:
-        return f"the body is larger than {self.n_bytes} bytes, the limit set by {self.option}"
+        return f"the body must be at most {self.n_bytes} bytes ({self.option})"
 
     @property
     def base64_message(self) -> str:
         n_bytes = self.base64_bytes
-        return f"the images in the body are larger than {n_bytes} bytes, the limit set by --max-images"
+        return f"the images in the body must be at most {n_bytes} bytes (--max-images)"
 
 
 class Middleware:
@@ -142,7 +142,7 @@ class Middleware:
             failure_of("the request", error)  # raises again what ends the task, or the program
             log.exception("request failed", extra={"request_id": request_id})
             if not status:
-                failure = error_response(f"internal server error; the log has it as {request_id}", 500)
+                failure = error_response(f"internal server error: see {request_id} in the server's log", 500)
                 await failure(scope, receive, send_with_id)
         finally:
             for end in on_end:
@@ -196,7 +196,9 @@ class Middleware:
         host = headers.get("host", "")
         if not self._is_allowed(host):
             name = _PORT.sub("", host.strip())[:100]
-            message = f"the Host header {name!r} is not allowed; start the server with --allowed-host {name}"
+            message = (
+                f"the Host header {name!r} is not supported: start the server with --allowed-host {name}"
+            )
             return error_response(message, 403, code="host_not_allowed")
         if scope["kukri.path"] in self._open:
             return None
@@ -205,7 +207,7 @@ class Middleware:
         if not self._may_cross(headers):
             origin = headers.get("origin", "another site")[:200]
             message = (
-                f"web pages of {origin} may not use this server: --cors-origin ORIGIN allows those of one"
+                f"requests from pages of {origin} are disabled: start the server with --cors-origin ORIGIN"
             )
             return error_response(message, 403, code="origin_not_allowed")
         if self._keys:
@@ -216,7 +218,7 @@ class Middleware:
                 return _too_often("too many wrong API keys from this address", wait_s)
             if found is None:
                 message = (
-                    "a valid API key is needed: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`"
+                    "a valid API key is required: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`"
                 )
                 return error_response(message, 401, code="invalid_api_key")
             scope["kukri.client"] = client = found
@@ -338,7 +340,7 @@ def _over_budget(client: Client) -> Response | None:
     if not client.is_over_budget:
         return None
     message = (
-        f"this API key has used its {client.daily_tokens} tokens for today: there are more after midnight UTC"
+        f"this API key has used its {client.daily_tokens} tokens for today: try again after midnight UTC"
     )
     wait_s = int(client.meter.left_s) + 1
     return error_response(message, 429, code="insufficient_quota", retry_after_s=wait_s)

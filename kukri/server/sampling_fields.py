@@ -92,4 +92,4 @@ def _check_bias(bias: Any) -> Any:
 
 
 def _wrong_bias(allowed: str) -> RequestError:
-    return RequestError(f"logit_bias must have {allowed}", param="logit_bias", code="invalid_value")
+    return RequestError.of("logit_bias", f"must have {allowed}", code="invalid_value")

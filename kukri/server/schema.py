@@ -33,21 +33,21 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 _TOKEN_IDS = re.compile(rf"{_TOKEN_ID.pattern}(?:,{_TOKEN_ID.pattern})*")
 
 TEXT_ONLY = "the model reads and writes only text"
-NO_CALLS = "this server calls no tools itself"
+NO_CALLS = "the server has no tools of its own"
 # fields of vLLM and llama.cpp, with the values that change nothing here
 ELSEWHERE: Refused = {
     "include_reasoning": ((True,), "reasoning is always shown"),
     "include_stop_str_in_output": ((False,), "stop strings are not shown"),
-    "length_penalty": ((1.0,), "there is no beam search"),
+    "length_penalty": ((1.0,), "the server has no beam search"),
     "min_keep": ((0,), "samplers keep at least one token"),
     "lora": (([],), "use the adapter's name as the model"),
     "parse_tool_calls": ((True,), "tool calls are always read"),
     "post_sampling_probs": ((False,), "log-probabilities are the model's own"),
     "spaces_between_special_tokens": ((True, False), "tokens are joined as they are"),
     **dict.fromkeys(
-        ("t_max_predict_ms", "t_max_prompt_ms"), ((0, -1), "the time limit is the server's: --deadline")
+        ("t_max_predict_ms", "t_max_prompt_ms"), ((0, -1), "--deadline sets the server's time limit")
     ),
-    "use_beam_search": ((False,), "there is no beam search"),
+    "use_beam_search": ((False,), "the server has no beam search"),
 }
 # hints that cannot change an answer: taken and ignored
 HINTS = frozenset(
@@ -106,7 +106,8 @@ class StructuredOutputs(Body):
     def _one_of_them(self) -> StructuredOutputs:
         if len(self.model_fields_set) != 1 or None in (getattr(self, n) for n in self.model_fields_set):
             raise RequestError(
-                "give one of json, json_object, regex, choice and grammar", param="structured_outputs"
+                "exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar' is required",
+                param="structured_outputs",
             )
         return self
 
@@ -195,9 +196,9 @@ class GenerationBody(Sampling):
             self.stream_options = self.stream_options or StreamOptions()
             self.stream_options.include_usage = True
         if self.stream_options is not None and self.stream_options.include_usage and not self.stream:
-            raise RequestError("stream_options needs stream: true", param="stream_options")
+            raise RequestError.of("stream_options", 'requires "stream": true')
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+            raise RequestError.of("prompt_logprobs", "cannot be combined with 'stream'")
         return self
 
 
@@ -258,7 +259,7 @@ class ToolCall(Piece):
 class ChatMessage(Piece):
     """A message of a conversation. Of an assistant without text, its refusal is the content."""
 
-    refused: ClassVar[Refused] = {"function_call": ((), "it is deprecated: use tool_calls")}
+    refused: ClassVar[Refused] = {"function_call": ((), "use 'tool_calls'")}
     role: str  # one of the template's
     content: TextOr[list[Part]] | None = None
     name: str | None = None  # for templates that print it
@@ -391,11 +392,13 @@ class ResponseFormat(Body):
     def _agrees(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise RequestError(
-                "json_schema is for the type json_schema, which needs it",
+                "'json_schema' is required for the type \"json_schema\", and not supported for others",
                 param="response_format",
             )
         if self.schema_ is not None and self.type != "json_object":
-            raise RequestError("schema is for the type json_object", param="response_format")
+            raise RequestError(
+                f"'schema' is not supported for the type {self.type!r}", param="response_format"
+            )
         return self
 
     def as_grammar(self) -> Grammar | None:
@@ -449,12 +452,12 @@ class ChatBody(GenerationBody):
         "add_special_tokens": ((False,), "the chat template has them"),
         "best_of": ((1,), "use n"),
         "echo": ((False,), "a conversation is not repeated"),
-        "function_call": (("none", "auto"), "it is deprecated: use tool_choice"),
-        "functions": (([],), "it is deprecated: use tools"),
+        "function_call": (("none", "auto"), "use 'tool_choice'"),
+        "functions": (([],), "use 'tools'"),
         "modalities": ((["text"],), TEXT_ONLY),
-        "moderation": ((), "there is no moderation here"),
-        "reasoning_format": (("auto", "deepseek"), "reasoning comes as reasoning_content"),
-        "web_search_options": ((), "this server searches nothing"),
+        "moderation": ((), "the server has no moderation"),
+        "reasoning_format": (("auto", "deepseek"), "reasoning is returned as 'reasoning_content'"),
+        "web_search_options": ((), "the server does not search the web"),
     }
     ignored = HINTS
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -526,14 +529,13 @@ class ChatBody(GenerationBody):
     def _agrees(self) -> ChatBody:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise RequestError("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt cannot be combined",
-                param="continue_final_message",
+            raise RequestError.of(
+                "max_tokens", "cannot be combined with another 'max_completion_tokens': give one"
             )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError.of("top_logprobs", 'requires "logprobs": true')
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError.of("continue_final_message", "cannot be combined with 'add_generation_prompt'")
         return self
 
 
@@ -570,13 +572,13 @@ class CompletionBody(GenerationBody):
     def _agrees(self) -> CompletionBody:
         n, best_of = self.n or 1, self.best_of
         if best_of is not None and best_of < n:
-            raise RequestError(f"best_of must be at least n, {n}, not {best_of}", param="best_of")
+            raise RequestError.of("best_of", f"must be at least 'n' ({n}), not {best_of}")
         if best_of is not None and best_of > n and self.stream:
-            raise RequestError(
-                "best_of cannot be streamed: the best is known only at the end", param="best_of"
-            )
+            raise RequestError.of("best_of", "cannot be combined with 'stream'")
         if self.suffix and (self.echo or not isinstance(self.prompt, str)):
-            raise RequestError("suffix needs a prompt that is a text, and no echo", param="suffix")
+            raise RequestError.of(
+                "suffix", "requires a prompt that is a text, and cannot be combined with 'echo'"
+            )
         return self
 
 
@@ -601,7 +603,7 @@ def only_grammar(grammars: Iterable[Grammar | None]) -> Grammar | None:
     found = [grammar for grammar in grammars if grammar is not None]
     if len(found) > 1:
         names = " and ".join(grammar.param for grammar in found)
-        raise RequestError(f"{names} both define the form of the answer: give one", param=found[0].param)
+        raise RequestError(f"{names} cannot be combined: give one", param=found[0].param)
     return found[0] if found else None
 
 
@@ -611,6 +613,6 @@ def _token_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     joined = ",".join(bias)  # looked at in one go: there may be thousands
     if joined.count(",") >= len(bias) or not _TOKEN_IDS.fullmatch(joined):
         wrong = [key for key in bias if not _TOKEN_ID.fullmatch(key)]
-        message = f"the keys of logit_bias must be token ids, not {brief(', '.join(wrong[:5]))}"
+        message = f"the keys of 'logit_bias' must be token ids, not {brief(', '.join(wrong[:5]))}"
         raise RequestError(message, param="logit_bias")
     return dict(zip(map(int, bias), bias.values(), strict=True))

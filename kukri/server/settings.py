@@ -95,7 +95,7 @@ def _as_collector(value: Any) -> str:
 def _as_prefix(value: Any) -> str:
     prefix = as_text(value).rstrip("/")
     if prefix and (not _PREFIX.fullmatch(prefix) or prefix.split("/")[1] in ("v1", "api", "ui")):
-        raise ValueError("a path such as /kukri that begins like no endpoint")
+        raise ValueError("a path such as /kukri, and must not begin with /v1, /api or /ui")
     return prefix
 
 
@@ -137,19 +137,24 @@ class ServerSettings:
     """Names, keys and limits of a server. Sizes in bytes, times in seconds."""
 
     model_names: tuple[str, ...] = declared(
-        as_names, "Names of a model that is open already; answers carry the first.", default=()
+        as_names, "Names of a model that is already open; answers carry the first.", default=()
     )
     api_keys: tuple[str, ...] = declared(
-        _as_keys, "Keys in the form that `KeyRing` reads; none if none is needed.", default=(), is_shown=False
+        _as_keys,
+        "API keys, as `KeyRing` reads them; empty if no key is required.",
+        default=(),
+        is_shown=False,
     )
     headers_s: float = declared(as_time, "Time to receive a request's headers.", default=10.0)
     read_s: float = declared(as_time, "Time to receive a request's body.", default=30.0)
-    keep_alive_s: float = declared(as_time, "Silence after which a stream gets a comment.", default=15.0)
+    keep_alive_s: float = declared(
+        as_time, "Seconds without output before a stream sends a keep-alive comment.", default=15.0
+    )
     kv_bytes: int | None = declared(
         at_least_one(as_size), "Memory for the KV caches of all models; None for half of `memory_bytes`."
     )
     ssl_certfile: Path | None = _path("Serve HTTPS with this certificate chain (PEM).")
-    ssl_keyfile: Path | None = _path("Private key (PEM) of --ssl-certfile, if it is another file.")
+    ssl_keyfile: Path | None = _path("Private key (PEM) of --ssl-certfile, if it is in another file.")
     model_dir: Path | None = _path("Also serve every model in this directory.", "DIR")
     adapter_dir: Path | None = _path("Let clients load and unload LoRA adapters from this directory.", "DIR")
     max_loaded: int = _count("Maximum models in memory.", 3)
@@ -158,7 +163,7 @@ class ServerSettings:
         "Unload models idle for this long, such as 10m. [default: never]", "--idle-unload"
     )
     manages_models: bool = _switch(
-        "Let clients pull and delete models (keys need scope=manage), and serve cached ones.",
+        "Let clients pull and delete models (keys require scope=manage), and serve cached models.",
         "--manage-models",
     )
     api_key_file: Path | None = _path(
@@ -166,7 +171,7 @@ class ServerSettings:
         "per line; read again on SIGHUP. [default: $KUKRI_API_KEY]"
     )
     shares_prefixes: bool = _switch(
-        "Share cached prompts between keys; they can then detect each other's prefixes.", "--share-prefixes"
+        "Share cached prompts between keys, which can then detect each other's prefixes.", "--share-prefixes"
     )
     allowed_hosts: tuple[str, ...] = _list(
         "Allowed name in Host headers; repeatable.", "--allowed-host", "NAME"
@@ -174,12 +179,12 @@ class ServerSettings:
     trusted_proxies: tuple[str, ...] = _list(
         "Proxy whose X-Forwarded-For is trusted; repeatable.", "--trusted-proxy", "ADDRESS", _as_networks
     )
-    root_path: str = _flag(_as_prefix, "Path prefix under which a proxy serves this.", "", "PATH", "")
+    root_path: str = _flag(_as_prefix, "Path prefix under which a proxy serves the server.", "", "PATH", "")
     cors_origins: tuple[str, ...] = _list(
-        "Origin whose web pages may use the server (* for all); repeatable.", "--cors-origin", "URL"
+        "Origin of web pages that may use the server (* for all); repeatable.", "--cors-origin", "URL"
     )
     has_interp: bool = _switch(
-        "Let clients steer the model and read activations (keys need scope=interp).", "--interp"
+        "Let clients steer the model and read activations (keys require scope=interp).", "--interp"
     )
     max_activation_bytes: int = _size("Maximum activations per request.", "--max-activations", 64 << 20)
     max_graph_bytes: int | None = _size(
@@ -187,33 +192,29 @@ class ServerSettings:
     )
     any_model: bool = _switch("Accept any model name in requests.", "--any-model")
     allows_token_ids: bool = _switch(
-        "Take token ids as the input of /v1/embeddings; they must be those of the model's own tokenizer.",
+        "Accept token ids as the input of /v1/embeddings, which must be the model's own.",
         "--allow-token-ids",
     )
     batch_dir: Path | None = _path("Serve /v1/files and /v1/batches, stored here.", "DIR")
     response_dir: Path | None = _path(
-        "Keep the responses that previous_response_id continues in this directory, too.", "DIR"
+        "Store responses (for previous_response_id) in this directory, too.", "DIR"
     )
-    max_waiting: int = _count("Maximum requests in the queue; more get a 503.", 256)
+    max_waiting: int = _count("Maximum requests in the queue; others get a 503.", 256)
     max_body_bytes: int = _size("Maximum request size; larger ones get a 413.", "--max-body", 2 << 20)
     max_image_bytes: int = _size(
-        "Maximum size of the images in a request, besides --max-body; larger ones get a 413.",
+        "Maximum size of images per request, on top of --max-body; larger ones get a 413.",
         "--max-images",
         32 << 20,
     )
-    fetches_images: bool = _switch(
-        "Fetch images from the public addresses that requests name.", "--image-urls"
-    )
-    max_upload_bytes: int = _size("Maximum size of a batch's file of requests.", "--max-upload", 200 << 20)
+    fetches_images: bool = _switch("Fetch images from public URLs in requests.", "--image-urls")
+    max_upload_bytes: int = _size("Maximum size of a batch's input file.", "--max-upload", 200 << 20)
     rate_limit: int | None = _count(
-        "POST requests per minute per key (or address), and ten times as many others; more get a 429."
+        "POST requests per minute and key (or address), and ten times as many others; more get a 429."
     )
     deadline_s: float | None = _time("Time limit for an answer, such as 300 or 10m.", "--deadline")
     stream_interval: int = _count("Tokens per stream chunk, after the first.", 1)
-    drain_s: float = _time("Time for running answers to finish after SIGTERM.", "--drain", 60.0)
-    idle_connection_s: float = _time(
-        "Keep an idle connection open this long for its client's next request.", "--keep-alive-timeout", 75.0
-    )
+    drain_s: float = _time("Time after SIGTERM for running answers to finish.", "--drain", 60.0)
+    idle_connection_s: float = _time("Time to keep an idle connection open.", "--keep-alive-timeout", 75.0)
     has_page: bool = declared(
         as_switch, "Do not serve the chat page at /.", "server", flag="--no-page", default=True
     )
@@ -227,7 +228,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         """Raises ConfigError on values out of range."""
-        read_fields(self, lambda one: one.name)
+        read_fields(self, lambda one: repr(one.name))
 
 
 def setting_fields() -> dict[str, Field[Any]]:

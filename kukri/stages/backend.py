@@ -28,7 +28,7 @@ from kukri.stages.stage import Stage
 
 logger = logging.getLogger("kukri.stages")
 
-_ALONE = "needs the whole model in one process: leave out stages (--stages) and devices (--devices)"
+_ALONE = "cannot be combined with stages (--stages) or devices (--devices)"
 
 
 class StagedBackend:
@@ -52,8 +52,8 @@ class StagedBackend:
         """
         if model.config.d_per_layer or any(layer.kv_from is not None for layer in model.config.layers):
             raise ConfigError(
-                "this model cannot be cut into stages (--stages, --devices): its layers read "
-                "embeddings of their own, or each other's keys and values"
+                "this model cannot be split into stages (--stages, --devices), because its layers share "
+                "embeddings, keys or values"
             )
         self.local, self._model, self.pipeline, self._openings = local, model, pipeline, openings
         self._rooms = rooms
@@ -181,11 +181,11 @@ class StagedBackend:
         """Compares the stages with this process. Raises ConfigError on other weights."""
         for i, (facts, opening) in enumerate(zip(stages, self._openings), 1):
             if facts["identity"] != opening["identity"]:
-                raise ConfigError(f"stage {i} has different files under the name of this model")
+                raise ConfigError(f"stage {i} must have the same files under the name of this model")
             if facts["arithmetic"] != self.arithmetic:
                 logger.warning(
-                    "stage %d computes with %s and this process with %s: results differ from those of one "
-                    "process",
+                    "stage %d computes with %s and this process with %s, so results differ from those of "
+                    "one process",
                     *(i, facts["arithmetic"], self.arithmetic),
                 )
 

@@ -97,8 +97,8 @@ def cut_layers(weights: ModelBytes, cache_bytes: Sequence[int], rooms: Sequence[
         total = weights.held(range(n_layers)) + sum(cache_bytes)
         free = ", ".join(f"{room.free_bytes / 2**30:.2f}" for room in rooms)
         raise ConfigError(
-            f"weights and the KV cache of one request take {total / 2**30:.2f} GiB, and the stages have "
-            f"{free} GiB of memory free: add a stage, lower --max-context (max_context) or choose a smaller "
-            "weight type"
+            f"weights and the KV cache of one request ({total / 2**30:.2f} GiB) must fit into the free "
+            f"memory of the stages ({free} GiB): add a stage, lower --max-context (max_context) or choose "
+            "a smaller weight type"
         )
     return [range(start, stop) for start, stop in zip((0, *stops), stops)]

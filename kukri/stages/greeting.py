@@ -54,7 +54,7 @@ class Guest:
     def answer(self, hello: bytes) -> bytes:
         """The proof that this side knows the token. Raises ValueError for a hello of another version."""
         if not hello.startswith(_GREETING):
-            raise ValueError("no stage of this version listens there")
+            raise ValueError("a stage of this version was not found there")
         self._theirs = hello[len(_GREETING) :]
         return self._who + self._own + _proof(self._token, self._who, self._theirs, self._own)
 
@@ -176,7 +176,7 @@ def connect(host: str, port: int, token: bytes, role: Role, name: str, timeout_s
             sock.close()
             raise
     except (OSError, ValueError) as error:
-        raise StageError(f"no connection to {name} at {host}:{port}: {error}") from None
+        raise StageError(f"{name} at {host}:{port} cannot be reached: {error}") from None
     sock.settimeout(None)
     return Connection(sock, name)
 
@@ -187,9 +187,9 @@ def _prove(sock: socket.socket, guest: Guest) -> None:
         sock.sendall(guest.answer(_read_exactly(sock, HELLO_BYTES)))
         guest.check(_read_exactly(sock, VERDICT_BYTES))
     except TimeoutError:
-        raise ValueError("it does not answer: it may be serving another engine") from None
+        raise ValueError("it does not answer, and may be serving another engine") from None
     except (EOFError, ConnectionError):
-        raise ValueError(f"it hangs up: does it have the same token ({TOKEN_VARIABLE})?") from None
+        raise ValueError(f"it hangs up: check that it has the same token ({TOKEN_VARIABLE})") from None
 
 
 def _proof(token: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:

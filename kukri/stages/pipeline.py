@@ -161,7 +161,7 @@ class Pipeline:
                 self._stages.append(stage)
                 facts = from_text(stage.expect(Kind.FACTS))
                 if facts.get("code") != code_digest().hex():
-                    raise ConfigError(f"{name} runs a different version of kukri: install the same one")
+                    raise ConfigError(f"{name} must run the same version of kukri")
                 rooms.append(
                     StageRoom(int(facts["free_bytes"]), float(facts["speed"]), str(facts["machine"]))
                 )
@@ -195,7 +195,7 @@ class Pipeline:
         """Starts lost processes, connects and opens as before. Raises StageError if that fails."""
         if self._opening is None:
             raise StageError("the stages are closed")
-        logger.warning("a stage was lost: the stages are started again")
+        logger.warning("a stage was lost, so the stages are started again")
         give_up_s = monotonic() + (_RETURN_S if self.source.is_remote else 0.0)
         while True:
             try:

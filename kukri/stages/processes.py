@@ -65,7 +65,7 @@ class StageProcess:
                 self._address = Address.parse(line.strip())
             except ValueError:
                 self.end()
-                raise StageError("a process for a stage did not start: see what it printed above") from None
+                raise StageError("a process for a stage did not start: see its output above") from None
         return self._address
 
     def end(self) -> None:

@@ -140,7 +140,7 @@ class OpenStage:
         model, backend, identity = read(options, own)
         config = model.config
         if not 0 <= start < stop <= config.n_layers or min(vars(self.limits).values()) < 0:
-            raise ConfigError(f"layers {start} to {stop} of {config.n_layers}")
+            raise ConfigError(f"layers must be from 0 to {config.n_layers}, not {start} to {stop}")
         stage = Stage(model, backend, range(start, stop), n_pages, n_states, kv_type)
         self._is_first, self.width = start == 0, config.d_model
         self._program: CompiledProgram = stage.compile(model, self.limits)

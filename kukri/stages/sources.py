@@ -114,7 +114,9 @@ def stage_source(
     addresses: list[Address] = []
     if isinstance(stages, int):
         if n_devices and stages not in (1, n_devices):
-            raise ConfigError(f"{stages} stages on {n_devices} devices: leave stages (--stages) out")
+            raise ConfigError(
+                f"stages (--stages) must be the number of devices, {n_devices}, not {stages}: leave it out"
+            )
         n_stages = max(stages, n_devices)
     elif isinstance(stages, Sequence):
         addresses = _addresses(stages)
@@ -122,17 +124,17 @@ def stage_source(
     else:
         n_stages = stages.n_stages
     if not 2 <= n_stages <= n_layers:
-        raise ConfigError(f"this model can be cut into 2 to {n_layers} stages, not {n_stages}")
+        raise ConfigError(f"the number of stages must be from 2 to {n_layers} for this model, not {n_stages}")
     if isinstance(stages, int):
         return OwnProcesses(n_stages - 1)
     if n_devices:
-        raise ConfigError("remote stages choose their own devices: leave devices (--devices) out")
+        raise ConfigError("devices (--devices) cannot be combined with remote stages, which choose their own")
     if not isinstance(stages, Sequence):
         return stages.place(n_bytes // n_stages, n_threads)
     token = os.environ.get(TOKEN_VARIABLE, "").encode()
     if len(token) < MIN_TOKEN:
         raise ConfigError(
-            f"set {TOKEN_VARIABLE} here and for each stage: {MIN_TOKEN} random characters or more"
+            f"{TOKEN_VARIABLE} is required here and for each stage: {MIN_TOKEN} random characters or more"
         )
     return StagesAt(addresses, token)
 
@@ -141,4 +143,4 @@ def _addresses(texts: Sequence[str]) -> list[Address]:
     try:
         return [Address.parse(text) for text in texts]
     except ValueError as error:
-        raise ConfigError(f"a stage is given as HOST:PORT, not {str(error)!r}") from None
+        raise ConfigError(f"a stage must be HOST:PORT, not {str(error)!r}") from None

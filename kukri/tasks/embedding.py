@@ -59,7 +59,7 @@ class PairJudge:
         if head.kind == "language_model":
             ids = [tokenizer.encode_inside(word) for word in ("yes", "no")]
             if any(len(each) != 1 for each in ids):
-                raise UnsupportedError('ranking needs a vocabulary with the tokens "yes" and "no"')
+                raise UnsupportedError('ranking requires a vocabulary with the tokens "yes" and "no"')
             self.columns = [each[0] for each in ids]
 
     def encode(self, query: str, document: str, instruction: str | None = None) -> list[int]:
@@ -99,7 +99,9 @@ class TextEncoder:
         width = model.config.d_model
         for layer in self._dense:
             if layer.weight.shape[1] != width:
-                raise UnsupportedError(f"a dense layer takes {layer.weight.shape[1]} numbers, not {width}")
+                raise UnsupportedError(
+                    f"a dense layer must take {width} numbers, not {layer.weight.shape[1]}"
+                )
             width = len(layer.weight)
         self.width = width  # numbers per vector
         self.late: LateEncoder | None = None
@@ -142,7 +144,7 @@ class TextEncoder:
         if self.late is None:
             return self.encode(texts, prompt_name=prompt_name, truncate=truncate)
         if prompt_name not in (None, "query", "document"):
-            raise RequestError(f"texts are a query or a document, not {prompt_name!r}", param="prompt_name")
+            raise RequestError.of("prompt_name", f"must be query or document, not {prompt_name!r}")
         is_query = prompt_name == "query"
         found = self._encoded(texts, "", self.late.room(is_query), truncate)
         marked = [self.late.marked(ids, is_query) for ids in found.ids]
@@ -153,7 +155,7 @@ class TextEncoder:
         found = Encoded()
         for i, text in enumerate(texts):
             if not isinstance(text, str):
-                raise RequestError(f"text must be str, not {type(text).__name__}", param="texts")
+                raise RequestError(f"a text must be a string, not {type(text).__name__}", param="texts")
             most = None if truncate else n_most
             ids = self.tokenizer.encode(before + text, add_special=True, max_tokens=most)
             if len(ids) > n_most:
@@ -233,8 +235,8 @@ class TextEncoder:
         """
         if self.late is not None:
             raise RequestError(
-                "the model has a vector for each token and none for a text: use embed_tokens, /v1/embeddings "
-                "or /pooling",
+                "a vector for a text is not supported: the model has one for each token, so use "
+                "embed_tokens(), /v1/embeddings or /pooling",
                 param="model",
             )
         self.check(texts)
@@ -331,15 +333,13 @@ class TextEncoder:
         if dimensions is None or dimensions == self.width:
             return
         if self.model.config.is_causal:
-            raise RequestError(
-                f"dimensions can only be {self.width}: the model was not trained for shorter vectors",
-                param="dimensions",
+            raise RequestError.of(
+                "dimensions",
+                f"must be {self.width}: the model was not trained for shorter vectors",
                 code="unsupported_parameter",
             )
         if not 1 <= dimensions <= self.width:
-            raise RequestError(
-                f"dimensions must be from 1 to {self.width}, not {dimensions}", param="dimensions"
-            )
+            raise RequestError.of("dimensions", f"must be from 1 to {self.width}, not {dimensions}")
 
     def check_ranks(self, instruction: str | None = None) -> None:
         """Raises UnsupportedError for a model that cannot rank documents, RequestError for an instruction to
@@ -347,9 +347,7 @@ class TextEncoder:
         """
         head = self.model.config.head
         if instruction is not None and (self.judge is None or PAIR_INSTRUCTION not in self.judge.template):
-            raise RequestError(
-                "the model takes no instruction: only Qwen3-Reranker does", param="instruction"
-            )
+            raise RequestError.of("instruction", "is not supported by this model, only by Qwen3-Reranker")
         if self.judge is not None:
             return
         if head.kind not in ("none", "language_model") and not (
@@ -357,8 +355,8 @@ class TextEncoder:
         ):
             kind = head.kind.replace("_", " ")
             raise UnsupportedError(
-                f"this checkpoint has a head for {kind}: ranking needs an encoder's of a single label, or a "
-                "model of embeddings"
+                f"ranking is not supported by this model ({kind}): use a cross-encoder with one label, or "
+                "an embedding model"
             )
 
     def scores(self, rows: Sequence[FloatArray]) -> list[float]:
@@ -384,7 +382,9 @@ class TextEncoder:
         name = self.config.default_prompt if name is None else name
         if name is not None and name not in self.config.prompts:
             known = ", ".join(self.config.prompts) or "none"
-            raise RequestError(f"the model has no prompt {name!r}: it has {known}", param="prompt_name")
+            raise RequestError(
+                f"the prompt {name!r} was not found: the model has {known}", param="prompt_name"
+            )
         return "" if name is None else self.config.prompts[name]
 
     def _second(self, text: str) -> list[int]:
@@ -413,13 +413,15 @@ class TextEncoder:
         n_vocab = self.model.config.n_vocab
         for ids in texts:
             if not ids:
-                raise RequestError("a text is empty, and the model adds no token of its own", param="texts")
+                raise RequestError(
+                    "a text must not be empty, because the model adds no tokens of its own", param="texts"
+                )
             if len(ids) > self.max_tokens:
                 raise ContextLengthError(len(ids), self.max_tokens)
             wrong = next((i for i in ids if not 0 <= i < n_vocab), None)
             if wrong is not None:
                 raise RequestError(
-                    f"token id {str(wrong)[:30]} is outside the vocabulary: ids go from 0 to {n_vocab - 1}",
+                    f"the token id {str(wrong)[:30]} must be from 0 to {n_vocab - 1}",
                     param="texts",
                 )
 
@@ -435,7 +437,7 @@ def _fit(n_first: int, n_second: int, n_most: int) -> tuple[int, int]:
 def check_pooling(pooling: str | None) -> None:
     """Raises RequestError unless it is one of `Pooling`, or None."""
     if pooling is not None and pooling not in get_args(Pooling):
-        raise RequestError(f"pooling must be one of {', '.join(get_args(Pooling))}", param="pooling")
+        raise RequestError.of("pooling", f"must be one of {', '.join(get_args(Pooling))}")
 
 
 def normalized(vectors: FloatArray) -> FloatArray:

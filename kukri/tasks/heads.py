@@ -64,7 +64,7 @@ def read_question(config: ModelConfig, tokenizer: Tokenizer, question: str, cont
     _require(config, "question_answering")
     passage = Passage(context, *tokenizer.encode_spans(context, before=question))
     if not any(passage.spans):
-        raise RequestError("the context is empty: there is nothing to answer with", param="context")
+        raise RequestError.of("context", "must not be empty")
     _check_length(config, passage.ids)
     return passage
 
@@ -77,7 +77,7 @@ def answers(passage: Passage, outputs: FloatArray, *, top_k: int, max_answer_tok
     """
     for name, value in (("top_k", top_k), ("max_answer_tokens", max_answer_tokens)):
         if value < 1:
-            raise RequestError(f"{name} must be at least 1, not {value}", param=name)
+            raise RequestError.of(name, f"must be at least 1, not {value}")
     inside = [i for i, span in enumerate(passage.spans) if span is not None]
     logits = outputs[inside]
     starts, ends = probabilities(logits[:, 0]), probabilities(logits[:, 1])
@@ -158,7 +158,7 @@ def _require(config: ModelConfig, kind: str) -> HeadConfig:
     head = config.head
     if head.kind != kind:
         raise UnsupportedError(
-            f"this checkpoint has a head for {_words(head.kind)}; this needs one for {_words(kind)}"
+            f"this requires a model for {_words(kind)}; this is a model for {_words(head.kind)}"
         )
     return head
 
@@ -170,7 +170,9 @@ def _words(kind: str) -> str:
 def _check_length(config: ModelConfig, ids: Sequence[int]) -> None:
     """Raises RequestError for a sequence without tokens, ContextLengthError for one that is too long."""
     if not ids:
-        raise RequestError("a text is empty, and the model adds no token of its own", param="texts")
+        raise RequestError(
+            "a text must not be empty, because the model adds no tokens of its own", param="texts"
+        )
     if len(ids) > config.max_context:
         raise ContextLengthError(len(ids), config.max_context)
 

@@ -52,13 +52,13 @@ class LateEncoder:
         if not config.expands:
             return
         if self._added is None:
-            raise UnsupportedError("queries are expanded, and the tokenizer has no mask token and no EOS")
+            raise UnsupportedError("expanding queries requires a mask token or EOS in the tokenizer")
         windows = [layer.window for layer in model.layers if layer.window is not None]
         reaches = min(windows, default=config.query_tokens) >= config.query_tokens
         if not config.sees_expansion and (model.is_causal or not reaches):
             raise UnsupportedError(
-                "queries are expanded by tokens that others do not see: kukri runs that on models without "
-                "states whose windows are as long as a query"
+                "queries expanded by tokens that others do not see are not supported by models with states, "
+                "or with windows shorter than a query"
             )
 
     def room(self, is_query: bool) -> int:
@@ -89,5 +89,7 @@ def _token(id_of: dict[str, int], prefix: str) -> int | None:
     if prefix == "":
         return None
     if prefix not in id_of:
-        raise UnsupportedError(f"the prefix {prefix!r} of queries or documents is no token of the tokenizer")
+        raise UnsupportedError(
+            f"the prefix {prefix!r} of queries or documents must be a token of the tokenizer"
+        )
     return id_of[prefix]

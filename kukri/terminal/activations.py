@@ -23,7 +23,7 @@ def store_activations(
     from kukri.interp.store import write_store
 
     if not options.names or options.out is None:
-        raise ConfigError("give the hooks and a directory: --names resid_post14 --out DIR")
+        raise ConfigError("--names and --out are required, such as --names 'resid_post14' --out DIR")
     texts, shard_bytes = read_texts(source), size_bytes(options.shard_size, "--shard-size")
     with loading_bar() as progress:
         llm = LLM(model, max_context=max(options.context, 16), progress=progress, **loading)
@@ -62,6 +62,6 @@ def read_texts(source: Path) -> list[str]:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or not isinstance(found.get("text"), str):
-            raise ConfigError(f'{source}, line {i}: must be a JSON object with a "text"')
+            raise ConfigError(f'{source}, line {i} must be a JSON object with a "text"')
         texts.append(found["text"])
     return texts

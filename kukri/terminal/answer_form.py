@@ -27,7 +27,7 @@ def answer_form(options: FormOptions) -> Grammar | None:
     }
     flags = [flag for flag, value in given.items() if value]
     if len(flags) > 1:
-        raise ConfigError(f"{' and '.join(flags)} are given: an answer has one form")
+        raise ConfigError(f"{' and '.join(flags)} cannot be combined: give one")
     if options.schema:
         return Grammar.json(_schema(options.schema), param="--schema")
     if options.regex:
@@ -70,7 +70,7 @@ def _schema(path: Path) -> Any:
         return json.loads(_text(path, "--schema"))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise RequestError(f"--schema {path} is not JSON: {reason}", param="schema") from None
+        raise RequestError(f"--schema {path} must be JSON: {reason}", param="schema") from None
 
 
 def _text(path: Path, flag: str) -> str:
@@ -81,8 +81,10 @@ def _text(path: Path, flag: str) -> str:
         text = data.decode()
     except UnicodeDecodeError as error:
         if len(data) <= 4 * MAX_CHARS:
-            raise RequestError(f"{flag} {path} is not UTF-8 (byte {error.start})", param=flag) from None
+            raise RequestError(
+                f"{flag} {path} must be UTF-8 (byte {error.start} is not)", param=flag
+            ) from None
         text = " " * (MAX_CHARS + 1)
     if len(text) > MAX_CHARS:
-        raise RequestError(f"{flag} {path} is longer than {MAX_CHARS:,} characters", param=flag)
+        raise RequestError(f"{flag} {path} must have at most {MAX_CHARS:,} characters", param=flag)
     return text

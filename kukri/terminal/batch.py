@@ -62,7 +62,7 @@ def run_batch(
     """
     require_web_stack("kukri batch")
     if source.resolve() in {path.resolve() for path in files_of(target)}:
-        raise ConfigError("the output, its .part or its .new would replace the input: name another file")
+        raise ConfigError("the output, its .part and its .new must not be the input: name another file")
     check_parent(target)
     from kukri.server.settings import default_name
 

@@ -39,7 +39,7 @@ def run_bench(
     }  # fmt: skip
     for name, value in counts.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}")
+            raise ConfigError(f"{name!r} must be at least 1, not {value}")
     backend, found = choose_backend(backend, device)
     options = {
         "device": found,

@@ -80,8 +80,8 @@ def talk(
         if llm.chat_template.source is None:
             llm.close()
             raise RequestError(
-                f"{llm.path.name} has no chat template (a base model?): continue a text with "
-                '`kukri run -m MODEL --raw "…"`, or chat with the instruct version'
+                f"{llm.path.name} does not support chat, because it has no chat template: continue a text "
+                'with `kukri run -m MODEL --raw "…"`, or use the instruct version'
             )
         return llm, llm.default_params.replace(**given)
 
@@ -108,7 +108,7 @@ def _talk_to(
     """Holds a conversation with a model of a server."""
     if loading or interventions:
         named = ", ".join(loading) or "control vectors"
-        raise ConfigError(f"--url chats with a server, which has its own options: leave out {named}")
+        raise ConfigError(f"--url cannot be combined with {named}: the server has its own options")
 
     def opened(name: str | None) -> tuple[RemoteModel, SamplingParams]:
         return RemoteModel(url, api_key, name, sampling), SamplingParams(**sampling)
@@ -239,7 +239,7 @@ class Chat:
         if n_tokens >= self._max_context:
             print(f"(the context of {self._max_context} tokens is full: /reset starts over)")
         else:
-            print(f"(stopped after {result.timings.n_generated} tokens: --max-tokens allows more)")
+            print(f"(stopped after {result.timings.n_generated} tokens: raise --max-tokens)")
 
     @property
     def _max_context(self) -> int:
@@ -271,7 +271,10 @@ class Chat:
         if name in LEAVING:
             return False
         if name not in COMMANDS:
-            print(f"error: no command {name!r}: /help lists them (// starts a message with a /)")
+            print(
+                f"error: the command {name!r} is not supported: /help lists commands (// starts a message "
+                "with a /)"
+            )
             return True
         try:
             COMMANDS[name][0](self, argument.strip())
@@ -320,7 +323,7 @@ class Chat:
         """Shows the adapter and the available ones, or chooses one; `off` for no adapter."""
         if name and name != "off" and name not in self.llm.adapters:
             known = ", ".join(self.llm.adapters) or "none: start with --adapter NAME=PATH"
-            raise RequestError(f"there is no adapter {name!r}: {known}")
+            raise RequestError(f"the adapter {name!r} was not found: {known}")
         if name:
             self.adapter = None if name == "off" else name
         print(f"adapter: {self.adapter or 'off'}")
@@ -373,14 +376,14 @@ class Chat:
         """Copies the last answer to the clipboard."""
         answers = [m["content"] for m in self.messages if m["role"] == "assistant"]
         if not answers:
-            raise RequestError("nothing has been answered yet")
+            raise RequestError("/copy requires an answer")
         print(f"(copied {len(answers[-1])} characters by {copy(answers[-1])})")
 
     def _last_question(self) -> int:
         """The place of the user's last message. Raises RequestError if there is none."""
         places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
-            raise RequestError("there is no message yet")
+            raise RequestError("this requires a message")
         return places[-1]
 
 
@@ -416,11 +419,11 @@ def _cached_names() -> list[str]:
 def read_again(text: str) -> str:
     """A message that was typed, typed over; "" if it cannot be. Raises RequestError without a terminal."""
     if not sys.stdin.isatty() or "\n" in text:
-        raise RequestError("/edit TEXT takes the whole new message")
+        raise RequestError("/edit requires the whole new message")
     try:
         import readline
     except ImportError:
-        raise RequestError("/edit TEXT takes the whole new message") from None
+        raise RequestError("/edit requires the whole new message") from None
     readline.set_startup_hook(lambda: readline.insert_text(text))
     try:
         return input(PROMPT)
@@ -433,18 +436,18 @@ def read_again(text: str) -> str:
 
 def _path(name: str, command: str) -> Path:
     if not name:
-        raise RequestError(f"{command} needs the name of a file")
+        raise RequestError(f"{command} requires the name of a file")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:  # ~ of somebody unknown
-        raise RequestError(f"{name}: {error}") from None
+        raise RequestError(f"{name} cannot be used: {error}") from None
 
 
 def _last_chat() -> SavedChat:
     try:
         return read_chat(last_chat())
     except OSError:
-        raise RequestError("there is no conversation to resume yet") from None
+        raise RequestError("a saved conversation was not found") from None
 
 
 def read_message() -> str | None:

@@ -19,7 +19,7 @@ def write_circuit(
 ) -> None:
     """Writes the graph of a prompt, and says what it has. See `LLM.attribute`."""
     if options.transcoders is None or options.out is None:
-        raise ConfigError("give the transcoders and a file: --transcoders DIR --out graph.json")
+        raise ConfigError("--transcoders and --out are required: --transcoders DIR --out graph.json")
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm, counting_bar("targets") as advance:

@@ -28,7 +28,9 @@ def copy(text: str) -> str:
         if done.returncode == 0:
             return command[0]
     if not sys.stdout.isatty():
-        raise KukriError(f"no clipboard: none of {', '.join(one[0] for one in _PROGRAMS)} works here")
+        raise KukriError(
+            f"a clipboard was not found: none of {', '.join(one[0] for one in _PROGRAMS)} works here"
+        )
     sys.stdout.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\a")  # over ssh too
     sys.stdout.flush()
     return "the terminal"

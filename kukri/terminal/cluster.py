@@ -51,7 +51,7 @@ def serve_cluster(
     if given is not None:
         flag = flag_of(setting_fields()[given]) if given in setting_fields() else f"--{given}"
         raise ConfigError(
-            f"{flag} is an option of kukri serve: replicas serve one model, loaded at the start"
+            f"{flag} is not supported with replicas, which serve one model from the start: use `kukri serve`"
         )
     names = tuple(dict.fromkeys([*(serving.alias or []), default_name(model)]))
     settings = server_settings(serving, loading.get("kv_bytes"), names)
@@ -172,8 +172,8 @@ def _check_room(how: ReplicaOptions, deployment: Any) -> None:
     n_fit = sum(int(n // cpus) for n in machines) if cpus else how.n_replicas
     if n_fit < how.n_replicas:
         raise ConfigError(
-            f"{how.n_replicas} replicas of {cpus:g} processors do not fit on machines with "
-            f"{', '.join(f'{n:g}' for n in machines)}: set --threads or --cpus lower, or add machines"
+            f"{how.n_replicas} replicas of {cpus:g} processors cannot fit on machines with "
+            f"{', '.join(f'{n:g}' for n in machines)}: lower --threads or --cpus, or add machines"
         )
 
 
@@ -203,7 +203,7 @@ def show_cluster(url: str, api_key: str | None, *, as_json: bool) -> None:
         print(json.dumps(found))
         return
     if not found:
-        print("this server has no replicas: kukri cluster serve starts one that has")
+        print("this server has no replicas: start one with `kukri cluster serve`")
         return
     rows = [
         (

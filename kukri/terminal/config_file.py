@@ -37,12 +37,12 @@ def option_defaults(file: Path, parameters: Sequence[Any]) -> dict[str, Any]:
             continue
         if parameter is None or key in ("config", "model"):
             hint = ": models have a table, [models]" if key == "model" else ""
-            raise ConfigError(f"{file}: there is no option {key!r}{hint}")
+            raise ConfigError(f"{file}: {key!r} is not supported{hint}")
         if isinstance(value, list) != bool(parameter.multiple) or isinstance(value, dict):
             kind = "a list" if parameter.multiple else "one value"
-            raise ConfigError(f"{file}: {key} must be {kind}")
+            raise ConfigError(f"{file}: {key!r} must be {kind}")
         if isinstance(value, bool) != bool(parameter.is_flag):
-            raise ConfigError(f"{file}: {key} must {'' if parameter.is_flag else 'not '}be true or false")
+            raise ConfigError(f"{file}: {key!r} must {'' if parameter.is_flag else 'not '}be true or false")
         found[parameter.name] = value if isinstance(value, bool | list) else str(value)
     return found
 
@@ -52,4 +52,4 @@ def read_config(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(file, MAX_BYTES))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}") from None
+        raise ConfigError(f"{file} must be TOML: {error}") from None

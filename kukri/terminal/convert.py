@@ -126,11 +126,11 @@ def convert_to_directory(source: Path, target: Path, dtype: str | None, *, as_js
     from kukri.tokenizer.huggingface_writer import tokenizer_files
 
     if source.is_dir():
-        raise ConfigError(f"{source} is a directory already: --to hf is for GGUF files")
+        raise ConfigError(f"{source} must be a GGUF file, because --to hf makes a directory")
     if target.exists():
-        raise ConfigError(f"{target} exists: name a directory that does not")
+        raise ConfigError(f"{target} already exists: name a new directory")
     if dtype is not None and dtype.upper() not in FLOATS:
-        raise ConfigError(f"a safetensors directory holds {', '.join(FLOATS)}, not {dtype!r}")
+        raise ConfigError(f"a safetensors directory must hold {', '.join(FLOATS)}, not {dtype!r}")
     with open_checkpoint(source) as checkpoint:
         weights = TakenWeights(checkpoint.weights(checkpoint.config))
         types = {p.type for p in load_model(weights, checkpoint.config).parameters if len(p.shape) > 1}
@@ -200,9 +200,9 @@ def _usual_type(conversion: Conversion) -> str:
 def check_target(source: Path, target: Path) -> None:
     """Raises ConfigError for a file that cannot be written, or is the source."""
     if target.is_dir():
-        raise ConfigError(f"{target} is a directory: name the file to write")
+        raise ConfigError(f"{target} must be a file, not a directory")
     if target.exists() and target.samefile(source):
-        raise ConfigError(f"{target} is the input: write to another file")
+        raise ConfigError(f"{target} must not be the input: write to another file")
     check_parent(target)
 
 

@@ -35,7 +35,7 @@ def show_ranking(
 ) -> None:
     """Prints the documents after the query, or lines of piped text, by their score, the best first."""
     if not texts:
-        raise RequestError("no query: give one as an argument", param="query")
+        raise RequestError("a query is required: give one as an argument", param="query")
     query, given = texts[0], _texts(texts[1:], "document")
     with _open(model, loading) as llm:
         found = llm.rerank(query, given, **vars(options))
@@ -68,5 +68,5 @@ def _texts(given: Sequence[str], what: str) -> list[str]:
         return list(given)
     lines = [line for line in (piped_text() or "").splitlines() if line.strip()]
     if not lines:
-        raise RequestError(f"no {what}: give one as an argument, or pipe lines in", param="texts")
+        raise RequestError(f"a {what} is required: give one as an argument, or pipe lines in", param="texts")
     return lines

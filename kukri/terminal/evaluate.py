@@ -67,10 +67,12 @@ def compare_models(
 ) -> None:
     """Compares A with B, or with itself in other types. Raises ConfigError unless it is one of the two."""
     if (b is None) == (types is None):
-        raise ConfigError("name a second model, or the types to compare the first with: --types Q8_0,Q4_K_M")
+        raise ConfigError(
+            "a second model is required, or --types to compare the first with, such as Q8_0,Q4_K_M"
+        )
     if b is not None:
         if imatrix is not None:
-            raise ConfigError("--imatrix is for --types: a second model has its weights already")
+            raise ConfigError("--imatrix requires --types")
         return show_comparison(a, b, reading, plot, as_json=as_json)
     show_types(hub.resolve(a), type_list(types or ""), reading, plot, imatrix, as_json=as_json)
 
@@ -200,7 +202,7 @@ def type_list(text: str) -> list[str]:
     """The names in a list with commas. Raises ConfigError for an empty one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError("--types names no type: write them like Q8_0,Q6_K,Q4_K_M")
+        raise ConfigError("--types must name types, such as Q8_0,Q6_K,Q4_K_M")
     return list(dict.fromkeys(names))
 
 

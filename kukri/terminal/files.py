@@ -16,7 +16,7 @@ def read_text(file: Path, max_bytes: int | None = None, *, holds: str = "") -> s
     """
     try:
         if max_bytes is not None and file.stat().st_size > max_bytes:
-            raise ConfigError(f"{file} is larger than {max_bytes} bytes")
+            raise ConfigError(f"{file} must be at most {max_bytes} bytes")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         wanted = f"{holds}: " if holds else ""
@@ -26,7 +26,7 @@ def read_text(file: Path, max_bytes: int | None = None, *, holds: str = "") -> s
 def check_parent(file: Path) -> None:
     """Raises ConfigError if the directory of a file to write does not exist."""
     if not file.parent.is_dir():
-        raise ConfigError(f"there is no directory {file.parent}")
+        raise ConfigError(f"the directory {file.parent} was not found")
 
 
 @contextmanager

@@ -25,12 +25,12 @@ def functions_of(paths: Sequence[Path], *, asks: bool) -> list[Callable[..., Any
     ConfigError for a file that cannot be run or has no such functions, or if nobody can be asked.
     """
     if asks and not (sys.stdin is not None and sys.stdin.isatty()):
-        raise ConfigError("--tool asks before each call, and there is no terminal: --yes allows all calls")
+        raise ConfigError("--tool requires a terminal, to ask before each call: allow all calls with --yes")
     found: list[Callable[..., Any]] = []
     for i, path in enumerate(paths):
         functions = _public(path, f"kukri_tools_{i}")
         if not functions:
-            raise ConfigError(f"--tool {path} has no public functions")
+            raise ConfigError(f"--tool {path} must have public functions")
         found += [_shown(function, asks=asks) for function in functions]
     for function in found:
         FunctionTool.of(function)  # before the model is loaded
@@ -40,16 +40,16 @@ def functions_of(paths: Sequence[Path], *, asks: bool) -> list[Callable[..., Any
 def _public(path: Path, name: str) -> list[Callable[..., Any]]:
     """The functions that a file defines, in its order, but for those that begin with _."""
     if not path.is_file():
-        raise ConfigError(f"--tool {path} is not a file")
+        raise ConfigError(f"--tool {path} must be a file")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"--tool {path} is not a Python file (.py)")
+        raise ConfigError(f"--tool {path} must be a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where type hints are looked up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"--tool {path}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"--tool {path} failed: {type(error).__name__}: {error}") from error
     members = vars(module).items()
     return [f for n, f in members if inspect.isfunction(f) and f.__module__ == name and not n.startswith("_")]
 

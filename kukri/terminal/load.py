@@ -48,7 +48,7 @@ def load_server(options: LoadTestOptions, *, as_json: bool) -> None:
     if not any(point.n_answered for point in report.points):
         details = [item for point in report.points for item in point.error_details.items()]
         if not details:
-            raise KukriError("no request was sent in the time: give a higher --rate or a longer --duration")
+            raise KukriError("no request was sent in time: raise --rate or --duration")
         raise KukriError(f"no request was answered: {': '.join(details[0])}")
 
 
@@ -56,7 +56,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(item) for item in text.split(","))
     except ValueError:
-        raise ConfigError(f"rates and concurrencies are numbers like 1,2,4, not {text!r}") from None
+        raise ConfigError(f"rates and concurrencies must be numbers such as 1,2,4, not {text!r}") from None
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise ConfigError(f"--extra-body is a JSON object, not {text!r}")
+        raise ConfigError(f"--extra-body must be a JSON object, not {text!r}")
     return fields
 
 

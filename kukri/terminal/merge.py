@@ -23,13 +23,13 @@ def merge_model(model: str | None, adapter: Path, target: Path | None, *, as_jso
     Tensors keep their types, so that those of a packed file are quantized again.
     """
     if target is None:
-        raise ConfigError("missing option -o TARGET: a .gguf file, or a directory, to write")
+        raise ConfigError("-o TARGET is required: a .gguf file, or a directory, to write")
     source = source_path(model)
     is_file = target.suffix == ".gguf"
     if not is_file and not source.is_dir():
-        raise ConfigError(f"{source} is a GGUF file: name a .gguf file to write, not {target}")
+        raise ConfigError(f"-o must be a .gguf file, because {source} is one, not {target}")
     if not is_file and target.exists():
-        raise ConfigError(f"{target} exists: name a directory that does not")
+        raise ConfigError(f"{target} already exists: name a new directory")
     if is_file:
         check_target(source, target)
     with open_checkpoint(source) as checkpoint:

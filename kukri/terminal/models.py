@@ -44,7 +44,7 @@ def list_models(*, with_known: bool, as_json: bool) -> None:
 def remove_models(names: Sequence[str]) -> None:
     """Removes models from the caches and prints the space freed by each. Raises ConfigError without names."""
     if not names:
-        raise ConfigError("missing argument MODEL: kukri list shows the cached models")
+        raise ConfigError("MODEL is required: `kukri list` shows the cached models")
     for name in names:
         print(f"removed {printable(name)}, {n_bytes_text(remove(name))}")
 

@@ -79,8 +79,8 @@ def _model_names(incomplete: str) -> list[str]:
 
 
 _MODEL_HELP = (
-    "Name (see kukri list), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors directory; "
-    "@sha256:HEX after it pins its files."
+    "Name (see `kukri list`), org/repo[:type] on the Hugging Face hub, .gguf file or safetensors "
+    "directory; @sha256:HEX after it pins its files."
 )
 
 
@@ -138,7 +138,7 @@ class ServedModels:
 def one_model(argument: str | None, option: str | None) -> str | None:
     """The model that is given as an argument or as -m; None for the default model."""
     if argument is not None and option is not None:
-        raise ConfigError(f"the model is given twice: {argument!r} and -m {option!r}")
+        raise ConfigError(f"the model must be given once: {argument!r} or -m {option!r}")
     return argument if option is None else option
 
 
@@ -155,7 +155,7 @@ def model_and(option: str | None, *arguments: str | None, names: str, needs_mode
         if len(present) == len(arguments) - 1:
             return [option, *present]
         present.append("")  # the model, which the list of arguments need not have
-    raise ConfigError(f"missing argument {names.split()[len(present)]}: --help shows them all")
+    raise ConfigError(f"{names.split()[len(present)]} is required: {names}")
 
 
 # --- options that several commands share
@@ -186,7 +186,7 @@ class ChatServer:
     """A running server to chat with, instead of a model of this machine."""
 
     url: str | None = option(
-        "Chat with this server, any with OpenAI's API, instead of loading a model.", metavar="URL"
+        "Chat with a server (any with OpenAI's API) instead of loading a model.", metavar="URL"
     )
     api_key: str | None = option("API key, with --url.", metavar="KEY", envvar="KUKRI_API_KEY")
 
@@ -249,13 +249,15 @@ class SteeringOptions:
     def _control_vectors(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
         if not self.control_vector:
             if self.control_vector_layers is not None:
-                raise ConfigError("--control-vector-layers needs a --control-vector")
+                raise ConfigError("--control-vector-layers requires --control-vector")
             return {}, []
         layers = None
         if self.control_vector_layers is not None:
             match = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", self.control_vector_layers)
             if match is None:
-                raise ConfigError(f"layers are given as FIRST-LAST, not {self.control_vector_layers!r}")
+                raise ConfigError(
+                    f"--control-vector-layers must be FIRST-LAST, not {self.control_vector_layers!r}"
+                )
             layers = [int(match[1]), int(match[2])]
         files: dict[str, str] = {}
         interventions: list[dict[str, Any]] = []
@@ -275,14 +277,14 @@ def _edits(text: str) -> list[dict[str, Any]]:
     try:
         given = json.loads(Path(text[1:]).read_bytes() if text.startswith("@") else text)
     except OSError as error:
-        raise ConfigError(f"{option_name}: {error.strerror}") from None
+        raise ConfigError(f"{option_name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"{option_name} is not JSON") from None
+        raise ConfigError(f"{option_name} must be JSON") from None
     many = given if isinstance(given, list) else [given]
     for one in many:
         if not isinstance(one, dict) or one.get("op") in ("capture", "read"):
             raise ConfigError(
-                f"{option_name}: an edit is an object whose op adds, scales, clamps, replaces or ablates"
+                f"{option_name}: an edit must be an object whose op adds, scales, clamps, replaces or ablates"
             )
     return many
 
@@ -310,10 +312,12 @@ class SamplingOptions:
 class FormOptions:
     """The form that an answer must have: one of these, or none (`kukri.terminal.answer_form`)."""
 
-    schema: Path | None = option("Answer JSON that this JSON schema accepts.", metavar="FILE")
-    regex: str | None = option("Answer a text that this regular expression matches.", metavar="PATTERN")
-    choice: list[str] | None = option("Answer one of these texts; repeatable.", metavar="A,B")
-    grammar: Path | None = option("Answer a text of this grammar, Lark's or GBNF.", metavar="FILE")
+    schema: Path | None = option("Constrain the answer to JSON that matches this schema.", metavar="FILE")
+    regex: str | None = option("Constrain the answer to this regular expression.", metavar="PATTERN")
+    choice: list[str] | None = option(
+        "Constrain the answer to one of these texts; repeatable.", metavar="A,B"
+    )
+    grammar: Path | None = option("Constrain the answer to this grammar (Lark or GBNF).", metavar="FILE")
 
 
 @dataclass(eq=False, repr=False)
@@ -323,8 +327,8 @@ class ToolOptions:
     tool: list[Path] | None = option(
         "Let the model call the public functions of this Python file; repeatable.", metavar="FILE"
     )
-    yes: bool = option("Call them without asking.", "--yes", "-y", default=False)
-    max_rounds: int = option("Most rounds of calls before the answer.", default=8, min=1, metavar="N")
+    yes: bool = option("Allow all tool calls without asking.", "--yes", "-y", default=False)
+    max_rounds: int = option("Maximum rounds of tool calls before the answer.", default=8, min=1, metavar="N")
 
 
 @dataclass(repr=False)
@@ -332,11 +336,11 @@ class ClusterOptions:
     """Options of replicas on Ray."""
 
     n_replicas: int = option("Number of replicas.", "--replicas", "-r", default=1, min=0, metavar="N")
-    max_replicas: int | None = option("Scale with the load, up to N replicas.", metavar="N")
+    max_replicas: int | None = option("Scale with the load up to N replicas.", metavar="N")
     spare_s: float = option(
         "Keep an idle replica this long.", "--spare", default=120.0, min=0, metavar="SECONDS"
     )
-    cpus: float | None = option("CPUs per replica. [default: its threads, or a whole machine's]", metavar="N")
+    cpus: float | None = option("CPUs per replica. [default: --threads, or all of a machine]", metavar="N")
     gpus: float = option("GPUs per replica.", default=0, min=0, metavar="N")
     address: str | None = option(
         "Ray cluster to join: auto, or HOST:PORT. [default: a new one on this machine]", metavar="ADDRESS"
@@ -346,7 +350,7 @@ class ClusterOptions:
 def cluster_options(options: ClusterOptions, *, is_wanted: bool) -> ClusterOptions | None:
     """The options if Ray is wanted, else None. Raises ConfigError if they are set without it."""
     if not is_wanted and options != ClusterOptions():
-        raise ConfigError("the options on replicas belong to --ray: give it too")
+        raise ConfigError("the options of replicas require --ray")
     return options if is_wanted else None
 
 
@@ -356,7 +360,7 @@ class TextOptions:
 
     text: Path | None = option("UTF-8 text file. [default: the opening of a novel]", metavar="FILE")
     window: int = option("Tokens per window, including its context.", default=512, metavar="N")
-    stride: int = option("Tokens from one window to the next.", default=256, metavar="N")
+    stride: int = option("Tokens between the starts of windows.", default=256, metavar="N")
     n_threads: int | None = option("Threads. [default: usable cores]", "--threads", metavar="N")
 
 
@@ -412,8 +416,10 @@ class EmbedOptions:
 class RerankOptions:
     """Options of `kukri rerank`, as `LLM.rerank` has them."""
 
-    top_n: int | None = option("Print only the N best.", metavar="N")
-    instruction: str | None = option("What makes a document fit, for Qwen3-Reranker.", metavar="TEXT")
+    top_n: int | None = option("Print only the N best matches.", metavar="N")
+    instruction: str | None = option(
+        "Instruction for Qwen3-Reranker: what makes a document relevant.", metavar="TEXT"
+    )
     truncate: bool = option("Truncate texts that are too long.", "--truncate", default=False)
 
 
@@ -434,20 +440,20 @@ class CircuitOptions:
 
     transcoders: Path | None = option("Directory of the model's transcoders.", metavar="DIR")
     out: Path | None = option(
-        "File to write: .json, a page to look at, .html, or a picture, .png or .svg.",
+        "File to write: .json, .html (interactive), .png or .svg.",
         "--out",
         "-o",
         metavar="FILE",
     )
     max_features: int = option(
-        "Features to trace to what they are made of.", default=2048, min=0, metavar="N"
+        "Maximum number of features to trace upstream.", default=2048, min=0, metavar="N"
     )
-    max_logits: int = option("Likeliest next tokens to explain, at most.", default=10, min=1, metavar="N")
+    max_logits: int = option("Maximum number of next tokens to explain.", default=10, min=1, metavar="N")
     node_threshold: float = option(
-        "Share of influence that nodes keep.", default=0.8, min=0.0, max=1.0, metavar="SHARE"
+        "Share of influence to keep when pruning nodes.", default=0.8, min=0.0, max=1.0, metavar="SHARE"
     )
     edge_threshold: float = option(
-        "Share of influence that edges keep.", default=0.98, min=0.0, max=1.0, metavar="SHARE"
+        "Share of influence to keep when pruning edges.", default=0.98, min=0.0, max=1.0, metavar="SHARE"
     )
 
 
@@ -456,10 +462,12 @@ class PlotOptions:
     """Options of `kukri plot`."""
 
     out: Path | None = option(
-        "File to write: .png, .svg, or for attention a page, .html.", "--out", "-o", metavar="FILE"
+        "File to write: .png, .svg, or .html for attention.", "--out", "-o", metavar="FILE"
     )
-    layer: int = option("Layer of attention, or of the transcoder.", default=0, min=0, metavar="N")
-    against: str | None = option("Prompt whose stream is patched, of as many tokens.", metavar="PROMPT")
+    layer: int = option("Layer of the attention or the transcoder.", default=0, min=0, metavar="N")
+    against: str | None = option(
+        "Second prompt to patch activations from, with the same number of tokens.", metavar="PROMPT"
+    )
     sae: Path | None = option("SAELens sparse autoencoder with the features.", metavar="DIR")
     transcoders: Path | None = option("Transcoders with the features.", metavar="DIR")
     feature: list[int] | None = option("Feature to show; repeatable.", min=0, metavar="N")

@@ -32,7 +32,7 @@ def write_plot(
 ) -> None:
     """Writes a picture of a prompt, and says where. Raises ConfigError and RequestError."""
     if options.out is None:
-        raise ConfigError("give a file: -o FILE.png or FILE.svg")
+        raise ConfigError("-o is required: FILE.png or FILE.svg")
     check_parent(options.out)
     if not (kind == "attention" and _is_page(options.out)):
         plots.require_format(options.out)
@@ -66,7 +66,7 @@ def _attention(llm: LLM, prompt: str, tokens: list[str], options: PlotOptions, p
 def _patching(llm: LLM, prompt: str, tokens: list[str], options: PlotOptions, path: Path) -> None:
     """Patches the stream of another prompt; the metric is the lead of this one's likeliest next token."""
     if options.against is None:
-        raise ConfigError("give the other prompt, of as many tokens: --against PROMPT")
+        raise ConfigError("--against is required: a second prompt with the same number of tokens")
     logits, clean = llm.run_with_cache(prompt, names=lambda name: name.endswith("hook_resid_pre"))
     corrupt, _ = llm.run_with_cache(options.against, names=())
     assert logits is not None
@@ -74,7 +74,7 @@ def _patching(llm: LLM, prompt: str, tokens: list[str], options: PlotOptions, pa
     right, wrong = int(logits[0, -1].argmax()), int(corrupt[0, -1].argmax())
     if right == wrong:
         answer = llm.tokenizer.decode([right])
-        raise ConfigError(f"--against PROMPT has the same likeliest next token, {answer!r}")
+        raise ConfigError(f"--against must have another likeliest next token than {answer!r}")
     lead = gradients.logit_difference(right, wrong)
     moved = patching.get_act_patch_resid_pre(
         llm, options.against, clean, lambda x: lead(x)[0], logits="last", progress=True
@@ -96,20 +96,22 @@ def _features(llm: LLM, prompt: str, tokens: list[str], options: PlotOptions, pa
     values = reader.features(cache[reader.name][0])
     chosen = options.feature or np.argsort(-values.max(axis=0), kind="stable")[: options.top].tolist()
     if max(chosen) >= reader.n_features:
-        raise ConfigError(f"--feature goes from 0 to {reader.n_features - 1}")
+        raise ConfigError(f"--feature must be from 0 to {reader.n_features - 1}")
     names = [str(feature) for feature in chosen]
     plots.feature_timeline(values[:, chosen], tokens, path, names=names, title=reader.name)
 
 
 def _reader(options: PlotOptions) -> FeatureReader:
     if (options.sae is None) == (options.transcoders is None):
-        raise ConfigError("give what has the features: --sae DIR, or --transcoders DIR with --layer N")
+        raise ConfigError("--sae DIR is required, or --transcoders DIR with --layer N")
     if options.sae is not None:
         return SparseAutoencoder.load(options.sae)
     assert options.transcoders is not None
     transcoders = Transcoders.load(options.transcoders)
     if options.layer not in transcoders.layers:
-        raise ConfigError(f"{options.transcoders} has no transcoder of layer {options.layer}: choose --layer")
+        raise ConfigError(
+            f"--layer {options.layer} was not found among the transcoders of {options.transcoders}"
+        )
     reader: FeatureReader = transcoders.reader(options.layer)
     return reader
 

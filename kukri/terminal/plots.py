@@ -49,7 +49,7 @@ def require_plots(path: Path) -> None:
     except ImportError:
         raise UnsupportedError(needs_package("a plot", "matplotlib", "plots")) from None
     if path.suffix.lower() != ".png":
-        raise ConfigError(f"a plot is a PNG: call it {path.with_suffix('.png').name}, not {path.name}")
+        raise ConfigError(f"a plot must be a PNG: call it {path.with_suffix('.png').name}, not {path.name}")
     check_parent(path)
 
 

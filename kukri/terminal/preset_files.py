@@ -40,9 +40,9 @@ def preset_file(text: str) -> PresetFile:
     if file == Path(text).expanduser():
         name = file.stem
         if name.lower() == "modelfile":
-            raise ConfigError(f"--preset {text} has no name: give it one, as in --preset NAME={text}")
+            raise ConfigError(f"--preset {text} must have a name, as in --preset NAME={text}")
     if not name:
-        raise ConfigError(f"a preset is given as FILE or NAME=FILE, not {text!r}")
+        raise ConfigError(f"a preset must be FILE or NAME=FILE, not {text!r}")
     if file.suffix == ".toml":
         return _from_toml(file, name, read_config(file))
     return _from_modelfile(file, name, read_text(file, MAX_BYTES, holds="preset"))
@@ -51,22 +51,22 @@ def preset_file(text: str) -> PresetFile:
 def _from_toml(file: Path, name: str, table: Mapping[str, Any]) -> PresetFile:
     unknown = next((key for key in table if key not in _KEYS), None)
     if unknown is not None:
-        raise ConfigError(f"{file}: there is no {unknown!r}: there are {', '.join(_KEYS)}")
+        raise ConfigError(f"{file}: {unknown!r} is not supported: use {', '.join(_KEYS)}")
     for key in ("model", "system", "template", "adapter"):
         if not isinstance(table.get(key, ""), str):
-            raise ConfigError(f"{file}: {key} must be a text")
+            raise ConfigError(f"{file}: {key!r} must be a text")
     limit = table.get("max-context")
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise ConfigError(f"{file}: max-context must be a number of tokens, at least 1")
+        raise ConfigError(f"{file}: 'max-context' must be a number of tokens, at least 1")
     sampling, messages = table.get("parameters", {}), table.get("messages", [])
     if not isinstance(sampling, dict):
-        raise ConfigError(f"{file}: parameters must be a table")
+        raise ConfigError(f"{file}: 'parameters' must be a table")
     if not isinstance(messages, list) or not all(_is_message(one) for one in messages):
-        raise ConfigError(f"{file}: messages must be a list of tables with role and content")
+        raise ConfigError(f"{file}: 'messages' must be a list of tables with 'role' and 'content'")
     try:
         SamplingParams(**sampling)
     except (RequestError, TypeError) as error:
-        raise ConfigError(f"{file}: parameters: {error}") from None
+        raise ConfigError(f"{file}: 'parameters' cannot be used: {error}") from None
     preset = Preset(name, table.get("system"), sampling, tuple(messages), max_context=limit)
     return _made(file, preset, table.get("model"), table.get("template"), table.get("adapter"))
 
@@ -92,11 +92,11 @@ def _from_modelfile(file: Path, name: str, source: str) -> PresetFile:
         elif instruction in ("FROM", "SYSTEM", "TEMPLATE", "ADAPTER"):
             given[instruction] = _unquoted(value)
         elif instruction not in _IGNORED:
-            raise ConfigError(f"{file}: there is no instruction {instruction}")
+            raise ConfigError(f"{file}: the instruction {instruction} is not supported")
     try:
         read = Options.model_validate(options)
     except (ValueError, RequestError) as error:
-        raise ConfigError(f"{file}: PARAMETER: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(f"{file}: PARAMETER cannot be used: {' '.join(str(error).split())[:300]}") from None
     sampling = {key: value for key, value in read.sampling().items() if value is not None}
     preset = Preset(name, given.get("SYSTEM"), sampling, tuple(messages), max_context=read.num_ctx)
     return _made(file, preset, given.get("FROM"), given.get("TEMPLATE"), given.get("ADAPTER"))
@@ -106,12 +106,9 @@ def _made(
     file: Path, preset: Preset, model: str | None, template: str | None, adapter: str | None
 ) -> PresetFile:
     if not model:
-        raise ConfigError(f"{file} names no model: FROM in a Modelfile, model in TOML")
+        raise ConfigError(f"{file} must name a model: FROM in a Modelfile, model in TOML")
     if template is not None and _GO.search(template):
-        raise ConfigError(
-            f"{file}: the template is one of Go, which only Ollama reads: leave it out, for the model's own, "
-            "or give one in Jinja"
-        )
+        raise ConfigError(f"{file}: the template must be Jinja, not Go: leave it out for the model's own")
     sibling = file.parent / model
     is_path = model.startswith((".", "/", "~")) or sibling.exists()
     found = str(sibling) if is_path and not model.startswith(("/", "~")) else model
@@ -127,7 +124,7 @@ def _instructions(file: Path, source: str) -> Iterator[tuple[str, str]]:
             continue
         match = _INSTRUCTION.fullmatch(line.strip())
         if match is None:
-            raise ConfigError(f"{file}: {line[:50]!r} is not an instruction of a Modelfile")
+            raise ConfigError(f"{file}: {line[:50]!r} must be an instruction of a Modelfile")
         value = match["rest"] or ""
         if value.count('"""') == 1:
             for more in lines:
@@ -135,7 +132,7 @@ def _instructions(file: Path, source: str) -> Iterator[tuple[str, str]]:
                 if '"""' in more:
                     break
             else:
-                raise ConfigError(f'{file}: the """ after {match["name"]} is not closed')
+                raise ConfigError(f'{file}: the """ after {match["name"]} must be closed')
         yield match["name"].upper(), value.strip()
 
 

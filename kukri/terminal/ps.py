@@ -48,19 +48,19 @@ def _served_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = json.loads(fetched(url, "/v1/models", api_key))["data"]
         return [model for model in models if isinstance(model, dict)]
     except (ValueError, KeyError, TypeError):
-        raise KukriError(f"the server at {url} does not list models as OpenAI's API does") from None
+        raise KukriError(f"the server at {url} must list its models as OpenAI's API does") from None
 
 
 def fetched(url: str, path: str, api_key: str | None) -> bytes:
     """The body at a path of the server at `url`. Raises KukriError if there is none."""
     if not url.startswith(("http://", "https://")):
-        raise KukriError(f"the URL of a server begins with http:// or https://, not {url!r}")
+        raise KukriError(f"the URL of a server must begin with http:// or https://, not {url!r}")
     try:
         with urlopen(Request(f"{url}{path}", headers=key_header(api_key)), timeout=_TIMEOUT_S) as response:
             body: bytes = response.read(_MOST_BYTES)
             return body
     except HTTPError as error:
         hint = ": give --api-key" if error.code == 401 else ""
-        raise KukriError(f"the server at {url} answers with status {error.code}{hint}") from None
+        raise KukriError(f"the server at {url} answered with status {error.code}{hint}") from None
     except (URLError, OSError) as error:
         raise KukriError(f"no server answers at {url}: {getattr(error, 'reason', error)}") from None

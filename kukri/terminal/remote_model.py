@@ -39,7 +39,7 @@ class RemoteModel:
         self._url, self._api_key, self._sampling = url.rstrip("/").removesuffix("/v1"), api_key, sampling
         names = self.names()
         if name is None and not names:
-            raise ConfigError(f"the server at {url} names no models: give one with -m")
+            raise ConfigError(f"-m is required: the server at {url} names no models")
         self.name = name or names[0]
         self.options = SimpleNamespace(prefix_dir=None)
         self.config = SimpleNamespace(name=self.name, max_context=1 << 62)
@@ -53,7 +53,7 @@ class RemoteModel:
                 models = json.loads(response.read(_MOST_BYTES))["data"]
                 return [str(model["id"]) for model in models]
             except (ValueError, KeyError, TypeError):
-                raise KukriError(f"{self._url} does not list models as OpenAI's API does") from None
+                raise KukriError(f"{self._url} must list its models as OpenAI's API does") from None
 
     def stream(
         self,
@@ -111,10 +111,12 @@ class RemoteModel:
             return urlopen(Request(self._url + path, data, headers), timeout=timeout_s)
         except HTTPError as error:
             reason = _said(error.read(_MOST_ERROR)) or error.reason
-            raise RequestError(f"{self._url} says {error.code}: {printable(reason)}") from None
+            raise RequestError(f"{self._url} answered {error.code}: {printable(reason)}") from None
         except (OSError, ValueError) as error:
             why = error.reason if isinstance(error, URLError) else error
-            raise KukriError(f"no answer from {self._url}: {why}: is the server running?") from None
+            raise KukriError(
+                f"no answer from {self._url}, so check that the server is running: {why}"
+            ) from None
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
@@ -128,7 +130,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
                 return
             event = json.loads(data)
             if event.get("error"):
-                raise RequestError(f"the server says: {printable(_said(data))}")
+                raise RequestError(f"the server answered: {printable(_said(data))}")
             yield event
     except (OSError, ValueError, AttributeError) as error:
         raise KukriError(f"the stream broke off: {error}") from None

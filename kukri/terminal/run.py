@@ -73,7 +73,7 @@ def answer_or_chat(
     if tools.tool:
         if options["raw"] or grammar is not None:
             other = "--raw" if grammar is None else grammar.param
-            raise RequestError(f"--tool and {other} do not go together: leave one out", param="tools")
+            raise RequestError(f"--tool cannot be combined with {other}", param="tools")
         from kukri.terminal.function_files import functions_of
 
         options["functions"] = functions_of(tools.tool, asks=not tools.yes)
@@ -112,12 +112,12 @@ def answer_prompt(
     SamplingParams(**given, grammar=grammar)
     text = _full_prompt(prompt)
     if raw and images:
-        raise RequestError("--image belongs to a chat: leave it out, or leave out --raw", param="image")
+        raise RequestError("--image cannot be combined with --raw", param="image")
     for image in images:
         if not image.is_file():
-            raise RequestError(f"there is no file {str(image)!r} (--image)", param="image")
+            raise RequestError(f"{str(image)!r} (--image) was not found", param="image")
     if raw and system not in ("", DEFAULT_SYSTEM):
-        raise RequestError("--system belongs to a chat: leave it out, or leave out --raw", param="system")
+        raise RequestError("--system cannot be combined with --raw", param="system")
     if not raw:
         start_early()
     with loading_bar() as progress:
@@ -125,10 +125,12 @@ def answer_prompt(
     with llm:
         if not raw and llm.chat_template.source is None:
             if system not in ("", DEFAULT_SYSTEM):
-                raise RequestError("the model has no chat template, so --system has no place: leave it out")
+                raise RequestError("--system requires a chat template, which the model does not have")
             if images:
-                raise RequestError("the model has no chat template, which --image needs", param="image")
-            print("the model has no chat template: it continues the text, as with --raw", file=sys.stderr)
+                raise RequestError(
+                    "--image requires a chat template, which the model does not have", param="image"
+                )
+            print("the model has no chat template and continues the text, as with --raw", file=sys.stderr)
             raw = True
         if grammar is not None:
             from kukri.terminal.answer_form import compiled_in_time
@@ -143,7 +145,9 @@ def answer_prompt(
         adapter = next(iter(llm.adapters), None)
         asked: dict[str, Any] = {"adapter": adapter, "interventions": interventions}
         if functions and raw:
-            raise RequestError("the model has no chat template, which --tool needs", param="tools")
+            raise RequestError(
+                "--tool requires a chat template, which the model does not have", param="tools"
+            )
         if not raw:
             asked |= {"tools": functions, "max_rounds": max_rounds}
         if as_json:
@@ -153,7 +157,7 @@ def answer_prompt(
             result = _stream(llm.stream(request, params, **asked), shows_reasoning=not hides_reasoning)
     if grammar is not None and result.finish_reason == "length":
         n_tokens = len(result.token_ids)
-        print(f"the answer is cut off after {n_tokens} tokens: --max-tokens allows more", file=sys.stderr)
+        print(f"the answer was cut off after {n_tokens} tokens: raise --max-tokens", file=sys.stderr)
     if with_stats:
         print(describe_timings(result.timings), file=sys.stderr)
 
@@ -197,15 +201,15 @@ def _full_prompt(prompt: str | None) -> str:
     piped = piped_text()
     parts = [part for part in (prompt, piped) if part is not None]
     if not parts:
-        raise RequestError("no prompt: give one as an argument, or pipe text in", param="prompt")
+        raise RequestError("a prompt is required: give one as an argument, or pipe text in", param="prompt")
     text = "\n\n".join(part for part in parts if part.strip())
     if not text:
-        raise RequestError("the prompt is empty: give some text", param="prompt")
+        raise RequestError("the prompt must not be empty", param="prompt")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the prompt is not UTF-8 (character {error.start}): check the terminal's encoding",
+            f"the prompt must be UTF-8 (character {error.start} is not): check the terminal's encoding",
             param="prompt",
         ) from None
     return text
@@ -225,8 +229,8 @@ def piped_text() -> str | None:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise RequestError(
-            f"standard input is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start}): "
-            "convert it first, with iconv for example",
+            f"standard input must be UTF-8, but byte {data[error.start]:#04x} at offset {error.start} is "
+            "not: convert it, for example with iconv",
             param="prompt",
         ) from None
 

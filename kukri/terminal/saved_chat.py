@@ -38,12 +38,12 @@ def read_chat(path: Path) -> SavedChat:
         messages = [_read(message) for message in found["messages"]]
         texts = [found.get(name) for name in ("path", "prefix_dir")]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise RequestError(f"{path} is not a saved conversation") from None
+        raise RequestError(f"{path} must be a saved conversation") from None
     if not all(text is None or isinstance(text, str) for text in texts):
-        raise RequestError(f"{path} is not a saved conversation")
+        raise RequestError(f"{path} must be a saved conversation")
     for i, message in enumerate(messages):
         if message["role"] not in ROLES[0 if i == 0 else 1 :] or not _is_content(message["content"]):
-            raise RequestError(f"{path} is not a saved conversation: message {i + 1} is wrong")
+            raise RequestError(f"{path} must be a saved conversation: message {i + 1} is wrong")
     return SavedChat(messages, path=texts[0], prefix_dir=texts[1])
 
 
@@ -69,7 +69,7 @@ def write_chat(path: Path, chat: SavedChat, *, replaces: bool) -> None:
     Raises RequestError if it cannot be written, or if there is such a file and `replaces` is false.
     """
     if not replaces and path.exists():
-        raise RequestError(f"{path} exists: choose another name")
+        raise RequestError(f"{path} already exists: choose another name")
     facts = {
         "model": chat.name,
         "path": chat.path,
@@ -79,4 +79,4 @@ def write_chat(path: Path, chat: SavedChat, *, replaces: bool) -> None:
     try:
         write_private(path, (json.dumps(facts, ensure_ascii=False, indent=2) + "\n").encode())
     except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}") from None
+        raise RequestError(f"{path} cannot be used: {error.strerror}") from None

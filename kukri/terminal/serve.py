@@ -41,7 +41,7 @@ def serve_models(models: Sequence[str], options: ServeOptions, loading: dict[str
     from kukri.terminal.served_models import served_models
 
     if options.log_level not in _LOG_LEVELS:
-        raise ConfigError(f"the log level must be one of {', '.join(_LOG_LEVELS)}, not {options.log_level!r}")
+        raise ConfigError(f"--log-level must be one of {', '.join(_LOG_LEVELS)}, not {options.log_level!r}")
     if options.chat_template_file is not None:
         loading["chat_template"] = read_text(options.chat_template_file, holds="chat template")
     served = served_models(models, options, loading)
@@ -90,7 +90,9 @@ def _serve_box(models: Sequence[ModelSpec], settings: ServerSettings, bound: soc
     app = create_app(None, settings, models)
     registry = app.state.registry
     if not registry.entries and not settings.manages_models:
-        raise ConfigError(f"there is no model in {settings.model_dir}: give a model, or another directory")
+        raise ConfigError(
+            f"a model was not found in {settings.model_dir}: give a model, or another directory"
+        )
     announce([entry.name for entry in registry.entries], settings, bound)
     print(
         f"{registry.memory_bytes / 2**30:.1f} GiB for models, {settings.max_loaded} loaded at a time at most",
@@ -131,12 +133,12 @@ def server_settings(
     found = options.settings()
     certificate, key = found.get("ssl_certfile"), found.get("ssl_keyfile")
     if key is not None and certificate is None:
-        raise ConfigError("--ssl-keyfile belongs to --ssl-certfile: give both")
+        raise ConfigError("--ssl-keyfile requires --ssl-certfile")
     if certificate is not None:
         _check_certificate(certificate, key)
     for directory in (found.get("model_dir"), found.get("adapter_dir")):
         if directory is not None and not directory.is_dir():
-            raise ConfigError(f"there is no directory {directory}")
+            raise ConfigError(f"the directory {directory} was not found")
     found["allowed_hosts"] = host_names(options.host, found.get("allowed_hosts", ()))
     keys = read_keys(found.get("api_key_file"))
     return ServerSettings(model_names=names, api_keys=keys, kv_bytes=kv_bytes, **found)
@@ -164,7 +166,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         keys = [line.partition("#")[0] for line in lines]
     found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
     if file is not None and not found:
-        raise ConfigError(f"{file} holds no API key: write one per line")
+        raise ConfigError(f"{file} must hold API keys, one per line")
     return found
 
 
@@ -212,12 +214,14 @@ def bound_unix_socket(path: Path) -> socket.socket:
     """
     bound = unix_socket()
     if bound is None:
-        raise ConfigError("this system has no Unix sockets: leave --unix-socket out")
+        raise ConfigError("--unix-socket is not supported on this system")
     try:
         if path.is_socket():
             with socket.socket(bound.family) as other:
                 if other.connect_ex(str(path)) == 0:
-                    raise ConfigError(f"another server listens on {path}: choose another --unix-socket")
+                    raise ConfigError(
+                        f"{path} is already in use by another server: choose another --unix-socket"
+                    )
             path.unlink()
         bound.bind(str(path))
         path.chmod(0o600)

@@ -36,7 +36,9 @@ def served_models(
         given = [(default_name(None), None)]
     is_alone = len(given) == 1 and not has_others
     if not is_alone and "adapters" in loading:
-        raise ConfigError("--adapter is for a single model: give those of several in a file, --config")
+        raise ConfigError(
+            "--adapter is not supported with several models: give their adapters in a file, --config"
+        )
     shared = {n: v for n, v in loading.items() if is_alone or n != "kv_bytes"}  # else of all together
     named = [ModelSpec((name,), ModelOptions(model=model, **shared)) for name, model in given]
     no_readers: dict[str, Any] = dict.fromkeys(READERS)
@@ -52,10 +54,12 @@ def served_models(
     names = [name for model in served for name in (*model.names, *model.options.adapters)]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
-        raise ConfigError(f"two models are named {doubled!r}: give one another, as in --model NAME=MODEL")
+        raise ConfigError(
+            f"two models cannot have the name {doubled!r}: rename one, as in --model NAME=MODEL"
+        )
     for name in options.pin or []:
         if name not in names:
-            raise ConfigError(f"--pin {name}: no model has this name; there are {', '.join(names)}")
+            raise ConfigError(f"the model {name!r} of --pin was not found: use {', '.join(names)}")
     pinned = set(options.pin or [])
     return [replace(one, is_pinned=one.is_pinned or bool(pinned & set(one.names))) for one in served]
 
@@ -95,7 +99,7 @@ def _name_and_model(text: str) -> tuple[str, str]:
     if not separator or Path(split_digest(text)[0]).exists():
         return default_name(text), text
     if not name or not model:
-        raise ConfigError(f"a model is given as NAME=MODEL, not {text!r}")
+        raise ConfigError(f"a model must be given as NAME=MODEL, not {text!r}")
     return name, model
 
 
@@ -103,7 +107,7 @@ def configured_models(file: Path) -> list[ModelSpec]:
     """The models of a file's table `models`. Raises ConfigError."""
     tables = read_config(file).get("models", {})
     if not isinstance(tables, dict):
-        raise ConfigError(f"{file}: models must be a table: [models]")
+        raise ConfigError(f"{file}: 'models' must be a table: [models]")
     return [_model(file, name, table) for name, table in tables.items()]
 
 
@@ -112,7 +116,7 @@ def _model(file: Path, name: str, table: Any) -> ModelSpec:
         table = {"model": table}
     where = f"{file}: models.{name}"
     if not isinstance(table, dict) or not isinstance(table.get("model"), str):
-        raise ConfigError(f"{where} needs a model: a name, a path or a repository")
+        raise ConfigError(f"{where}.model is required: a name, a path or a repository")
     flags = _flags()
     aliases, pinned = table.get("aliases", []), table.get("pinned", False)
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
@@ -125,7 +129,7 @@ def _model(file: Path, name: str, table: Any) -> ModelSpec:
             continue
         if key.replace("_", "-") not in flags:
             known = ", ".join([*_OWN_KEYS, *flags])
-            raise ConfigError(f"{where} has no option {key!r}: there are {known}")
+            raise ConfigError(f"{where}.{key} is not supported: use {known}")
         one = flags[key.replace("_", "-")]
         if option_facts(one).repeats and not isinstance(value, dict):
             raise ConfigError(f'{where}.{key} must be a table of files: {{name = "path"}}')

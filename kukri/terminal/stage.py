@@ -18,13 +18,14 @@ def run_stage(address: str, device: str | None, n_threads: int | None, *, once: 
     token = os.environ.get(TOKEN_VARIABLE, "").encode()
     if len(token) < MIN_TOKEN:
         raise ConfigError(
-            f"set {TOKEN_VARIABLE} here and for the engine to a random text of {MIN_TOKEN} characters or more"
+            f"{TOKEN_VARIABLE} is required here and for the engine: a random text of {MIN_TOKEN} "
+            "characters or more"
         )
     host, _, port = address.rpartition(":")
     try:
         listener = listen(host.strip("[]") or "127.0.0.1", int(port))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot listen on {address!r}, which should be HOST:PORT: {error}") from None
+        raise ConfigError(f"{address!r} must be HOST:PORT of this machine: {error}") from None
     from kukri.opening.stage_model import read_stage_model
     from kukri.stages.server import StageOptions, serve_stage
 

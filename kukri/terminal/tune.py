@@ -24,7 +24,7 @@ def write_tuned_recipe(model: str | None, options: TuneOptions, *, as_json: bool
     """Measures a model's tensors and writes the recipe that fits them into a size."""
     target = options.output
     if target.suffix not in (".json", ".yaml", ".yml"):
-        raise ConfigError(f"a recipe is a .yaml or .json file, not {target.name}")
+        raise ConfigError(f"a recipe must be a .yaml or .json file, not {target.name}")
     check_parent(target)
     wanted, words = size_bytes(options.size, "--size"), read_text(options.text)
     chosen = [_type(name) for name in type_list(options.types)]
@@ -52,7 +52,7 @@ def write_tuned_recipe(model: str | None, options: TuneOptions, *, as_json: bool
 def _type(name: str) -> QuantType:
     type = QUANT_TYPES.get(name.upper())
     if type is None or type.name not in WRITTEN or type.name == "Q8_K":
-        raise ConfigError(f"{name!r} is not a type to choose from: use {', '.join(WRITTEN)}")
+        raise ConfigError(f"the type {name!r} is not supported: use {', '.join(WRITTEN)}")
     return type
 
 

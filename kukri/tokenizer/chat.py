@@ -114,7 +114,9 @@ class ChatTemplate:
         """The prompt up to the end of the last message's content."""
         last = messages[-1]
         if last["role"] != "assistant" or last.get("tool_calls"):
-            raise RequestError("only a text of the assistant can be continued", param="messages")
+            raise RequestError(
+                "the last message must be a text of the assistant to be continued", param="messages"
+            )
         end = 2 * TEXT_MARK  # a template that trims the content leaves its white space before the mark
         opened = [*messages[:-1], {**last, "content": last["content"] + end}]
         before, found, _ = self._render(opened, False, tools, kwargs, images).rpartition(end)
@@ -220,13 +222,13 @@ class ChatTemplate:
     @cached_property
     def _process(self) -> TemplateProcess:
         if self.source is None:
-            raise RequestError(
-                "the model has no chat template (a base model?): send a text to continue instead of "
-                "messages, or give a template (--chat-template-file, chat_template)",
-                param="messages",
+            raise RequestError.of(
+                "messages",
+                "requires a chat template, which the model does not have (a base model?): send a text to "
+                "continue, or give a template (--chat-template-file, 'chat_template')",
             )
         if len(self.source) > _MAX_SOURCE:
-            raise FormatError(f"the model's chat template is longer than {_MAX_SOURCE} characters")
+            raise FormatError(f"the model's chat template must have at most {_MAX_SOURCE} characters")
         return TemplateProcess(self.source)
 
 
@@ -254,7 +256,7 @@ def _error(failure: TemplateFailure) -> RequestError | FormatError:
     if failure.kind == "B":
         return FormatError(f"the model's chat template is broken{failure}")
     if failure.kind == "S":
-        return FormatError(f"the model's chat template does what templates may not: {failure}")
+        return FormatError(f"the model's chat template does what templates must not do: {failure}")
     problem = "cannot take these messages" if failure.kind == "E" else "was stopped"
     return RequestError(f"the model's chat template {problem}: {failure}", param="messages")
 

@@ -45,14 +45,14 @@ class TokenizerKeys:
         """A boolean."""
         stored = self.get(name)
         if not isinstance(stored, bool | np.bool_ | None):
-            raise self.error(f"tokenizer.ggml.{name} is not a boolean")
+            raise self.error(f"tokenizer.ggml.{name} must be a boolean")
         return default if stored is None else bool(stored)
 
     def texts(self, name: str) -> list[str]:
         """A list of strings, empty if the key is missing."""
         stored = self.get(name)
         if stored is not None and (not isinstance(stored, list) or not set(map(type, stored)) <= {str}):
-            raise self.error(f"tokenizer.ggml.{name} is not an array of strings")
+            raise self.error(f"tokenizer.ggml.{name} must be an array of strings")
         return stored or []
 
     def types(self, n_tokens: int) -> list[int]:
@@ -62,9 +62,9 @@ class TokenizerKeys:
             return []
         types = np.asarray(stored)
         if types.ndim != 1 or types.dtype.kind not in "iu":
-            raise self.error("tokenizer.ggml.token_type is not an array of integers")
+            raise self.error("tokenizer.ggml.token_type must be an array of integers")
         if len(types) != n_tokens:
-            raise self.error(f"{len(types)} entries of tokenizer.ggml.token_type for {n_tokens} tokens")
+            raise self.error(f"tokenizer.ggml.token_type must have {n_tokens} entries, not {len(types)}")
         ids: list[int] = types.tolist()
         return ids
 
@@ -75,11 +75,11 @@ class TokenizerKeys:
         if stored is None or (key not in self._metadata and stored >= n_tokens):
             return None
         if isinstance(stored, bool) or not isinstance(stored, int | np.integer):
-            raise self.error(f"{key} is {brief(stored)}, not a token id")
+            raise self.error(f"{key} must be a token id, not {brief(stored)}")
         if stored in (-1, 0xFFFFFFFF):  # how converters write "none"
             return None
         if not 0 <= stored < n_tokens:
-            raise self.error(f"{key} is {stored} in a vocabulary of {n_tokens} tokens")
+            raise self.error(f"{key} must be below {n_tokens}, the size of the vocabulary, not {stored}")
         return int(stored)
 
     def token_ids(self, name: str, n_tokens: int) -> frozenset[int]:
@@ -103,7 +103,7 @@ class TokenizerKeys:
         merges = list(map(tuple, map(str.split, self.texts("merges"), repeat(" "))))
         if not set(map(len, merges)) <= {2}:
             wrong = next(i for i, merge in enumerate(merges) if len(merge) != 2)
-            raise self.error(f"entry {wrong} of tokenizer.ggml.merges is not two tokens")
+            raise self.error(f"entry {wrong} of tokenizer.ggml.merges must be two tokens")
         return merges  # type: ignore[return-value]  # checked: pairs
 
     def charsmap(self) -> bytes:
@@ -111,11 +111,11 @@ class TokenizerKeys:
         stored = self.get("precompiled_charsmap")
         array = np.zeros(0, np.uint8) if stored is None else np.asarray(stored)
         if array.ndim != 1 or array.dtype not in (np.uint8, np.int8):
-            raise self.error("tokenizer.ggml.precompiled_charsmap is not an array of bytes")
+            raise self.error("tokenizer.ggml.precompiled_charsmap must be an array of bytes")
         return array.tobytes()
 
     def _text(self, key: str) -> str | None:
         stored = self._metadata.get(key)
         if not isinstance(stored, str | None):
-            raise self.error(f"{key} is not a string")
+            raise self.error(f"{key} must be a string")
         return stored

@@ -103,8 +103,8 @@ def _check_added_tokens(files: TokenizerFiles, metadata: dict[str, Any]) -> None
         ids = theirs.encode_marked(text)
         if ids != ours.encode_marked(text) or theirs.decode(ids) != ours.decode(ids):
             raise UnsupportedError(
-                f"{files.path}: the added token {token!r} is not supported in GGUF, whose readers would find "
-                "it otherwise in a text: keep the safetensors"
+                f"{files.path}: the added token {token!r} is not supported in GGUF, whose readers would "
+                "split texts differently: keep the safetensors"
             )
 
 
@@ -125,7 +125,7 @@ def _sentencepiece_keys(
     crosses = any(0 < "".join(pair).count("\n") < len("".join(pair)) for pair in learned)
     if adds_space or crosses:
         raise UnsupportedError(
-            f"{files.path}: its merges are not those of a SentencePiece model, which GGUF needs"
+            f"{files.path}: these merges are not supported in GGUF, which requires a SentencePiece model's"
         )
     return keys | {"model": GEMMA4, "merges": [" ".join(pair) for pair in learned]}
 
@@ -136,8 +136,8 @@ def _word_piece_keys(
     """The keys of a WordPiece tokenizer, which readers take for one of lower case without accents."""
     if text.normalizer is None or text.normalizer.normalize_str("ÄB") != "ab":
         raise UnsupportedError(
-            f"{files.path}: GGUF's readers make WordPiece's text lower case without accents, which this "
-            "tokenizer does not"
+            f"{files.path}: this tokenizer is not supported in GGUF, whose readers turn WordPiece's text "
+            "into lower case without accents"
         )
     tokens = [
         token if i in vocabulary.special_ids else stored_piece(token or f"[PAD{i}]")
@@ -166,10 +166,7 @@ def _unigram_keys(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFile
                     "add_space_prefix": adds,
                     "remove_extra_whitespaces": joins,
                 }
-    raise UnsupportedError(
-        f"{files.path}: this tokenizer treats spaces in a way that GGUF has no keys for: its readers join or "
-        "keep them, and put one before a text or none"
-    )
+    raise UnsupportedError(f"{files.path}: this tokenizer's treatment of spaces is not supported in GGUF")
 
 
 def _types(vocabulary: Vocabulary) -> list[int]:
@@ -194,8 +191,8 @@ def _pre_tokenizer(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFil
         if named and _merges_reach_all(parts):
             return named[not ignores_merges]
     raise UnsupportedError(
-        f"{files.path}: GGUF has no name for this tokenizer's way of splitting text into words; kukri knows"
-        f" {', '.join(PRE_TOKENIZERS)}"
+        f"{files.path}: this tokenizer's way of splitting text into words is not supported in GGUF, only "
+        f"{', '.join(PRE_TOKENIZERS)}"
     )
 
 
@@ -239,12 +236,12 @@ def _special_ids(vocabulary: Vocabulary, files: TokenizerFiles) -> dict[str, int
     ends = stated + sorted(others, key=lambda i: i in known)
     if len(ends) > 3 and not set(ends[3:]) <= known:
         raise UnsupportedError(
-            f"{files.path}: GGUF has keys for three tokens that end a text, not {len(ends)}"
+            f"{files.path}: {len(ends)} tokens that end a text are not supported in GGUF, only three"
         )
     for i in ends:
         if i not in vocabulary.special_ids:
             raise UnsupportedError(
-                f"{files.path}: {vocabulary.tokens[i]!r} ends a text and is an ordinary word too"
+                f"{files.path}: {vocabulary.tokens[i]!r} must not end a text and be an ordinary word too"
             )
     ids = dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends))
     named = {"bos": vocabulary.bos_id, "unknown": vocabulary.unk_id, "padding": _padding(vocabulary, files)}

@@ -73,8 +73,8 @@ class Parts:
         self.model = self._object("model")
         if (model_type := self.model.get("type", "BPE")) not in ("BPE", "WordPiece", "Unigram"):
             raise UnsupportedError(
-                f"{files.path}: the tokenizer's model is {brief(model_type)}; kukri reads BPE, WordPiece and "
-                "Unigram"
+                f"{files.path}: the tokenizer's model {brief(model_type)} is not supported: use BPE, "
+                "WordPiece or Unigram"
             )
         self._pieces = self._scored() if model_type == "Unigram" else []
         self._unknown = self._unknown_piece() if self._pieces else self.model.get("unk_token")
@@ -95,7 +95,7 @@ class Parts:
         if self._pieces:
             self.kind = "t5"
         if self.kind == "llama" and not decoders:
-            raise UnsupportedError(f"{files.path}: the tokenizer has no decoder that kukri knows")
+            raise UnsupportedError(f"{files.path}: the tokenizer's decoder is not supported")
         self.drops_leading_space = self.kind == "bert" or any(map(_drops_space, decoders))
         specials = {token for token, entry in self.added.items() if entry.get("special") is True}
         specials |= {token for token in self.named.values() if token is not None}
@@ -134,7 +134,7 @@ class Parts:
         try:
             return tokenizers.Tokenizer.from_str(json.dumps(contents, ensure_ascii=False))
         except Exception as error:  # `tokenizers` raises no narrower one
-            raise self._error(f"is not a tokenizer: {' '.join(str(error).split())[:200]}") from None
+            raise self._error(f"must be a tokenizer: {' '.join(str(error).split())[:200]}") from None
 
     def build_later(self, text: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
         """Return the tokenizer for text after a special token, which puts no space before it; None if it is
@@ -176,7 +176,8 @@ class Parts:
         before, after = around.ids[:first], around.ids[last:]
         if before not in ([], [bos]) or after not in ([], [eos]):
             raise UnsupportedError(
-                f"{self.files.path}: the post-processor adds {before}, {after}: kukri adds only BOS and EOS"
+                f"{self.files.path}: the post-processor adds {before}, {after}, but only BOS and EOS are "
+                "supported"
             )
         return bool(before), bool(after)
 
@@ -211,9 +212,9 @@ class Parts:
         pieces = self._list(self.model, "vocab")
         for piece in pieces:
             if not isinstance(piece, list) or [*map(type, piece)] not in ([str, float], [str, int]):
-                raise self._error(f"has the piece {brief(piece)}, which is not a text with a score")
+                raise self._error(f"must have pieces that are a text and a score, not {brief(piece)}")
         if not pieces:
-            raise self._error("the model has no vocabulary")
+            raise self._error("must have a vocabulary")
         return [(text, float(score)) for text, score in pieces]
 
     def _check_decoder(self, steps: list[dict[str, Any]]) -> None:
@@ -233,7 +234,7 @@ class Parts:
         try:
             charsmap = b64decode(stated or "", validate=True)
         except (TypeError, ValueError):
-            raise self._error("has a precompiled_charsmap that is not base64") from None
+            raise self._error("must have a 'precompiled_charsmap' in base64") from None
         check_charsmap(charsmap, self._error)
 
     def _unknown_piece(self) -> str:
@@ -253,18 +254,20 @@ class Parts:
         if self._pieces:
             ids = {text: i for i, (text, _) in enumerate(self._pieces)}
             if len(ids) < len(self._pieces):
-                raise self._error("a piece appears twice")
+                raise self._error("must have each piece once")
         if not isinstance(ids, dict) or not ids:
-            raise self._error("the model has no vocabulary")
+            raise self._error("must have a vocabulary")
         for token, i in ids.items():
             self._check_id(token, i)
         return dict(ids)
 
     def _check_id(self, token: str, i: Any) -> None:
         if not token.isascii() and _SURROGATE.search(token):
-            raise self._error(f"token {brief(token)} holds lone surrogates, which no text does")
+            raise self._error(f"token {brief(token)} must not hold lone surrogates")
         if type(i) is not int or not 0 <= i < self.files.n_vocab:
-            raise self._error(f"token {brief(token)} has id {brief(i)}; the model has {self.files.n_vocab}")
+            raise self._error(
+                f"token {brief(token)} must have an id below the model's {self.files.n_vocab}, not {brief(i)}"
+            )
 
     def _added_tokens(self) -> dict[str, dict[str, Any]]:
         added: dict[str, dict[str, Any]] = {}
@@ -274,7 +277,7 @@ class Parts:
                 or not isinstance(entry.get("content"), str)
                 or not entry["content"]
             ):
-                raise self._error(f"has an added token without content: {brief(entry)}")
+                raise self._error(f"must have content in each added token, as in {brief(entry)}")
             self._check_id(entry["content"], entry.get("id"))
             added[entry["content"]] = entry
         return added
@@ -300,7 +303,7 @@ class Parts:
         tokens = [""] * self.files.n_vocab
         for token, i in self.id_of.items():
             if tokens[i]:
-                raise self._error(f"tokens {brief(tokens[i])} and {brief(token)} both have id {i}")
+                raise self._error(f"tokens {brief(tokens[i])} and {brief(token)} must not both have id {i}")
             tokens[i] = token
         return tokens
 
@@ -336,7 +339,7 @@ class Parts:
     def _merge(self, stated: Any) -> tuple[str, str]:
         pair = stated.split(" ") if isinstance(stated, str) else stated
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise self._error(f"has the merge {brief(stated)}, which is not two tokens")
+            raise self._error(f"must have merges of two tokens, not {brief(stated)}")
         return pair[0], pair[1]
 
 

@@ -80,8 +80,8 @@ class ImageMarks:
         parts = prompt.split(self.placeholder)
         if len(parts) - 1 != len(self.order) or sorted(self.order) != list(range(len(self.texts))):
             raise RequestError(
-                f"the model's chat template shows {len(parts) - 1} of the {len(self.texts)} images of these "
-                "messages: put images into the user's messages",
+                f"the model's chat template must show all {len(self.texts)} images of these messages, not "
+                f"{len(parts) - 1}: put images into the user's messages",
                 param="messages",
             )
         texts = [self.texts[i] for i in self.order]

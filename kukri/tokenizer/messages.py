@@ -19,9 +19,9 @@ def note(kind: str, param: str, *, is_new: bool) -> str:
     Raises RequestError, naming `param`, if the part is in the newest turn: the answer would be about it.
     """
     if is_new:
-        raise RequestError(
-            f"{param} is of type {kind[:50]!r}: the model reads and writes only text",
-            param=param,
+        raise RequestError.of(
+            param,
+            f"must not be of type {kind[:50]!r}: the model reads and writes only text",
             code="unsupported_content",
         )
     return f"[{kind.removeprefix('input_').removesuffix('_url').replace('_', ' ')[:50]}]"
@@ -39,7 +39,7 @@ def checked_messages(messages: Sequence[Message], roles: frozenset[str]) -> list
     arguments that are not a JSON object are kept as text. A call without text has the content None.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise RequestError("messages must be a list with at least one message", param="messages")
+        raise RequestError.of("messages", "must be a list with at least one message")
     newest = newest_turn([str(message.get("role")) for message in messages if isinstance(message, Mapping)])
     return [
         _checked(message, f"messages[{i}]", roles, is_new=i >= newest) for i, message in enumerate(messages)
@@ -51,7 +51,7 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RequestError("tools must be a list of objects", param="tools")
+        raise RequestError.of("tools", "must be a list of objects")
     return [dict(tool) for tool in tools]
 
 
@@ -69,7 +69,7 @@ def _checked(message: Message, param: str, roles: frozenset[str], *, is_new: boo
         raise RequestError(f"a message must be an object, not {type(message).__name__}", param=param)
     role = message.get("role")
     if not isinstance(role, str) or role not in roles:
-        raise RequestError(f"{role!r} is not a role; roles are {', '.join(ROLES)}", param=f"{param}.role")
+        raise RequestError(f"'role' must be one of {', '.join(ROLES)}, not {role!r}", param=f"{param}.role")
     checked = dict(message)
     if message.get("tool_calls") is not None:
         checked["tool_calls"] = _checked_calls(message["tool_calls"], f"{param}.tool_calls")
@@ -90,7 +90,7 @@ def _checked_content(content: Any, param: str, *, is_new: bool) -> str:
         return content
     if not isinstance(content, list | tuple):
         raise RequestError(
-            f"content must be text or a list of parts, not {type(content).__name__}", param=param
+            f"'content' must be text or a list of parts, not {type(content).__name__}", param=param
         )
     texts = []
     for i, part in enumerate(content):
@@ -102,7 +102,7 @@ def _checked_content(content: Any, param: str, *, is_new: bool) -> str:
             texts.append(note(part.get("kind") or kind, part.get("param") or f"{param}[{i}]", is_new=is_new))
         else:
             raise RequestError(
-                'a part of content must be {"type": "text", "text": ...}: the model reads only text',
+                'a part of content must be {"type": "text", "text": ...}, because the model reads only text',
                 param=f"{param}[{i}]",
             )
     return "\n".join(texts)
@@ -111,7 +111,7 @@ def _checked_content(content: Any, param: str, *, is_new: bool) -> str:
 def _checked_calls(calls: Any, param: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects, the form that templates print."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError("tool_calls must be a list of objects", param=param)
+        raise RequestError("'tool_calls' must be a list of objects", param=param)
     checked = []
     for call in calls:
         function = call.get("function")

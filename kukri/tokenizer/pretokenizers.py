@@ -124,5 +124,5 @@ def pre_tokenizer(name: str) -> PreTokenizer:
     """The entry for a name in `tokenizer.ggml.pre`; raises UnsupportedError listing the known names."""
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise UnsupportedError(f"the model wants the pre-tokenizer {brief(name)}; kukri knows {known}")
+        raise UnsupportedError(f"the pre-tokenizer {brief(name)} is not supported: use {known}")
     return PRE_TOKENIZERS[name]

@@ -69,7 +69,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError("stop must be a list of strings that are not empty", param="stop")
+            raise RequestError.of("stop", "must be a list of strings that are not empty")
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
 

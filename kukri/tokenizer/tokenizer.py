@@ -122,7 +122,7 @@ class Tokenizer:
         self.add_eos = keys.flag("add_eos_token", vocabulary.kind in ("bert", "t5"))
         for wanted, name, i in ((self.add_bos, "bos", self.bos_id), (self.add_eos, "eos", vocabulary.eos_id)):
             if wanted and i is None:
-                raise keys.error(f"add_{name}_token is true and the file names no {name} token")
+                raise keys.error(f"add_{name}_token is true, but the {name} token is missing")
         if vocabulary.kind == "t5":
             self.add_separator = keys.flag("add_sep_token", self.add_bos and self.add_eos)
             self.text.post_processor = ends(self)
@@ -144,7 +144,7 @@ class Tokenizer:
         has certainly more than `max_tokens`.
         """
         if not isinstance(text, str):
-            raise RequestError(f"text must be str, not {type(text).__name__}", param="prompt")
+            raise RequestError(f"a text must be a string, not {type(text).__name__}", param="prompt")
         if not text.isascii():
             text = _SURROGATES.sub("\ufffd", text)
         self._check_length(text, max_tokens)
@@ -174,7 +174,7 @@ class Tokenizer:
         texts = [text] if before is None else [before, text]
         for given in texts:
             if not isinstance(given, str):
-                raise RequestError(f"text must be str, not {type(given).__name__}", param="prompt")
+                raise RequestError(f"a text must be a string, not {type(given).__name__}", param="prompt")
         first, *second = (_SURROGATES.sub("\ufffd", given) for given in texts)
         encoding = self.text.encode(first, second[0] if second else None)
         ids: list[int] = encoding.ids
@@ -355,7 +355,7 @@ def _word_pieces(vocabulary: Vocabulary, keys: TokenizerKeys) -> tokenizers.Toke
     """BERT's WordPiece, of lower case and without accents, as llama.cpp reads every such file."""
     bos, eos, unknown = vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id
     if bos is None or eos is None or unknown is None:
-        raise keys.error("a WordPiece tokenizer needs ids of [CLS], [SEP] and [UNK]")
+        raise keys.error("a WordPiece tokenizer requires ids of [CLS], [SEP] and [UNK]")
     unk_token = vocabulary.tokens[unknown]
     ids = {**vocabulary.text_ids(), unk_token: unknown}
     text = tokenizers.Tokenizer(
@@ -386,7 +386,7 @@ def _bpe(
     if made != texts[start : start + len(made)] and not all(map(ids.__contains__, made)):
         known = vocabulary.id_of
         if wrong := next((pair for pair in merges if "".join(pair) not in known), None):
-            raise keys.error(f"tokenizer.ggml.merges do not fit the tokens: {brief(wrong)} make none")
+            raise keys.error(f"tokenizer.ggml.merges must fit the tokens: {brief(wrong)} make none")
         # text must not reach special tokens
         merges = [pair for pair in merges if "".join(pair) in ids]
     return models.BPE(vocab=ids, merges=merges, unk_token=unk_token, **options)

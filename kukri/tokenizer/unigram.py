@@ -30,7 +30,7 @@ def unigram(
     """
     unknown = vocabulary.unk_id
     if unknown is None:
-        raise error("a unigram tokenizer needs an unknown token")
+        raise error("a unigram tokenizer requires an unknown token")
     ids = vocabulary.text_ids()
     pieces = [
         # text never becomes "": so a token is hidden, and the others keep their ids
@@ -41,7 +41,7 @@ def unigram(
         text = tokenizers.Tokenizer(models.Unigram(pieces, unknown, byte_fallback=BYTE in vocabulary.types))
         steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
     except Exception as raised:  # `tokenizers` raises no narrower one
-        raise error(f"is not a tokenizer: {' '.join(str(raised).split())[:200]}") from None
+        raise error(f"must be a tokenizer: {' '.join(str(raised).split())[:200]}") from None
     if joins_spaces:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     elif adds_space:  # Metaspace puts none before another

@@ -127,7 +127,9 @@ class Vocabulary:
         except TypeError:
             raise RequestError(f"a token id must be an integer, not {type(token_id).__name__}") from None
         if not 0 <= i < len(self.tokens):
-            raise RequestError(f"token id {i} is outside the vocabulary of {len(self.tokens)} tokens")
+            raise RequestError(
+                f"the token id {i} must be below {len(self.tokens)}, the size of the vocabulary"
+            )
         return i
 
 
@@ -141,8 +143,8 @@ def read_vocabulary(keys: TokenizerKeys) -> Vocabulary:
     kind = "llama" if kind == GEMMA4 else kind
     if kind not in ("gpt2", "llama", "bert", "t5"):
         raise UnsupportedError(
-            f"the tokenizer is {brief(kind)}; kukri reads 'gpt2' (byte-level BPE), 'llama' and 'gemma4' "
-            "(SentencePiece), 'bert' (WordPiece) and 't5' (SentencePiece unigram)"
+            f"the tokenizer {brief(kind)} is not supported: use 'gpt2' (byte-level BPE), 'llama' and "
+            "'gemma4' (SentencePiece), 'bert' (WordPiece) or 't5' (SentencePiece unigram)"
         )
     tokens = keys.texts("tokens")
     if not tokens:

@@ -45,7 +45,7 @@ class VisionConfig:
         """Raises ConfigError unless tiles consist of whole patches, and rows of whole squares of patches."""
         if self.image_size % self.patch_size or (self.image_size // self.patch_size) % self.merge:
             raise ConfigError(
-                f"tiles of {self.image_size} pixels do not consist of squares of {self.merge} x {self.merge} "
+                f"tiles of {self.image_size} pixels must consist of squares of {self.merge} x {self.merge} "
                 f"patches of {self.patch_size}"
             )
 
@@ -89,7 +89,7 @@ def read_blocks(
     d_model, heads = keys.whole("hidden_size", most=1 << 16), keys.whole(n_heads, most=1 << 12)
     if d_model % ((4 if rotates else 1) * heads):
         parts = " of 4 parts" if rotates else ""
-        raise keys.error("hidden_size", f"is {d_model}, not a multiple of {heads} heads{parts}")
+        raise keys.error("hidden_size", f"must be a multiple of {heads} heads{parts}, not {d_model}")
     d_head, layers = d_model // heads, keys.whole(n_layers, most=1 << 10)
     return ModelConfig(
         architecture=name,

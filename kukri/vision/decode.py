@@ -82,9 +82,9 @@ def base64_bytes(text: str, param: str = "image") -> bytes:
         pieces = (data[i : i + _AT_A_TIME] for i in range(0, len(data), _AT_A_TIME))
         data = b"".join([binascii.a2b_base64(piece, strict_mode=True) for piece in pieces])
     except ValueError:
-        raise _error(param, "the image is not base64") from None
+        raise _error(param, "the image must be base64") from None
     if not data:
-        raise _error(param, "the image is empty")
+        raise _error(param, "the image must not be empty")
     return data
 
 
@@ -101,15 +101,13 @@ def file_bytes(path: Path, param: str = "image") -> bytes:
 
 def _opened(data: bytes, param: str) -> Image:
     if len(data) > MAX_FILE_BYTES:
-        raise _error(param, f"the image is larger than {MAX_FILE_BYTES >> 20} MiB")
+        raise _error(param, f"the image must be at most {MAX_FILE_BYTES >> 20} MiB")
     pillow = _pillow()
     try:
         image = pillow.open(BytesIO(data), formats=FORMATS)
     except pillow.UnidentifiedImageError:
         names = ", ".join(FORMATS)
-        raise _error(
-            param, f"the image is broken, or in a format that is not read; read are {names}"
-        ) from None
+        raise _error(param, f"the image is broken, or its format is not supported: use {names}") from None
     if image.format in ("JPEG", "MPO"):
         _check_scans(image, data, param)
     return cast("Image", image)
@@ -118,7 +116,7 @@ def _opened(data: bytes, param: str) -> Image:
 def _check_scans(image: Image, data: bytes, param: str) -> None:
     """Refuses a progressive JPEG that is written over and over: a small file could take minutes."""
     if image.width * image.height * data.count(_SCAN) > _MAX_SCANS * MAX_PIXELS:
-        raise _error(param, "the image is a JPEG of too many scans: save it as a plain one")
+        raise _error(param, "JPEGs with this many scans are not supported: save the image as a plain one")
 
 
 def _of_array(array: np.ndarray[Any, Any], param: str) -> Image:
@@ -158,12 +156,12 @@ def _upright(image: Image) -> Image:
 
 def _check_size(width: int, height: int, param: str) -> None:
     if width < 1 or height < 1:
-        raise _error(param, f"the image has no pixels: {width} x {height}")
+        raise _error(param, f"the image must have pixels, not {width} x {height}")
     if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
         raise _error(
             param,
-            f"the image has {width} x {height} pixels: at most {MAX_PIXELS:,} are read, and {MAX_SIDE:,} a "
-            "side; send it smaller",
+            f"the image must have at most {MAX_PIXELS:,} pixels and {MAX_SIDE:,} a side, not {width} x "
+            f"{height}: send it smaller",
         )
 
 

@@ -44,7 +44,7 @@ class ImageInput:
             )
         if self.n_tokens < 1 or len(self.digest) != DIGEST_BYTES:
             raise RequestError(
-                f"an image needs at least one token and a digest of {DIGEST_BYTES} bytes, not "
+                f"an image must have at least one token and a digest of {DIGEST_BYTES} bytes, not "
                 f"{self.n_tokens} and {len(self.digest)}",
                 param="images",
             )

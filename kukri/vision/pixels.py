@@ -52,9 +52,9 @@ class Scale:
             mean, std = ([x] * 3 if isinstance(x, int | float) else x for x in (mean, std))
             made = cls(float(factor), tuple(map(float, mean)), tuple(map(float, std)))
         except (TypeError, ValueError):
-            raise FormatError("image_mean, image_std and rescale_factor must be numbers") from None
+            raise FormatError("'image_mean', 'image_std' and 'rescale_factor' must be numbers") from None
         if len(made.mean) != 3 or len(made.std) != 3 or not np.all(np.isfinite(made.table())):
-            raise FormatError("image_mean and image_std must be three numbers each, the latter not 0")
+            raise FormatError("'image_mean' and 'image_std' must be three numbers each, the latter not 0")
         return made
 
     def table(self) -> FloatArray:
@@ -83,8 +83,7 @@ def patches(planes: FloatArray, size: int, *, colour_last: bool = False) -> Floa
 def too_narrow(height: int, width: int, most: int) -> RequestError:
     """Return the error for an image that is more than `most` times as long as it is wide."""
     return RequestError(
-        f"the image has {width} x {height} pixels: this model reads none that is more than {most} times as "
-        "long as wide",
+        f"the image has {width} x {height} pixels, but must be at most {most} times as long as wide",
         param="image",
         code="invalid_image",
     )

@@ -223,7 +223,7 @@ def test_prompts_have_the_length_asked_for():
     with fake_api(be_quick) as (url, _):
         (point,) = measure(url, n_prompt=64)
         assert point.n_prompt_tokens == 4 * 64
-        with pytest.raises(ConfigError, match=f"one word has {OVERHEAD + 1} tokens"):
+        with pytest.raises(ConfigError, match=f"at least {OVERHEAD + 1} tokens here, one word"):
             measure(url, n_prompt=5)
 
     async def count_double(exchange):
@@ -277,14 +277,14 @@ def test_a_request_says_what_was_asked(tmp_path):
 @pytest.mark.parametrize(
     ("text", "kind", "reason"),
     [
-        ("", "chat", "has no prompts"),
-        ('"a"\n{', "chat", "line 2: this is not JSON"),
-        ("[" * 100_000, "chat", "line 1: this is not JSON"),
-        ("7", "chat", "line 1: must be a text"),
-        ('{"prompt": "a", "messages": []}', "chat", "line 1: must be a text"),
+        ("", "chat", "must have prompts, one per line, like"),
+        ('"a"\n{', "chat", "line 2 must be JSON"),
+        ("[" * 100_000, "chat", "line 1 must be JSON"),
+        ("7", "chat", "line 1 must be a text"),
+        ('{"prompt": "a", "messages": []}', "chat", "line 1 must be a text"),
         ('{"prompt": ["a"]}', "chat", "the prompt must be a text"),
-        ('{"prompt": "a", "n": 2}', "chat", "'n' is not"),
-        ('{"messages": []}', "completions", "for --endpoint chat"),
+        ('{"prompt": "a", "n": 2}', "chat", "'n' must be prompt, messages"),
+        ('{"messages": []}', "completions", ": messages require --endpoint chat"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, text, kind, reason):
@@ -449,7 +449,7 @@ def test_a_load_without_a_request_is_one_line(one_prompt):
         assert api.exchanges == []
     assert done.exit_code == 2
     assert json.loads(done.stdout)["points"][0]["n_requests"] == 0
-    assert done.stderr.startswith("error: no request was sent in the time: ")
+    assert done.stderr.startswith("error: no request was sent in time: ")
     assert done.stderr.count("\n") == 1
 
 
@@ -476,20 +476,20 @@ def test_bodies_may_come_in_pieces(one_prompt):
     ("arguments", "words"),
     [
         (("--rate", "1", "--concurrency", "1"), "cannot be combined"),
-        (("--rate", "1,x"), "numbers like 1,2,4"),
+        (("--rate", "1,x"), "numbers such as 1,2,4"),
         (("--rate", "0"), "above 0"),
         (("--rate", "nan"), "above 0"),
         (("--concurrency", "1.5"), "whole number"),
-        (("--duration", "0"), "duration_s must be above 0"),
-        (("--timeout", "-1"), "timeout_s must be above 0"),
-        (("--max-tokens", "0"), "max_tokens must be at least 1"),
-        (("--extra-body", "[1]"), "--extra-body is a JSON object"),
-        (("--slo", "ttft"), "--slo takes"),
+        (("--duration", "0"), "'duration_s' must be above 0"),
+        (("--timeout", "-1"), "'timeout_s' must be above 0"),
+        (("--max-tokens", "0"), "'max_tokens' must be at least 1"),
+        (("--extra-body", "[1]"), "--extra-body must be a JSON object"),
+        (("--slo", "ttft"), "--slo must be limits in ms of"),
         (("--url", "localhost:8000"), "the URL must be like"),
         (("--url", "http://a:99999/v1"), "the URL must be like"),
         (("--api-key", "a\nb"), "API key"),
         (("--prompts", "nowhere.jsonl"), "cannot be read"),
-        (("--plot", "figure.pdf"), "a plot is a PNG"),
+        (("--plot", "figure.pdf"), "a plot must be a PNG"),
     ],
 )
 def test_options_that_make_no_sense_are_one_line(arguments, words):

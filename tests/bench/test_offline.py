@@ -65,7 +65,7 @@ def test_cards_come_before_the_results(smollm2_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize("name", ["n_threads", "n_prompt", "n_generate", "repetitions"])
 def test_counts_below_one_are_refused(name: str) -> None:
     """Would catch a division by zero after the model has been loaded."""
-    with pytest.raises(ConfigError, match=f"{name} must be at least 1, not 0"):
+    with pytest.raises(ConfigError, match=f"'{name}' must be at least 1, not 0"):
         run_bench(None, **{name: 0})
 
 

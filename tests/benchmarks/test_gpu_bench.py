@@ -110,5 +110,5 @@ def test_a_failed_check_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif("devices.accelerator() is not None", reason="there is a GPU")
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu"])
-    with pytest.raises(KukriError, match="sees no GPU"):
+    with pytest.raises(KukriError, match="a GPU was not found by PyTorch"):
         gpu.main()

@@ -160,7 +160,7 @@ def test_the_first_answer_follows_the_choice(llm: LLM, family: str, choice: str)
 def test_a_choice_that_names_no_tool_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"'tool_choice' must be .*'always': the tools are weather"):
         llm.chat(QUESTION, tools=[weather], tool_choice="always")
-    with pytest.raises(RequestError, match="'tool_choice' is for tools only"):
+    with pytest.raises(RequestError, match="'tool_choice' requires tools"):
         llm.chat(QUESTION, tool_choice="required")
 
 

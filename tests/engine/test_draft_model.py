@@ -321,7 +321,7 @@ def test_what_cannot_draft_is_refused(tiny: tuple[Path, Path]) -> None:
     """A kind of drafts that silently is not one."""
     with pytest.raises(ConfigError, match="draft"):
         LLM(tiny[0], speculation="draft")
-    with LLM(tiny[0]) as llm, pytest.raises(RequestError, match="no draft model"):
+    with LLM(tiny[0]) as llm, pytest.raises(RequestError, match="without a draft model"):
         llm.generate("a", speculation="draft")
 
 

@@ -64,7 +64,7 @@ def test_what_cannot_fit_is_refused_with_the_ways_out(given: dict[str, int]) -> 
     """An error that says no way out, or a context that was asked for and silently cut."""
     with pytest.raises(ConfigError, match=r"memory are free.*--max-context.*--kv-memory.*--max-requests"):
         size(**given)
-    with pytest.raises(ConfigError, match="is smaller than a page of 16384: raise --kv-memory"):
+    with pytest.raises(ConfigError, match="must hold a page of 16384: raise --kv-memory"):
         size(kv_bytes=1000)
 
 

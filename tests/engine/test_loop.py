@@ -324,7 +324,7 @@ def test_requests_for_rows_may_fail_be_left_or_be_too_many() -> None:
         (failing,) = outputs(loop, 1)
         inbox.wait(failing)
         assert (inbox.reason(failing), str(failing.answer.error)) == ("error", "no luck")
-        with pytest.raises(CapacityError, match="waiting already"):
+        with pytest.raises(CapacityError, match="requests are already waiting: try again later"):
             outputs(loop, 6)
         left, last = outputs(loop, 2)
         loop.abort(left)

@@ -18,7 +18,7 @@ def test_allocate_is_all_or_nothing() -> None:
     pool = PagePool(5, 16)
     first = pool.allocate(3)
     assert first == [0, 1, 2]
-    with pytest.raises(CapacityError, match="3 pages are needed and 2 of 5 are free"):
+    with pytest.raises(CapacityError, match="3 pages are needed, but 2 of 5 are free"):
         pool.allocate(3)
     assert pool.n_free == 2
     pool.check_integrity([first])

@@ -82,7 +82,7 @@ def test_only_what_is_left_is_generated(llm: LLM) -> None:
     """Catches a resumed request that generates max_tokens once more."""
     params, prompt = params_of(llm, "greedy"), llm.tokenizer.encode("Hi")
     request = llm.engine.maker.make_request(prompt, params)
-    with pytest.raises(RequestError, match="40 tokens cannot be resumed"):
+    with pytest.raises(RequestError, match="cannot be resumed: 40 tokens are too many"):
         request.resume([SampledToken(1)] * N)
     request.resume([])
     assert request.n_generated == 0

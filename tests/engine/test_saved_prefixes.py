@@ -311,7 +311,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    with pytest.raises(ConfigError, match="other users may write to"):
+    with pytest.raises(ConfigError, match="must not be writable by other users"):
         open_engine(shared)
     shared.chmod(0o755)
     engine, _ = open_engine(shared)
@@ -332,7 +332,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
 
 def test_a_budget_below_a_page_is_refused(tmp_path: Path) -> None:
     """A directory that saves and removes each page at once."""
-    with pytest.raises(ConfigError, match="less than a page"):
+    with pytest.raises(ConfigError, match="must have room for a page"):
         open_engine(tmp_path, prefix_bytes=1000)
 
 

@@ -158,5 +158,5 @@ def test_inputs_that_nobody_reads_are_refused(path: Path, llm: LLM, monkeypatch:
 
 def test_spans_that_do_not_fit_are_refused() -> None:
     """Catches a kind whose prompts could write rows beyond a step's arrays."""
-    with pytest.raises(RequestError, match="number 0 becomes 2 rows and has 1 tokens"):
+    with pytest.raises(RequestError, match="number 0 must have 2 tokens in the prompt, not 1"):
         NumberPrompt([HOLE], (Numbers((1, 2)),), ((0, 1, 0),))

@@ -149,7 +149,7 @@ def test_a_draft_model_has_no_state() -> None:
     """A draft model that cannot go back."""
     model: Any = FakeModel(64)
     small = FakeModel(64, has_states=True)
-    with pytest.raises(ConfigError, match="recurrent layers cannot be the draft model"):
+    with pytest.raises(ConfigError, match=r"a draft model \(--draft-model\) must have no recurrent"):
         Engine(model, make_engine()[1], EngineConfig(), draft=DraftSource(small, DraftModel))  # type: ignore[arg-type]
 
 

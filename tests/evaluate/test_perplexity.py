@@ -192,11 +192,11 @@ def test_the_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "MODEL"], "name a second model, or the types"),
-        (["compare", "MODEL", "MODEL", "--types", "Q8_0"], "name a second model, or the types"),
-        (["compare", "MODEL", "--types", "Q9"], "is not a type to convert to"),
-        (["compare", "MODEL", "--types", ","], "names no type"),
-        (["compare", "MODEL", "MODEL", "--plot", "x.pdf"], "a plot is a PNG"),
+        (["compare", "MODEL"], "a second model is required, or --types"),
+        (["compare", "MODEL", "MODEL", "--types", "Q8_0"], "a second model is required, or --types"),
+        (["compare", "MODEL", "--types", "Q9"], "is not supported: use a recipe (.json or .yaml), or one of"),
+        (["compare", "MODEL", "--types", ","], "must name types"),
+        (["compare", "MODEL", "MODEL", "--plot", "x.pdf"], "a plot must be a PNG"),
         (["perplexity", "MODEL", "--text", "nowhere.txt"], "cannot be read as UTF-8"),
         (["perplexity", "MODEL", "--window", "64", "--stride", "65"], "a stride of 65 tokens must"),
     ],

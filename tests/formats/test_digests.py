@@ -41,7 +41,7 @@ def test_a_file_is_compared_at_each_load(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(-1, 2)
         file.write(bytes([file.read(1)[0] ^ 1]) if file.seek(-1, 2) else b"")
-    with pytest.raises(FormatError, match=r"m\.gguf: has the digest sha256:[0-9a-f]{64}, not sha256:"):
+    with pytest.raises(FormatError, match=r"m\.gguf has the digest sha256:[0-9a-f]{64}, not sha256:"):
         LLM(pinned, backend="reference")
     with LLM(str(path), backend="reference"):
         pass

@@ -278,7 +278,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path):
         ({}, {"t": (Q8_0, np.zeros((1, 33), np.uint8), (1, 32))}, "'t'.*33 bytes"),
         ({}, {"t": (F32, np.zeros(4, np.int32), (4,))}, "'t'.*int32"),
         ({}, {"t": (F32, np.zeros(1, np.float32), (1, 1, 1, 1, 1))}, "'t'.*4 dimensions"),
-        ({}, {"t" * 256: (F32, np.zeros(1, np.float32), (1,))}, "longer than 255"),
+        ({}, {"t" * 256: (F32, np.zeros(1, np.float32), (1,))}, "must be at most 255"),
     ],
 )
 def test_the_writer_refuses_what_gguf_cannot_hold(tmp_path, metadata, tensors, message):
@@ -359,8 +359,14 @@ BROKEN = {
     "name length": (build([], [info("n" * 256, (8,))], bytes(32)), "name of 256 bytes"),
     "name not UTF-8": (build([], [info(b"\xff", (8,))], bytes(32)), "name is not UTF-8"),
     "name twice": (build([], [ONE, info("t", (8,), offset=32)], bytes(64)), "tensor 't'.*same name"),
-    "no dims": (build([], [info("t", ()) + bytes(8)], bytes(32)), "tensor 't'.*0 dimensions"),
-    "five dims": (build([], [info("t", (1,) * 5)], bytes(32)), "tensor 't'.*5 dimensions"),
+    "no dims": (
+        build([], [info("t", ()) + bytes(8)], bytes(32)),
+        "tensor 't' must have 1 to 4 dimensions, not 0",
+    ),
+    "five dims": (
+        build([], [info("t", (1,) * 5)], bytes(32)),
+        "tensor 't' must have 1 to 4 dimensions, not 5",
+    ),
     "many dims": (
         build([], [text("t") + struct.pack("<I", 2**32 - 1) + bytes(40)]),
         "tensor 't'.*4294967295",
@@ -408,7 +414,7 @@ def test_broken_files_are_named(save, name):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (build(version=1), "version 1 is not supported: take a file of version 2"),
+        (build(version=1), "version 1 is not supported: use version 2"),
         (build(version=0), "version 0 is not supported"),
         (build(version=4), "version 4"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
@@ -424,7 +430,7 @@ def test_weight_types_that_kukri_does_not_know_are_not_damage(save):
     """A file of next year called broken, and a type's number not said."""
     path = save(build([], [info("t", (8,), 77)], bytes(32)))
     with pytest.raises(
-        UnsupportedError, match="tensor 't' is of weight type 77, which this version of kukri does not"
+        UnsupportedError, match="tensor 't' is of weight type 77, which this version does not support"
     ):
         GGUFFile(path)
 
@@ -445,7 +451,7 @@ def test_paths_that_are_no_files(tmp_path):
     (tmp_path / "empty").touch()
     for path, message in [
         (tmp_path, "is a directory"),
-        (tmp_path / "missing", "no such file"),
+        (tmp_path / "missing", "was not found"),
         (tmp_path / "empty", "empty"),
         (tmp_path / "empty" / "below", "Not a directory"),
         ("a\0b", "cannot be read"),
@@ -454,7 +460,7 @@ def test_paths_that_are_no_files(tmp_path):
             GGUFFile(path)
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(FormatError, match="not a regular file"):
+        with pytest.raises(FormatError, match="must be a regular file"):
             GGUFFile(tmp_path / "pipe")
 
 
@@ -513,7 +519,7 @@ def test_closed_files_say_so_and_views_outlive_them(tmp_path):
     write_gguf(path, {"n": 1, "s": ["a"]}, {"t": (F32, np.arange(4, dtype=np.float32), (4,))})
     with GGUFFile(path) as file:
         view = file.data("t")
-        with pytest.raises(FormatError, match=r"'u'.*no such tensor"):
+        with pytest.raises(FormatError, match=r"'u'.*was not found in the file"):
             file.data("u")
     assert view.view(np.float32).tolist() == [[0, 1, 2, 3]]
     assert file.metadata["n"] == 1

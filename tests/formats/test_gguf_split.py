@@ -149,10 +149,10 @@ def _doubled(parts: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("damage", "opened", "message"),
     [
-        (_missing, 0, r"m-00002-of-00003\.gguf: is missing: the model is split into 3 files"),
-        (_missing, 2, r"m-00002-of-00003\.gguf: is missing"),
-        (_renamed, None, r"model\.gguf: is one of 3 parts .* must be named like name-00001-of-00003\.gguf"),
-        (_renamed, 1, r"m-00001-of-00003\.gguf: is missing"),
+        (_missing, 0, r"m-00002-of-00003\.gguf is missing: the model is split into 3 files"),
+        (_missing, 2, r"m-00002-of-00003\.gguf is missing"),
+        (_renamed, None, r"model\.gguf is one of 3 parts .* must be named like name-00001-of-00003\.gguf"),
+        (_renamed, 1, r"m-00001-of-00003\.gguf is missing"),
         (_joined, None, r"model\.gguf, byte \d+: holds another GGUF file .*`llama-gguf-split --merge`"),
         (_swapped, 0, r"m-00002-of-00003\.gguf: key 'split\.no' is 2 where part 2 of this model has 1"),
         (_cut, 0, r"m-00003-of-00003\.gguf, .*do not fit into a file"),
@@ -161,9 +161,9 @@ def _doubled(parts: list[Path]) -> None:
         (_of_another("split.no", 8, "1"), 0, r"00002-of-00003\.gguf: key 'split\.no' is '1', not a whole"),
         (
             _of_another("general.architecture", 8, "qwen2"), 0,
-            r"00002-of-00003\.gguf: is of another model than m-00001-of-00003\.gguf: .*general\.arch",
+            r"00002-of-00003\.gguf is of another model than m-00001-of-00003\.gguf: .*general\.arch",
         ),
-        (_doubled, 0, r"00003-of-00003\.gguf, tensor 'blk\..*: is in m-00002-of-00003\.gguf too"),
+        (_doubled, 0, r"00003-of-00003\.gguf, tensor 'blk\..* is in m-00002-of-00003\.gguf too"),
     ],
 )  # fmt: skip
 def test_parts_that_make_no_model(parts: list[Path], damage: Any, opened: int | None, message: str) -> None:
@@ -194,5 +194,5 @@ def test_a_hub_name_is_all_parts() -> None:
     assert choose(RepoName("o/r", choice="m-Q8_0-00002-of-00003.gguf"), eight + four) == eight
     with pytest.raises(UnsupportedError, match="several models: choose one of o/r:Q4_K_M, o/r:Q8_0"):
         choose(RepoName("o/r"), eight + four)
-    with pytest.raises(UnsupportedError, match=r"incomplete: its part q8/m-Q8_0-00001-of-00003\.gguf is"):
+    with pytest.raises(UnsupportedError, match=r"incomplete: its part q8/m-Q8_0-00001-of-00003\.gguf was"):
         choose(RepoName("o/r", choice="Q8_0"), eight[1:] + four)

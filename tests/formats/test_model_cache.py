@@ -52,7 +52,7 @@ def test_names_lead_to_cached_files(caches: Path) -> None:
         assert cached_path(model.name).resolve() == model.path.resolve()
     assert cached_path("org/tiny:Q8_0").name == "tiny-Q8_0.gguf"
     for name in ("org/other", "smollm3-3b", "nowhere"):
-        with pytest.raises(UnsupportedError, match="not in the cache"):
+        with pytest.raises(UnsupportedError, match="was not found in the cache"):
             cached_path(name)
 
 
@@ -62,13 +62,13 @@ def test_removing_frees_what_was_listed(caches: Path, tmp_path: Path) -> None:
     assert remove("org/tiny:Q8_0") == n_bytes
     assert not (caches / "blobs" / "abc").exists()
     assert [model.name for model in cached_models()] == [hub.DEFAULT_MODEL, "org/tiny:tiny-F16.gguf"]
-    with pytest.raises(UnsupportedError, match="not in the cache"):
+    with pytest.raises(UnsupportedError, match="was not found in the cache"):
         remove("org/tiny:Q8_0")
     assert remove("org/tiny") > 0
     assert not caches.exists()
     own = write_tiny(tmp_path / "own.gguf")
     for name in (str(own), "..", "../hub", ""):
-        with pytest.raises(UnsupportedError, match="not in the cache"):
+        with pytest.raises(UnsupportedError, match="was not found in the cache"):
             remove(name)
     assert own.exists()
 
@@ -88,7 +88,7 @@ def test_the_commands(caches: Path) -> None:
     assert len(json.loads(call("list", "--json"))["models"]) == 3
     assert json.loads(call("show", "org/tiny:F16", "--json"))["n_parameters"] > 0
     assert "modules" not in call("show", "-m", "org/tiny:F16")
-    assert "not in the cache" in call("show", "org/gone", code=2)
+    assert "was not found in the cache" in call("show", "org/gone", code=2)
     assert "removed org/tiny:F16" in call("rm", "org/tiny:F16")
-    assert "missing argument MODEL" in call("rm", code=2)
+    assert "MODEL is required" in call("rm", code=2)
     assert "cached models" in call("list")

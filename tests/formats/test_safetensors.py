@@ -110,7 +110,7 @@ def test_files_that_are_something_else_are_named(tmp_path, name, data, kind):
     """A pointer of Git LFS called a header of many bytes, a web page called JSON with a fault in column 1."""
     make(tmp_path, "llama")
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(FormatError, match=f"{re.escape(name)}.*but {kind}") as caught:
+    with pytest.raises(FormatError, match=f"{re.escape(name)}.*must be .*, not {kind}") as caught:
         LLM(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -158,19 +158,21 @@ def test_matrices_are_packed_while_loading(tmp_path, kind):
 
 def test_a_type_that_cannot_be_packed_is_refused(tmp_path):
     """Catches a promise of a type that runs as something else."""
-    with pytest.raises(ConfigError, match="cannot be packed to 'Q8_K' while loading: use one of Q4_0"):
+    with pytest.raises(
+        ConfigError, match="'Q8_K' is not supported for packing weights while loading: use one of Q4_0"
+    ):
         SafetensorsWeights(save(tmp_path / "m"), CONFIG, "Q8_K")
 
 
 def test_missing_misshapen_and_unused_tensors(tmp_path):
     """Catches an error that does not say which tensor, or none at all."""
     source = SafetensorsWeights(save(tmp_path / "m"), CONFIG)
-    with pytest.raises(FormatError, match="tensor 'z': is missing"):
+    with pytest.raises(FormatError, match="tensor 'z' is missing"):
         source.matrix("z", (1, 1))
-    with pytest.raises(FormatError, match=r"tensor 'a': has shape \(6, 64\) where .* asks for \(64, 6\)"):
+    with pytest.raises(FormatError, match=r"tensor 'a' has shape \(6, 64\) where .* asks for \(64, 6\)"):
         source.matrix("a", (64, 6))
     source.matrix("a", (6, 64))
-    with pytest.raises(UnusedTensorError, match="llama takes: 'b', 'd', 'c'; check model_type"):
+    with pytest.raises(UnusedTensorError, match="llama takes: 'b', 'd', 'c'; check 'model_type'"):
         source.done()
 
 
@@ -190,7 +192,7 @@ def test_known_leftovers_are_ignored_by_name(tmp_path):
 def test_types_that_do_not_run_are_refused_when_taken(tmp_path):
     """Catches F64 or integers read as something else."""
     source = SafetensorsWeights(save(tmp_path / "m", {"a": torch.ones(2, 2, dtype=torch.float64)}), CONFIG)
-    with pytest.raises(UnsupportedError, match="'a' is of type F64; kukri runs F32, F16, BF16"):
+    with pytest.raises(UnsupportedError, match="'a' must be of type F32, F16, BF16, not F64"):
         source.matrix("a", (2, 2))
 
 
@@ -207,13 +209,13 @@ def test_a_tensor_off_its_boundary_is_still_right(tmp_path):
 @pytest.mark.parametrize(
     ("header", "data", "message"),
     [
-        ("[1]", b"", "does not begin with"),
-        ("{", b"", "is not JSON"),
-        (b"{\xff}", b"", "is not JSON"),
-        ("{" + '"a":{' * 5000, b"", "is not JSON"),
+        ("[1]", b"", "must begin with"),
+        ("{", b"", "must be JSON"),
+        (b"{\xff}", b"", "must be JSON"),
+        ("{" + '"a":{' * 5000, b"", "must be JSON"),
         ('{"a": %s, "a": %s}' % ((json.dumps(entry()),) * 2), b"\0" * 8, "'a' appears twice"),
-        ({"a": []}, b"", "dtype, shape and data_offsets"),
-        ({"a": {**entry(), "more": 1}}, b"\0" * 8, "dtype, shape and data_offsets"),
+        ({"a": []}, b"", "dtype, shape and 'data_offsets'"),
+        ({"a": {**entry(), "more": 1}}, b"\0" * 8, "dtype, shape and 'data_offsets'"),
         ({"a": entry(dtype="F3")}, b"\0" * 8, "unknown type 'F3'"),
         ({"a": entry(dtype=["F32"])}, b"\0" * 8, "unknown type"),
         ({"a": entry((-2,))}, b"\0" * 8, "has shape"),
@@ -253,7 +255,7 @@ def test_a_file_that_is_no_safetensors_file(tmp_path):
         path.write_bytes(data)
         with pytest.raises(FormatError, match=message):
             SafetensorsFile(path)
-    with pytest.raises(FormatError, match="no such file"):
+    with pytest.raises(FormatError, match="was not found"):
         SafetensorsFile(tmp_path / "absent.safetensors")
     with pytest.raises(FormatError):
         SafetensorsFile(tmp_path)
@@ -279,7 +281,7 @@ def test_absent_cut_and_contradicting_shards(tmp_path):
     with pytest.raises(FormatError, match=r"00002\.safetensors.*is cut short"):
         open_files(directory)
     last.unlink()
-    with pytest.raises(FormatError, match=r"'model-00002-of-00002\.safetensors', which is absent"):
+    with pytest.raises(FormatError, match=r"'model-00002-of-00002\.safetensors', which was not found"):
         open_files(directory)
     last.write_bytes(data)
     edit_index(directory, a=last.name)
@@ -289,16 +291,16 @@ def test_absent_cut_and_contradicting_shards(tmp_path):
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     del index["weight_map"]["c"]
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError, match=r"tensor 'c': is missing from model\.safetensors\.index\.json"):
+    with pytest.raises(FormatError, match=r"tensor 'c' is missing from model\.safetensors\.index\.json"):
         open_files(directory)
 
 
 def test_a_directory_without_weights_says_what_is_wanted(tmp_path):
     """Catches a pickle being read, or no word about why not."""
-    with pytest.raises(FormatError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(FormatError, match=r"must hold model\.safetensors or"):
         open_files(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(FormatError, match="does not read pickles"):
+    with pytest.raises(FormatError, match="pickles are not supported"):
         open_files(tmp_path)
 
 

@@ -188,13 +188,11 @@ def test_a_vector_may_be_stored_in_half_precision(tmp_path):
 def test_missing_and_misshapen_tensors_are_named(source_of):
     """A KeyError, or a matrix read with rows of another width."""
     source = source_of(drop="blk.1.ffn_up.weight")
-    with pytest.raises(FormatError, match=r"model.gguf, tensor 'blk.1.ffn_up.weight': is missing"):
+    with pytest.raises(FormatError, match=r"model.gguf, tensor 'blk.1.ffn_up.weight' is missing"):
         source.matrix("model.layers.1.mlp.up_proj.weight", (F, D))
-    with pytest.raises(
-        FormatError, match=r"'blk.0.ffn_up.weight': has shape \(96, 64\).*asks for \(64, 96\)"
-    ):
+    with pytest.raises(FormatError, match=r"'blk.0.ffn_up.weight' has shape \(96, 64\).*asks for \(64, 96\)"):
         source.matrix("model.layers.0.mlp.up_proj.weight", (D, F))
-    with pytest.raises(FormatError, match=r"'output_norm.weight': has shape \(64,\).*\(65,\)"):
+    with pytest.raises(FormatError, match=r"'output_norm.weight' has shape \(64,\).*\(65,\)"):
         source.vector("model.norm.weight", D + 1)
 
 
@@ -268,7 +266,7 @@ def test_names_of_other_architectures_agree_with_the_gguf_package(architecture, 
 )  # fmt: skip
 def test_unknown_names_are_errors(name):
     """A name that is nearly right mapped to something."""
-    with pytest.raises(UnsupportedError, match="not one kukri knows"):
+    with pytest.raises(UnsupportedError, match="is not supported"):
         gguf_name(name)
 
 

@@ -188,5 +188,8 @@ def test_what_cannot_be_is_refused(pair: tuple[str, Any, LLM]) -> None:
 
 def test_a_text_model_has_no_encoder(tiny_path: Any) -> None:
     """Catches an error of Python's own."""
-    with LLM(tiny_path, backend="reference") as llm, pytest.raises(RequestError, match="reads text alone"):
+    with (
+        LLM(tiny_path, backend="reference") as llm,
+        pytest.raises(RequestError, match="which reads only text"),
+    ):
         _ = llm.vision

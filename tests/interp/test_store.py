@@ -96,15 +96,15 @@ def test_wrong_stores_are_refused(llm, tmp_path):
     """A pattern in rows of tokens, an empty text, a directory of something else."""
     with pytest.raises(ConfigError, match="no row for each token"):
         write_store(llm, TEXTS, ["pattern0"], tmp_path / "a")
-    with pytest.raises(HookError, match="no hook"):
+    with pytest.raises(HookError, match="was not found"):
         write_store(llm, TEXTS, ["resid_post7"], tmp_path / "a")
-    with pytest.raises(ConfigError, match="nothing to store"):
+    with pytest.raises(ConfigError, match="the texts must not be empty"):
         write_store(llm, [], NAMES, tmp_path / "a")
     assert not (tmp_path / "a").exists()
     with pytest.raises(FormatError):
         ActivationStore(tmp_path)
     (tmp_path / "store.json").write_text("{}")
-    with pytest.raises(FormatError, match="is not a store"):
+    with pytest.raises(FormatError, match="must be a store of activations"):
         ActivationStore(tmp_path)
 
 

@@ -119,10 +119,10 @@ def test_a_helper_ends_with_the_process_it_helps(kernels: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda file: file.chmod(0o660), "other users may write to .*kernel"),
-        (lambda file: file.parent.chmod(0o777), "other users may write to"),
-        (lambda file: os.chown(file, 12345, -1), "belongs to another user"),
-        (lambda file: os.chown(file.parent, 12345, -1), "belongs to another user"),
+        (lambda file: file.chmod(0o660), "kernel.* must not be writable by other users"),
+        (lambda file: file.parent.chmod(0o777), "must not be writable by other users"),
+        (lambda file: os.chown(file, 12345, -1), "must not belong to another user"),
+        (lambda file: os.chown(file.parent, 12345, -1), "must not belong to another user"),
         (lambda file: file.rename(file.parent / "b") and file.symlink_to(file.parent / "b"), None),
     ],
     ids=["file mode", "directory mode", "file owner", "directory owner", "link"],

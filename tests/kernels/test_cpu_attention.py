@@ -133,7 +133,7 @@ def test_a_q8_0_cache_is_close_to_float16(backend):
         logits.append(run(backend, program, batch, past, max_sequences=2))
     error = np.abs(logits[0] - logits[1])
     assert 1e-4 < error.max() < 0.05
-    with pytest.raises(UnsupportedError, match="head size"):
+    with pytest.raises(UnsupportedError, match="heads of a multiple of"):
         PagedKV([KVLayer(1, 16)], 1, kv_type="q8_0")
 
 

@@ -277,7 +277,7 @@ def test_rows_stored_in_another_order(backend, per_token):
     ]
     np.testing.assert_array_equal(results[0], results[1])
     for wrong in (order[1:], np.zeros_like(order), order + 1):
-        with pytest.raises(ShapeError, match="row order"):
+        with pytest.raises(ShapeError, match="its order must have"):
             Weight(stored, QUANT_TYPES["Q4_0"], (40, 64), row_order=wrong)
 
 

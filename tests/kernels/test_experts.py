@@ -250,14 +250,14 @@ def test_hooks_on_weights(backend) -> None:
     assert_close(got, want, 1e-5)
     assert np.abs(got - weights_of(backend, logits, routing)[1]).max() > 1e-3
     for each in (backend, ReferenceBackend()):
-        with pytest.raises(HookError, match="4 experts of a token with a weight, but the model uses 2"):
+        with pytest.raises(HookError, match="must leave 2 experts of a token with a weight, not 4"):
             weights_of(each, logits, routing, np.ones_like)
 
 
 def test_experts_are_alike() -> None:
     """Experts of several shapes or types as one."""
     rng = np.random.default_rng(0)
-    with pytest.raises(ShapeError, match="'e' are not of one shape and type"):
+    with pytest.raises(ShapeError, match="'e' must be of one shape and type"):
         Experts((weight(rng, "F32", 4, 32), weight(rng, "F32", 5, 32)), "e")
-    with pytest.raises(ShapeError, match="not of one shape and type"):
+    with pytest.raises(ShapeError, match="must be of one shape and type"):
         Experts((weight(rng, "F32", 4, 32), weight(rng, "F16", 4, 32)))

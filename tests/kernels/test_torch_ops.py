@@ -217,7 +217,7 @@ def test_an_fp8_cache():
         results.append(program(batch).numpy())
     np.testing.assert_array_equal(*results)
     for backend in (ReferenceBackend(), make_backend("cpu", 1)):
-        with pytest.raises(UnsupportedError, match="an fp8 KV cache is for GPUs"):
+        with pytest.raises(UnsupportedError, match="a KV cache of fp8 is not supported on CPUs"):
             backend.new_cache([layer], 4, kv_type="fp8")
 
 

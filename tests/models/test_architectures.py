@@ -402,8 +402,8 @@ def test_phi_files_may_hold_q_k_and_v_as_one_matrix(tmp_path: Path, reference: B
     ("values", "message"),
     [
         (None, r"'xielu\.alpha_p' is missing"),
-        ([0.5] * 3, r"'xielu\.alpha_p' has 3 entries for 4 layers"),
-        ([0.5, np.nan, 0.5, 0.5], r"'xielu\.alpha_p' holds numbers that are not finite"),
+        ([0.5] * 3, r"'xielu\.alpha_p' must have 4 entries, not 3"),
+        ([0.5, np.nan, 0.5, 0.5], r"'xielu\.alpha_p' must hold finite numbers"),
         (["a"] * 4, r"'xielu\.alpha_p' must be a list of numbers"),
     ],
     ids=str,

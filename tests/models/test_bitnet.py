@@ -79,10 +79,10 @@ def test_ternary_matrices_are_those_of_transformers(mode: str, width: int, tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"linear_class": "bitlinear"}, "kukri runs 'autobitlinear' alone"),
+        ({"linear_class": "bitlinear"}, "only 'autobitlinear' is supported"),
         ({"use_rms_norm": True}, "use_rms_norm' is True"),
         ({"quant_method": "gptq"}, "take the original checkpoint"),
-        (3, "holds bits that are no ternary weight"),
+        (3, "must hold ternary weights"),
         ("scale", "weight_scale'.*is missing"),
     ],
     ids=str,

@@ -196,10 +196,10 @@ def test_forward_pads_on_either_side(saved: tuple[Path, Any]) -> None:
             cache.crop(3)
         cache.crop(0)
         np.testing.assert_array_equal(model.forward(ids[:, :7], cache=cache), steps[0])
-        with pytest.raises(RequestError, match="recurrent layers have no mask"):
+        with pytest.raises(RequestError, match="is not supported by recurrent layers"):
             model.forward(ids, np.ones((1, 1, 20, 20), bool))
         mask[0, 10] = 0
-        with pytest.raises(RequestError, match="pads between tokens"):
+        with pytest.raises(RequestError, match="layers with a window or a state do not support padding"):
             model.forward(ids, mask)
 
 
@@ -242,16 +242,16 @@ CONV = "model.layers.1.conv.conv.weight"
             lambda t: t.update({CONV: np.zeros((64, 1, 4), np.float32)}), {}, FormatError,
             r"layers.1.conv.conv.*has shape \(64, 1, 4\) where the configuration asks for \(64, 1, 3\)",
         ),
-        (lambda t: None, {"conv_L_cache": 1}, FormatError, "a recurrent layer's convolution of 1 taps"),
+        (lambda t: None, {"conv_L_cache": 1}, FormatError, "must have 2 taps or more, not 1"),
         (lambda t: None, {"conv_L_cache": "3"}, FormatError, "conv_L_cache.*must be a whole number"),
         (
             lambda t: None, {"layer_types": ["conv", "mamba", "full_attention", "conv"]}, UnsupportedError,
-            "layer_types' names 'mamba': kukri runs full_attention, conv",
+            "layer_types' names 'mamba': only full_attention, conv are supported",
         ),
-        (lambda t: None, {"layer_types": ["conv"]}, FormatError, "layer_types' has 1 entries for 4 layers"),
+        (lambda t: None, {"layer_types": ["conv"]}, FormatError, "layer_types' must have 4 entries, not 1"),
         (
             lambda t: None, {"layer_types": None, "full_attn_idxs": [2, 9]}, FormatError,
-            "full_attn_idxs' names layers outside 0 to 3",
+            "full_attn_idxs' must name layers from 0 to 3",
         ),
     ],
     ids=["missing", "shape", "taps", "type", "layer types", "few layers", "indices"],
@@ -274,10 +274,13 @@ def test_wrong_files(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"ssm.inner_size": 33}, r"ssm.inner_size' is 33, which 2 heads do not divide"),
-        ({"ssm.time_step_rank": 3, "ssm.inner_size": 48}, "3 heads of a recurrent layer in 2 groups"),
-        ({"ssm.state_size": 0}, r"ssm.state_size' is 0, not between 1 and"),
-        ({"attention.recurrent_layers": [True, False]}, "recurrent_layers' has 2 entries for 4 layers"),
+        ({"ssm.inner_size": 33}, r"ssm.inner_size' must be a multiple of 2 heads, not 33"),
+        (
+            {"ssm.time_step_rank": 3, "ssm.inner_size": 48},
+            "recurrent groups \\(2\\) must divide the heads \\(3\\)",
+        ),
+        ({"ssm.state_size": 0}, r"ssm.state_size' must be from 1 to .*, not 0"),
+        ({"attention.recurrent_layers": [True, False]}, "recurrent_layers' must have 4 entries, not 2"),
     ],
 )
 def test_sizes_that_do_not_divide(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -296,19 +299,19 @@ def test_sizes_that_do_not_divide(keys: dict[str, Any], message: str, tmp_path: 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"mamba_n_heads": 3}, "mamba_n_heads' is 3, which does not divide a width of 128"),
+        ({"mamba_n_heads": 3}, "mamba_n_heads' must divide the width 128, which 3 does not"),
         ({"mamba_d_head": 16}, "mamba_d_head' is 16, but 4 heads of a width of 128 have 32"),
-        ({"mamba_n_groups": 3}, "4 heads of a recurrent layer in 3 groups"),
+        ({"mamba_n_groups": 3}, "recurrent groups \\(3\\) must divide the heads \\(4\\)"),
         ({"mamba_n_groups": 2}, r"mamba.in_proj.weight'.*has shape \(324, 64\) where.*asks for \(388, 64\)"),
         ({"mamba_d_state": 31}, r"mamba.in_proj.weight'.*has shape \(324, 64\) where.*asks for \(322, 64\)"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type' is 'alibi': kukri runs rope and"),
-        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit' is \[0.0, 0.1\]: kukri runs"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok' is 9, but there are 8 experts"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type' is 'alibi': only rope and"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit' is \[0.0, 0.1\]: only"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok' must be at most 8, the experts, not 9"),
         ({"num_local_experts": 7}, r"input_linear.weight'.*has shape \(8, 64, 64\)|router.*\(8, 64\) where"),
         ({"num_local_experts": 0}, "no layer of granitemoehybrid_dense takes: .*block_sparse_moe"),
         (
             {"layer_types": ["mamba", "rwkv", "mamba", "mamba"]},
-            "names 'rwkv': kukri runs attention, mamba, linear_attention",
+            "names 'rwkv': only attention, mamba, linear_attention",
         ),
         ({"mamba_conv_bias": False}, r"mamba.conv1d.bias'.*is there, but key 'mamba_conv_bias'"),
     ],
@@ -339,7 +342,7 @@ def test_states_of_odd_widths_run_on_the_reference(tmp_path: Path, caplog: pytes
 
 def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:
     """A draft model whose state keeps what was rejected."""
-    with pytest.raises(KukriError, match="recurrent layers cannot be the draft model") as caught:
+    with pytest.raises(KukriError, match=r"a draft model \(--draft-model\) must have no recurrent") as caught:
         LLM(saved[0], draft_model=saved[0])
     assert "\n" not in str(caught.value)
 
@@ -347,13 +350,16 @@ def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers' has 4 numbers, not 5"),
+        ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers' must have 5 numbers, not 4"),
         ({"mlp_multipliers": [1.0, -1.0]}, "mlp_multipliers' must be a finite number above 0"),
         ({"mlp_multipliers": 2.0}, "mlp_multipliers' must be a list of numbers"),
         ({"key_multiplier": 0}, "key_multiplier' must be a finite number above 0"),
         ({"lm_head_multiplier": "1"}, "lm_head_multiplier' must be a number"),
-        ({"mamba_rms_norm": True}, "mamba_norm_before_gate' is true: kukri runs norms after the gate"),
-        ({"attention_bias": True}, "attention_bias' is True: kukri runs False alone"),
+        (
+            {"mamba_rms_norm": True},
+            "mamba_norm_before_gate' is true: norms before the gate are not supported",
+        ),
+        ({"attention_bias": True}, "attention_bias' is True: only False is supported"),
         ({"mamba_d_head": 8}, "mamba_d_head' is 8, but 8 heads of a width of 128 have 16"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

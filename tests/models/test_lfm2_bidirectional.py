@@ -132,7 +132,7 @@ def test_convolutions_without_a_middle_are_refused(tmp_path: Path) -> None:
     stated = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**stated, "conv_L_cache": 4}))
     with (
-        pytest.raises(UnsupportedError, match=r"conv_L_cache' is 4: .* have a middle"),
+        pytest.raises(UnsupportedError, match=r"conv_L_cache' must be odd, .* have a middle, not 4"),
         open_checkpoint(tmp_path),
     ):
         pass

@@ -132,10 +132,10 @@ def test_given_llama3_factors_equal_the_formula() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "ntk"}, r"'ntk' is unknown: kukri runs linear, .*longrope"),
+        ({"kind": "ntk"}, r"'ntk' is not supported: use linear, .*longrope"),
         ({"kind": "linear", "factor": 0.0}, "above 0"),
         ({"kind": "linear", "factor": math.nan}, "above 0"),
-        ({"kind": "yarn", "factor": 2.0}, "needs the context"),
+        ({"kind": "yarn", "factor": 2.0}, "requires the context"),
         ({"kind": "longrope", "original_context": 64}, "short and long factors"),
         ({"kind": "yarn", "original_context": 64, "attention_factor": -1.0}, "attention factor"),
         ({"kind": "yarn", "original_context": 64, "beta_slow": 40.0}, "beta_slow"),
@@ -151,7 +151,7 @@ def test_scaling_without_sense_is_refused(fields: dict[str, Any], message: str) 
 
 def test_factors_must_be_one_for_each_frequency() -> None:
     """Factors of another head size, broadcast or cut."""
-    with pytest.raises(ConfigError, match="2 RoPE factors for 32 rotary frequencies"):
+    with pytest.raises(ConfigError, match="RoPE must have 32 factors, not 2"):
         RopeConfig(10000.0, 2 * HALF, RopeScaling("llama3", factors=(1.0, 2.0)))
 
 

@@ -74,9 +74,9 @@ def test_in_a_gguf_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rope_scaling": "yarn"}, "rope_scaling and rope_factor belong together"),
-        ({"rope_factor": 2.0}, "rope_scaling and rope_factor belong together"),
-        ({"rope_scaling": "ntk", "rope_factor": 2.0}, "'ntk' cannot be set: choose linear, dynamic, yarn"),
+        ({"rope_scaling": "yarn"}, "'rope_scaling' and 'rope_factor' are required together"),
+        ({"rope_factor": 2.0}, "'rope_scaling' and 'rope_factor' are required together"),
+        ({"rope_scaling": "ntk", "rope_factor": 2.0}, "must be one of linear, dynamic, yarn, not 'ntk'"),
         ({"rope_scaling": "yarn", "rope_factor": 0.5}, "must be from 1 to"),
     ],
 )  # fmt: skip

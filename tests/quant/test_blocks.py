@@ -215,7 +215,7 @@ def test_wrong_shapes_and_types_are_named():
         dequantize(np.zeros((2, 30), np.uint8), QUANT_TYPES["Q4_1"])
     with pytest.raises(ShapeError, match="float32 "):
         dequantize(np.zeros((2, 34), np.float32), QUANT_TYPES["Q8_0"])
-    with pytest.raises(ShapeError, match="rows of 33 weights are not rows of 32-weight Q8_0"):
+    with pytest.raises(ShapeError, match="33 columns must be a multiple of 32 for Q8_0"):
         quantize(np.zeros((2, 33), np.float32), QUANT_TYPES["Q8_0"])
     with pytest.raises(ShapeError, match="210-byte Q6_K"):
         dequantize(np.zeros((2, 209), np.uint8), QUANT_TYPES["Q6_K"])
@@ -225,7 +225,7 @@ def test_wrong_shapes_and_types_are_named():
 def test_types_that_do_not_run_are_named_with_those_that_do(name):
     """A known type without a format silently misread, or a refusal that leaves the reader at a loss."""
     type = QUANT_TYPES[name]
-    refusal = re.escape(f"does not run weight type {name}: it runs {', '.join(NAMES)}")
+    refusal = re.escape(f"the weight type {name} is not supported: use {', '.join(NAMES)}")
     with pytest.raises(UnsupportedError, match=f"{refusal}$"):
         dequantize(np.zeros((1, type.block_bytes), np.uint8), type)
 
@@ -233,7 +233,7 @@ def test_types_that_do_not_run_are_named_with_those_that_do(name):
 @pytest.mark.parametrize("name", [name for name in QUANT_TYPES if name not in WRITTEN])
 def test_types_without_a_quantizer_are_named_with_those_that_have_one(name):
     """Bytes of some other type, or a KeyError, for a type that has no quantizer."""
-    refusal = re.escape(f"does not quantize to {name}: use one of {', '.join(WRITTEN)}")
+    refusal = re.escape(f"quantizing to {name} is not supported: use one of {', '.join(WRITTEN)}")
     with pytest.raises(UnsupportedError, match=f"{refusal}$"):
         quantize(np.zeros((1, 256), np.float32), QUANT_TYPES[name])
 

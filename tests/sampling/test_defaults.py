@@ -94,7 +94,7 @@ def test_advice_that_cannot_be_is_left_out(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         params = default_params({"temperature": "hot", "top_p": 7, "top_k": 5})
     assert params == SamplingParams(top_k=5)
-    assert "temperature must be" in caplog.text
+    assert "'temperature' must be" in caplog.text
     listed = gguf_advice({"general.sampling.top_k": np.array([1, 2])})
     assert default_params(listed) == SamplingParams(**OWN_DEFAULTS)
     assert default_params({"top_p": []}) == SamplingParams(**OWN_DEFAULTS)
@@ -114,9 +114,9 @@ def test_given_values_win() -> None:
     assert defaults.replace(samplers=["top_p", "temperature"]) == SamplingParams(
         temperature=0.6, top_p=0.9, samplers=["top_p", "temperature"]
     )
-    with pytest.raises(RequestError, match="samplers must be"):
+    with pytest.raises(RequestError, match="'samplers' must be"):
         defaults.replace(samplers=["top_p", "temperature"], top_k=3)
-    with pytest.raises(RequestError, match="mirostat must be 0"):
+    with pytest.raises(RequestError, match="'mirostat' must be 0"):
         defaults.replace(mirostat=2, top_k=3)
 
 

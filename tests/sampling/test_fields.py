@@ -100,7 +100,7 @@ def test_every_number_has_bounds(name: str) -> None:
     partner = {"max_tokens": None} if name == "min_tokens" else {}
     for value in (*right, *wrong):
         number = int(value) if is_whole and abs(value) < 1e300 else value
-        with nullcontext() if value in right else pytest.raises(RequestError, match=f"{name} must be"):
+        with nullcontext() if value in right else pytest.raises(RequestError, match=f"'{name}' must be"):
             SamplingParams(**partner | {name: number})  # type: ignore[arg-type]
         if name not in OF_AN_ENDPOINT:
             with nullcontext() if value in right else pytest.raises(ValidationError, match=name):

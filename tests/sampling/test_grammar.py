@@ -167,7 +167,7 @@ def test_what_cannot_be_served_says_why(tokenizer, grammar, reason):
     with pytest.raises(RequestError) as caught:
         compiled(grammar, tokenizer)
     message = str(caught.value)
-    assert message.startswith("grammar cannot be used: ")
+    assert message.startswith("'grammar' cannot be used: ")
     assert reason in message
     assert "\n" not in message
     assert caught.value.param == "grammar"
@@ -175,11 +175,11 @@ def test_what_cannot_be_served_says_why(tokenizer, grammar, reason):
 
 def test_wrong_sources_are_refused_before_they_are_compiled():
     """Would catch a schema of a million lines that is compiled, and sources of wrong types."""
-    with pytest.raises(RequestError, match="longer than"):
+    with pytest.raises(RequestError, match="must have at most"):
         Grammar.regex("a" * 300_000)
     with pytest.raises(RequestError, match="JSON"):
         Grammar.json({"const": object()})
-    with pytest.raises(RequestError, match="none of them empty"):
+    with pytest.raises(RequestError, match="a choice must be a list of texts, not empty"):
         Grammar.choice([])
     for field in ({"ignore_eos": True}, {"min_tokens": 2}):
         with pytest.raises(RequestError, match="grammar"):

@@ -74,7 +74,7 @@ def test_wrong_values_are_refused() -> None:
             SamplingParams(**{name: value})  # type: ignore[arg-type]
         except RequestError as error:
             text = str(error)
-            is_right = error.param == name and text.startswith(f"{name} must be ")
+            is_right = error.param == name and text.startswith(f"'{name}' must be ")
             if not is_right or "\n" in text or len(text) >= 250:
                 faults.append(f"{name}={value!r:.60}: {error.param}: {text}")
         else:
@@ -112,14 +112,14 @@ def test_limits_are_inside(name: str, value: object) -> None:
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:
     """Would catch a request that can never satisfy both."""
-    with pytest.raises(RequestError, match="at most max_tokens, 4"):
+    with pytest.raises(RequestError, match="at most 'max_tokens', 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
 
 
 def test_best_of_is_at_least_n() -> None:
     """Would catch a request for more answers than are generated."""
-    with pytest.raises(RequestError, match="best_of must be an integer from 3, n, to 128"):
+    with pytest.raises(RequestError, match="'best_of' must be from n \\(3\\) to 128"):
         SamplingParams(n=3, best_of=2)
     assert SamplingParams(n=3).n_generated_answers == 3
     assert SamplingParams(n=3, best_of=5).n_generated_answers == 5
@@ -127,10 +127,10 @@ def test_best_of_is_at_least_n() -> None:
 
 def test_a_parameter_without_effect_is_refused() -> None:
     """Would catch a filter that is set and ignored: left out of `samplers`, or replaced by mirostat."""
-    with pytest.raises(RequestError, match="samplers must be a list that names top_k") as caught:
+    with pytest.raises(RequestError, match="'samplers' must be a list that names top_k") as caught:
         SamplingParams(top_k=5, samplers=["temperature"])
     assert caught.value.param == "samplers"
-    with pytest.raises(RequestError, match="mirostat must be 0 where min_p is set"):
+    with pytest.raises(RequestError, match="'mirostat' must be 0 where min_p is set"):
         SamplingParams(min_p=0.1, mirostat=2)
     SamplingParams(mirostat=1, temperature=0.5, dry_multiplier=1.0, presence_penalty=1.0)
     SamplingParams(samplers=[], temperature=0)

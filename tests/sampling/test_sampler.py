@@ -382,7 +382,7 @@ def test_masked_tokens_are_never_drawn() -> None:
 @pytest.mark.parametrize("params", [{"logit_bias": {10: 1.0}}, {"stop_token_ids": [10]}, {"stop": [10]}])
 def test_ids_outside_the_vocabulary_are_refused(params: dict[str, Any]) -> None:
     """Would catch an index error, or a neighbour's memory, in the middle of a batch."""
-    with pytest.raises(RequestError, match="names token 10, but the vocabulary has 10 tokens"):
+    with pytest.raises(RequestError, match="must name tokens below 10, not 10"):
         sampler(10, **params)
 
 

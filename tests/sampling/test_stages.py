@@ -333,7 +333,7 @@ def test_logits_processors_see_the_tokens_and_edit_the_row() -> None:
     ("returned", "message"),
     [
         (lambda ids, row: 1 / 0, "fault failed: ZeroDivisionError"),
-        (lambda ids, row: row[:-1], "returned an array of shape"),
+        (lambda ids, row: row[:-1], "must return .5,. or None, not"),
         (lambda ids, row: "no", "fault failed: ValueError"),
         (lambda ids, row: row * np.nan, "left nan in the logits"),
         (lambda ids, row: row + np.inf, "left inf in the logits"),

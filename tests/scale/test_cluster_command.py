@@ -33,7 +33,7 @@ def test_options_on_replicas_need_ray(tmp_path: Path) -> None:
 def test_options_of_several_models_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches options that are taken and have no effect."""
     monkeypatch.setattr("kukri.terminal.cluster.require_ray", lambda command: None)
-    assert "--model-dir is an option of kukri serve" in error_of(
+    assert "--model-dir is not supported with replicas" in error_of(
         "cluster", "serve", "--model-dir", str(tmp_path)
     )
 

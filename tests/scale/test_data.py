@@ -99,9 +99,9 @@ def test_scores_of_documents(head: str, tmp_path: Path) -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="task must be one of"):
         predictor(column="text", task="dance")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="query is the column of queries"):
+    with pytest.raises(ConfigError, match="'query' is supported for the task rerank only"):
         predictor(column="text", task="rerank")
-    with pytest.raises(ConfigError, match="query is the column of queries"):
+    with pytest.raises(ConfigError, match="'query' is supported for the task rerank only"):
         predictor(column="text", query="question")
 
 

@@ -101,5 +101,5 @@ def test_stages_that_find_no_room_are_refused(
     from kukri.scale import pipeline
 
     monkeypatch.setattr(pipeline, "_PLACE_S", 2.0)
-    with pytest.raises(ConfigError, match="alongside this process on 2 machines"):
+    with pytest.raises(ConfigError, match="next to this process on 2 machines"):
         LLM(path, stages=pipeline.RayStages(4), **{**OPTIONS, "n_threads": 2})

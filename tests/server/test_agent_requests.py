@@ -176,7 +176,7 @@ def test_choices_of_tools(choice, want):
     """Catches a form of tool_choice that is refused, and a call of a tool that is not allowed."""
     found = parse_response(ResponseBody.model_validate(CODEX | {"tool_choice": choice}))
     assert (found.tool_choice, found.tool_name, len(found.functions)) == want
-    with pytest.raises(RequestError, match="names none of the tools"):
+    with pytest.raises(RequestError, match="'tool_choice' must name one of the tools"):
         parse_response(ResponseBody.model_validate(CODEX | {"tool_choice": {"type": "web_search"}}))
 
 
@@ -251,7 +251,7 @@ def test_the_store_is_bounded_and_each_owners_own():
     assert store._n_bytes == sum(one.n_bytes for one in store._stored.values()) <= 40_000
     with pytest.raises(NotFoundError):
         store.find("b", "resp_99")
-    with pytest.raises(RequestError, match="send its items as input"):
+    with pytest.raises(RequestError, match="send its items as 'input'"):
         store.items_before("a", "resp_99")
     assert store.items_by_id("a", {"msg_99", "msg_0"}).keys() == {"msg_99"}
     assert store.items_by_id("b", {"msg_99"}) == {}
@@ -302,24 +302,24 @@ def test_a_directory_that_others_may_write_to_keeps_no_responses(tmp_path):
     """Catches answers that another user has put there."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigError, match="other users may write"):
+    with pytest.raises(ConfigError, match="must not be writable by other users"):
         ResponseFiles(tmp_path / "open", KeyRing([]))
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param", "text"),
     [
-        ("/v1/chat/completions", {"stop": ["a", 5]}, "stop[1]", "valid string"),
-        ("/v1/chat/completions", {"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
-        ("/v1/completions", {"prompt": ["a", 5]}, "prompt[1]", "valid string"),
-        ("/v1/completions", {"prompt": [5, "a"]}, "prompt[1]", "valid integer"),
-        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]", "is empty"),
-        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "at most 2048 items"),
+        ("/v1/chat/completions", {"stop": ["a", 5]}, "stop[1]", "must be a text"),
+        ("/v1/chat/completions", {"stop": ["a", ""]}, "stop[1]", "must have at least 1 characters"),
+        ("/v1/completions", {"prompt": ["a", 5]}, "prompt[1]", "must be a text"),
+        ("/v1/completions", {"prompt": [5, "a"]}, "prompt[1]", "must be a whole number"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]", "must not be empty"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "at most 2048 entries"),
         (
             "/v1/responses",
             {"tool_choice": {"type": "function"}, "tools": [SHELL]},
             "tool_choice",
-            "names none",
+            "must name one of the tools",
         ),
     ],
 )
@@ -331,4 +331,4 @@ def test_errors_of_unions_name_the_values_own_branch(served, path, body, param, 
         message = check_error(http.post(path, json={own: asked[own]} | body), 400, param)
         assert text in message
         assert "it is at /v1/messages" in check_error(http.post("/messages", json={}), 404)
-        assert "no such endpoint: POST /what" in check_error(http.post("/what", json={}), 404)
+        assert "POST /what was not found" in check_error(http.post("/what", json={}), 404)

@@ -89,10 +89,10 @@ def test_a_context_and_usage_are_heard():
     [
         ({"n_predict": 7, "max_tokens": 8}, "'n_predict' cannot be combined with 'max_tokens'"),
         ({"repeat_penalty": 2, "repetition_penalty": 1}, "'repeat_penalty' cannot be combined"),
-        ({"reasoning_format": "none"}, "reasoning_format is not supported"),
-        ({"reasoning": {"exclude": True}}, "exclude is not supported"),
-        ({"lora": [{"id": 0, "scale": 1.0}]}, "lora is not supported: use the adapter's name"),
-        ({"t_max_predict_ms": 500}, "t_max_predict_ms is not supported"),
+        ({"reasoning_format": "none"}, "'reasoning_format' is not supported"),
+        ({"reasoning": {"exclude": True}}, "'exclude' is not supported"),
+        ({"lora": [{"id": 0, "scale": 1.0}]}, "'lora' is not supported: use the adapter's name"),
+        ({"t_max_predict_ms": 500}, "'t_max_predict_ms' is not supported"),
     ],
 )
 def test_what_cannot_be_heard_is_refused_by_name(fields, message):
@@ -107,7 +107,7 @@ def test_errors_have_the_names_that_the_client_sent(served):
         for path in (CHAT, TEXT):
             for name, value in (("repeat_penalty", 1000), ("n_predict", "a"), ("n_probs", 21)):
                 answer = http.post(path, json={**ASK[path], "max_tokens": None, name: value})
-                assert check_error(answer, 400, name).startswith(f"{name}: input should be")
+                assert check_error(answer, 400, name).startswith(f"'{name}' must be")
             wrong = http.post(path, json={**ASK[path], "samplers": "kz"})
             assert "not 'z'" in check_error(wrong, 400, "samplers")
         body = {**ASK[CHAT], "max_tokens": -1, "num_ctx": 4, "temperature": 0}

@@ -271,7 +271,7 @@ def test_wrong_input_is_explained(tiny: LLM, tmp_path: Path) -> None:
             asker.files.create(file=io.BytesIO(b"a"), purpose="fine-tune")
         batch = ended(asker, start(asker, upload(asker, "")))
         assert batch.status == "failed"
-        assert "no requests" in batch.errors.data[0].message
+        assert "must have requests" in batch.errors.data[0].message
         assert str(tmp_path) not in batch.errors.data[0].message
         with pytest.raises(openai.BadRequestError, match="endpoint"):
             asker.batches.create(

@@ -83,7 +83,7 @@ def test_a_model_without_answers_refuses_chats_in_one_true_sentence(models):
             answer = http.post(path, json={"model": "vectors", **body})
             error = answer.json()["error"]
             said = error if isinstance(error, str) else error["message"]
-            wanted = "the model makes embeddings and generates no text: use a language model"
+            wanted = "the model makes embeddings and cannot generate: use a language model"
             assert (answer.status_code, said) == (400, wanted), path
 
 
@@ -101,9 +101,9 @@ def test_the_page_offers_models_that_chat(models):
         marked = {name for name, row in rows.items() if "not for chats" in row}
         assert marked == {"vectors", "ranks", "pooled"}
         refused = http.get("/ui/model", params={"name": "ranks"})
-        wanted = "the model 'ranks' is for rerank and cannot chat: choose a language model"
+        wanted = "'ranks' is a model for rerank and cannot chat: choose a language model"
         assert (refused.status_code, refused.json()["error"]["message"]) == (404, wanted)
     (alone,) = [spec for spec in specs if spec.names == ("vectors",)]
     with serving(None, [alone]) as server, server.http() as http:
         told = http.get("/ui/model").json()["error"]["message"]
-        assert told == "the model 'vectors' is for embedding and cannot chat: choose a language model"
+        assert told == "'vectors' is a model for embedding and cannot chat: choose a language model"

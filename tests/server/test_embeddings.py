@@ -133,23 +133,23 @@ def test_llama_cpps_forms_of_input_give_the_same_vectors(served, offline):
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
-        ({"dimensions": 64}, "dimensions", "can only be 576"),
-        ({"input": ""}, "input", "input is empty"),
-        ({"input": ["a", ""]}, "input[1]", "input[1] is empty"),
+        ({"dimensions": 64}, "dimensions", "'dimensions' must be 576"),
+        ({"input": ""}, "input", "'input' must not be empty"),
+        ({"input": ["a", ""]}, "input[1]", "'input[1]' must not be empty"),
         ({"input": []}, "input", ""),
-        ({"input": [[]]}, "input[0]", "at least 1 item"),
-        ({"input": ["a", 1.5]}, "input[1]", "valid string"),
-        ({"input": None}, "input", "is missing"),
+        ({"input": [[]]}, "input[0]", "at least 1 entries"),
+        ({"input": ["a", 1.5]}, "input[1]", "must be a text"),
+        ({"input": None}, "input", "'input' is required"),
         ({"content": "b"}, "content", "give one"),
         ({"input": {"content": [{"type": "image_url"}]}}, "input.content[0].type", ""),
         ({"input": ["a"] * 2049}, "input", ""),
-        ({"input": [49152], "allow_token_ids": True}, "input", "outside the vocabulary"),
-        ({"input": [[1], [-1]], "allow_token_ids": True}, "input", "outside the vocabulary"),
-        ({"input": [2**70]}, "input[0]", "less than or equal to"),
+        ({"input": [49152], "allow_token_ids": True}, "input", "must be from 0 to"),
+        ({"input": [[1], [-1]], "allow_token_ids": True}, "input", "must be from 0 to"),
+        ({"input": [2**70]}, "input[0]", "must be at most 2147483647"),
         ({"input": ["a", "a " * 1100]}, "input", "the context holds 1024"),
         ({"encoding_format": "int8"}, "encoding_format", ""),
         ({"pooling": "max"}, "pooling", ""),
-        ({"truncated": True}, "truncated", "unknown field"),
+        ({"truncated": True}, "truncated", "is not supported"),
     ],
 )
 def test_what_is_wrong_is_named(served, changes, param, message):
@@ -201,7 +201,7 @@ def test_numbers_that_json_has_not_are_an_error(served, monkeypatch):
     monkeypatch.setattr(served.served.bridge, "compute", compute)
     with served.http() as http:
         response = http.post("/v1/embeddings", json={"model": MODEL, "input": "a"})
-        assert "not finite" in check_error(response, 500)
+        assert "have NaN or infinity" in check_error(response, 500)
 
 
 @pytest.mark.full
@@ -211,5 +211,5 @@ def test_a_deadline_ends_it(smollm2_path):
         with server.http() as http:
             body = {"model": MODEL, "input": [TEXT * 10 for _ in range(400)]}
             message = check_error(http.post("/v1/embeddings", json=body), 503)
-        assert message == "the answer was not done within 0.2 s"
+        assert message == "the answer was not finished within 0.2 s"
         server.wait_until(lambda: server.served.bridge.loop.status().n_waiting == 0, 5)

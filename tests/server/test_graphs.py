@@ -162,13 +162,13 @@ def test_features_of_a_graph_are_set(http: httpx.Client, files: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"delta": None}, "give a delta, or ablate"),
-        ({"ablate": True}, "give a delta, or ablate"),
-        ({"steer_generated_tokens": True}, "give a steer_position, or steer_generated_tokens"),
-        ({"steer_position": 99}, "steer_position must be below the"),
-        ({"token_active_position": 99}, "token_active_position must be below the"),
-        ({"index": 10_000}, "index must be from 0 to"),
-        ({"layer": 9}, "needs a layer that it has"),
+        ({"delta": None}, "either 'delta' or 'ablate' is required, not both"),
+        ({"ablate": True}, "either 'delta' or 'ablate' is required, not both"),
+        ({"steer_generated_tokens": True}, "either 'steer_position' or 'steer_generated_tokens'"),
+        ({"steer_position": 99}, "'steer_position' must be below the"),
+        ({"token_active_position": 99}, "'token_active_position' must be below the"),
+        ({"index": 10_000}, "'index' must be from 0 to"),
+        ({"layer": 9}, "'layer' must be one of transcoder"),
     ],
 )  # fmt: skip
 def test_steering_that_is_refused(http: httpx.Client, change: dict[str, Any], words: str) -> None:
@@ -249,11 +249,14 @@ def test_one_graph_at_a_time_which_ends_with_its_client(site: Served, http: http
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"signed_url": "http://169.254.169.254/"}, "signed_url is not supported: the graph is the answer"),
-        ({"enable_qk_tracing": True}, "enable_qk_tracing is not supported"),
-        ({"prompt": ""}, "a prompt or messages"),
-        ({"prompt": "a" * 300}, "300 tokens, and a graph over HTTP at most 256"),
-        ({"transcoder": "x"}, "no transcoder 'x': there are mlps"),
+        (
+            {"signed_url": "http://169.254.169.254/"},
+            "'signed_url' is not supported: the graph is the response",
+        ),
+        ({"enable_qk_tracing": True}, "'enable_qk_tracing' is not supported"),
+        ({"prompt": ""}, "either 'prompt' or 'messages' is required"),
+        ({"prompt": "a" * 300}, "at most 256 tokens, not 300: use `kukri circuit`"),
+        ({"transcoder": "x"}, "the transcoder 'x' was not found: there are mlps"),
         ({"max_feature_nodes": 10_001}, "max_feature_nodes"),
         ({"node_threshold": 1.1}, "node_threshold"),
         ({"max_n_logits": 0}, "max_n_logits"),
@@ -280,7 +283,7 @@ def test_nodes_of_another_graph(http: httpx.Client) -> None:
     """Catches an index error for features or layers that these transcoders do not have."""
     for place, words in (
         ({"layer": 1, "features": [100]}, "from 0 to 99"),
-        ({"layer": 7, "features": [1]}, "needs a layer that it has (0, 1), not 7"),
+        ({"layer": 7, "features": [1]}, "'layer' must be one of transcoder 'mlps' (0, 1), not 7"),
     ):
         edit = {"op": "scale", "transcoder": "mlps", "strength": 2, **place}
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "interventions": [edit]}
@@ -298,12 +301,12 @@ def test_transcoders_that_cannot_make_a_graph(files: Path) -> None:
         server.http() as http,
     ):
         for more, words in (
-            ({}, "2 transcoders: choose by transcoder: mlps, half"),
+            ({}, "'transcoder' is required: choose one of mlps, half"),
             (
                 {"transcoder": "half"},
-                "half: the transcoders have 1 layers of width 64, and the model 2 of 64",
+                "'transcoder' 'half' cannot be used: the transcoders must have 2 layers of width 64",
             ),
-            ({"transcoder": "mlps"}, "MiB of memory or more, of 1 that it may"),
+            ({"transcoder": "mlps"}, "must take at most 1 MiB of memory"),
         ):
             answer = http.post(PATH, json={"prompt": PROMPT, **more})
             assert answer.status_code == 400, answer.text
@@ -321,7 +324,7 @@ def test_transcoders_of_another_width_are_named_by_the_error(files: Path, tmp_pa
     with serving(None, [ModelSpec(("red",), options)], has_interp=True) as server, server.http() as http:
         answer = http.post(PATH, json={"prompt": PROMPT, "model_id": "red"})
     assert answer.status_code == 500
-    assert "2 layers of width 60, and the model 2 of 64" in answer.json()["error"]["message"]
+    assert "must have 2 layers of width 64, as the model, not 2 of 60" in answer.json()["error"]["message"]
     assert str(tmp_path) not in answer.text
 
 
@@ -340,5 +343,5 @@ def test_the_process_tells_whose_fault_it_is(files: Path, tmp_path: Path) -> Non
     assert outcome_of({**job, "ids": [10**6]})[0] == "refused"
     assert outcome_of({**job, "transcoders": str(tmp_path)}) == (
         "failed",
-        f"{tmp_path}: has no transcoders: no layer_0.safetensors, W_enc_0.safetensors or folders",
+        f"{tmp_path} must have layer_0.safetensors, W_enc_0.safetensors or folders",
     )

@@ -235,7 +235,7 @@ def test_places_over_http(served, llm, place):
     assert answer.json()["choices"][0]["text"] == expected.text
     wrong = ask(served, interventions=[edit | {"positions": {"text": "nowhere to be found"}}])
     assert wrong.status_code == 400
-    assert "does not contain" in wrong.json()["error"]["message"]
+    assert "was not found in the prompt" in wrong.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

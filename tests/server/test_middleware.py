@@ -526,11 +526,11 @@ def test_a_proxy_may_serve_it_under_a_prefix(small, keeps):
         assert via_proxy("POST", "/ai/kukri/v1/messages", json={}).json()["type"] == "error"
         assert isinstance(via_proxy("POST", "/ai/kukri/api/chat", json={}).json()["error"], str)
         lost = via_proxy("POST", "/ai/kukri/activations", json={}, headers=key).json()["error"]["message"]
-        assert lost == "no such endpoint: POST /activations; it is at /v1/activations"
+        assert lost == "POST /activations was not found; it is at /v1/activations"
 
 
 @pytest.mark.parametrize("path", ["kukri", "/a//b", "/v1", "/api/x", "/a?b", "//a"])
 def test_a_prefix_that_cannot_be_one_is_refused(path):
     """Catches a prefix under which nothing, or something else, is found."""
-    with pytest.raises(ConfigError, match="root_path must be"):
+    with pytest.raises(ConfigError, match="'root_path' must be"):
         ServerSettings(root_path=path)

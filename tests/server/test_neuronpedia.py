@@ -202,17 +202,21 @@ def test_steered_chats(http: httpx.Client, llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("activation/single", {"prompt": "a"}, "source and index"),
+        ("activation/single", {"prompt": "a"}, "'source' and 'index'"),
         ("activation/single", {"prompt": "a", "source": "9-mlps", "index": 1}, "layer"),
-        ("activation/single", {"prompt": "a", "source": "x", "index": 1}, "there is no source"),
-        ("activation/single", {"prompt": "a", "source": "1-mlps", "index": F}, "index must be"),
+        ("activation/single", {"prompt": "a", "source": "x", "index": 1}, "the source "),
+        ("activation/single", {"prompt": "a", "source": "1-mlps", "index": F}, "'index' must be"),
         ("activation/single", {"prompt": "a", "vector": [1], "hook": "resid_post1"}, "64 numbers"),
         ("activation/single", {"prompt": "a", "vector": [1], "hook": "nowhere"}, "nowhere"),
-        ("activation/all", {"prompt": "a", "source_set": "x"}, "there is no source set"),
+        ("activation/all", {"prompt": "a", "source_set": "x"}, "the source set"),
         ("activation/all", {"prompt": "a", "source_set": "mlps", "feature_filter": [1]}, "feature_filter"),
         ("activation/all", {"prompt": "a", "source_set": "mlps", "sort_by_token_indexes": [99]}, "below"),
-        ("util/sae-topk-by-decoder-cossim", {"source": "1-mlps", "num_results": 2}, "a feature or a vector"),
-        ("steer/completion", {**STEER, "prompt": "a"}, "features or vectors"),
+        (
+            "util/sae-topk-by-decoder-cossim",
+            {"source": "1-mlps", "num_results": 2},
+            "either 'feature' or 'vector' is required",
+        ),
+        ("steer/completion", {**STEER, "prompt": "a"}, "either 'features' or 'vectors' is required"),
     ],
 )
 def test_wrong_requests(http: httpx.Client, path: str, body: dict[str, Any], words: str) -> None:

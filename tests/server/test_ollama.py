@@ -189,7 +189,7 @@ def test_the_models_are_listed_and_described(client, served):
 
 def test_errors_have_ollamas_form(client, served):
     """Catches OpenAI's errors, which its clients do not read, and prompts cut in silence."""
-    with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
+    with pytest.raises(ollama.ResponseError, match="was not found") as caught:
         client.chat("gpt-9", QUESTION)
     assert caught.value.status_code == 404
     for body, words in (
@@ -197,7 +197,7 @@ def test_errors_have_ollamas_form(client, served):
         ({"messages": QUESTION, "options": {"num_ctx": 4}}, "the context holds 4"),
         ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": QUESTION, "format": {"type": "array", "uniqueItems": True}}, "format"),
-        ({"messages": QUESTION, "keep_alive": "soon"}, "keep_alive must be a time"),
+        ({"messages": QUESTION, "keep_alive": "soon"}, "'keep_alive' must be a time"),
     ):
         with served.http() as http:
             response = http.post("/api/chat", json={"model": MODEL, "stream": False, **body})
@@ -265,9 +265,9 @@ def test_models_are_pulled_and_deleted_if_allowed(tiny_hub):
         assert len(client.ps().models) == 1, "one model of two names is loaded once"
         assert client.delete(TINY).status == "success"
         assert client.list().models == []
-        with pytest.raises(ollama.ResponseError, match="no file and no repository org/none"):
+        with pytest.raises(ollama.ResponseError, match="the repository org/none or its file was not found"):
             client.pull("org/none")
-        with pytest.raises(ollama.ResponseError, match="no model"):
+        with pytest.raises(ollama.ResponseError, match="was not found"):
             client.pull("/etc/passwd")
 
 
@@ -309,7 +309,7 @@ def test_a_name_that_any_model_answers_for_deletes_nothing(cached):
     with serving(None, manages_models=True, any_model=True) as served:
         client = ollama.Client(served.url)
         assert client.generate("gpt-4", "Hi", options={"num_predict": 2}).eval_count == 2
-        with pytest.raises(ollama.ResponseError, match="'gpt-4' does not exist") as caught:
+        with pytest.raises(ollama.ResponseError, match="'gpt-4' was not found") as caught:
             client.delete("gpt-4")
         assert caught.value.status_code == 404
         assert hub.MODELS[cached].path.exists()
@@ -333,7 +333,7 @@ def test_a_model_that_is_being_deleted_is_not_loaded_again(cached, monkeypatch):
         (entry,) = served.registry.entries
         deleted = pool.submit(client.delete, cached)
         assert begun.wait(20)
-        with pytest.raises(ollama.ResponseError, match="does not exist"):
+        with pytest.raises(ollama.ResponseError, match="was not found"):
             client.generate(cached, "Hi")
         may_continue.set()
         assert deleted.result(20).status == "success"
@@ -354,7 +354,7 @@ def test_models_are_not_changed_unless_allowed(client, tmp_path):
     path = write_tiny(tmp_path / "tiny.gguf")
     with (
         serving(None, [ModelSpec(("tiny",), ModelOptions(model=str(path)))], manages_models=True) as served,
-        pytest.raises(ollama.ResponseError, match="was given to the server"),
+        pytest.raises(ollama.ResponseError, match="the server was started with it"),
     ):
         ollama.Client(served.url).delete("tiny")
     assert path.exists()
@@ -387,11 +387,11 @@ def test_presets_are_created_copied_and_deleted(own_cache, monkeypatch):
         client = ollama.Client(served.url)
         assert client.generate("copied", "Hi").eval_count == 2
         client.delete("copied")
-        with pytest.raises(ollama.ResponseError, match="does not exist"):
+        with pytest.raises(ollama.ResponseError, match="was not found"):
             client.generate("copied", "Hi")
         assert client.generate("brief", "Hi").eval_count == 4
         monkeypatch.setattr(catalog, "MAX_PRESETS", 2)
-        with pytest.raises(ollama.ResponseError, match="2 presets already"):
+        with pytest.raises(ollama.ResponseError, match="2 presets exist"):
             client.copy("tiny", "more")
 
 
@@ -399,8 +399,8 @@ def test_presets_are_created_copied_and_deleted(own_cache, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"model": "tiny", "from": "tiny"}, 400, "'tiny' is taken"),
-        ({"model": "a", "from": "b"}, 404, "does not exist"),
+        ({"model": "tiny", "from": "tiny"}, 400, "'tiny' is a loaded model"),
+        ({"model": "a", "from": "b"}, 404, "was not found"),
         ({"model": "a"}, 400, "from"),
         ({"model": "a", "from": "tiny", "template": "{{ .Prompt }}"}, 400, "template"),
         ({"model": "a", "from": "tiny", "files": {"a.gguf": "sha256:0"}}, 400, "--model-dir"),
@@ -423,7 +423,7 @@ def test_the_file_of_a_model_is_refused_for_what_it_is(own_cache, tmp_path):
     blob = tmp_path / "large.gguf"
     blob.write_bytes(bytes(3_000_000))
     with serving(None, own_cache, manages_models=True, max_body_bytes=1 << 20) as served:
-        with pytest.raises(ollama.ResponseError, match="files are not supported") as caught:
+        with pytest.raises(ollama.ResponseError, match="'files' is not supported") as caught:
             ollama.Client(served.url).create_blob(blob)
         assert caught.value.status_code == 400
         with served.http() as http:

@@ -103,4 +103,4 @@ def test_a_model_of_text_takes_no_images(served, browser):
         visit.ready()
         assert not visit.page.is_visible("#add-images")
         give(visit, "#messages", "drop", RED)
-        assert "sees no images" in visit.page.inner_text("#notice")
+        assert "does not accept images" in visit.page.inner_text("#notice")

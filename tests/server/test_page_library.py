@@ -83,8 +83,8 @@ def test_what_cannot_be_downloaded_is_said_in_a_line(browser, tiny_hub):
         tiny_hub.gated.add(TINY)
         for name, why in (
             (TINY, f"{TINY} is gated"),
-            ("org/none", "there is no file and no repository org/none"),
-            ("a b", "there is no model 'a b' to pull"),
+            ("org/none", "the repository org/none or its file was not found"),
+            ("a b", "the model 'a b' was not found"),
         ):
             visit.page.fill("#pull input", name)
             visit.page.keyboard.press("Enter")
@@ -104,7 +104,7 @@ def test_the_library_names_what_stands_in_the_way(tiny_hub, tmp_path, monkeypatc
             return response.text if response.status_code == 200 else ""
 
         assert seen("wrong") == ""
-        assert "lacks the scope &#39;manage&#39;" in seen("plain")
+        assert "does not have the scope &#39;manage&#39;" in seen("plain")
         assert 'data-do="pull"' not in seen("plain")
         assert 'data-do="pull"' in seen("boss")
         assert "HF_HUB_OFFLINE" not in seen("boss")
@@ -116,5 +116,5 @@ def test_the_library_names_what_stands_in_the_way(tiny_hub, tmp_path, monkeypatc
         assert "unset HF_HUB_OFFLINE" in last
     with serving(None, [spec_of(tmp_path)]) as served, served.http() as http:
         seen_here = http.get("/ui/library").text
-        assert "start it with --manage-models" in seen_here
+        assert "start the server with --manage-models" in seen_here
         assert '<li data-name="red">' in seen_here

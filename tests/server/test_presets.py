@@ -70,18 +70,20 @@ def test_both_forms_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("Modelfile", MODELFILE, "NAME="), ("a", "SYSTEM Hi", "names no model"),
-        ("a", "FROM x\nTEMPLATE {{ if .System }}a{{ end }}{{ .Prompt }}", "template is one of Go"),
-        ("a", 'FROM x\nSYSTEM """Hi', "not closed"), ("a", "FROM x\nWHAT is it", "no instruction WHAT"),
+        ("Modelfile", MODELFILE, "NAME="), ("a", "SYSTEM Hi", "must name a model"),
+        ("a", "FROM x\nTEMPLATE {{ if .System }}a{{ end }}{{ .Prompt }}", "template must be Jinja, not Go"),
+        ("a", 'FROM x\nSYSTEM """Hi', "must be closed"),
+        ("a", "FROM x\nWHAT is it", "instruction WHAT is not supported"),
         ("a", "FROM x\nPARAMETER temperature hot", "temperature"),
-        ("a", "FROM x\nMESSAGE pirate Hi", "MESSAGE"), ("a", "FROM x\n<<<", "not an instruction"),
-        ("a.toml", "model = 1", "must be a text"), ("a.toml", 'system = "a"', "names no model"),
+        ("a", "FROM x\nMESSAGE pirate Hi", "MESSAGE"), ("a", "FROM x\n<<<", "must be an instruction"),
+        ("a.toml", "model = 1", "must be a text"), ("a.toml", 'system = "a"', "must name a model"),
         ("a.toml", 'model = "x"\nsistem = "a"', "sistem"), ("a.toml", "model =", "TOML"),
         ("a.toml", 'model = "x"\n[parameters]\ntop_k = "a"', "top_k"),
         ("a.toml", 'model = "x"\n[parameters]\ntopk = 1', "topk"),
         ("a.toml", 'model = "x"\nmessages = ["a"]', "messages"),
         ("a.toml", 'model = "x"\nmax-context = 0', "max-context"),
-        ("a.toml", 'model = "x"\ntemplate = "{{ .Prompt }}"', "Go"), ("b", "a" * (1 << 21), "larger"),
+        ("a.toml", 'model = "x"\ntemplate = "{{ .Prompt }}"', "Go"),
+        ("b", "a" * (1 << 21), "must be at most 1048576 bytes"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -117,7 +119,7 @@ def test_presets_share_the_model_that_they_are_of(tmp_path: Path, tiny_path: Pat
     assert [preset.adapter for preset in specs[0].presets] == ["one-adapter", None]
     assert specs[1].options.chat_template == "{{ messages }}"
     assert specs[0].options.chat_template is None
-    with pytest.raises(ConfigError, match="two models are named"):
+    with pytest.raises(ConfigError, match="two models cannot have the name"):
         served_models([str(tiny_path)], ServeOptions(preset=[f"tiny={two}"]), {})
 
 

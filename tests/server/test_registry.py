@@ -272,8 +272,8 @@ def test_a_context_for_several_models_is_cut_for_the_smaller_ones(files, tmp_pat
     ("flags", "message"),
     [
         (["--rope-scaling", "yarn", "--rope-factor", "4"], "RoPE scaling (--rope-scaling) is not supported"),
-        (["--quantize", "Q8_0"], "is packed already: quantize is for safetensors"),
-        (["--mmproj", "x.gguf"], "mmproj (--mmproj) is for GGUF models"),
+        (["--quantize", "Q8_0"], "'quantize' is not supported"),
+        (["--mmproj", "x.gguf"], "'mmproj' (--mmproj) is not supported"),
         (["--draft-model", "DRAFT"], "is an encoder and generates no text"),
     ],
 )
@@ -429,7 +429,7 @@ def test_a_model_is_unloaded_by_a_client_while_it_streams(files, slow, monkeypat
         refused = http.post("/api/generate", json={"model": "red", "keep_alive": 0})
         assert (refused.status_code, refused.json()["error"]) == (
             503,
-            "red still answers requests: try again later",
+            "the model 'red' still answers requests: try again later",
         )
         assert http.post("/v1/completions", json=body("red")).status_code == 200
         stream.close()

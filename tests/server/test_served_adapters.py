@@ -165,17 +165,17 @@ def test_loading_and_unloading_while_others_run(served: Served, answers: dict[st
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        ({"lora_name": "x", "lora_path": "../sql"}, 400, "no '../sql' in the adapter directory"),
+        ({"lora_name": "x", "lora_path": "../sql"}, 400, "'../sql' was not found in the adapter directory"),
         ({"lora_name": "x", "lora_path": "/etc/passwd"}, 400, "in the adapter directory"),
-        ({"lora_name": "x", "lora_path": "link"}, 400, "no 'link' in the adapter directory"),
+        ({"lora_name": "x", "lora_path": "link"}, 400, "'link' was not found in the adapter directory"),
         ({"lora_name": "x", "lora_path": "."}, 400, "in the adapter directory"),
         ({"lora_name": "x", "lora_path": "nothing\0"}, 400, "in the adapter directory"),
         ({"lora_name": "x", "lora_path": "a" * 900}, 400, "in the adapter directory"),
-        ({"lora_name": "base", "lora_path": "json"}, 400, "taken by base"),
+        ({"lora_name": "base", "lora_path": "json"}, 400, "must be a new name: 'base'"),
         ({"lora_name": "a b", "lora_path": "json"}, 400, "lora_name"),
-        ({"lora_name": "x", "lora_path": "json", "model": "other"}, 404, "does not exist"),
+        ({"lora_name": "x", "lora_path": "json", "model": "other"}, 404, "was not found"),
         ({"lora_name": "x", "lora_path": "json", "load_inplace": True}, 400, "unload the adapter first"),
-        ({"lora_name": "x"}, 400, "lora_path is missing"),
+        ({"lora_name": "x"}, 400, "'lora_path' is required"),
     ],
 )
 def test_wrong_requests(served: Served, body: dict[str, Any], status: int, text: str) -> None:
@@ -238,9 +238,9 @@ def test_names_on_the_command_line(folder: Path) -> None:
     base, loading = str(folder / "base.gguf"), {"adapters": {"sql": "sql"}}
     (model,) = served_models([base], ServeOptions(), loading)
     assert model.options.adapters == {"sql": "sql"}
-    with pytest.raises(ConfigError, match="named 'base'"):
+    with pytest.raises(ConfigError, match="two models cannot have the name 'base'"):
         served_models([base], ServeOptions(), {"adapters": {"base": "sql"}})
-    with pytest.raises(ConfigError, match="single model"):
+    with pytest.raises(ConfigError, match="not supported with several models"):
         served_models([base, f"other={base}"], ServeOptions(), loading)
     config = folder / "models.toml"
     config.write_text(f'[models.a]\nmodel = "{base}"\nadapter = {{ sql = "sql" }}\n')

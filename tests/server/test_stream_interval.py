@@ -39,5 +39,5 @@ def test_chunks_have_several_tokens_and_the_same_text(smollm2_path):
 
 def test_an_interval_is_at_least_one():
     """Would catch a stream that never sends."""
-    with pytest.raises(ConfigError, match="stream_interval must be at least 1"):
+    with pytest.raises(ConfigError, match="'stream_interval' must be at least 1"):
         ServerSettings(stream_interval=0)

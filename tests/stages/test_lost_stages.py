@@ -131,7 +131,7 @@ def test_a_stage_that_serves_does_not_answer_others(port: int) -> None:
     """Catches "does it have the same token?" of a stage that has it and is busy."""
     with engine_at(port), pytest.raises(StageError, match="may be serving another engine"):
         connect("127.0.0.1", port, TOKEN, "engine", "the stage", 0.3)
-    with pytest.raises(StageError, match="does it have the same token"):
+    with pytest.raises(StageError, match="it hangs up: check that it has the same token"):
         connect("127.0.0.1", port, b"another token of some length", "engine", "the stage", 5.0)
 
 

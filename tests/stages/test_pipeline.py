@@ -164,10 +164,10 @@ def _refuse(pipeline: Any) -> None:
 
 def test_what_needs_one_process_is_refused(staged: LLM, tiny_path: Path, tmp_path: Path) -> None:
     """Catches hooks that see a part of the layers in silence."""
-    with pytest.raises(UnsupportedError, match="one process"):
+    with pytest.raises(UnsupportedError, match="cannot be combined with stages"):
         staged.model.forward([1, 2, 3])
     hooks = {"blocks.0.hook_resid_pre": lambda name, x: None}
-    with staged.hooks(hooks), pytest.raises(UnsupportedError, match="one process"):
+    with staged.hooks(hooks), pytest.raises(UnsupportedError, match="cannot be combined with stages"):
         staged.generate("hello", max_tokens=2)
     (name, (n_out, n_in)), *_ = Trace(staged.model).multiplied.items()
     down, up = (
@@ -175,12 +175,12 @@ def test_what_needs_one_process_is_refused(staged: LLM, tiny_path: Path, tmp_pat
         for shape in ((2, n_in), (n_out, 2))
     )
     update = LowRank(down, up, 1.0)
-    with pytest.raises(UnsupportedError, match="an adapter needs the whole model in one process"):
+    with pytest.raises(UnsupportedError, match="an adapter cannot be combined with stages"):
         staged.engine.load_adapter("late", Adapter(tmp_path, {name: update}))
     assert staged.engine.adapters.names == ()
     assert staged.generate("hello", max_tokens=2, ignore_eos=True).text
     for options in ({"prefix_dir": tmp_path}, {"adapters": {"a": tmp_path}}):
-        with pytest.raises(ConfigError, match="the whole model in one process"):
+        with pytest.raises(ConfigError, match="cannot be combined with stages"):
             LLM(tiny_path, **{"stages": 2, **options}, **OPTIONS)
     for options in ({"devices": ["cpu", "cpu"], "stages": 3}, {"stages": 9}):
         with pytest.raises(ConfigError):

@@ -162,7 +162,7 @@ def test_another_qwen_embeds(tmp_path: Path) -> None:
     save(tmp_path / "Qwen3-tiny")
     with LLM(tmp_path / "Qwen3-tiny", backend="reference") as llm:
         assert llm.text_encoder.judge is None
-        with pytest.raises(RequestError, match="no instruction"):
+        with pytest.raises(RequestError, match="'instruction' is not supported"):
             llm.rerank(QUERY, DOCUMENTS, instruction="rank")
 
 

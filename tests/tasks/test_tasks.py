@@ -264,7 +264,9 @@ def test_a_language_model_still_generates(loaded: Any) -> None:
     """Names in front of tensors that a language model's are taken for."""
     llm, _, _ = loaded("llama", "ForCausalLM")
     assert len(llm.generate("Hi", max_tokens=3, temperature=0, ignore_eos=True).token_ids) == 3
-    with pytest.raises(UnsupportedError, match="head for language model; this needs one for question ans"):
+    with pytest.raises(
+        UnsupportedError, match="a model for question answering; this is a model for language model"
+    ):
         llm.extract("a", "b")
 
 
@@ -308,7 +310,7 @@ def test_heads_generate_no_text(head: str, use: str, tmp_path: Path) -> None:
             lambda: llm.stream(messages),
             lambda: llm.logits([1]),
         ):
-            with pytest.raises(UnsupportedError, match=f"generates no text: use {use}"):
+            with pytest.raises(UnsupportedError, match=f"does not support generation: use {use}"):
                 call()
         seen: list[str] = []
         with llm.hooks({"blocks.0.hook_resid_pre": lambda name, x: seen.append(name)}):
@@ -356,7 +358,7 @@ def test_heads_are_converted(architecture: str, head: str, tmp_path: Path) -> No
             assert replace(one, score=0) == replace(other, score=0)
     done = CliRunner().invoke(app, ["convert", str(tmp_path / "to.gguf"), str(tmp_path / "x"), "--to", "hf"])
     assert done.exit_code == 2
-    assert "kukri writes safetensors of language models" in done.output
+    assert "is not supported in safetensors: transformers names its" in done.output
     assert not (tmp_path / "x").exists()
 
 
@@ -376,8 +378,8 @@ def test_labels_alone_are_a_classification(tmp_path: Path) -> None:
         assert llm.model.config.head.kind == "sequence_classification"
         assert {label.label for label in llm.classify(TEXT)} == set(LABELS.values())
     for name, error, message in (
-        ("odd", FormatError, "a language_model head with 3 labels"),
-        ("worse", UnsupportedError, "problem_type' is 'guess': kukri knows regression"),
+        ("odd", FormatError, "a language_model head cannot have 3 labels"),
+        ("worse", UnsupportedError, "problem_type' is 'guess': only regression"),
         ("bare", FormatError, r"cls\.output\.weight.*has shape \(3, \d+\)"),
     ):
         with pytest.raises(error, match=message):
@@ -389,21 +391,24 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     make(tmp_path, "llama", QUESTIONS)
     with LLM(tmp_path, backend="reference") as llm:
         for arguments, message in (
-            ({"context": ""}, "context is empty"),
-            ({"context": 5}, "must be str, not int"),
-            ({"context": "b", "top_k": 0}, "top_k must be at least 1"),
-            ({"context": "b", "max_answer_tokens": 0}, "max_answer_tokens must be at least 1"),
+            ({"context": ""}, "'context' must not be empty"),
+            ({"context": 5}, "must be a string, not int"),
+            ({"context": "b", "top_k": 0}, "'top_k' must be at least 1"),
+            ({"context": "b", "max_answer_tokens": 0}, "'max_answer_tokens' must be at least 1"),
         ):
             with pytest.raises(RequestError, match=message):
                 llm.extract("a", **arguments)
         with pytest.raises(ContextLengthError, match="has 302 tokens and the context holds 256"):
             llm.extract("a", "b" * 300)
-        with pytest.raises(RequestError, match="pooling must be one of mean, last, cls"):
+        with pytest.raises(RequestError, match="'pooling' must be one of mean, last, cls"):
             llm.embed("a", pooling="max")
-        for texts, message in ((5, "texts must be str or a list"), (["a", 5], "text must be str, not int")):
+        for texts, message in (
+            (5, "'texts' must be a text or a list"),
+            (["a", 5], "a text must be a string, not int"),
+        ):
             with pytest.raises(RequestError, match=message):
                 llm.embed(texts)
-        with pytest.raises(UnsupportedError, match="needs one for sequence classification"):
+        with pytest.raises(UnsupportedError, match="requires a model for sequence classification"):
             llm.classify("a")
 
 

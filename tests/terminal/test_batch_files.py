@@ -199,7 +199,7 @@ def test_what_counts_as_done(tmp_path):
     assert [line.id in results for line in lines] == [True, False, True, True]
     results.close()
     for prompts, model in ((("a", "b", "c", "d"), "another"), (("a",), "m")):
-        with pytest.raises(ConfigError, match="something other than results of this batch and model"):
+        with pytest.raises(ConfigError, match="must hold results of this batch and model only: remove it,"):
             opened(*prompts, model=model)
     target.write_text("notes\n")
     with pytest.raises(ConfigError, match="remove it, or name another output"):
@@ -212,12 +212,12 @@ def test_wrong_files_are_named(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text("\n \n")
     for arguments, message in (
-        ((source, source), "would replace the input"),
-        ((tmp_path / "a.part", tmp_path / "a"), "would replace the input"),
-        ((tmp_path / "a.new", tmp_path / "a"), "would replace the input"),
-        ((source, tmp_path / "no" / "out"), "there is no directory"),
+        ((source, source), "must not be the input"),
+        ((tmp_path / "a.part", tmp_path / "a"), "must not be the input"),
+        ((tmp_path / "a.new", tmp_path / "a"), "must not be the input"),
+        ((source, tmp_path / "no" / "out"), "was not found"),
         ((tmp_path / "nothing", tmp_path / "out"), "cannot be read"),
-        ((source, tmp_path / "out"), "holds no requests"),
+        ((source, tmp_path / "out"), "must have requests, one per line"),
     ):
         done = CliRunner().invoke(app, ["batch", *map(str, arguments)])
         assert done.exit_code == 2

@@ -57,8 +57,8 @@ def test_run_shows_an_image(seeing, model, photo, capsys):
     said = json.loads(capsys.readouterr().out)
     assert (said["token_ids"], said["image_tokens"]) == (want.token_ids, [5 * N_TILE])
     for options, words in (
-        ({"images": [photo.with_name("gone.png")], "raw": False}, "no file .*gone.png"),
-        ({"images": [photo], "raw": True}, "--image belongs to a chat"),
+        ({"images": [photo.with_name("gone.png")], "raw": False}, "gone.png.* was not found"),
+        ({"images": [photo], "raw": True}, "--image cannot be combined with --raw"),
     ):
         with pytest.raises(RequestError, match=words):
             answer_prompt("What?", as_json=True, with_stats=False, **options, **given)

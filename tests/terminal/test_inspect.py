@@ -408,13 +408,13 @@ def test_a_split_model_and_a_broken_one(tmp_path: Path) -> None:
     report = report_on(broken)
     assert "blk.1.ffn_up.weight" in report["unsupported"]
     assert report["n_parameters"] == report_on(path)["n_parameters"] - 96 * 64
-    assert re.search(r"not runnable .*'blk\.1\.ffn_up\.weight': is missing", inspect(broken))
+    assert re.search(r"not runnable .*'blk\.1\.ffn_up\.weight' is missing", inspect(broken))
     model = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZES, attention_bias=True))
     stated = saved(tmp_path / "hf", model) / "config.json"
     for change, problem in (
         ({"hidden_size": 128, "head_dim": 16}, r"\(80, 64\) where the configuration asks for \(80, 128\)"),
         ({"attention_bias": False}, r"but key 'attention_bias' of config\.json is false"),
-        ({"model_type": "gpt9"}, "model_type 'gpt9' is not supported"),
+        ({"model_type": "gpt9"}, "'model_type' 'gpt9' is not supported"),
     ):
         was = stated.read_text()
         stated.write_text(json.dumps({**json.loads(was), **change}))

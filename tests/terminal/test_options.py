@@ -90,11 +90,11 @@ def test_the_model_comes_first_or_by_option(option, arguments, needs_model, foun
 @pytest.mark.parametrize(
     ("option", "arguments", "needs_model", "words"),
     [
-        ("m", ("a", "b", "c"), True, "given twice"),
-        (None, ("a", "b", None), True, "missing argument B"),
-        (None, (None, None, None), True, "missing argument MODEL"),
-        ("m", ("a", None, None), True, "missing argument B"),
-        (None, (None, None, None), False, "missing argument A"),
+        ("m", ("a", "b", "c"), True, "must be given once"),
+        (None, ("a", "b", None), True, "B is required"),
+        (None, (None, None, None), True, "MODEL is required"),
+        ("m", ("a", None, None), True, "B is required"),
+        (None, (None, None, None), False, "A is required"),
     ],
 )
 def test_wrong_numbers_of_arguments(option, arguments, needs_model, words):
@@ -106,7 +106,7 @@ def test_wrong_numbers_of_arguments(option, arguments, needs_model, words):
 def test_one_model_is_given_once():
     """Catches one of two models dropped in silence."""
     assert (one_model("a", None), one_model(None, "b"), one_model(None, None)) == ("a", "b", None)
-    with pytest.raises(ConfigError, match="given twice"):
+    with pytest.raises(ConfigError, match="must be given once"):
         one_model("a", "b")
 
 
@@ -212,7 +212,7 @@ def test_every_option_of_the_engine_can_be_set():
 @pytest.mark.parametrize("name", sorted(option_fields()))
 def test_wrong_values_name_the_option(name):
     """Catches an option that takes anything, and an error that does not say which option is wrong."""
-    with pytest.raises(ConfigError, match=rf"^{name}\b.* must be "):
+    with pytest.raises(ConfigError, match=rf"^'{name}'.* must be "):
         kukri.ModelOptions(**{name: object()})
 
 

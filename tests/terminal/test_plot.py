@@ -58,19 +58,22 @@ def test_each_kind_is_written(tiny: Path, transcoders: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["lens"], "-o FILE.png"),
-        (["lens", "-o", "map.gif"], ".png or .svg file, not map.gif"),
-        (["lens", "-o", "page.html"], ".png or .svg file, not page.html"),
-        (["lens", "-o", "missing/map.png"], "there is no directory missing"),
-        (["patching", "-o", "map.png"], "--against PROMPT"),
-        (["patching", "-o", "map.png", "--against", PROMPT], "the same likeliest next token"),
-        (["features", "-o", "map.png"], "--sae DIR, or --transcoders DIR"),
-        (["features", "-o", "map.png", "--transcoders", "T", "--layer", "9"], "no transcoder of layer 9"),
+        (["lens"], "-o is required: FILE.png"),
+        (["lens", "-o", "map.gif"], ".png or .svg, not map.gif"),
+        (["lens", "-o", "page.html"], ".png or .svg, not page.html"),
+        (["lens", "-o", "missing/map.png"], "the directory missing was not found"),
+        (["patching", "-o", "map.png"], "--against is required"),
+        (["patching", "-o", "map.png", "--against", PROMPT], "another likeliest next token"),
+        (["features", "-o", "map.png"], "--sae DIR is required, or --transcoders DIR"),
+        (["features", "-o", "map.png", "--transcoders", "T", "--layer", "9"], "--layer 9 was not found"),
         (
             ["features", "-o", "map.png", "--transcoders", "T", "--feature", "20"],
-            "--feature goes from 0 to 19",
+            "--feature must be from 0 to 19",
         ),
-        (["attention", "-o", "map.png", "--layer", "99"], "no hook 'blocks.99.attn.hook_pattern'"),
+        (
+            ["attention", "-o", "map.png", "--layer", "99"],
+            "the hook 'blocks.99.attn.hook_pattern' was not found",
+        ),
     ],
 )
 def test_what_is_missing_is_named(

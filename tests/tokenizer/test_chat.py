@@ -162,7 +162,9 @@ def test_messages_that_are_wrong_say_where(messages, param):
 
 def test_an_unknown_role_lists_the_known():
     """Catches an error that leaves the caller guessing."""
-    with pytest.raises(RequestError, match=r"'bot' is not a role.*system, user, assistant, tool, developer"):
+    with pytest.raises(
+        RequestError, match=r"'role' must be one of system, user, assistant, tool, developer, not 'bot'"
+    ):
         ChatTemplate(CHATML).render([{"role": "bot", "content": "x"}])
 
 
@@ -176,7 +178,7 @@ def test_tools_must_be_objects():
 
 def test_a_model_without_a_template_says_so():
     """Catches a base model that is silently given some other model's format."""
-    with pytest.raises(RequestError, match=r"no chat template.*--chat-template-file"):
+    with pytest.raises(RequestError, match=r"requires a chat template.*--chat-template-file"):
         ChatTemplate(None).render(USER)
 
 
@@ -398,7 +400,7 @@ def test_roles_that_a_template_defines_are_its_business():
     template = f"{{% for m in messages %}}{{% if {is_call} %}}!{{% endif %}}{{{{ m.content }}}}{{% endfor %}}"
     messages = [*USER, {"role": "assistant_tool_call", "content": "x"}]
     assert ChatTemplate(template).render(messages).endswith("!x")
-    with pytest.raises(RequestError, match="'assistant_tool_call' is not a role"):
+    with pytest.raises(RequestError, match=r"'role' must be .*, not 'assistant_tool_call'"):
         ChatTemplate(CHATML).render(messages)
 
 
@@ -422,7 +424,7 @@ def test_a_template_may_not_count_its_steps_itself():
     """Catches a guard that a template turns off by using its name."""
     for name in ("loop_turn", "environment", "l_0_environment"):
         template = f"{{% set {name} = none %}}" + ATTACKS["loops"]
-        with pytest.raises(FormatError, match="may not"):
+        with pytest.raises(FormatError, match="must not do"):
             ChatTemplate(template).render(USER)
 
 

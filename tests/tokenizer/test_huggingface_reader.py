@@ -222,16 +222,28 @@ def edited(directory: Path, change) -> Path:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda c: c["model"].update(type="WordLevel"), UnsupportedError, "'WordLevel'; kukri reads BPE"),
+        (
+            lambda c: c["model"].update(type="WordLevel"),
+            UnsupportedError,
+            "'WordLevel' is not supported: use BPE",
+        ),
         (lambda c: c["model"].update(type="Unigram"), FormatError, "'vocab' must be a list"),
         (lambda c: c.pop("model"), FormatError, "'model' must be an object"),
-        (lambda c: c["model"].update(vocab={}), FormatError, "no vocabulary"),
-        (lambda c: c["model"]["vocab"].update(x=10**9), FormatError, "has id 1000000000; the model has 1000"),
+        (lambda c: c["model"].update(vocab={}), FormatError, "must have a vocabulary"),
+        (
+            lambda c: c["model"]["vocab"].update(x=10**9),
+            FormatError,
+            "must have an id below the model's 1000, not 1000000000",
+        ),
         (lambda c: c["model"]["vocab"].update(x=5), FormatError, "both have id 5"),
-        (lambda c: c["model"].update(merges=["a"]), FormatError, "merge 'a', which is not two tokens"),
-        (lambda c: c.update(added_tokens=[{"id": 1}]), FormatError, "added token without content"),
-        (lambda c: c.update(pre_tokenizer={"type": "Nonsense"}), FormatError, "is not a tokenizer"),
-        (lambda c: c.update(decoder=None), UnsupportedError, "no decoder"),
+        (lambda c: c["model"].update(merges=["a"]), FormatError, "merges of two tokens, not 'a'"),
+        (
+            lambda c: c.update(added_tokens=[{"id": 1}]),
+            FormatError,
+            "must have content in each added token, as in",
+        ),
+        (lambda c: c.update(pre_tokenizer={"type": "Nonsense"}), FormatError, "must be a tokenizer"),
+        (lambda c: c.update(decoder=None), UnsupportedError, "decoder is not supported"),
     ],
     ids=range(10),
 )
@@ -260,8 +272,8 @@ def test_a_missing_or_foreign_token_is_named(tmp_path):
     path.write_text(json.dumps({"eos_token": {"content": "<nope>"}}))
     with pytest.raises(FormatError, match=r"tokenizer_config\.json: eos_token is '<nope>'"):
         load_tokenizer(files(directory))
-    with pytest.raises(FormatError, match="no id below 10"):
+    with pytest.raises(FormatError, match="must hold ids below 10"):
         files(directory, 10, eos_token_id=10)
     (directory / "tokenizer.json").unlink()
-    with pytest.raises(FormatError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(FormatError, match=r"must hold tokenizer\.json"):
         files(directory)

@@ -58,7 +58,7 @@ def test_ids_outside_the_vocabulary():
     """Catches an id of -1 read from the end of the table."""
     for wrong in (-1, TOKENIZER.n_vocab, 10**9):
         for use in (TextStream(TOKENIZER).push, TOKENIZER.token_bytes, lambda i: TOKENIZER.decode([i])):
-            with pytest.raises(RequestError, match=f"{wrong} is outside"):
+            with pytest.raises(RequestError, match=f"{wrong} must be below"):
                 use(wrong)
     for wrong in (1.5, "1", None):
         with pytest.raises(RequestError, match="must be an integer"):

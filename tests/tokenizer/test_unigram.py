@@ -159,12 +159,18 @@ def fields(message: bytes) -> dict[int, list[bytes]]:
     [
         (lambda model: model.update(unk_id=None), "'unk_id' must be the number of a piece, not None"),
         (lambda model: model.update(unk_id=V), "'unk_id' must be the number of a piece"),
-        (lambda model: model.update(vocab=[]), "no vocabulary"),
-        (lambda model: model["vocab"].append(["x"]), "not a text with a score"),
-        (lambda model: model["vocab"].append(["the", None]), "not a text with a score"),
-        (lambda model: model["vocab"].insert(9, model["vocab"][10]), "appears twice"),
-        (lambda model: model["vocab"].extend([f"x{i}", 0.0] for i in range(9)), f"the model has {V}"),
-        (lambda model: model.update(type="Other"), "reads BPE, WordPiece and Unigram"),
+        (lambda model: model.update(vocab=[]), "must have a vocabulary"),
+        (lambda model: model["vocab"].append(["x"]), "must have pieces that are a text and a score, not"),
+        (
+            lambda model: model["vocab"].append(["the", None]),
+            "must have pieces that are a text and a score, not",
+        ),
+        (lambda model: model["vocab"].insert(9, model["vocab"][10]), "must have each piece once"),
+        (
+            lambda model: model["vocab"].extend([f"x{i}", 0.0] for i in range(9)),
+            f"must have an id below the model's {V}",
+        ),
+        (lambda model: model.update(type="Other"), "is not supported: use BPE, WordPiece or Unigram"),
     ],
 )
 def test_broken_files(saved: Path, change: Callable[[Any], None], message: str) -> None:
@@ -183,13 +189,13 @@ def test_broken_files(saved: Path, change: Callable[[Any], None], message: str) 
         ("scores", None, "one finite number for each token"),
         ("scores", np.full(V, np.nan, np.float32), "one finite number for each token"),
         ("scores", np.zeros(V - 1, np.float32), "one finite number for each token"),
-        ("precompiled_charsmap", np.zeros(4, np.float32), "not an array of bytes"),
+        ("precompiled_charsmap", np.zeros(4, np.float32), "must be an array of bytes"),
         ("precompiled_charsmap", np.full(3, 255, np.uint8), "normalization is broken"),
         ("precompiled_charsmap", np.frombuffer(charsmap({"à": "a"})[:600], np.uint8), "is broken"),
         ("precompiled_charsmap", wild(charsmap({"à": "a"}), 0, 1 << 31 - 1), "is broken"),
         ("precompiled_charsmap", wild(charsmap({"à": "é"}), 768, 1 << 31 | 1), "is broken"),
         ("unknown_token_id", V, "unknown_token_id"),
-        ("add_sep_token", 1, "add_sep_token is not a boolean"),
+        ("add_sep_token", 1, "add_sep_token must be a boolean"),
     ],
 )
 def test_broken_gguf_keys(saved: Path, key: str, value: Any, message: str) -> None:
@@ -229,5 +235,5 @@ def test_spaces_that_gguf_cannot_say_are_refused(tmp_path: Path) -> None:
     stated = json.loads(path.read_text())
     stated["normalizer"] = None
     path.write_text(json.dumps(stated))
-    with pytest.raises(UnsupportedError, match="treats spaces in a way"):
+    with pytest.raises(UnsupportedError, match=": this tokenizer's treatment of spaces is not supported in"):
         metadata_of(tmp_path)

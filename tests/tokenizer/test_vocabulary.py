@@ -22,21 +22,21 @@ def changed(**keys):
     [
         ({"tokens": []}, "missing or empty"),
         ({"tokens": ["a", "a"], "token_type": [1, 1], "merges": []}, "'a' appears twice"),
-        ({"tokens": "abc"}, "not an array of strings"),
-        ({"tokens": [1, 2]}, "not an array of strings"),
-        ({"token_type": [1]}, f"1 entries .* for {N_TOKENS} tokens"),
-        ({"token_type": ["x"] * N_TOKENS}, "not an array of integers"),
-        ({"token_type": [1.5] * N_TOKENS}, "not an array of integers"),
-        ({"eos_token_id": N_TOKENS}, f"eos_token_id is {N_TOKENS} in a vocabulary"),
-        ({"bos_token_id": -2}, "bos_token_id is -2"),
-        ({"bos_token_id": "x"}, "not a token id"),
-        ({"bos_token_id": True}, "not a token id"),
+        ({"tokens": "abc"}, "must be an array of strings"),
+        ({"tokens": [1, 2]}, "must be an array of strings"),
+        ({"token_type": [1]}, f"must have {N_TOKENS} entries, not 1"),
+        ({"token_type": ["x"] * N_TOKENS}, "must be an array of integers"),
+        ({"token_type": [1.5] * N_TOKENS}, "must be an array of integers"),
+        ({"eos_token_id": N_TOKENS}, f"eos_token_id must be below {N_TOKENS}"),
+        ({"bos_token_id": -2}, "bos_token_id must be below .* not -2"),
+        ({"bos_token_id": "x"}, "must be a token id, not"),
+        ({"bos_token_id": True}, "must be a token id, not"),
         ({"merges": ["a b c"]}, "entry 0 of tokenizer.ggml.merges"),
         ({"merges": ["a b", "ab"]}, "entry 1 of tokenizer.ggml.merges"),
-        ({"merges": ["qqq zzz"]}, "do not fit"),
-        ({"add_bos_token": "yes"}, "not a boolean"),
-        ({"add_bos_token": True, "bos_token_id": -1}, "names no bos token"),
-        ({"pre": 3}, "not a string"),
+        ({"merges": ["qqq zzz"]}, "must fit the tokens"),
+        ({"add_bos_token": "yes"}, "must be a boolean"),
+        ({"add_bos_token": True, "bos_token_id": -1}, "the bos token is missing"),
+        ({"pre": 3}, "must be a string"),
     ],
 )
 def test_contradictions_are_named(keys, message):
@@ -85,7 +85,7 @@ def test_text_must_be_text():
     """Catches bytes or None being tokenized by their repr, or a TypeError from Rust."""
     tokenizer = Tokenizer.from_metadata(METADATA)
     for wrong in (b"abc", None, 1, ["a"]):
-        with pytest.raises(RequestError, match="must be str") as error:
+        with pytest.raises(RequestError, match="must be a string") as error:
             tokenizer.encode(wrong)
         assert error.value.param == "prompt"
 

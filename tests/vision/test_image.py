@@ -29,15 +29,15 @@ def test_a_prompt_holds_images_in_several_runs():
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ([], "image 0 becomes 4 rows and has 0"),
-        ([(0, 4, 0)], "image 1 becomes 4 rows and has 0"),
-        ([(0, 4, 0), (3, 4, 1)], "not in order"),
-        ([(0, 4, 1), (4, 4, 0)], "not in order"),
-        ([(0, 4, 0), (4, 4, 2)], "not in order"),
-        ([(-1, 4, 0), (4, 4, 1)], "not in order"),
-        ([(0, 0, 0), (4, 4, 1)], "not in order"),
-        ([(0, 4, 0), (9, 4, 1)], "beyond its tokens"),
-        ([(0, 4, 0), (4, 5, 1)], "image 1 becomes 4 rows and has 5"),
+        ([], "image 0 must have 4 tokens in the prompt, not 0"),
+        ([(0, 4, 0)], "image 1 must have 4 tokens in the prompt, not 0"),
+        ([(0, 4, 0), (3, 4, 1)], "the spans of a prompt must be in order"),
+        ([(0, 4, 1), (4, 4, 0)], "the spans of a prompt must be in order"),
+        ([(0, 4, 0), (4, 4, 2)], "the spans of a prompt must be in order"),
+        ([(-1, 4, 0), (4, 4, 1)], "the spans of a prompt must be in order"),
+        ([(0, 0, 0), (4, 4, 1)], "the spans of a prompt must be in order"),
+        ([(0, 4, 0), (9, 4, 1)], "the spans of a prompt must end within its tokens"),
+        ([(0, 4, 0), (4, 5, 1)], "image 1 must have 4 tokens in the prompt, not 5"),
     ],
 )
 def test_spans_that_do_not_fit_are_refused(spans, message):

@@ -202,7 +202,7 @@ def test_images_that_do_not_fit_are_refused(saved: tuple[str, Path, Any], llm: L
         ((1, 60), 15),
         ((1, -6, -10), 15),
     ):
-        with pytest.raises(RequestError, match="the model sees patches of 96 numbers"):
+        with pytest.raises(RequestError, match="'images' must be patches of 96 numbers"):
             llm.generate(prompt(name, replace(image(name, 1), grid=grid, n_tokens=n_tokens)))
 
 
@@ -214,7 +214,9 @@ def test_a_file_without_sections_sees_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(stated))
     with LLM(tmp_path, backend="reference", max_requests=1) as blind:
         assert len(our_tokens(blind.engine, [256, *b"text"], 2)) == 2
-        with pytest.raises(RequestError, match="has no mrope_section"):
+        with pytest.raises(
+            RequestError, match=r"'mrope_section' is required in the model's config\.json for"
+        ):
             blind.generate(prompt("qwen3_vl", image("qwen3_vl", 1)))
 
 

@@ -241,10 +241,10 @@ def test_several_answers_share_an_image(engine: Engine) -> None:
 
 def test_images_of_another_form_are_refused(llm: LLM) -> None:
     """Catches tiles of another model's size, which would be cut into patches of nonsense."""
-    with pytest.raises(RequestError, match=r"sees tiles of \[3, 32, 32\] with 4 tokens each"):
+    with pytest.raises(RequestError, match=r"must be tiles of \[3, 32, 32\] with 4 tokens each"):
         llm.generate(prompt("smolvlm", image("smolvlm")))
     short = ImagePrompt([1, 2, 3], (replace(image(NAME), n_tokens=3),), (ImageSpan(0, 3, 0),))
-    with pytest.raises(RequestError, match="sees tiles"):
+    with pytest.raises(RequestError, match="must be tiles"):
         llm.generate(short)
 
 
@@ -304,7 +304,7 @@ def test_an_image_that_no_step_has_room_for_is_refused(tmp_path: Path) -> None:
     large = image("gemma4-unified", 5)
     with (
         LLM(tmp_path, backend="reference") as llm,
-        pytest.raises(RequestError, match="at most 25 tokens, not 30"),
+        pytest.raises(RequestError, match="at most 25 tokens each, not 30"),
     ):
         llm.generate(prompt("gemma4-unified", large))
 
@@ -426,5 +426,5 @@ def test_a_grid_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
     )
     eyes = Lfm2Vision(config, NoWeights(10**6))
     eyes.check(image("lfm2_vl", 1, 1))
-    with pytest.raises(RequestError, match="the model sees patches of 48 numbers"):
+    with pytest.raises(RequestError, match="'images' must be patches of 48 numbers"):
         eyes.check(replace(image("lfm2_vl", 1, 1), **change))

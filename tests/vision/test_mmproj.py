@@ -127,20 +127,23 @@ def changed(source: Path, target: Path, keys: dict[str, Any], tensors: dict[str,
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "the text's own keys": ({"general.architecture": "llama"}, "holds no encoder"),
+    "the text's own keys": (
+        {"general.architecture": "llama"},
+        "must hold an encoder of images: give an mmproj file",
+    ),
     "another width": ({"clip.vision.projection_dim": 4096}, "projection_dim.*is 4096"),
     "an unknown family": ({"clip.projector_type": "minicpmv"}, "projector_type.*'minicpmv'"),
     "no family": ({"clip.projector_type": None}, "projector_type.*missing"),
     "another activation": ({"clip.use_gelu": None}, "use_gelu"),
     "no layers stated": ({"clip.vision.block_count": None}, "block_count.*missing"),
-    "endless layers": ({"clip.vision.block_count": 2**31 - 1}, "block_count.*not between"),
+    "endless layers": ({"clip.vision.block_count": 2**31 - 1}, "block_count.*must be from"),
     "more layers than there are": ({"clip.vision.block_count": 9}, "v.blk.3.*missing"),
     "endless heads": ({"clip.vision.attention.head_count": 2**31 - 1}, "num_attention_heads"),
     "endless tiles": ({"clip.vision.image_size": 2**31 - 8}, "image_size"),
     "larger tiles": ({"clip.vision.image_size": 64}, "position_embd.*shape"),
     "wider patches": ({"clip.vision.patch_size": 16}, "shape"),
-    "no patches": ({"clip.vision.patch_size": 0}, "patch_size.*not between"),
-    "endless width": ({"clip.vision.embedding_length": 2**31 - 1}, "hidden_size.*not between"),
+    "no patches": ({"clip.vision.patch_size": 0}, "patch_size.*must be from"),
+    "endless width": ({"clip.vision.embedding_length": 2**31 - 1}, "hidden_size.*must be from"),
     "endless merging": ({"clip.vision.projector.scale_factor": 2**31 - 1}, "scale_factor"),
     "no epsilon": ({"clip.vision.attention.layer_norm_epsilon": float("nan")}, "layer_norm_epsilon"),
     "two colours": ({"clip.vision.image_mean": [0.5, 0.5]}, "image_mean"),
@@ -227,7 +230,7 @@ def test_an_encoder_is_no_model_and_no_directory_needs_one(idefics3: Path) -> No
     """Catches a message that leaves a user alone with the wrong one of two files."""
     with pytest.raises(UnsupportedError, match=r"'clip'.*--mmproj"):
         LLM(idefics3 / "mmproj-tiny.gguf", backend="reference")
-    with pytest.raises(ConfigError, match="is for GGUF models"):
+    with pytest.raises(ConfigError, match=r"'mmproj' \(--mmproj\) is not supported"):
         LLM(idefics3 / "hf", mmproj=idefics3 / "mmproj-tiny.gguf", backend="reference")
 
 

@@ -23,7 +23,7 @@ def _read(path: Path, larger: LargerModel) -> DraftSource:
     with open_checkpoint(path, None) as checkpoint:
         config, own = checkpoint.config, load_tokenizer(checkpoint.tokenizer)
         if config.head.kind != "language_model":
-            raise ConfigError(f"{path} generates no text and cannot draft any")
+            raise ConfigError(f"{path} cannot draft, because it generates no text")
         model = load_model(checkpoint.weights(config), config)
     texts = zip(_texts(own), _texts(larger.tokenizer), strict=False)
     if all(a == b for a, b in texts if a and b):

@@ -73,14 +73,12 @@ def _read(path: Path, larger: LargerModel) -> DraftSource:
     model = larger.model
     try:
         if not isinstance(model, Llama):
-            raise UnsupportedError("its kind of model has none that kukri runs")
+            raise UnsupportedError("the model has no layer for multi-token prediction that is supported")
         with open_checkpoint(path, larger.quantize) as checkpoint:
             layer = NextTokenLayer(checkpoint.weights(model.config), model)
     except UnsupportedError as error:
         option = f"--draft-model {NEXT_TOKEN.word}"
-        raise ConfigError(
-            f"{path} cannot draft for itself ({option}): {error}; leave draft_model out"
-        ) from None
+        raise ConfigError(f"{path} cannot draft for itself ({option}): {error}; leave it out") from None
     return DraftSource(layer, NextTokenDraftModel)
 
 

@@ -43,8 +43,7 @@ class ImageEncoder(SpanEncoder):
     def check(self, given: ImageInput, text: ModelConfig) -> None:
         if self.model.config.has_places and not text.rope.axes:
             raise RequestError(
-                "the model's config.json has no mrope_section, by which tokens of images rotate: add the one "
-                "of the original checkpoint",
+                "'mrope_section' is required in the model's config.json for images: add the original's",
                 param="images",
             )
         self.model.check(given)

@@ -137,7 +137,7 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
     d_value = keys.whole("attention.value_length", numbers["d_head"])
     own = keys_of(architecture, "gguf")
     if d_value != numbers["d_head"] and "attention.value_length" not in own:
-        message = f"is {d_value}: kukri runs values as wide as keys ({numbers['d_head']})"
+        message = f"is {d_value}, and must be the width of keys, {numbers['d_head']}"
         raise keys.unsupported("attention.value_length", message)
     rope = RopeConfig()
     if architecture.has_rope:
@@ -250,7 +250,9 @@ def activations_per_token(gguf: GGUFFile) -> bool:
         return False
     wanted = gguf.metadata[ACTIVATIONS_KEY]
     if not isinstance(wanted, str) or wanted != PER_TOKEN:
-        raise UnsupportedError(f"{gguf.path}: key {ACTIVATIONS_KEY!r} is {brief(wanted)}, not {PER_TOKEN!r}")
+        raise UnsupportedError(
+            f"{gguf.path}: key {ACTIVATIONS_KEY!r} must be {PER_TOKEN!r}, not {brief(wanted)}"
+        )
     return True
 
 
@@ -279,7 +281,7 @@ def _architecture(gguf: GGUFFile) -> tuple[Architecture, Keys]:
         known = ", ".join(sorted({a.gguf for a in ARCHITECTURES.values() if a.in_gguf}))
         if name == "clip":
             known += "; an encoder of images is opened with its text model, by --mmproj"
-        message = f"architecture {brief(name)} is not supported: kukri runs {known}"
+        message = f"architecture {brief(name)} is not supported: use {known}"
         raise UnsupportedError(f"{gguf.path}: {message}")
     architecture = max(named, key=fits)
     return architecture, Keys(
@@ -309,7 +311,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
         value = keys.value(key)
         says_none = key not in _ZERO_COUNTS and not np.any(value)
         if not says_none and not (np.ndim(value) == 0 and value in values):
-            raise keys.unsupported(key, f"is {brief(value)} and must be {values[0]}: kukri runs nothing else")
+            raise keys.unsupported(key, f"must be {values[0]}, not {brief(value)}")
 
 
 def _recurrent_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
@@ -353,7 +355,9 @@ def _head(keys: Keys, n_vocab: int, architecture: Architecture) -> HeadConfig:
     kind = keys.text(HEAD_KEY, "sequence_classification" if labels else default)
     problem = keys.text(PROBLEM_KEY) if keys.has(PROBLEM_KEY) else None
     if problem not in (None, *PROBLEM_TYPES):
-        raise keys.unsupported(PROBLEM_KEY, f"is {brief(problem)}: kukri knows {', '.join(PROBLEM_TYPES)}")
+        raise keys.unsupported(
+            PROBLEM_KEY, f"is {brief(problem)}: only {', '.join(PROBLEM_TYPES)} are supported"
+        )
     pad_id = keys.whole(PAD_KEY, least=0, most=n_vocab - 1) if keys.has(PAD_KEY) else None
     return HeadConfig(kind, tuple(labels), problem, pad_id)
 
@@ -409,7 +413,7 @@ def _without_rope(keys: Keys, layers: Sequence[LayerConfig]) -> tuple[LayerConfi
     """The layers, those that kukri's key lists without RoPE and all others with it."""
     nope = set(keys.items(NOPE_KEY, int))
     if not nope <= set(range(len(layers))):
-        raise keys.error(NOPE_KEY, f"names layers outside 0 to {len(layers) - 1}")
+        raise keys.error(NOPE_KEY, f"must name layers from 0 to {len(layers) - 1}")
     return tuple(replace(layer, use_rope=i not in nope) for i, layer in enumerate(layers))
 
 
@@ -421,7 +425,7 @@ def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern:
         return keys.whole(_PATTERN, least=0)
     pattern = keys.items(_PATTERN, int)
     if len(pattern) != n_layers:
-        raise keys.error(_PATTERN, f"has {len(pattern)} entries for {n_layers} layers")
+        raise keys.error(_PATTERN, f"must have {n_layers} entries, not {len(pattern)}")
     return [bool(entry) for entry in pattern]
 
 
@@ -431,7 +435,9 @@ def _window_keys(config: ModelConfig, architecture: Architecture) -> dict[str, A
     if not sizes:
         return {_WINDOW: 0} if _WINDOW in architecture.gguf_defaults else {}
     if len(sizes) > 1:
-        raise UnsupportedError(f"GGUF has no key for windows of several sizes: {sorted(sizes, key=str)}")
+        raise UnsupportedError(
+            f"windows of different sizes are not supported in GGUF: {sorted(sizes, key=str)}"
+        )
     size = sizes.pop()
     stated = size if size is None or config.is_causal else 2 * (size - 1)
     return {_WINDOW: stated, **_pattern_key([window is not None for window in windows], architecture)}

@@ -106,14 +106,14 @@ class GGUFFile:
         if tensor is None:
             raise FormatError("is missing", path=self.path, tensor=name)
         if tensor.type.name not in BLOCKS:
-            message = f"is of type {tensor.type.name}; kukri reads {', '.join(BLOCKS)}"
+            message = f"must be of type {', '.join(BLOCKS)}, not {tensor.type.name}"
             raise UnsupportedError(f"{self.file_of(name)}: tensor {name!r} {message}")
         return tensor
 
     def data(self, name: str) -> ByteArray:
         """A tensor as stored: uint8 [rows, row_bytes], a read-only view of the mapped file."""
         if name not in self.tensors:
-            raise FormatError("the file has no such tensor", path=self.path, tensor=name)
+            raise FormatError("was not found in the file", path=self.path, tensor=name)
         part, tensor = self._part_of[name], self.tensors[name]
         if part.bytes is None:
             raise FormatError("the file has been closed", path=part.path, tensor=name)
@@ -392,10 +392,8 @@ def _read_header(cursor: _Cursor) -> tuple[int, int, int]:
     version = cursor.u32("the version")
     if version not in (2, 3):
         if version and version & 0xFFFF == 0:
-            raise UnsupportedError(f"{cursor.path}: a big-endian GGUF file; kukri reads little-endian ones")
-        raise UnsupportedError(
-            f"{cursor.path}: GGUF version {version} is not supported: take a file of version 2 or 3"
-        )
+            raise UnsupportedError(f"{cursor.path}: big-endian GGUF files are not supported")
+        raise UnsupportedError(f"{cursor.path}: GGUF version {version} is not supported: use version 2 or 3")
     n_tensors = _count(cursor, "tensors", MAX_TENSORS, least_bytes=32)
     n_keys = _count(cursor, "keys", MAX_KEYS, least_bytes=13)
     return version, n_tensors, n_keys
@@ -541,13 +539,11 @@ def _read_tensor_info(cursor: _Cursor) -> GGUFTensor:
     start, what = cursor.position, f"the description of tensor {name!r}"
     n_dims = cursor.u32(what)
     if not 1 <= n_dims <= MAX_DIMS:
-        raise cursor.error(f"{n_dims} dimensions, where 1 to {MAX_DIMS} are possible", start, name)
+        raise cursor.error(f"must have 1 to {MAX_DIMS} dimensions, not {n_dims}", start, name)
     shape = tuple(cursor.u64(what) for _ in range(n_dims))[::-1]
     type_id, offset = cursor.u32(what), cursor.u64(what)
     if type_id not in QUANT_TYPES_BY_ID:
-        message = (
-            f"tensor {brief(name)} is of weight type {type_id}, which this version of kukri does not know"
-        )
+        message = f"tensor {brief(name)} is of weight type {type_id}, which this version does not support"
         raise UnsupportedError(f"{cursor.path}: {message}: the file is newer, or damaged")
     weight_type = QUANT_TYPES_BY_ID[type_id]
     if reason := impossible_shape(weight_type, shape):

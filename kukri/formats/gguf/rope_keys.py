@@ -111,7 +111,7 @@ def _scaling_kind(keys: Keys, gguf: GGUFFile) -> str:
             raise keys.unsupported("rope.scaling.type", message)
         return by_tensors
     if kind not in ("none", "linear", "dynamic", "yarn"):
-        message = "kukri runs none, linear, dynamic and yarn, and others by their factors"
+        message = "only none, linear, dynamic and yarn are supported, and others by their factors"
         raise keys.unsupported("rope.scaling.type", f"is {brief(kind)}: {message}")
     return kind
 

@@ -63,4 +63,4 @@ def _reverse_table(architecture: str) -> dict[str, str]:
 
 
 def _unknown(name: str) -> UnsupportedError:
-    return UnsupportedError(f"tensor name {name!r} is not one kukri knows")
+    return UnsupportedError(f"the tensor name {name!r} is not supported")

@@ -44,7 +44,7 @@ def width_of(file: GGUFFile) -> int:
     """The width of the rows of embeddings that an encoder makes. Raises FormatError, UnsupportedError."""
     keys = Keys(file.metadata, file.path, "")
     if keys.text("general.architecture") != "clip" or not keys.flag("clip.has_vision_encoder"):
-        raise UnsupportedError(f"{file.path} holds no encoder of images: give an mmproj file (--mmproj)")
+        raise UnsupportedError(f"{file.path} must hold an encoder of images: give an mmproj file (--mmproj)")
     return keys.whole("clip.vision.projection_dim")
 
 
@@ -72,11 +72,11 @@ def read_mmproj(
         named = [(name, clip) for name, clip in FAMILIES.items() if clip.projector == projector]
         if not named:
             known = ", ".join(one.projector for one in FAMILIES.values())
-            raise whole.unsupported("projector_type", f"is {brief(projector)}: kukri runs {known}")
+            raise whole.unsupported("projector_type", f"is {brief(projector)}: only {known} are supported")
         # the first of two with this name has tensors that the last lacks
         name, clip = next((one for one in named if _has_all(file, one[1])), named[-1])
         if not whole.flag(f"use_{clip.activation}", not clip.states_activation):
-            raise whole.unsupported(f"use_{clip.activation}", "is not true: kukri runs nothing else")
+            raise whole.unsupported(f"use_{clip.activation}", "is not true, and nothing else is supported")
         vision = _vision_config(keys, file, clip)
         own = clip.read(keys, file)
         stated = {

@@ -87,7 +87,7 @@ class GGUFWeights(WeightSource):
         """The number of a layer in the list of a key [1]."""
         stated = Keys(self._gguf.metadata, self.path).first(key, float, self._config.n_layers)
         if not np.isfinite(stated).all():
-            raise FormatError(f"key {key!r} holds numbers that are not finite", path=self.path)
+            raise FormatError(f"key {key!r} must hold finite numbers", path=self.path)
         return np.array(stated[layer : layer + 1], np.float32)
 
     def has(self, name: str) -> bool:

@@ -74,9 +74,9 @@ def _encode_text(text: str, max_bytes: int | None = None) -> bytes:
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
-        raise FormatError(f"text {brief(text)} holds lone surrogates, which UTF-8 cannot") from None
+        raise FormatError(f"text {brief(text)} must not hold lone surrogates") from None
     if max_bytes is not None and len(encoded) > max_bytes:
-        raise FormatError(f"name {brief(text)} is longer than {max_bytes} bytes")
+        raise FormatError(f"name {brief(text)} must be at most {max_bytes} bytes")
     return struct.pack("<Q", len(encoded)) + encoded
 
 

@@ -26,9 +26,9 @@ def read_assistant(path: Path, model: Any) -> Assistant:
     stated = read_json(path / "config.json")
     text = stated.get("text_config")
     if not isinstance(text, dict) or not isinstance(model, Gemma4):
-        raise UnsupportedError(f"{path} is an assistant of Gemma 4, and the model is another")
+        raise UnsupportedError(f"{path} is not supported with this model: it is an assistant of Gemma 4")
     if stated.get("backbone_hidden_size") != model.config.d_model:
-        raise UnsupportedError(f"{path} is the assistant of a model of another width")
+        raise UnsupportedError(f"{path} is not supported with this model, which has another width")
     # its layers read the model's keys and values, which no key of its own can say
     config = hf_model_config({**text, "num_kv_shared_layers": 0}, path / "config.json")
     return Assistant(config, SafetensorsWeights(path, config), model)

@@ -174,8 +174,8 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     """
     if config.head.kind != "language_model":
         raise UnsupportedError(
-            f"kukri writes safetensors of language models, not of a model with a head of kind "
-            f"{config.head.kind}: transformers names its tensors differently in each architecture"
+            f"a head of kind {config.head.kind} is not supported in safetensors: transformers names its "
+            "tensors differently in each architecture"
         )
     windows = [layer.window for layer in config.layers]
     architecture = _writable(config.architecture, any(windows))
@@ -197,7 +197,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
     if architecture.partial_rotary:
         made["partial_rotary_factor"] = config.rope.rotary_dim / config.d_head
     elif config.latent is None and config.rope.rotary_dim != config.d_head:
-        raise UnsupportedError(f"transformers' {architecture.name} rotates whole heads, not a part of each")
+        raise UnsupportedError(f"heads that rotate in part are not supported in {architecture.name}")
     if architecture.hf_mark:
         made |= dict([architecture.hf_mark])
     if "original_max_position_embeddings" in architecture.reads:
@@ -222,7 +222,7 @@ def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: A
     scales = [(c.attention(i).scale for i in range(c.n_layers)) for c in (config, again)]
     lost += ["scale of scores" for want, got in zip(*scales) if not math.isclose(want, got, rel_tol=1e-5)]
     if lost:
-        raise UnsupportedError(f"config.json of {architecture.name} has no key for these {lost[0]}")
+        raise UnsupportedError(f"these {lost[0]} are not supported by config.json of {architecture.name}")
 
 
 def _said(config: ModelConfig) -> Iterator[tuple[str, Any]]:
@@ -271,7 +271,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[Architecture, 
     found = marked or [one for one in named if not (one.hf_mark or one.hf_when)]
     if not found:
         known = ", ".join(dict.fromkeys(one.hf_type or name for name, one in ARCHITECTURES.items()))
-        raise UnsupportedError(f"{path}: model_type {brief(model_type)} is not supported: kukri runs {known}")
+        raise UnsupportedError(f"{path}: 'model_type' {brief(model_type)} is not supported: use {known}")
     architecture = found[0]
     with reading(path):
         config = architecture.respelled({key: _infinite(value) for key, value in config.items()})
@@ -329,7 +329,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
                 keys.expect(key, architecture.fixed[key])
         elif key in _NEUTRAL:
             if value != _NEUTRAL[key]:
-                raise keys.unsupported(key, f"must be {_NEUTRAL[key]!r}: kukri runs nothing else")
+                raise keys.unsupported(key, f"must be {_NEUTRAL[key]!r}, and nothing else is supported")
         elif key in harmless or not _CHANGES.search(key):
             continue
         elif value and not (type(value) is float and value == 1):
@@ -401,7 +401,7 @@ def _head(keys: Keys, architecture: Architecture) -> HeadConfig:
     if not isinstance(classes, list) or not classes or not isinstance(classes[0], str):
         return HeadConfig(default)
     if architecture.is_causal and "Bidirectional" in classes[0]:
-        raise keys.unsupported("architectures", f"is {brief(classes[0])}: kukri runs the causal model alone")
+        raise keys.unsupported("architectures", f"is {brief(classes[0])}: only the causal model is supported")
     kind = next((kind for ending, kind in _HEAD_CLASSES.items() if classes[0].endswith(ending)), None)
     if kind is None or not kind.endswith("classification"):
         return HeadConfig(kind or default)
@@ -409,7 +409,7 @@ def _head(keys: Keys, architecture: Architecture) -> HeadConfig:
         keys.expect("classifier_pooling", "cls")
     problem_type, pad_id = keys.value("problem_type"), keys.value("pad_token_id")
     if problem_type is not None and problem_type not in PROBLEM_TYPES:
-        raise keys.unsupported("problem_type", f"is {brief(problem_type)}: kukri knows {PROBLEM_TYPES}")
+        raise keys.unsupported("problem_type", f"must be in {PROBLEM_TYPES}, not {brief(problem_type)}")
     if pad_id is not None and type(pad_id) is not int:
         raise keys.error("pad_token_id", f"must be a token id, not {brief(pad_id)}")
     return HeadConfig(kind, _labels(keys), problem_type, pad_id)
@@ -460,7 +460,8 @@ def _layer_types(keys: Keys, architecture: Architecture, n_layers: int) -> Seque
         return None
     types = keys.first("layer_types", str, n_layers)
     if unknown := set(types) - known.keys() - ({"full_attention", "attention"} if own else set()):
-        raise keys.unsupported("layer_types", f"names {brief(min(unknown))}: kukri runs {', '.join(known)}")
+        message = f"names {brief(min(unknown))}: only {', '.join(known)} are supported"
+        raise keys.unsupported("layer_types", message)
     return types
 
 
@@ -501,7 +502,7 @@ def _windowed(keys: Keys, architecture: Architecture, n_layers: int) -> Pattern:
 def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[str, Any]:
     sizes = {window for window in windows if window is not None}
     if len(sizes) > 1:
-        raise UnsupportedError(f"config.json has no key for windows of several sizes: {sorted(sizes)}")
+        raise UnsupportedError(f"windows of several sizes are not supported by config.json: {sorted(sizes)}")
     size = min(sizes, default=None)
     if "layer_types" in architecture.reads:
         switch = (
@@ -514,8 +515,8 @@ def _window_keys(architecture: Architecture, windows: list[int | None]) -> dict[
         return {**switch, **stated_size, "layer_types": types}
     if "sliding_window" not in architecture.reads:
         if size is not None:
-            raise UnsupportedError(f"config.json of {architecture.name} has no key for a window")
+            raise UnsupportedError(f"windows are not supported by config.json of {architecture.name}")
         return {}
     if size is not None and None in windows:
-        raise UnsupportedError(f"{architecture.name} has no key for a window in only some layers")
+        raise UnsupportedError(f"windows in only some layers are not supported by {architecture.name}")
     return {"sliding_window": size}

@@ -49,7 +49,7 @@ def tokenizer_files(directory: Path, stated: dict[str, Any], n_vocab: int) -> To
 
 def _tokenizer_files(directory: Path, stated: dict[str, Any], n_vocab: int) -> TokenizerFiles:
     if not (directory / "tokenizer.json").is_file():
-        raise FormatError("holds no tokenizer.json, which kukri reads text with", path=directory)
+        raise FormatError("must hold tokenizer.json", path=directory)
     special = _optional(directory / "special_tokens_map.json")
     settings = special | _optional(directory / "tokenizer_config.json")
     generation = _optional(directory / "generation_config.json")
@@ -79,7 +79,7 @@ def _eos_ids(stated: Any, n_vocab: int, path: Path) -> tuple[int, ...]:
     ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
     for i in ids:
         if type(i) is not int or not 0 <= i < n_vocab:
-            raise FormatError(f"key 'eos_token_id' holds {brief(i)}, no id below {n_vocab}", path=path)
+            raise FormatError(f"key 'eos_token_id' must hold ids below {n_vocab}, not {brief(i)}", path=path)
     return tuple(ids)
 
 

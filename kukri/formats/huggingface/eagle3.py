@@ -55,15 +55,15 @@ def read_eagle3(path: Path, model: Any, quantize_to: str | None = None) -> Eagle
     file = path / "config.json"
     stated = read_json(file)
     if not isinstance(model, Llama):
-        raise UnsupportedError(f"{path} drafts by rows of a kind of model that kukri does not take them of")
+        raise UnsupportedError(f"{path} requires a Llama-style model, as EAGLE-3 layers do")
     to_target = _to_target(path, model.config.n_vocab)
     usual = {key: value for key, value in stated.items() if key not in (_IDS, _INNER, _NORMS)}
     own = {"model_type": "llama", "vocab_size": len(to_target), "tie_word_embeddings": False}
     config = hf_model_config({**usual, **own}, file)
     if config.n_layers != 1 or config.d_model != model.config.d_model:
         raise UnsupportedError(
-            f"{path} has {config.n_layers} layers of width {config.d_model}: kukri runs one, as wide as the "
-            f"model's {model.config.d_model}"
+            f"{path} must have 1 layer of the model's width {model.config.d_model}, not {config.n_layers} "
+            f"of {config.d_model}"
         )
     config = replace(config, n_vocab=model.config.n_vocab, max_context=model.config.max_context)
     source: Any = _Names(SafetensorsWeights(path, config, quantize_to))
@@ -96,8 +96,8 @@ def _to_target(path: Path, n_vocab: int) -> IntArray:
     if "d2t" in files:
         steps = stored_data(files["d2t"], "d2t", ("I64",)).view(np.int64)
         if steps.shape != ids.shape:
-            raise FormatError(f"has {len(steps)} numbers for {len(ids)} tokens", path=path, tensor="d2t")
+            raise FormatError(f"must have {len(ids)} numbers, not {len(steps)}", path=path, tensor="d2t")
         ids = ids + steps
     if len(ids) == 0 or ids.min() < 0 or ids.max() >= n_vocab:
-        raise FormatError(f"names tokens that are not among the model's {n_vocab}", path=path, tensor="d2t")
+        raise FormatError(f"must name only tokens of the model's {n_vocab}", path=path, tensor="d2t")
     return ids.astype(np.int32)

@@ -25,7 +25,7 @@ def read_image_processor(directory: Path) -> ImageProcessor | None:
     )
     try:
         if not stated and not processor:
-            raise UnsupportedError("there is no preprocessor_config.json")
+            raise UnsupportedError("preprocessor_config.json was not found")
         return image_processor(stated, processor, model)
     except UnsupportedError as error:
         _log.warning("%s: images are not read: %s", directory, error)

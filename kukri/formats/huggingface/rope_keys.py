@@ -42,13 +42,15 @@ def read_ropes(
     if by_type and not architecture.local_rope:
         raise keys.unsupported(where, "differs between layers, which this architecture does not support")
     if unknown := set(stated) - by_type.keys() if by_type else set():
-        raise keys.unsupported(where, f"names {brief(min(unknown))} among types of layers")
+        raise keys.unsupported(
+            where, f"names {brief(min(unknown))} as a type of layers, which is not supported"
+        )
     full = _object(keys, f"{where}.full_attention", by_type.get("full_attention")) if by_type else stated
     older = keys.values.get("rope_scaling") or {}
     if where == "rope_parameters" and isinstance(older, dict):
         older = {"rope_type" if key == "type" else key: value for key, value in older.items()}
         if any(value != full.get(key) for key, value in older.items()):
-            raise keys.error(where, "and 'rope_scaling' say different things: keep the one that is right")
+            raise keys.error(where, "and 'rope_scaling' disagree: keep the one that is right")
     theta = keys.value("rope_theta")
     size = d_head, max_context
     place = f"{where}.full_attention" if by_type else where
@@ -91,7 +93,7 @@ def _rope(
     try:
         return RopeConfig(theta, rotary_dim, scaling, _axes(parameters, keys, rotary_dim))
     except ConfigError as error:
-        raise keys.error(where, f"makes no sense: {error}") from None
+        raise keys.error(where, f"cannot be used: {error}") from None
 
 
 def _axes(parameters: Keys, keys: Keys, rotary_dim: int) -> tuple[int, ...]:
@@ -111,7 +113,7 @@ def _proportional(parameters: Keys, keys: Keys, d_head: int) -> RopeScaling:
     stated = {name.removeprefix(parameters.prefix) for name in parameters.values}
     if unknown := stated - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}:
         where = parameters.prefix.removesuffix(".")
-        raise keys.unsupported(where, f"has the unknown parameter {brief(min(unknown))}")
+        raise keys.unsupported(where, f"has the parameter {brief(min(unknown))}, which is not supported")
     share = parameters.positive("partial_rotary_factor", most=1)
     n_rotating, factor = int(share * d_head // 2), parameters.positive("factor", 1.0, most=MAX_ROPE_FACTOR)
     factors = (*[factor] * n_rotating, *[_NONE] * (d_head // 2 - n_rotating))
@@ -163,13 +165,13 @@ def _scaling(
     kind = "default" if kind == "mrope" else kind
     if kind != "default" and kind not in ROPE_SCALINGS:
         known = ", ".join(("default", *ROPE_SCALINGS))
-        raise keys.unsupported(where, f"has rope_type {brief(kind)}: kukri runs {known}")
+        raise keys.unsupported(where, f"has 'rope_type' {brief(kind)}: only {known} are supported")
     fields = () if kind == "default" else SCALING_FIELDS[kind]
     names = {SCALING_FACTS[field].hf: field for field in (*fields, "original_context")}
     common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *architecture.ignores, *_MROPE}
     stated = [name.removeprefix(parameters.prefix) for name in parameters.values]
     if unknown := set(stated) - names.keys() - common:
-        raise keys.unsupported(where, f"has the unknown parameter {brief(min(unknown))}")
+        raise keys.unsupported(where, f"has the parameter {brief(min(unknown))}, which is not supported")
     if kind == "default":
         return None
     found = {
@@ -180,7 +182,7 @@ def _scaling(
     try:
         return RopeScaling(kind, **_completed(kind, found, keys, parameters, max_context))
     except ConfigError as error:
-        raise keys.error(where, f"makes no sense: {error}") from None
+        raise keys.error(where, f"cannot be used: {error}") from None
 
 
 def _parameter(parameters: Keys, name: str, kind: type) -> Any:
@@ -237,7 +239,7 @@ def _proportional_keys(factors: Sequence[float]) -> dict[str, Any]:
     """The parameters of `_proportional`."""
     n_rotating = factors.index(_NONE)
     if set(factors[n_rotating:]) != {_NONE} or len({*factors[:n_rotating]}) > 1:
-        raise UnsupportedError("the divisors in rope_freqs.weight are not those of proportional RoPE")
+        raise UnsupportedError("the divisors in rope_freqs.weight must follow proportional RoPE")
     keys = {"rope_type": "proportional", "partial_rotary_factor": n_rotating / len(factors)}
     return keys | ({"factor": factors[0]} if n_rotating and factors[0] != 1 else {})
 
@@ -249,4 +251,4 @@ def _llama3_parameters(rope: RopeConfig, scaling: RopeScaling) -> RopeScaling:
         made = llama3_divisors(rope.theta, rope.rotary_dim, trial).astype(np.float32)
         if np.allclose(made, scaling.factors, rtol=1e-5):
             return trial
-    raise UnsupportedError("the divisors in rope_freqs.weight are not those of Llama 3's formula")
+    raise UnsupportedError("the divisors in rope_freqs.weight must follow Llama 3's formula")

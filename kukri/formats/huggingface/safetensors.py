@@ -82,8 +82,8 @@ def open_files(directory: Path) -> dict[str, SafetensorsFile]:
     if index.exists():
         return _open_shards(directory, index)
     pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt*"))
-    way_out = ": kukri does not read pickles; save the model as safetensors" if pickled else ""
-    raise FormatError(f"holds neither {SINGLE_NAME} nor {INDEX_NAME}{way_out}", path=directory)
+    way_out = ": pickles are not supported, so save the model as safetensors" if pickled else ""
+    raise FormatError(f"must hold {SINGLE_NAME} or {INDEX_NAME}{way_out}", path=directory)
 
 
 def write_safetensors(
@@ -137,7 +137,7 @@ def _read_header(data: ByteArray, path: Path) -> tuple[dict[str, Any], int]:
         raise FormatError(f"is cut short: {len(data)} bytes are not a safetensors file", path=path)
     head = data[:32].tobytes()
     if head[8:9] != b"{" and (kind := file_kind(head)) is not None:
-        raise FormatError(f"not a safetensors file but {kind}", path=path, offset=0)
+        raise FormatError(f"must be a safetensors file, not {kind}", path=path, offset=0)
     n_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if n_bytes > MAX_HEADER_BYTES:
         raise FormatError(f"claims a header of {n_bytes} bytes: not a safetensors file", path=path, offset=0)
@@ -146,7 +146,7 @@ def _read_header(data: ByteArray, path: Path) -> tuple[dict[str, Any], int]:
         raise FormatError(message, path=path, offset=0)
     text = data[8 : 8 + n_bytes].tobytes()
     if not text.startswith(b"{"):
-        raise FormatError("the header does not begin with '{'", path=path, offset=8)
+        raise FormatError("the header must begin with '{'", path=path, offset=8)
     return parse_json(text, path), 8 + n_bytes
 
 
@@ -173,14 +173,14 @@ def _tensor(name: str, entry: Any, start: int, path: Path) -> SafeTensor:
         return FormatError(message, path=path, tensor=name if len(name) <= 200 else name[:200] + "...")
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise error("must be described by dtype, shape and data_offsets alone")
+        raise error("must have dtype, shape and 'data_offsets', and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise error(f"is of unknown type {brief(dtype)}")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise error(f"has shape {brief(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise error(f"has data_offsets {brief(offsets)}")
+        raise error(f"has 'data_offsets' {brief(offsets)}")
     n_bytes = prod(shape) * DTYPE_BYTES[dtype]
     if offsets[1] - offsets[0] != n_bytes:
         raise error(f"takes {offsets[1] - offsets[0]} bytes where {dtype} {shape} takes {n_bytes}")
@@ -194,7 +194,7 @@ def _are_sizes(value: Any) -> bool:
 def _open_shards(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
-        raise FormatError("must have a weight_map from tensors to files", path=index)
+        raise FormatError("must have a 'weight_map' from tensors to files", path=index)
     shards = {name: _open_shard(directory, index, name) for name in _unique_texts(shard_of.values(), index)}
     for tensor, name in shard_of.items():
         if tensor not in shards[name].tensors:
@@ -225,8 +225,8 @@ def _open_shard(directory: Path, index: Path, name: str) -> SafetensorsFile:
     # a name from a download must not lead out of its directory
     if not re.fullmatch(r"[^/\\:\x00]+\.safetensors", name):
         raise FormatError(
-            f"names {brief(name)}: a shard is a .safetensors file in the same directory", path=index
+            f"names {brief(name)}, but a shard must be a .safetensors file in the same directory", path=index
         )
     if not (directory / name).exists():
-        raise FormatError(f"names the shard {brief(name)}, which is absent: fetch it again", path=index)
+        raise FormatError(f"names the shard {brief(name)}, which was not found: fetch it again", path=index)
     return SafetensorsFile(directory / name)

@@ -22,7 +22,7 @@ def ternary_rows(packed: ByteArray, scale: float, path: Path, name: str) -> tupl
     """
     parts = [(packed >> 2 * i) & 3 for i in range(PER_BYTE)]
     if any((part == 3).any() for part in parts):
-        raise FormatError("holds bits that are no ternary weight", path=path, tensor=name)
+        raise FormatError("must hold ternary weights", path=path, tensor=name)
     return _stored(np.concatenate(parts).astype(np.float32) - 1, scale)
 
 

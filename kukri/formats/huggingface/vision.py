@@ -105,7 +105,7 @@ class VisionWeights(EncoderWeights):
         if unused:
             raise UnusedTensorError(
                 f"holds tensors that no layer of {self._family.name}'s encoder takes: "
-                f"{brief_list([*map(brief, unused)])}; check model_type in config.json",
+                f"{brief_list([*map(brief, unused)])}; check 'model_type' in config.json",
                 path=self.path,
             )
 

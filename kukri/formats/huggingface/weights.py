@@ -154,7 +154,7 @@ class SafetensorsWeights(WeightSource):
                 self._packed(each, kind, (n_out, n_in), expert_name(name, i)) for i, each in enumerate(rows)
             )
         if len({weight.type for weight in weights}) > 1:
-            raise FormatError("is of another type for some experts", path=self.path, tensor=name)
+            raise FormatError("must be of one type for all experts", path=self.path, tensor=name)
         return Experts(weights, name)
 
     def _interleaved_experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
@@ -218,8 +218,8 @@ class SafetensorsWeights(WeightSource):
         if unused:
             listed = brief_list([*map(brief, unused)])
             raise UnusedTensorError(
-                f"holds tensors that no layer of {self._config.architecture} takes: {listed}; "
-                "check model_type in config.json, or save the checkpoint without them",
+                f"holds tensors that no layer of {self._config.architecture} takes: {listed}; check "
+                "'model_type' in config.json, or save the checkpoint without them",
                 path=self.path,
             )
 
@@ -275,7 +275,7 @@ def stored_data(file: SafetensorsFile, name: str, dtypes: tuple[str, ...]) -> By
     tensor = file.tensors[name]
     if tensor.dtype not in dtypes:
         raise UnsupportedError(
-            f"{file.path}: tensor {name!r} is of type {tensor.dtype}; kukri runs {', '.join(dtypes)}"
+            f"{file.path}: tensor {name!r} must be of type {', '.join(dtypes)}, not {tensor.dtype}"
         )
     data = file.data(tensor)
     return data.copy() if tensor.offset % DTYPE_BYTES[tensor.dtype] else data
@@ -426,6 +426,7 @@ def packed_type(name: str) -> QuantType:
     """The weight type of a name. Raises ConfigError for one that weights cannot be packed to."""
     if name not in PACKED_TYPES:
         raise ConfigError(
-            f"weights cannot be packed to {name!r} while loading: use one of {', '.join(PACKED_TYPES)}"
+            f"the type {name!r} is not supported for packing weights while loading: use one of "
+            f"{', '.join(PACKED_TYPES)}"
         )
     return QUANT_TYPES[name]

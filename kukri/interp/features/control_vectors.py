@@ -34,12 +34,12 @@ class ControlVector:
     def __init__(self, directions: Any) -> None:
         given = getattr(directions, "directions", directions)
         if not isinstance(given, Mapping) or not given:
-            raise ConfigError("a control vector is a mapping of layers to vectors, at least one")
+            raise ConfigError("a control vector must be a mapping of layers to vectors, at least one")
         self.directions: dict[int, FloatArray] = {}
         for layer, vector in given.items():
             array = np.array(vector, np.float32)
             if not isinstance(layer, (int, np.integer)) or not 0 <= layer < _MAX_LAYERS:
-                raise ConfigError(f"layers of a control vector start at 0, not {brief(layer)}")
+                raise ConfigError(f"layers of a control vector must start at 0, not {brief(layer)}")
             if array.ndim != 1 or not np.isfinite(array).all():
                 raise ConfigError(f"the direction of layer {layer} must be a vector of finite numbers")
             self.directions[int(layer)] = array
@@ -53,15 +53,15 @@ class ControlVector:
             architecture = file.metadata.get("general.architecture")
             if architecture != _ARCHITECTURE:
                 raise FormatError(
-                    f"is not a control vector: its architecture is {brief(architecture)}, "
-                    f"not {_ARCHITECTURE!r}",
+                    f"must be a control vector: its architecture is {brief(architecture)}, not "
+                    f"{_ARCHITECTURE!r}",
                     path=path,
                 )
             found: dict[int, FloatArray] = {}
             for name in file.tensors:
                 number = name.removeprefix(_PREFIX)
                 if not name.startswith(_PREFIX) or not number.isascii() or not number.isdigit():
-                    raise FormatError("is not a direction: names are direction.N", path=path, tensor=name)
+                    raise FormatError("must be a direction, with a name direction.N", path=path, tensor=name)
                 found[int(number[:9])] = np.array(file.array(name))
             return cls(found)
 
@@ -83,6 +83,6 @@ class ControlVector:
         width, last = len(next(iter(self.directions.values()))), max(self.directions)
         if width != d_model or last >= n_layers:
             raise ConfigError(
-                f"control vector {name!r} is for another model: it has {width} numbers and layer {last}, "
-                f"the model {d_model} and layers 0 to {n_layers - 1}"
+                f"control vector {name!r} cannot be used with this model: it has {width} numbers and layer "
+                f"{last}, the model {d_model} and layers 0 to {n_layers - 1}"
             )

@@ -91,8 +91,8 @@ class Probe:
         self.labels = tuple(labels or (["score"] if n == 1 else map(str, range(n))))
         if self.weight.ndim != 2 or len(self.bias) != n or len(self.labels) != n:
             raise ConfigError(
-                f"a probe has a weight [n, width], n biases and n labels, not {list(self.weight.shape)}, "
-                f"{len(self.bias)} and {len(self.labels)}"
+                "a probe must have a weight [n, width], n biases and n labels, not "
+                f"{list(self.weight.shape)}, {len(self.bias)} and {len(self.labels)}"
             )
 
     @classmethod
@@ -103,10 +103,10 @@ class Probe:
         with reading(path):
             arrays, metadata = _arrays(Path(path))
             if not {"weight"} <= arrays.keys() <= {"weight", "bias"}:
-                raise FormatError(f"a probe has weight and bias, not {brief(sorted(arrays))}", path=path)
+                raise FormatError(f"must have weight and bias, not {brief(sorted(arrays))}", path=path)
             name = metadata.get("hook_name")
             if not isinstance(name, str):
-                raise FormatError("the metadata of a probe must have its hook_name", path=path)
+                raise FormatError("the metadata of a probe must have its 'hook_name'", path=path)
             try:
                 labels = json.loads(metadata.get("labels", "null"))
             except ValueError:
@@ -152,14 +152,14 @@ class SparseAutoencoder:
         """
         needed = {"W_enc", "b_dec", *_BIASES[kind]}
         if missing := sorted(needed - arrays.keys()):
-            raise ConfigError(f"an autoencoder of kind {kind} needs {', '.join(missing)}")
+            raise ConfigError(f"an autoencoder of kind {kind} requires {', '.join(missing)}")
         if arrays["W_enc"].ndim != 2:
             raise ConfigError(f"W_enc must be [width, features], not {list(arrays['W_enc'].shape)}")
         self.width, self.n_features = map(int, arrays["W_enc"].shape)
         shapes = {"b_dec": (self.width,), "W_dec": (self.n_features, self.width)}
         for part in (needed | {"W_dec"}) & arrays.keys() - {"W_enc"}:
             if arrays[part].shape != shapes.get(part, (self.n_features,)):
-                raise ConfigError(f"{part} does not fit W_enc: its shape is {list(arrays[part].shape)}")
+                raise ConfigError(f"{part} must fit W_enc: its shape is {list(arrays[part].shape)}")
         if kind == "topk" and not 1 <= k <= self.n_features:
             raise ConfigError(f"k must be from 1 to {self.n_features} features, not {k}")
         self.name, self.kind, self._k = name, kind, k
@@ -198,27 +198,27 @@ class SparseAutoencoder:
             rescales = bool(facts.get("rescale_acts_by_decoder_norm"))
             if kind not in _BIASES or (rescales and (kind != "topk" or "W_dec" not in arrays)):
                 raise UnsupportedError(
-                    f"{folder}: an autoencoder of architecture {brief(kind)} is not supported: "
-                    f"{', '.join(_BIASES)} are, and rescale_acts_by_decoder_norm of topk"
+                    f"{folder}: an autoencoder of architecture {brief(kind)} is not supported: use "
+                    f"{', '.join(_BIASES)}, or 'rescale_acts_by_decoder_norm' of topk"
                 )
             if activation not in _ACTIVATIONS:
                 raise UnsupportedError(
-                    f"{folder}: activation_fn {brief(activation)} is not supported: "
-                    f"{', '.join(_ACTIVATIONS)} and topk are"
+                    f"{folder}: 'activation_fn' {brief(activation)} is not supported: use "
+                    f"{', '.join(_ACTIVATIONS)} or topk"
                 )
             if (arrays.pop("scaling_factor", np.ones(1)) != 1).any():
                 raise UnsupportedError(
-                    f"{folder}: scaling_factor (finetuning_scaling_factor) is not supported"
+                    f"{folder}: 'scaling_factor' (finetuning_scaling_factor) is not supported"
                 )
             if facts.get("hook_head_index") is not None:
                 raise UnsupportedError(f"{folder}: autoencoders of a single head are not supported")
             normalization = facts.get("normalize_activations", "none")
             if normalization not in _NORMALIZATIONS:
                 raise UnsupportedError(
-                    f"{folder}: normalize_activations {brief(normalization)} is not supported"
+                    f"{folder}: 'normalize_activations' {brief(normalization)} is not supported"
                 )
             if not isinstance(name, str) or type(k) is not int:
-                raise FormatError("must have a hook_name, and a whole number k", path=folder / _SAE_CONFIG)
+                raise FormatError("must have a 'hook_name', and a whole number k", path=folder / _SAE_CONFIG)
             subtracts = bool(facts.get("apply_b_dec_to_input", True))
             return cls(
                 name, kind, arrays, k=k, subtracts_bias=subtracts, normalization=normalization,
@@ -277,7 +277,7 @@ class SparseAutoencoder:
     def decoders(self, features: Sequence[int]) -> FloatArray:
         """See FeatureReader. Raises RequestError if its file has no decoder."""
         if "W_dec" not in self._arrays:
-            raise RequestError("the autoencoder has no W_dec, so its features can be read but not steered")
+            raise RequestError("the features cannot be steered, only read: the autoencoder has no W_dec")
         return self._arrays["W_dec"][np.asarray(features), None]
 
     def output_scale(self, x: FloatArray) -> FloatArray:
@@ -343,8 +343,8 @@ def as_floats(stored: Any, dtype: str, path: Path, name: str) -> FloatArray:
     elif dtype in _DTYPES:
         found = stored.view(_DTYPES[dtype]).astype(np.float32)
     else:
-        raise FormatError(f"is of type {dtype}, not floating point", path=path, tensor=name)
+        raise FormatError(f"must be floating point, not {dtype}", path=path, tensor=name)
     if not np.isfinite(found).all():
-        raise FormatError("holds numbers that are not finite", path=path, tensor=name)
+        raise FormatError("must hold finite numbers", path=path, tensor=name)
     checked: FloatArray = found
     return checked

@@ -93,7 +93,7 @@ class Layer:
     ) -> None:
         if missing := {"encoder", "decoder", "bias", "output_bias"} - parts.keys():
             names = ", ".join(_PARTS[one][0] for one in sorted(missing))
-            raise FormatError(f"a transcoder needs {names}", path=path)
+            raise FormatError(f"must hold {names}, as transcoders do", path=path)
         self._parts, self._k, self._n_before = parts, k, n_before
         self._multiply: Callable[[FloatArray], FloatArray] | None = None
         self._is_transposed, self._has_transposed_skip = is_transposed, has_transposed_skip
@@ -108,12 +108,12 @@ class Layer:
             or (len(decoder) == 3 and decoder[1] <= n_before)
         ):
             raise FormatError(
-                f"W_enc {list(encoder)} and W_dec {list(decoder)} do not fit {n} biases", path=path
+                f"W_enc {list(encoder)} and W_dec {list(decoder)} must fit {n} biases", path=path
             )
         for name in wanted.keys() & parts.keys():
             shape = tuple(s for s in parts[name].shape if s != 1 or wanted[name] == (1,))
             if shape != wanted[name]:
-                raise FormatError(f"{_PARTS[name][0]} {list(shape)} does not fit {n} features", path=path)
+                raise FormatError(f"{_PARTS[name][0]} {list(shape)} must fit {n} features", path=path)
         if not 0 <= k <= n:
             raise FormatError(f"k must be from 0 to {n} features, not {k}", path=path)
 
@@ -225,13 +225,13 @@ class Transcoders:
     ) -> None:
         found = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
         if not found:
-            raise ConfigError("a set of transcoders needs at least one layer's")
+            raise ConfigError("a set of transcoders requires at least one layer")
         self.layers = dict(sorted(found.items()))
         self.reads, self.writes, self.scan = reads, writes, scan
         first, end = next(iter(self.layers.values())), max(self.layers) + 1
         for i, layer in self.layers.items():
             if layer.width != first.width or (layer.n_written > 1 and layer.n_written < end - i):
-                raise ConfigError(f"the transcoder of layer {i} does not fit the others")
+                raise ConfigError(f"the transcoder of layer {i} must fit the others")
         self.reader = cache(self._reader)
 
     def _reader(self, layer: int) -> TranscoderReader:
@@ -269,8 +269,8 @@ class Transcoders:
         if first.width != width or numbers[-1] >= n_layers or ends - {n_layers} or lacks:
             said = str(len(numbers)) if numbers == [*range(len(numbers))] else f"some ({brief(numbers)})"
             raise ConfigError(
-                f"the transcoders have {said} layers of width {first.width}, "
-                f"and the model {n_layers} of {width}"
+                f"the transcoders must have {n_layers} layers of width {width}, as the model, not {said} "
+                f"of {first.width}"
             )
 
 
@@ -322,14 +322,12 @@ def _find_layers(folder: Path) -> tuple[dict[int, Layer], dict[str, Any]]:
     if any((folder / name).exists() for name in _WEIGHTS):
         match = _BLOCK.match(str(facts.get("feature_input_hook"))) or _LAYER.search(folder.resolve().name)
         if match is None:
-            raise FormatError("says of no layer whose transcoder it is: no hook_name", path=folder)
+            raise FormatError("must have a 'hook_name', which says of which layer it is", path=folder)
         return {int(match[1]): _folder_layer(folder, facts, int(match[1]))}, facts
     parts = sorted([*folder.glob("*.safetensors"), *(one for one in folder.iterdir() if one.is_dir())])
     numbered = {int(match[1]): one for one in parts if (match := _LAYER.search(one.name))}
     if not numbered:
-        raise FormatError(
-            "has no transcoders: no layer_0.safetensors, W_enc_0.safetensors or folders", path=folder
-        )
+        raise FormatError("must have layer_0.safetensors, W_enc_0.safetensors or folders", path=folder)
     layers: dict[int, Layer] = {}
     for i, one in numbered.items():
         if one.is_dir():
@@ -345,12 +343,12 @@ def _folder_layer(folder: Path, facts: Mapping[str, Any], layer: int) -> Layer:
     """A layer as SAELens or Gemma Scope 2 save it."""
     kind, normalization = facts.get("architecture", "transcoder"), facts.get("normalize_activations", "none")
     if kind not in _KINDS:
-        raise FormatError(f"architecture {brief(kind)} is no transcoder's", path=folder)
+        raise FormatError(f"must be a transcoder, not of architecture {brief(kind)}", path=folder)
     if normalization not in _FOLDED:
-        raise UnsupportedError(f"{folder}: normalize_activations {brief(normalization)} is not supported")
+        raise UnsupportedError(f"{folder}: 'normalize_activations' {brief(normalization)} is not supported")
     activation = facts.get("activation_fn_str") or facts.get("activation_fn") or "relu"
     if activation not in _ACTIVATIONS:
-        raise UnsupportedError(f"{folder}: activation_fn {brief(activation)} is not supported")
+        raise UnsupportedError(f"{folder}: 'activation_fn' {brief(activation)} is not supported")
     file = next((folder / name for name in _WEIGHTS if (folder / name).exists()), folder / _WEIGHTS[0])
     return _single_layer(file, facts, layer)
 

@@ -47,12 +47,10 @@ def atp_star(
     session = llm.interp
     corrupted, clean = session.tokens(corrupted_tokens), session.tokens(clean_tokens)
     if len({len(ids) for ids in (*corrupted, *clean)}) != 1 or len(corrupted) != len(clean):
-        raise RequestError(
-            "the clean and the corrupted texts must have the same length", param="clean_tokens"
-        )
+        raise RequestError.of("clean_tokens", "must be as long as the corrupted text")
     layers = range(session.config.n_layers)
     if any(f"blocks.{i}.attn.hook_v" not in session.points for i in layers):
-        raise UnsupportedError("AtP* needs attention in every layer, whose values are made of the stream")
+        raise UnsupportedError("AtP* requires attention in every layer, with values from the stream")
     dropped: Sequence[int | None] = layers if grad_drop else [None]
     # signed effects of the layers' nodes with each layer dropped, summed over texts
     sums: dict[tuple[int | None, int], list[FloatArray]] = {}

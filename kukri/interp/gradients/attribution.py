@@ -127,9 +127,7 @@ def attribution_patch(
     _, corrupted, grads = run_with_gradients(llm, corrupted_tokens, metric, names)
     _, clean, _ = run_with_gradients(llm, clean_tokens, metric, names)
     if corrupted.tokens.shape != clean.tokens.shape:
-        raise RequestError(
-            "the clean and the corrupted texts must have the same length", param="clean_tokens"
-        )
+        raise RequestError.of("clean_tokens", "must be as long as the corrupted text")
     found: list[FloatArray] = []
     for full_name in names:
         parts = (clean[full_name] - corrupted[full_name]) * grads[full_name]  # [batch, pos, (head,) width]
@@ -148,7 +146,7 @@ def integrated_gradients(
     baseline's metric, up to the error of `n_steps` midpoints.
     """
     if n_steps < 1:
-        raise RequestError(f"n_steps must be at least 1, not {n_steps}", param="n_steps")
+        raise RequestError.of("n_steps", f"must be at least 1, not {n_steps}")
     session = llm.interp
     texts = session.tokens(prompt)
     tap = "hook_embed"
@@ -157,7 +155,7 @@ def integrated_gradients(
     if baseline is not None:
         others = session.tokens(baseline)
         if [len(ids) for ids in others] != [len(ids) for ids in texts]:
-            raise RequestError("the baseline must have as many tokens as the prompt", param="baseline")
+            raise RequestError.of("baseline", "must have as many tokens as the prompt")
         start = _embedded(session, others)
     lengths = [len(ids) for ids in texts]
     starts = np.cumsum([0, *lengths])

@@ -91,7 +91,7 @@ class AttributionGraph:
         """
         for name, threshold in (("node_threshold", node_threshold), ("edge_threshold", edge_threshold)):
             if not 0 <= threshold <= 1:
-                raise RequestError(f"{name} must be from 0 to 1, not {threshold}", param=name)
+                raise RequestError.of(name, f"must be from 0 to 1, not {threshold}")
         n_features, n_kept = len(self.features), self.n_tokens + len(self.logit_tokens)
         nodes = _largest(self.influence(), node_threshold)
         nodes[-n_kept:] = True
@@ -144,7 +144,7 @@ class AttributionGraph:
         """Raises RequestError for a node that is no feature."""
         n = len(self.features)
         if wrong := [node for node in factors if not 0 <= node < n]:
-            raise RequestError(f"the features are nodes 0 to {n - 1}, not {brief(wrong)}", param="factors")
+            raise RequestError.of("factors", f"must be of nodes 0 to {n - 1}, features, not {brief(wrong)}")
 
     def interventions(self, factors: Mapping[int, float], transcoder: str) -> list[dict[str, Any]]:
         """The same as interventions of a request, on the transcoders that an LLM has under this name."""
@@ -280,9 +280,9 @@ def attribute(
     transcoders.check(session.config.n_layers, session.config.d_model)
     texts = session.tokens(prompt)
     if len(texts) != 1:
-        raise RequestError("an attribution graph is of one prompt", param="prompt")
+        raise RequestError("an attribution graph requires a single prompt", param="prompt")
     if max_features < 0 or not max_logits >= 1 or not n_ignored >= 0:
-        raise RequestError("max_features and n_ignored must not be negative, max_logits at least 1")
+        raise RequestError("'max_features' and 'n_ignored' must not be negative, 'max_logits' at least 1")
     run = _Run(session, texts[0], transcoders, n_ignored, max_bytes)
     tokens, shares = run.logits(targets, max_logits, logit_share)
     return run.graph(prompt if isinstance(prompt, str) else "", tokens, shares, max_features, progress)
@@ -291,7 +291,7 @@ def attribute(
 def check_held(held: str) -> None:
     """Raises RequestError for a `held` that does not exist."""
     if held not in get_args(Held):
-        raise RequestError(f"held must be {', '.join(get_args(Held))}, not {held!r}", param="held")
+        raise RequestError.of("held", f"must be one of {', '.join(get_args(Held))}, not {held!r}")
 
 
 def likeliest(logits: FloatArray, most: int, share: float) -> tuple[Indices, FloatArray]:
@@ -360,8 +360,9 @@ class _Run:
         self.n_bytes += n_bytes
         if self.max_bytes is not None and self.n_bytes > self.max_bytes:
             raise RequestError(
-                f"the graph takes {self.n_bytes >> 20:,} MiB of memory or more, of {self.max_bytes >> 20:,} "
-                "that it may: shorten the prompt, trace fewer features or allow more (max_bytes, --max-graph)"
+                f"the graph must take at most {self.max_bytes >> 20:,} MiB of memory, not "
+                f"{self.n_bytes >> 20:,} or more: shorten the prompt, trace fewer features or raise "
+                "'max_bytes' (--max-graph)"
             )
 
     def logits(
@@ -372,7 +373,7 @@ class _Run:
             return likeliest(self.result[-1], max_logits, logit_share)
         tokens, n_vocab = np.asarray(targets, np.int64), self.result.shape[1]
         if tokens.ndim != 1 or not len(tokens) or not ((tokens >= 0) & (tokens < n_vocab)).all():
-            raise RequestError(f"targets are token ids from 0 to {n_vocab - 1}", param="targets")
+            raise RequestError.of("targets", f"must be token ids from 0 to {n_vocab - 1}")
         return tokens, _probabilities(self.result[-1])[tokens].astype(np.float32)
 
     def graph(

@@ -33,7 +33,7 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.models.trace import Norm
 
 _ENDS = ("q", "k", "v")
-_NO_TARGET = "there is no target"
+_NO_TARGET = "the target"
 _TARGET = re.compile(r"a(\d+)\.h(\d+)<([qkv])>")
 
 
@@ -68,7 +68,7 @@ def edge_attribution_patch(
     models whose heads and MLPs do not add to the stream what they write, one after the other.
     """
     if n_steps < 1:
-        raise RequestError(f"n_steps must be at least 1, not {n_steps}", param="n_steps")
+        raise RequestError.of("n_steps", f"must be at least 1, not {n_steps}")
     session = llm.interp
     corrupted, clean = _checked(session, corrupted_tokens, clean_tokens)
     of_sources = sum(heads.spec.n_heads + 1 for heads in session.trace.heads.values()) + 1
@@ -130,7 +130,7 @@ def patch_edges(
     before = metric(llm.run_with_hooks(texts))[0]
     for source, target in edges:
         if source not in outputs:
-            raise RequestError(f"there is no source {brief(source)}: sources are embed, a0.h0, m0, ...")
+            raise RequestError(f"the source {brief(source)} was not found: sources are embed, a0.h0, m0, ...")
         change = rows.padded(outputs[source])
         hooks = _input_hooks(session, target, change)
         yield metric(llm.run_with_hooks(texts, fwd_hooks=hooks))[0] - before
@@ -148,7 +148,7 @@ def _input_hooks(session: Session, target: str, change: FloatArray) -> list[tupl
         layer, head, end = int(match[1]), int(match[2]), match[3]
         spec = session.trace.heads[layer].spec if layer < session.config.n_layers else None
         if spec is None or head >= (spec.n_heads if end == "q" else spec.n_kv_heads):
-            raise RequestError(f"{_NO_TARGET} {brief(target)}: the model has no such head")
+            raise RequestError(f"{_NO_TARGET} {brief(target)} was not found: the model has no such head")
 
         def add_to_head(value: FloatArray, hook: Any) -> None:
             value[:, :, head] += change
@@ -156,7 +156,9 @@ def _input_hooks(session: Session, target: str, change: FloatArray) -> list[tupl
         return [(f"blocks.{layer}.attn.hook_{end}_input", add_to_head)]
     match = re.fullmatch(r"m(\d+)", target)
     if match is None or int(match[1]) >= session.config.n_layers:
-        raise RequestError(f"{_NO_TARGET} {brief(target)}: targets are a0.h0<q>, m0, ..., logits")
+        raise RequestError(
+            f"{_NO_TARGET} {brief(target)} was not found: targets are a0.h0<q>, m0, ..., logits"
+        )
     norm, kept = _mlp_norm(session, int(match[1])), {}
 
     def keep(value: FloatArray, hook: Any) -> None:
@@ -181,15 +183,11 @@ def _checked(
     """The corrupted and the clean texts. Raises RequestError and UnsupportedError."""
     corrupted, clean = session.tokens(corrupted_tokens), session.tokens(clean_tokens)
     if [len(ids) for ids in clean] != [len(ids) for ids in corrupted]:
-        raise RequestError(
-            "the clean and the corrupted texts must have the same lengths", param="clean_tokens"
-        )
+        raise RequestError.of("clean_tokens", "must be as long as the corrupted texts")
     for i in range(session.config.n_layers):
         needed = {f"blocks.{i}.{name}" for name in ("hook_resid_mid", "attn.hook_k", "attn.hook_z")}
         if not needed <= session.points.keys():
-            raise UnsupportedError(
-                "edges need layers that have attention, its keys made of the stream, and then an MLP"
-            )
+            raise UnsupportedError("edges require layers of attention, keys from the stream, and an MLP")
     return corrupted, clean
 
 
@@ -231,7 +229,8 @@ class _Pair:
             end = self._changes[f"blocks.{i}.hook_resid_post"]
             if not np.allclose(total, end, atol=1e-3 * max(float(np.abs(end).max()), 1e-6)):
                 raise UnsupportedError(
-                    f"edges need heads and MLPs that add what they write to the stream: layer {i}'s do not"
+                    f"edges require heads and MLPs that add their output to the stream, which layer {i} "
+                    "does not"
                 )
         return found
 

@@ -43,7 +43,7 @@ class GraphMeasure:
             or graph.token_ids.max() >= self._session.config.n_vocab
             or (numbers >= sizes[layers]).any()
         ):
-            raise RequestError("the graph is not of this model and these transcoders", param="graph")
+            raise RequestError.of("graph", "must be of this model and these transcoders")
         self._nodes = {i: np.flatnonzero(layers == i) for i in range(graph.n_layers)}
         self._places = positions, numbers
         weights = self._session.weights

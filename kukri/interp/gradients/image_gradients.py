@@ -159,7 +159,9 @@ def _text_run(
     session, n = llm.interp, len(prompt)
     spans = llm.engine.maker.make_output_request(prompt, "logits").sequence.spans
     if len(rows) != len(prompt.images):
-        raise RequestError(f"the prompt has {len(prompt.images)} images, not {len(rows)}", param="images")
+        raise RequestError.of(
+            "images", f"must be as many as in the prompt, {len(prompt.images)}, not {len(rows)}"
+        )
     spans.give(rows)
     ids = np.array(prompt.token_ids, np.int32)
     spans.blank(ids, 0)
@@ -174,7 +176,8 @@ def _checked(grad: Any, of: Any) -> FloatArray:
     found = np.asarray(grad, np.float32)
     if found.shape != of.shape:
         raise RequestError(
-            f"the metric's gradient has the shape {list(found.shape)}, not {list(of.shape)}", param="metric"
+            f"the metric's gradient must have the shape {list(of.shape)}, not {list(found.shape)}",
+            param="metric",
         )
     return found
 
@@ -189,7 +192,7 @@ def _require_room(encoder: Encoder, rows: Rows, width: int) -> None:
     room = most_that_fit(encoder.session, 1, 1 << 62)
     if n_bytes > room:
         raise RequestError(
-            f"gradients of {n:,} patches at once take about {n_bytes / 1e9:.1f} GB, more than the "
-            f"{room / 1e9:.1f} GB to be had: give smaller images, or fewer names",
+            f"gradients of {n:,} patches at once must take at most {room / 1e9:.1f} GB, not about "
+            f"{n_bytes / 1e9:.1f} GB: give smaller images, or fewer names",
             param="images",
         )

@@ -409,7 +409,7 @@ def find(name: str, known: Mapping[str, Point]) -> Point:
     """The point of a full name. Raises HookError with near names."""
     point = known.get(name)
     if point is None:
-        raise HookError(f"the model has no hook {name!r}{close_matches(name, known)}")
+        raise HookError(f"the hook {name!r} was not found{close_matches(name, known)}")
     return point
 
 

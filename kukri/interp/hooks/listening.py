@@ -30,7 +30,7 @@ class HookPoint:
     def layer(self) -> int:
         """The layer. Raises HookError outside the blocks."""
         if self.layer_index is None:
-            raise HookError(f"{self.name} belongs to no layer")
+            raise HookError(f"{self.name} must be a hook of a layer")
         return self.layer_index
 
 
@@ -83,10 +83,10 @@ class Names:
         found: list[Listening] = []
         for name, hook in fwd_hooks:
             if not callable(hook):
-                raise HookError(f"the hook on {name} is a {type(hook).__name__} and cannot be called")
+                raise HookError(f"the hook on {name!r} must be callable, not a {type(hook).__name__}")
             for point in self.select(name) if callable(name) else [self.point(name)]:
                 if not point.edit_tap:
-                    raise HookError(f"{point.name} can be read (run_with_cache), and takes no hook")
+                    raise HookError(f"{point.name} does not support hooks, only reading (run_with_cache)")
                 found.append(Listening(point, hook, {}))
         return found
 
@@ -185,8 +185,8 @@ class StepListener:
             raise HookError(f"the hook on {point.name} raised {type(error).__name__}: {error}") from error
         if after.shape != value.shape or after.dtype.kind not in "fiu":
             raise HookError(
-                f"the hook on {point.name} returned {after.dtype} {list(after.shape)}: "
-                f"it must be float32 {list(value.shape)}, or None"
+                f"the hook on {point.name} must return float32 {list(value.shape)}, or None, not "
+                f"{after.dtype} {list(after.shape)}"
             )
         return after.astype(np.float32, copy=False)
 
@@ -204,5 +204,5 @@ def usable_points(model: Selects, names: NamesFilter) -> list[Point]:
     usable = [p for p in found if p.form in ("plain", "heads") and p.tap == p.edit_tap and p.tap != LOGITS]
     if names is not None and not callable(names) and len(usable) < len(found):
         lacking = next(point.name for point in found if point not in usable)
-        raise RequestError(f"{lacking} has no gradient: name what it is computed from", param="names")
+        raise RequestError(f"gradients of {lacking} are not supported: name its inputs", param="names")
     return usable

@@ -57,7 +57,9 @@ class Weights:
     def __getattr__(self, name: str) -> FloatArray:
         """All layers of a weight or bias."""
         if name[:2] not in ("W_", "b_") or name[2:] not in _TAPS:
-            raise AttributeError(f"there are no weights {name!r}: see kukri.interp.Weights for the names")
+            raise AttributeError(
+                f"the weights {name!r} were not found: see kukri.interp.Weights for the names"
+            )
         return np.stack([self.layer(name, i) for i in range(self._config.n_layers)])
 
     def __dir__(self) -> list[str]:
@@ -69,21 +71,21 @@ class Weights:
     def _unembedding(self) -> Matrix:
         matrix = self._trace.unembedding
         if matrix is None or self._config.head.kind == "none":
-            raise KukriError("the model has no head: there is no W_U")
+            raise KukriError("W_U was not found, because the model has no head")
         return matrix
 
     def _matrix(self, letter: str, layer: int) -> Matrix:
         if letter not in _TAPS:
-            raise KukriError(f"there are no weights {letter!r}: choose from {', '.join(_TAPS)}")
+            raise KukriError(f"the weights {letter!r} were not found: choose from {', '.join(_TAPS)}")
         prefix = f"blocks.{layer}."
         tap = _TAPS[letter]
         if letter == "in" and f"{prefix}mlp.hook_pre_linear" not in self._trace.products:
             tap = "mlp.hook_pre"
         elif letter == "gate" and f"{prefix}mlp.hook_pre_linear" not in self._trace.products:
-            raise KukriError(f"the MLP of layer {layer} has no gate: there is no W_gate")
+            raise KukriError(f"W_gate was not found, because the MLP of layer {layer} has no gate")
         matrix = self._trace.products.get(prefix + tap)
         if matrix is None:
-            raise KukriError(f"layer {layer} has no single matrix W_{letter}")
+            raise KukriError(f"a single matrix W_{letter} was not found in layer {layer}")
         return matrix
 
     def _weight(self, letter: str, layer: int, matrix: Matrix) -> FloatArray:

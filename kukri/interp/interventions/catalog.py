@@ -57,13 +57,12 @@ class Catalog:
                 try:
                     point = find(full_name(hook, model.config.n_layers), model.points)
                 except HookError as error:
-                    raise ConfigError(f"{kind} {name!r}: {error}") from None
+                    raise ConfigError(f"{kind} {name!r} cannot be used: {error}") from None
                 is_tapped = len(point.needs) == 1 and not (point.matrix or point.steps)
                 width = model.trace.widths[point.tap] if is_tapped else 0
                 if width != reader.width:
-                    does = "reads" if hook == reader.name else "writes"
                     raise ConfigError(
-                        f"{kind} {name!r} {does} {reader.width} numbers of {hook}, which has {width}"
+                        f"{kind} {name!r} must have {hook}'s width, {width}, not {reader.width}"
                     )
 
     @cached_property
@@ -88,7 +87,7 @@ class Catalog:
         there = kinds[kind]
         if not isinstance(name, str) or name not in there:
             known = f"there are {', '.join(there)}" if there else "none is loaded"
-            raise RequestError(f"there is no {kind} {brief(name)}: {known}")
+            raise RequestError(f"the {kind} {brief(name)} was not found: {known}")
         return there[name]
 
     def feature_reader(self, sae: Any, transcoder: Any, layer: Any) -> FeatureReader:
@@ -97,7 +96,7 @@ class Catalog:
         """
         if transcoder is None:
             if layer is not None:
-                raise RequestError("layer is a transcoder's: an sae has its own")
+                raise RequestError("'layer' is not supported with an sae, which has its own")
             reader: FeatureReader = self.known("sae", sae)
             return reader
         found: Transcoders = self.known("transcoder", transcoder)
@@ -106,7 +105,7 @@ class Catalog:
         if type(layer) is not int or layer not in found.layers:
             numbers = ", ".join(map(str, found.layers))
             raise RequestError(
-                f"transcoder {transcoder!r} needs a layer that it has ({numbers}), not {brief(layer)}"
+                f"'layer' must be one of transcoder {transcoder!r} ({numbers}), not {brief(layer)}"
             )
         return found.reader(layer)
 
@@ -117,5 +116,5 @@ def _is_path(given: Any) -> bool:
 
 def _checked(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"a name has only letters, digits and ._-, at most 64, not {brief(name)}")
+        raise ConfigError(f"a name must have only letters, digits and ._-, at most 64, not be {brief(name)}")
     return name

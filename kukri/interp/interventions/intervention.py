@@ -112,11 +112,9 @@ def resolve(
 ) -> Resolved:
     """Checks interventions against a model. Raises RequestError, whose `param` is interventions[i]."""
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
-        raise RequestError("interventions must be a list", param="interventions")
+        raise RequestError.of("interventions", "must be a list")
     if len(given) > MAX_INTERVENTIONS:
-        raise RequestError(
-            f"{len(given)} interventions are more than {MAX_INTERVENTIONS}", param="interventions"
-        )
+        raise RequestError.of("interventions", f"must be at most {MAX_INTERVENTIONS}, not {len(given)}")
     found = Resolved([], [], [])
     for i, one in enumerate(given):
         try:
@@ -130,34 +128,34 @@ def _as_intervention(given: Intervention | Mapping[str, Any]) -> Intervention:
     if isinstance(given, Mapping):
         unknown = [name for name in given if name not in _DEFAULTS]
         if unknown or "op" not in given:
-            problem = f"has no field {brief(unknown[0])}" if unknown else "needs an op"
+            problem = f"cannot have {brief(unknown[0])}" if unknown else "requires 'op'"
             raise RequestError(f"an intervention {problem}")
         given = Intervention(**given)
     if not isinstance(given, Intervention):
-        raise RequestError(f"an intervention is a mapping, not {type(given).__name__}")
+        raise RequestError(f"an intervention must be a mapping, not {type(given).__name__}")
     return given
 
 
 def _resolve(one: Intervention, model: Model, catalog: Catalog, prompt: Prompt, found: Resolved) -> None:
     if not isinstance(one.op, str) or one.op not in _ALLOWED:
-        raise RequestError(f"op must be one of {', '.join(get_args(Op))}, not {brief(one.op)}")
+        raise RequestError(f"'op' must be one of {', '.join(get_args(Op))}, not {brief(one.op)}")
     allowed = _ALLOWED[one.op] | {"op", "name", "positions"}
     for name, default in _DEFAULTS.items():
         value = getattr(one, name)
         if name not in allowed and not (type(value) is type(default) and value == default):
-            raise RequestError(f"{one.op} takes no {name}")
+            raise RequestError(f"{name!r} is not supported by {one.op}")
     spans = find_places(one.positions, prompt)
     if one.op == "read":
         found.readings.append(_reading(one, model, catalog, spans))
     elif one.op == "capture":
         point = _point(one.name, model)
         if any(point is other for other, _ in found.captures):
-            raise RequestError(f"{point.name} is captured twice")
+            raise RequestError(f"{point.name} must be captured once")
         found.captures.append((point, spans))
     elif one.op == "clamp" or one.sae is not None or one.transcoder is not None:
         found.edits.extend(_of_features(one, model, catalog, spans))
     elif one.features is not None or one.layer is not None:
-        raise RequestError("features and layer need an sae or a transcoder")
+        raise RequestError("'features' and 'layer' require an sae or a transcoder")
     elif one.control_vector is not None:
         found.edits.extend(_steering(one, model, catalog, spans))
     else:
@@ -169,9 +167,7 @@ def _edits(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> I
     try:
         n_dimensions = np.ndim(one.vector)
     except ValueError:
-        raise RequestError(
-            "the vectors must have one length: give as many numbers for each position"
-        ) from None
+        raise RequestError("'vector' must have as many numbers for each position") from None
     if n_dimensions != 2:
         yield _edit(one, model, catalog, spans)
         return
@@ -179,7 +175,7 @@ def _edits(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> I
     if not 1 <= n <= MAX_VECTORS or len(spans) != n:
         wanted = "all" if len(spans) > END // 2 else len(spans)
         raise RequestError(
-            f"the vector must be a list of numbers, or one for each position: {n} for {wanted} positions, of "
+            f"'vector' must be a list of numbers, or one for each position: {n} for {wanted} positions, of "
             f"at most {MAX_VECTORS}"
         )
     for vector, position in zip(one.vector, spans.split(), strict=True):
@@ -188,23 +184,23 @@ def _edits(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> I
 
 def _point(name: Any, model: Model) -> Point:
     if not isinstance(name, str) or len(name) > 200:
-        raise RequestError("the intervention needs a name, such as blocks.3.hook_resid_post")
+        raise RequestError("'name' is required, such as blocks.3.hook_resid_post")
     point = find(full_name(name, model.config.n_layers), model.points)
     if point.form in ("tokens", "cos", "sin", "logits"):
-        raise RequestError(f"{point.name} is not an activation of a request")
+        raise RequestError(f"{point.name} is not supported in requests")
     return point
 
 
 def _editable(name: Any, model: Model) -> Point:
     point = _point(name, model)
     if point.form not in ("plain", "heads") or point.tap != point.edit_tap or _sees_logit_rows(point):
-        raise RequestError(f"{point.name} can be captured but not edited")
+        raise RequestError(f"{point.name} cannot be edited, only captured")
     return point
 
 
 def _edit(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Edit:
     if one.layers is not None:
-        raise RequestError("layers need a control_vector, or a transcoder to replace MLPs by")
+        raise RequestError("'layers' requires a 'control_vector', or a 'transcoder' that replaces MLPs")
     point = _editable(one.name, model)
     width, d_head = model.trace.widths[point.tap], 0
     if point.form == "heads":
@@ -217,7 +213,7 @@ def _edit(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Ed
     if one.vector is not None:
         vector = _vector(one.vector, {width, d_head} - {0})
     elif one.op in ("add", "replace"):
-        raise RequestError(f"{one.op} needs a vector, or the name of a control_vector")
+        raise RequestError(f"{one.op} requires 'vector', or the name of a 'control_vector'")
     return _make_edit(one, model, catalog, point.tap, spans, columns, vector)
 
 
@@ -232,11 +228,11 @@ def _make_edit(
 ) -> Edit:
     strength = _strength(one)
     if type(one.match_norm) is not bool:
-        raise RequestError(f"match_norm must be true or false, not {brief(one.match_norm)}")
+        raise RequestError(f"'match_norm' must be true or false, not {brief(one.match_norm)}")
     if vector is not None and (one.op in ("ablate", "scale") or one.match_norm):
         length = float(np.linalg.norm(vector.astype(np.float64)))
         if not length > 0:
-            raise RequestError("a vector whose length does not count must not be zero")
+            raise RequestError("'vector' must not be zero if its length does not count")
         vector = (vector / length).astype(np.float32)
     if vector is not None and one.op == "add":
         vector = vector * np.float32(strength)
@@ -247,26 +243,26 @@ def _make_edit(
 def _strength(one: Intervention) -> float:
     strength = one.strength
     if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not abs(strength) <= 1e6:
-        raise RequestError(f"strength must be a number within 1e6 of 0, not {brief(strength)}")
+        raise RequestError(f"'strength' must be a number within 1e6 of 0, not {brief(strength)}")
     return float(strength)
 
 
 def _of_features(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[AnyEdit]:
     """Return edits of an autoencoder's or a transcoder's features, or by their output."""
     if (one.sae is None) == (one.transcoder is None):
-        raise RequestError(f"{one.op} needs an sae or a transcoder, not both")
+        raise RequestError(f"{one.op} requires either an sae or a transcoder, not both")
     for name in _NOT_OF_FEATURES:
         if getattr(one, name) not in (None, False):
-            raise RequestError(f"an edit of features takes no {name}")
+            raise RequestError(f"{name!r} is not supported by an edit of features")
     if one.op == "replace":
         yield from _replacements(one, model, catalog, spans)
         return
     if one.layers is not None:
-        raise RequestError("an edit of features takes no layers: a feature has one layer")
+        raise RequestError("'layers' is not supported by an edit of features, which have one layer")
     reader = catalog.feature_reader(one.sae, one.transcoder, one.layer)
     features = _numbers(one.features, reader.n_features, "features")
     if len(features) > _MAX_FEATURES:
-        raise RequestError(f"{len(features)} features are more than {_MAX_FEATURES}")
+        raise RequestError(f"'features' must be at most {_MAX_FEATURES}, not {len(features)}")
     decoders = reader.decoders(features)
     own = None if one.op == "add" else reader.chooser(features)
     source = None
@@ -294,7 +290,7 @@ def _replacements(one: Intervention, model: Model, catalog: Catalog, spans: Span
     sources: dict[int, Source] = {}
     chosen = [layer for layer in found.layers if first <= layer <= last]
     if not chosen:
-        raise RequestError(f"transcoder {one.transcoder!r} has no layers from {first} to {last}")
+        raise RequestError(f"'layers' from {first} to {last} were not found in transcoder {one.transcoder!r}")
     for layer in chosen:
         reader = found.reader(layer)
         tap = _editable(reader.writes[0], model).tap
@@ -311,7 +307,7 @@ def _replacements(one: Intervention, model: Model, catalog: Catalog, spans: Span
 def _check_order(source: Source | None, tap: str, model: Model) -> None:
     order = list(model.trace.taps)
     if source is not None and order.index(source.point.tap) >= order.index(tap):
-        raise RequestError(f"the transcoder reads {source.point.name}, which does not come before {tap}")
+        raise RequestError(f"the transcoder must read what comes before {tap}, not {source.point.name}")
 
 
 def _first_and_last(given: Any, model: Model) -> tuple[int, int]:
@@ -319,7 +315,7 @@ def _first_and_last(given: Any, model: Model) -> tuple[int, int]:
         return 0, model.config.n_layers
     layers = list(given) if isinstance(given, Sequence) else []
     if len(layers) != 2 or not all(type(layer) is int for layer in layers) or layers[0] > layers[1]:
-        raise RequestError("layers must be the first and the last layer, such as [10, 20]")
+        raise RequestError("'layers' must be the first and the last layer, such as [10, 20]")
     return layers[0], layers[1]
 
 
@@ -328,16 +324,16 @@ def _condition(given: Any, tap: str, model: Model, catalog: Catalog) -> When | N
         return None
     if not isinstance(given, Mapping) or not given.keys() <= _CONDITION:
         raise RequestError(
-            f"when has probe and label, or sae and feature, and above or below, not {brief(given)}"
+            f"'when' must have probe and label, or sae and feature, and above or below, not be {brief(given)}"
         )
     if len({"probe", "sae", "transcoder"} & given.keys()) != 1:
-        raise RequestError("when needs a probe or an sae, or a transcoder")
+        raise RequestError("'when' requires a probe, an sae or a transcoder")
     reader: Probe | FeatureReader
     if "probe" in given:
         probe: Probe = catalog.known("probe", given["probe"])
         label = given.get("label", probe.labels[0] if len(probe.labels) == 1 else None)
         if "feature" in given or label not in probe.labels:
-            raise RequestError(f"when needs a label of the probe: {brief(', '.join(probe.labels))}")
+            raise RequestError(f"'when' requires a label of the probe: {brief(', '.join(probe.labels))}")
         reader, index = probe, probe.labels.index(label)
     else:
         reader = catalog.feature_reader(given.get("sae"), given.get("transcoder"), given.get("layer"))
@@ -346,23 +342,23 @@ def _condition(given: Any, tap: str, model: Model, catalog: Catalog) -> When | N
     if not {"above", "below"} & given.keys() or not all(
         type(one) in (int, float) and not math.isnan(one) for one in limits
     ):
-        raise RequestError("when needs above or below, a number")
+        raise RequestError("'when' requires above or below, a number")
     point = find(full_name(reader.name, model.config.n_layers), model.points)
     order = list(model.trace.taps)
     if order.index(point.tap) > order.index(tap):
-        raise RequestError(f"when reads {point.name}, which comes after the edit of {tap}")
+        raise RequestError(f"'when' must read what comes before the edit of {tap}, not {point.name}")
     return When(point, reader, index, *map(float, limits))
 
 
 def _steering(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> list[Edit]:
     """An edit for each direction of a control vector."""
     if one.name is not None or one.vector is not None or one.heads is not None:
-        raise RequestError("a control_vector has its own names and vectors: leave out name, vector and heads")
+        raise RequestError("'control_vector' cannot be combined with 'name', 'vector' and 'heads'")
     directions = catalog.known("control vector", one.control_vector).directions
     first, last = _first_and_last(one.layers, model)
     chosen = {layer: vector for layer, vector in directions.items() if first <= layer <= last}
     if not chosen:
-        raise RequestError(f"control vector {one.control_vector!r} has no layers from {first} to {last}")
+        raise RequestError(f"'layers' from {first} to {last} were not found in {one.control_vector!r}")
     return [
         _make_edit(one, model, catalog, f"blocks.{layer}.hook_resid_post", spans, None, vector)
         for layer, vector in sorted(chosen.items())
@@ -372,9 +368,9 @@ def _steering(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -
 
 def _reading(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Reading:
     if [one.probe, one.sae, one.transcoder].count(None) != 2:
-        raise RequestError("read needs a probe or an sae, or a transcoder")
+        raise RequestError("read requires a probe, an sae or a transcoder")
     if one.name is not None:
-        raise RequestError("a probe, an sae or a transcoder has its own name: leave out name")
+        raise RequestError("'name' cannot be combined with a probe, an sae or a transcoder")
     reader: Probe | FeatureReader
     if one.probe is not None:
         reader, name = catalog.known("probe", one.probe), one.probe
@@ -382,14 +378,14 @@ def _reading(one: Intervention, model: Model, catalog: Catalog, spans: Spans) ->
         reader = catalog.feature_reader(one.sae, one.transcoder, one.layer)
         name = one.sae or (one.transcoder or "") + ("" if one.layer is None else f".{one.layer}")
     if type(one.top_k) is not int or not 1 <= one.top_k <= _MAX_FEATURES:
-        raise RequestError(f"top_k must be from 1 to {_MAX_FEATURES}, not {brief(one.top_k)}")
+        raise RequestError(f"'top_k' must be from 1 to {_MAX_FEATURES}, not {brief(one.top_k)}")
     features = None
     if one.features is not None:
         if isinstance(reader, Probe):
-            raise RequestError("features need an sae or a transcoder")
+            raise RequestError("'features' requires an sae or a transcoder")
         features = _numbers(one.features, reader.n_features, "features")
         if len(features) > _MAX_FEATURES:
-            raise RequestError(f"{len(features)} features are more than {_MAX_FEATURES}")
+            raise RequestError(f"'features' must be at most {_MAX_FEATURES}, not {len(features)}")
     if features is None and not isinstance(reader, Probe):
         reader.prepare(catalog.product_backend)
     point = find(full_name(reader.name, model.config.n_layers), model.points)
@@ -399,10 +395,10 @@ def _reading(one: Intervention, model: Model, catalog: Catalog, spans: Spans) ->
 def _columns(heads: Any, point: Point, width: int, d_head: int) -> npt.NDArray[np.int64]:
     """The columns of heads, which stand side by side."""
     if not d_head:
-        raise RequestError(f"{point.name} has no heads")
+        raise RequestError(f"'heads' is not supported by {point.name}")
     numbers = _numbers(heads, width // d_head, "heads")
     if len(set(numbers)) < len(numbers):
-        raise RequestError("heads must not name one twice")
+        raise RequestError("'heads' must not name one twice")
     return (np.array(numbers)[:, None] * d_head + np.arange(d_head)).reshape(-1)
 
 
@@ -410,7 +406,7 @@ def _numbers(given: Any, n: int, what: str) -> tuple[int, ...]:
     """Whole numbers from 0 to n - 1, at least one."""
     numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else ()
     if not numbers or not all(type(i) is int and 0 <= i < n for i in numbers):
-        raise RequestError(f"{what} must be numbers from 0 to {n - 1}, at least one")
+        raise RequestError(f"{what!r} must be numbers from 0 to {n - 1}, at least one")
     return numbers
 
 
@@ -422,9 +418,9 @@ def _vector(given: Any, lengths: set[int]) -> FloatArray:
         array = np.zeros((0, 0))
     if array.ndim != 1 or len(array) not in lengths:
         wanted = " or ".join(map(str, sorted(lengths)))
-        raise RequestError(f"the vector must be a list of {wanted} numbers, not {list(array.shape)}")
+        raise RequestError(f"'vector' must be a list of {wanted} numbers, not {list(array.shape)}")
     if not (np.abs(array) <= 1e30).all():  # not of NaN
-        raise RequestError("the vector must have finite numbers, at most 1e30")
+        raise RequestError("'vector' must have finite numbers, at most 1e30")
     return array.astype(np.float32)
 
 

@@ -39,17 +39,16 @@ class OracleForm:
             placeholders = self.placeholder * n
             return self.template.format(layer=layer, activations=placeholders, question=question)
         except (IndexError, KeyError, ValueError, AttributeError):
-            raise RequestError(
-                "the template has {layer}, {activations} and {question}, and no other braces", param="form"
+            raise RequestError.of(
+                "form", "must have {layer}, {activations} and {question}, and no other braces"
             ) from None
 
     def injection(self, activations: Any) -> Intervention:
         """The edit that gives the oracle the activations, [n, D] or [D]. Raises RequestError."""
         vectors = np.atleast_2d(np.asarray(activations, np.float32))
         if vectors.ndim != 2 or not 1 <= len(vectors) <= MAX_VECTORS:
-            raise RequestError(
-                f"activations must be [n, d_model], n from 1 to {MAX_VECTORS}, not {list(vectors.shape)}",
-                param="activations",
+            raise RequestError.of(
+                "activations", f"must be [n, d_model], n from 1 to {MAX_VECTORS}, not {list(vectors.shape)}"
             )
         place = {"text": self.placeholder * len(vectors), "occurrence": 0}
         name = f"blocks.{self.after_block}.hook_resid_post"

@@ -78,14 +78,14 @@ def find_places(given: Any, prompt: Prompt) -> Spans:
     named = {"all": (0, END), "prompt": (0, n), "last": (n - 1, n), "generated": (n, END)}
     if isinstance(given, str):
         if given not in named:
-            raise RequestError(f"positions must be one of {', '.join(named)}, not {brief(given)}")
+            raise RequestError(f"'positions' must be one of {', '.join(named)}, not {brief(given)}")
         return Spans([named[given]])
     if isinstance(given, Mapping):
         return Spans(_named_places(given, prompt))
     many = [given] if type(given) is int else given
     if not isinstance(many, Sequence) or isinstance(many, bytes) or not 1 <= len(many) <= MAX_PLACES:
         raise RequestError(
-            f"positions must be a name, a number, a list of at most {MAX_PLACES} numbers and spans, "
+            f"'positions' must be a name, a number, a list of at most {MAX_PLACES} numbers and spans, "
             f'{{"text": ...}} or {{"steps": ...}}, not {brief(given)}'
         )
     return Spans(_span(one, n, n) for one in many)
@@ -95,15 +95,15 @@ def _span(given: Any, n: int, end: int) -> tuple[int, int]:
     """Return the span of a number or of [first, stop]; negative numbers, to -n, count from `end`."""
     first, stop = given if isinstance(given, (list, tuple)) and len(given) == 2 else (given, given)
     if type(first) is not int or (stop is not None and type(stop) is not int):
-        raise RequestError(f"a position is a number or [first, stop], not {brief(given)}")
+        raise RequestError(f"a position must be a number or [first, stop], not {brief(given)}")
     if min(first, stop or 0) < -n or max(first, stop or 0) >= END:
-        raise RequestError(f"position {brief(given)} is outside the prompt of {n} tokens and its answer")
+        raise RequestError(f"position {brief(given)} must be within the prompt of {n} tokens and its answer")
     first += end if first < 0 else 0
     if stop is given:
         return first, first + 1
     stop = END if stop is None else stop + (end if stop < 0 else 0)
     if first >= stop:
-        raise RequestError(f"span {brief(given)} has no positions")
+        raise RequestError(f"span {brief(given)} must have positions")
     return first, stop
 
 
@@ -113,18 +113,18 @@ def _named_places(given: Mapping[str, Any], prompt: Prompt) -> list[tuple[int, i
         before = len(prompt.ids) - 1  # the prompt's last token chooses the answer's first
         return [(first + before, min(stop + before, END))]
     if not {"text"} <= given.keys() <= {"text", "tokens", "occurrence"}:
-        raise RequestError(f"positions have the key text or steps, not {brief(sorted(map(str, given)))}")
+        raise RequestError(f"'positions' must have text or steps, not {brief(sorted(map(str, given)))}")
     text, which = given["text"], given.get("tokens", "all")
     if not isinstance(text, str) or not 1 <= len(text) <= MAX_TEXT:
-        raise RequestError(f"the text to find must have 1 to {MAX_TEXT} characters, not {brief(text)}")
+        raise RequestError(f"'text' must have 1 to {MAX_TEXT} characters, not be {brief(text)}")
     if which not in ("all", "first", "last"):
-        raise RequestError(f"tokens must be all, first or last, not {brief(which)}")
+        raise RequestError(f"'tokens' must be all, first or last, not {brief(which)}")
     found = _occurrences(text.encode(errors="surrogatepass"), prompt)
     if not found:
-        raise RequestError(f"the prompt does not contain {brief(text)}")
+        raise RequestError(f"the text {brief(text)} was not found in the prompt")
     if (number := given.get("occurrence")) is not None:
         if type(number) is not int or not -len(found) <= number < len(found):
-            raise RequestError(f"occurrence must be a number within {len(found)}, not {brief(number)}")
+            raise RequestError(f"'occurrence' must be a number within {len(found)}, not {brief(number)}")
         found = [found[number]]
     if which == "all":
         return found

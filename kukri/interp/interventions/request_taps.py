@@ -38,15 +38,15 @@ class RequestTaps:
     ) -> None:
         for point in (*wanted, *(listening.point for listening in hooks)):
             if point.form == "logits":
-                raise HookError(f"{point.name} exists only where whole texts are run: use run_with_hooks")
+                raise HookError(f"{point.name} is not supported in requests: use run_with_hooks()")
         for listening in hooks:
             point = listening.point
             if point.form in ("scores", "pattern") or (
                 point.layer is None and point.edit_tap != "hook_embed"
             ):
                 raise HookError(
-                    f"{point.name} takes hooks only where whole texts are run, without images: use "
-                    "run_with_hooks"
+                    f"hooks on {point.name} are not supported in requests or with images: use "
+                    "run_with_hooks()"
                 )
         self._model, self._wanted, self._hooks = model, wanted, hooks
         self._keep = {tap for point in wanted for tap in point.needs}

@@ -54,9 +54,7 @@ def require_format(path: PathLike) -> str:
     """The format of a picture's file, png or svg. Raises RequestError for another ending."""
     ending = Path(path).suffix.lower()
     if ending not in _FORMATS:
-        raise RequestError(
-            f"a picture is a {' or '.join(_FORMATS)} file, not {Path(path).name}", param="path"
-        )
+        raise RequestError(f"a picture must be {' or '.join(_FORMATS)}, not {Path(path).name}", param="path")
     return ending[1:]
 
 
@@ -78,10 +76,10 @@ def heat_map(
     `texts` [rows][columns] are written into the cells. With a `path` it is saved too. Raises RequestError.
     """
     if values.ndim != 2:
-        raise RequestError(f"a heat map takes [rows, columns], not {list(values.shape)}", param="values")
+        raise RequestError.of("values", f"must be [rows, columns], not {list(values.shape)}")
     n_rows, n_columns = values.shape
     if texts and values.size > _MAX_CELLS:
-        raise RequestError(f"{values.size:,} cells with a text are more than {_MAX_CELLS:,}", param="texts")
+        raise RequestError.of("texts", f"must be at most {_MAX_CELLS:,} cells, not {values.size:,}")
     cell_width = 0.85 if texts else 0.35
     figure = _figure(2 + cell_width * n_columns, 1.5 + 0.22 * n_rows)
     axes = figure.subplots()
@@ -153,10 +151,10 @@ def image_attention(
     uint8 [height, width, 3]. Each head has colours of its own, from none to its largest weight.
     """
     if weights.ndim != 3 or picture.ndim != 3:
-        raise RequestError(
-            f"weights are [head, rows, columns] and a picture is [height, width, 3], not "
-            f"{list(weights.shape)} and {list(picture.shape)}",
-            param="weights",
+        raise RequestError.of(
+            "weights",
+            f"must be [head, rows, columns] and a picture [height, width, 3], not {list(weights.shape)} "
+            f"and {list(picture.shape)}",
         )
     n_columns = min(len(weights), _HEADS_PER_ROW)
     n_rows = -(-len(weights) // n_columns)
@@ -184,10 +182,7 @@ def feature_timeline(
 ) -> Picture:
     """How strong each feature is at each token of a text: values [pos, feature], a line a feature."""
     if values.ndim != 2 or len(values) != len(tokens) or not values.size:
-        raise RequestError(
-            f"a timeline takes [pos, feature] of {len(tokens)} tokens, not {list(values.shape)}",
-            param="values",
-        )
+        raise RequestError.of("values", f"must be [{len(tokens)}, feature], not {list(values.shape)}")
     n_features = values.shape[1]
     figure = _figure(2 + 0.3 * len(tokens), 1 + 0.6 * n_features)
     rows = figure.subplots(n_features, 1, sharex=True, squeeze=False)[:, 0]
@@ -264,9 +259,8 @@ def _written(texts: Sequence[str]) -> list[str]:
 
 def _check_pattern(pattern: FloatArray, tokens: Sequence[str]) -> None:
     if pattern.ndim != 3 or pattern.shape[1:] != (len(tokens), len(tokens)) or not len(pattern):
-        raise RequestError(
-            f"a pattern is [head, query, key] of {len(tokens)} tokens, not {list(pattern.shape)}",
-            param="pattern",
+        raise RequestError.of(
+            "pattern", f"must be [head, query, key] of {len(tokens)}, not {list(pattern.shape)}"
         )
 
 

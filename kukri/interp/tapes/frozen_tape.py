@@ -97,13 +97,13 @@ class FrozenTape(Tape):
         if other is None or not ACTIVATIONS[name].is_gate:
             return _map(self, name, x, other, a, b)
         if name == "gated_itself":
-            raise UnsupportedError("attribution graphs need gates that are not the gated value itself")
+            raise UnsupportedError("attribution graphs require gates that are not the gated value itself")
         factor = self._frozen(lambda: activate(NUMPY, name, np.float32(1), other.x, a, b))
         return self._new(x.x * factor, lambda g: x.add(g * factor[: g.shape[-2]]))
 
     def delta_rule(self, *inputs: Any, **options: Any) -> Variable:
         """Raises UnsupportedError: a recurrent layer's mixing is not a pattern."""
-        raise UnsupportedError("attribution graphs of models with recurrent layers are not supported")
+        raise UnsupportedError("attribution graphs are not supported for models with recurrent layers")
 
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:
         """Note x under its name. An MLP's output is a constant, apart from a linear skip."""

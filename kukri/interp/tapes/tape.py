@@ -184,7 +184,7 @@ class Tape:
         """Raises UnsupportedError: the op is not below."""
         if op.startswith("_"):
             raise AttributeError(op)
-        raise UnsupportedError(f"kukri computes no gradients of models with the op {op}")
+        raise UnsupportedError(f"gradients of the op {op} are not supported")
 
     def floats(self, x: FloatArray) -> FloatArray:
         """The numbers of an op of `ArrayOps`, as they are."""

@@ -62,7 +62,8 @@ class GpuBackend(TorchBackend):
     ) -> TensorCache:
         if kv_type not in GPU_TYPES:
             raise UnsupportedError(
-                f"the gpu backend has no {kv_type} KV cache: use {', '.join(GPU_TYPES)}, or --backend torch"
+                f"a KV cache of {kv_type} is not supported by the gpu backend: use {', '.join(GPU_TYPES)}, "
+                "or --backend torch"
             )
         return super().new_cache(layout, n_pages, n_states, kv_type)
 

@@ -126,7 +126,9 @@ def pack(weight: Weight, device: torch.device | str = "cpu") -> Iterator[Matrix]
     """
     type, (n_rows, n_columns) = weight.type, weight.shape
     if type.block is None:
-        raise UnsupportedError(f"no Triton kernel reads {type.name}: they read {', '.join(PACKED_TYPES)}")
+        raise UnsupportedError(
+            f"the weight type {type.name} is not supported by the gpu backend: use {', '.join(PACKED_TYPES)}"
+        )
     form, data = form_of(type), weight.data
     step = max(1, _PIECE_WEIGHTS // n_columns)
     for start in range(0, n_rows, step):

@@ -17,13 +17,15 @@ def find_device(name: str) -> torch.device:
     """The device called cpu, cuda, cuda:1, mps or xpu. Raises ConfigError, naming those that there are."""
     kind, _, number = name.partition(":")
     if kind not in KINDS or (number and not number.isdecimal()):
-        raise ConfigError(f"no device is called {name!r}: choose auto, cpu, cuda, cuda:1 …, mps or xpu")
+        raise ConfigError(
+            f"the device {name!r} is not supported: choose auto, cpu, cuda, cuda:1 …, mps or xpu"
+        )
     n_devices = device_count(kind)
     if int(number or 0) >= n_devices:
         there = ", ".join(devices())
         raise ConfigError(
-            f"there is no device {name}: PyTorch {version()} sees {there}; a driver, or a build of PyTorch "
-            "for it, may be missing"
+            f"the device {name} was not found: PyTorch {version()} sees {there}; a driver, or a build of "
+            "PyTorch for it, may be missing"
         )
     return torch.device(kind) if kind in ("cpu", "mps") else torch.device(kind, int(number or 0))
 

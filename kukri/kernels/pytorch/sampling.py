@@ -56,7 +56,7 @@ class TorchSampling:
             return
         n_vocab = logits.shape[1]
         if n_vocab > MAX_VOCAB:
-            raise UnsupportedError(f"sampling takes vocabularies of up to {MAX_VOCAB} tokens, not {n_vocab}")
+            raise UnsupportedError(f"sampling from more than {MAX_VOCAB} tokens is not supported: {n_vocab}")
         groups: dict[tuple[bool, bool, tuple[int, ...]] | None, list[int]] = {}
         for i in range(len(records.fields)):
             groups.setdefault(_kind(records, i), []).append(i)

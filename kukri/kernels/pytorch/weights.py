@@ -69,7 +69,7 @@ def to_device(weight: Weight, device: torch.device, dtype: torch.dtype) -> Devic
         data = _aligned(tensor_of(weight.data)).to(device).view(FLOATS[name]).to(dtype)
         packed_type = None
     else:
-        raise MissingKernelError(f"the torch backend does not read {name}: it reads {', '.join(TYPES)}")
+        raise MissingKernelError(f"{name} weights are not supported by backend torch: use {', '.join(TYPES)}")
     if device.type != "cpu":
         release_pages(weight.stored)
     return DeviceMatrix(weight.shape, dtype, data, packed_type)

@@ -80,13 +80,11 @@ class EmbeddingBody(Body):
     @model_validator(mode="after")
     def _has_one_input(self) -> EmbeddingBody:
         if self.input is None and self.content is None:
-            raise RequestError("input is missing", param="input", code="missing_required_parameter")
+            raise RequestError.of("input", "is required", code="missing_required_parameter")
         if self.input is not None and self.content is not None:
-            raise RequestError("input and content both hold the texts: give one", param="content")
+            raise RequestError("'input' cannot be combined with 'content': give one", param="content")
         if self.embd_normalize in (0, 1):
-            raise RequestError(
-                "embd_normalize must be -1 or 2: other norms are not there", param="embd_normalize"
-            )
+            raise RequestError.of("embd_normalize", "must be -1 (none) or 2 (L2)")
         return self
 
 
@@ -108,7 +106,7 @@ async def embed(
     empty = next((i for i, ids in enumerate(texts.ids) if not ids), None)
     if empty is not None:
         which = f"input[{empty}]" if len(texts.ids) > 1 else "input"
-        raise RequestError(f"{which} is empty, and the model adds no token of its own", param=which)
+        raise RequestError.of(which, "must not be empty, because the model adds no tokens of its own")
     vectors: Sequence[FloatArray] | FloatArray | None
     if of_tokens:
         options = request_options(served, http, body.model, body.user, body.adapter)
@@ -136,10 +134,11 @@ async def embed(
 def _check_texts(given: Any) -> None:
     """Raise RequestError for token ids alone, which clients of OpenAI make with OpenAI's tokenizer."""
     if any(isinstance(one, list) and set(map(type, one)) == {int} for one in _many(given)):
-        raise RequestError(
-            "input must be texts, as ids of another tokenizer give wrong vectors: in LangChain set "
-            "check_embedding_ctx_length=False, for this model's own token ids allow_token_ids=true",
-            param="input",
+        raise RequestError.of(
+            "input",
+            "must be texts, because ids of another tokenizer give wrong vectors: set "
+            "check_embedding_ctx_length=False in LangChain, or allow_token_ids=true for this model's own "
+            "token ids",
         )
 
 
@@ -172,7 +171,9 @@ async def token_vectors_of(
 def _checked_late(encoder: TextEncoder, body: EmbeddingBody) -> bool:
     """True for a model with a vector for each token. Raises RequestError for fields that it cannot honor."""
     if encoder.late is not None and (body.pooling or body.dimensions not in (None, encoder.width)):
-        raise RequestError("the model has a vector for each token: pooling and dimensions do not apply")
+        raise RequestError(
+            "'pooling' and 'dimensions' are not supported: the model returns a vector for each token"
+        )
     return encoder.late is not None
 
 
@@ -221,7 +222,7 @@ def _ids(
     if len(texts) == len(many):
         return found
     if encoder.late is not None:
-        raise RequestError("the model marks queries and documents: give texts, not token ids")
+        raise RequestError("'input' must be texts, because the model marks queries and documents")
     places = [i for i, one in enumerate(many) if isinstance(one, str)]
     encoded = dict(zip(places, found.ids, strict=True))
     for i, one in enumerate(many):

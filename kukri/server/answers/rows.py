@@ -57,10 +57,10 @@ async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope:
             for start in range(0, len(requests), n):
                 await served.bridge.compute(requests[start : start + n])
     except TimeoutError:
-        raise DeadlineError(f"the answer was not done within {served.settings.deadline_s:g} s") from None
+        raise DeadlineError(f"the answer was not finished within {served.settings.deadline_s:g} s") from None
     rows = [request.answer.rows for request in requests if request.answer.rows is not None]
     if not all(np.isfinite(row).all() for row in rows):  # JSON has no such numbers
-        raise KukriError("the model's vectors are not finite: its weights may be damaged")
+        raise KukriError("the model's vectors have NaN or infinity: its weights may be damaged")
     return rows
 
 

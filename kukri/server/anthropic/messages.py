@@ -109,7 +109,7 @@ def _effort(body: PromptBody) -> str | None:
     if thinking is None or thinking.type == "adaptive":
         return effort
     if thinking.type == "disabled" and effort is not None:
-        raise RequestError("output_config.effort is about thinking, which is disabled", param="thinking")
+        raise RequestError("'output_config.effort' requires enabled thinking", param="thinking")
     return effort or ("none" if thinking.type == "disabled" else "medium")
 
 

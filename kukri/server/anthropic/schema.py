@@ -120,7 +120,8 @@ class TurnMessage(Piece):
             owner = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}.get(block.type)
             if owner not in (None, self.role):
                 raise RequestError(
-                    f"a block {block.type} belongs to the {owner}, not to the {self.role}", param="messages"
+                    f"a block {block.type!r} must be in a message of the {owner}, not of the {self.role}",
+                    param="messages",
                 )
         return self
 
@@ -166,9 +167,15 @@ class MessageToolChoice(Body):
     @model_validator(mode="after")
     def _agrees(self) -> MessageToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise RequestError("name is for the type tool, which needs it", param="tool_choice")
+            raise RequestError(
+                "'tool_choice.name' is required for the type \"tool\", and not supported for others",
+                param="tool_choice",
+            )
         if self.type == "none" and self.disable_parallel_tool_use is not None:
-            raise RequestError("disable_parallel_tool_use needs tools that are called", param="tool_choice")
+            raise RequestError(
+                "'disable_parallel_tool_use' cannot be combined with the type \"none\"",
+                param="tool_choice",
+            )
         return self
 
 
@@ -182,7 +189,10 @@ class Thinking(Body):
     @model_validator(mode="after")
     def _agrees(self) -> Thinking:
         if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise RequestError("budget_tokens is for the type enabled, which needs it", param="thinking")
+            raise RequestError(
+                "'thinking.budget_tokens' is required for the type \"enabled\", and not supported for others",
+                param="thinking",
+            )
         return self
 
 
@@ -231,9 +241,7 @@ class PromptBody(Body):
         if not isinstance(data, dict):
             return read(data)
         if data.get("thread") is not None:
-            raise RequestError(
-                "'thread' is not supported: send the whole conversation", param="thread", code=NO_THREADS
-            )
+            raise RequestError.of("thread", "is not supported: send the whole conversation", code=NO_THREADS)
         unknown = dict.fromkeys(cls._unknown(data))
         body = read({name: value for name, value in data.items() if name not in unknown})
         body._left_out = tuple(unknown)
@@ -263,7 +271,7 @@ class MessagesBody(PromptBody, Sampling):
         budget = self.thinking.budget_tokens if self.thinking else None
         if budget is not None and budget >= self.max_tokens:
             raise RequestError(
-                f"thinking.budget_tokens must be below max_tokens, {self.max_tokens}, not {budget}",
+                f"'thinking.budget_tokens' must be below 'max_tokens' ({self.max_tokens}), not {budget}",
                 param="thinking",
             )
         return self

@@ -110,7 +110,9 @@ class GrammarCheck:
             return
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(KukriError("the process that compiles grammars has ended: see the log"))
+                answer.set_exception(
+                    KukriError("the process that compiles grammars has ended: see the server's log")
+                )
         await process.kill()
 
     async def _outcome(self, source: str) -> tuple[Outcome, str | None]:
@@ -122,7 +124,9 @@ class GrammarCheck:
                 await process.send(f"[{number}, {source}]\n".encode())
                 outcome: tuple[Outcome, str | None] = await answer
         except TimeoutError:
-            log.error("the process that compiles grammars does not answer: the next grammar starts a new one")
+            log.error(
+                "the process that compiles grammars does not answer and is restarted for the next grammar"
+            )
             for other in self._answers.values():
                 if not other.done():
                     other.set_result(("busy", None))
@@ -155,7 +159,7 @@ class GrammarCheck:
         async with asyncio.timeout(_MOST_S):
             await process.send(vocabulary)
             if not await process.read_line():
-                raise KukriError("the process that compiles grammars has ended: see the log")
+                raise KukriError("the process that compiles grammars has ended: see the server's log")
 
     def _vocabulary(self) -> bytes:
         """The line of JSON that tells the process which tokens there are."""

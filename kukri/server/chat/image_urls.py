@@ -40,9 +40,7 @@ def fetched(url: str, param: str) -> bytes:
         reason = f"it took more than {MAX_S:g} s"
     except (OSError, http.client.HTTPException, ValueError, UnicodeError) as error:
         reason = f"{type(error).__name__}"
-    raise RequestError(
-        f"{param}: the image cannot be fetched: {reason}", param=param, code="invalid_image"
-    ) from None
+    raise RequestError.of(param, f"cannot be fetched: {reason}", code="invalid_image") from None
 
 
 class _Refused(Exception):
@@ -72,7 +70,7 @@ def _fetch(url: str, deadline_s: float) -> bytes | str:
         if response.status in _REDIRECTS:
             return response.headers.get("Location") or ""
         if response.status != HTTPStatus.OK:
-            raise _Refused(f"the answer has the status {response.status}")
+            raise _Refused(f"its server answered with status {response.status}")
         return _body(response, connection, deadline_s)
     finally:
         connection.close()
@@ -102,7 +100,7 @@ def _connection(parts: SplitResult, deadline_s: float) -> http.client.HTTPConnec
     port = parts.port or (443 if parts.scheme == "https" else 80)
     addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if not addresses or not all(map(is_public, addresses)):
-        raise _Refused("its address is not a public one")
+        raise _Refused("its address is not public")
     left_s = max(deadline_s - time.monotonic(), 0.001)
     raw = socket.create_connection((addresses[0], port), timeout=left_s)
     connection = http.client.HTTPConnection(host, port, timeout=left_s)

@@ -26,23 +26,15 @@ class ImageReader:
             return data_url_bytes(data, param) if is_url else base64_bytes(data, param)
         url = url_of(image)
         if url is None:
-            raise RequestError(
-                f"{param}: the image has no data: send it in base64, as data:image/png;base64,...",
-                param=param,
-                code="invalid_image",
-            )
+            raise RequestError.of(param, "must be base64, as data:image/png;base64,...", code="invalid_image")
         if url[:5].lower() == "data:":
             return data_url_bytes(url, param)
         if url[:7].lower() == "http://" or url[:8].lower() == "https://":
             if not self._fetches:
                 raise RequestError(
-                    f"{param}: this server fetches no images: send a data URL, or start it with --image-urls",
+                    f"fetching {param!r} is disabled: send a data URL, or start the server with --image-urls",
                     param=param,
                     code="unsupported_content",
                 )
             return fetched(url, param)
-        raise RequestError(
-            f"{param}: an image's URL must begin with data:, http:// or https://",
-            param=param,
-            code="invalid_image",
-        )
+        raise RequestError.of(param, "must have a data:, http:// or https:// URL", code="invalid_image")

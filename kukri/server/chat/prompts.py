@@ -116,9 +116,9 @@ class ChatPrompts(ModelDialect):
         thoughts, id_of = self.dialect.thoughts, self.tokenizer.vocabulary.id_of
         ids = [id_of.get(mark) for mark in (thoughts.token, thoughts.closer)]
         if ids[0] is None or ids[1] is None:
-            raise RequestError(
-                f"the model has no tokens {thoughts.token} and {thoughts.closer} to reason between",
-                param="thinking_token_budget",
+            raise RequestError.of(
+                "thinking_token_budget",
+                f"is not supported: this model has no tokens {thoughts.token} and {thoughts.closer}",
                 code="unsupported_parameter",
             )
         return ReasoningLimit(n_tokens, ids[0], ids[1], thoughts.has_begun(self.end_of(prompt_ids)))
@@ -127,10 +127,10 @@ class ChatPrompts(ModelDialect):
         """Variables for the chat template: those that it reads, as the others change no prompt."""
         given = given or {}
         if len(given) > MAX_TEMPLATE_VARIABLES:
-            raise RequestError(f"more than {MAX_TEMPLATE_VARIABLES} variables", param="chat_template_kwargs")
+            raise RequestError.of("chat_template_kwargs", f"must have up to {MAX_TEMPLATE_VARIABLES} names")
         for name in _RESERVED & given.keys():
             raise RequestError(
-                f"{name!r} cannot be set by chat_template_kwargs",
+                f"{name!r} is not supported in 'chat_template_kwargs'",
                 param=f"chat_template_kwargs.{name}",
                 code="unsupported_parameter",
             )

@@ -52,14 +52,14 @@ class ChatRequest:
         """Raises RequestError if the tools do not agree with the rest."""
         names = [function["name"] for function in self.functions]
         if len(set(names)) < len(names):
-            raise RequestError("two tools have the same name", param="tools", code="invalid_value")
+            raise RequestError.of("tools", "must have different names", code="invalid_value")
         if self.tool_name is not None and self.tool_name not in names:
-            raise RequestError("tool_choice names none of the tools", param="tool_choice")
+            raise RequestError.of("tool_choice", "must name one of the tools")
         if self.tool_choice == "required" and not names:
-            raise RequestError("tool_choice is required, and there are no tools", param="tool_choice")
+            raise RequestError("'tools' is required when 'tool_choice' asks for a call", param="tool_choice")
         if self.grammar is not None and self.uses_tools:
             param = self.grammar.param
-            message = f"{param} and tools both define the form of the answer: give one, or tool_choice: none"
+            message = f'{param!r} cannot be combined with tools: leave one out, or set tool_choice to "none"'
             raise RequestError(message, param=param)
 
     @property

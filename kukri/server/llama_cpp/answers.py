@@ -92,7 +92,8 @@ def _between_images(text: str, mark: str, data: Sequence[str], param: str) -> li
     texts = text.split(mark) if data else [text]
     if len(texts) - 1 != len(data):
         raise RequestError(
-            f"prompt_string has {len(texts) - 1} marks {mark} for {len(data)} images", param="prompt"
+            f"'prompt_string' must have one {mark} per image, not {len(texts) - 1} for {len(data)} images",
+            param="prompt",
         )
     found: list[str | ImagePart] = [texts[0]]
     for i, one in enumerate(data):
@@ -106,7 +107,7 @@ def _with_image_data(text: str, data: Sequence[ImageData]) -> list[str | ImagePa
     parts = _NUMBERED.split(text)
     named = [int(part) for part in parts[1::2]]
     if sorted(named) != sorted(by_id):
-        raise RequestError("the prompt must have [img-ID] once for each of image_data", param="image_data")
+        raise RequestError("'prompt' must have [img-ID] once for each of 'image_data'", param="image_data")
     found: list[str | ImagePart] = [parts[0]]
     for number, after in zip(named, parts[2::2], strict=True):
         i, one = by_id[number]

@@ -39,11 +39,11 @@ class LlamaBody(GenerationBody):
     aliases: ClassVar[Aliases] = {}
     refused: ClassVar[Refused] = {
         **{name: reason for name, reason in ELSEWHERE.items() if not name.startswith("t_max_")},
-        "skip_special_tokens": ((True,), "control tokens are not shown"),
-        "penalize_nl": ((True,), "penalties hold for all tokens"),
+        "skip_special_tokens": ((True,), "special tokens are not shown"),
+        "penalize_nl": ((True,), "penalties apply to all tokens"),
         "prompt_logprobs": ((), "use /v1/completions"),
         "return_token_ids": ((False,), "use return_tokens"),
-        "return_tokens_as_token_ids": ((False,), "n_probs tells each token's id"),
+        "return_tokens_as_token_ids": ((False,), "'n_probs' returns each token's id"),
     }
     # answers here have them anyway
     unused: ClassVar[frozenset[str]] = frozenset({"stream_options", "usage", "verbose"})
@@ -108,7 +108,7 @@ class LlamaBody(GenerationBody):
             elif n_texts < MAX_PHRASES:
                 ids, n_texts = tokenizer.encode_inside(token), n_texts + 1
             else:
-                raise RequestError(f"logit_bias holds more than {MAX_PHRASES} texts", param="logit_bias")
+                raise RequestError.of("logit_bias", f"must have at most {MAX_PHRASES} texts")
             found.update(dict.fromkeys(ids, strength))
         return found or None
 
@@ -122,7 +122,7 @@ def _by_token(pairs: list[Any]) -> dict[str, float]:
                 strength = -MAX_BIAS if value is False else value
                 found[str(token)] = min(max(strength, -MAX_BIAS), MAX_BIAS)
             case _:
-                message = "logit_bias must be pairs of a token id or a text, and a number or false"
+                message = "'logit_bias' must be pairs of a token id or a text, and a number or false"
                 raise RequestError(message, param="logit_bias")
     return found
 
@@ -144,7 +144,7 @@ class LlamaCompletionBody(LlamaBody):
     def _few_texts(self) -> LlamaCompletionBody:
         parts = (part for prompt in self.prompts if isinstance(prompt, list) for part in prompt)
         if sum(isinstance(part, str) for part in parts) > MAX_PROMPTS:
-            message = f"prompt holds more than {MAX_PROMPTS} texts among token ids"
+            message = f"'prompt' must have at most {MAX_PROMPTS} texts among token ids"
             raise RequestError(message, param="prompt")
         return self
 

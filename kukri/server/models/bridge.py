@@ -337,7 +337,7 @@ class Bridge:
 
     def _expire(self, call: LiveCall, deadline_s: float) -> None:
         if not call.is_done:
-            call.fail(DeadlineError(f"the answer was not done within {deadline_s:g} s"))
+            call.fail(DeadlineError(f"the answer was not finished within {deadline_s:g} s"))
 
     def _begin_drain(self, timeout_s: float) -> None:
         log.info("draining", extra={"n_running": len(self._waiting), "timeout_s": timeout_s})

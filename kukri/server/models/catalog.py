@@ -98,9 +98,11 @@ class Catalog:
             created = [one for one in self._created if one[1].name != preset.name]
             is_new = len(created) == len(self._created)
             if is_new and self.named(preset.name) is not None:
-                raise RequestError(f"the name {preset.name!r} is taken by a model", param="model")
+                raise RequestError.of("model", f"must be a new name: {preset.name!r} is a loaded model")
             if len(created) >= MAX_PRESETS:
-                raise RequestError(f"there are {MAX_PRESETS} presets already: delete some", param="model")
+                raise RequestError.of(
+                    "model", f"cannot be created: {MAX_PRESETS} presets exist, so delete some"
+                )
             created.append((entry.spec.names[0], preset))
             await asyncio.to_thread(write_presets, created)
             self._forget(preset.name)

@@ -54,5 +54,5 @@ def _preset(record: Mapping[str, Any]) -> tuple[str, Preset]:
     model = fields.pop("model")
     preset = Preset(**fields | {"messages": tuple(fields["messages"])})
     if not (isinstance(model, str) and isinstance(preset.name, str) and isinstance(preset.sampling, dict)):
-        raise ValueError("a preset has a model, a name and parameters")
+        raise ValueError("a preset must have a model, a name and parameters")
     return model, preset

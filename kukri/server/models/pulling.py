@@ -25,7 +25,7 @@ class Pulls:
         if too many are under way.
         """
         if self.n_running >= MAX_PULLS:
-            raise CapacityError(f"{MAX_PULLS} models are being fetched: try again when one is there")
+            raise CapacityError(f"{MAX_PULLS} downloads are already running: try again later")
         self.n_running += 1
         try:
             worker = await WorkerProcess.start("kukri.server.models.pull_worker", _MAX_LINE)

@@ -185,7 +185,7 @@ class ModelRegistry:
         Raises CapacityError if they do not end in time.
         """
         if entry.is_owned and not await self._vacate([entry], reason, lambda: True):
-            raise CapacityError(f"{entry.name} still answers requests: try again later")
+            raise CapacityError(f"the model {entry.name!r} still answers requests: try again later")
 
     async def delete(self, entry: ModelEntry, remove: Callable[[], object]) -> None:
         """Unloads a model and removes its files by `remove`; requests find it no more.
@@ -210,7 +210,8 @@ class ModelRegistry:
             raise CapacityError(_SHUTDOWN)
         if len(entry.waiters) >= self.settings.max_waiting:
             raise CapacityError(
-                f"{len(entry.waiters)} requests wait for {entry.name} already: try again later"
+                f"{len(entry.waiters)} requests are already waiting for the model {entry.name!r}: try "
+                "again later"
             )
         waiter: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         entry.waiters.append(waiter)
@@ -226,7 +227,9 @@ class ModelRegistry:
                 self._release(entry)  # it came while this request was being ended
             if isinstance(error, TimeoutError):
                 limit = f"{self.settings.deadline_s:g} s"
-                raise CapacityError(f"{entry.name} was not loaded within {limit}: try again later") from None
+                raise CapacityError(
+                    f"the model {entry.name!r} is still loading after {limit}: try again later"
+                ) from None
             raise
 
     def _release(self, entry: ModelEntry) -> None:
@@ -398,20 +401,23 @@ class ModelRegistry:
         kept_bytes = sum(one.n_bytes for one in loaded) - sum(one.n_bytes for one in movable)
         if len(loaded) - len(movable) >= self.settings.max_loaded:
             raise CapacityError(
-                f"{entry.name} cannot be loaded: {len(loaded)} pinned models are, which is --max-loaded"
+                f"the model {entry.name!r} cannot be loaded: pinned models already fill --max-loaded "
+                f"({len(loaded)})"
             )
         if kept_bytes + need.n_bytes > self.memory_bytes:
-            pinned = f", of which pinned models take {_mib(kept_bytes)}" if kept_bytes else ""
+            pinned = f", and pinned models use {_mib(kept_bytes)}" if kept_bytes else ""
             raise CapacityError(
-                f"{entry.name} needs {_mib(need.n_bytes)} of memory ({_mib(need.weight_bytes)} of weights, "
-                f"{_mib(need.kv_bytes)} of KV cache), and there are {_mib(self.memory_bytes)} for models"
-                f"{pinned}: give it a smaller KV cache or context, or the server more --memory"
+                f"the model {entry.name!r} requires {_mib(need.n_bytes)} of memory "
+                f"({_mib(need.weight_bytes)} of weights, {_mib(need.kv_bytes)} of KV cache), but models "
+                f"may use {_mib(self.memory_bytes)}{pinned}: lower its KV cache or context, or raise "
+                "--memory"
             )
         while len(loaded) >= self.settings.max_loaded or not self._has_room(loaded, need):
             idle = [one for one in movable if one.is_idle]
             if not movable:
                 raise CapacityError(
-                    f"{entry.name} needs {_mib(need.n_bytes)} of memory: {_mib(available_bytes())} are free"
+                    f"the model {entry.name!r} requires {_mib(need.n_bytes)} of memory, but only "
+                    f"{_mib(available_bytes())} are free"
                 )
             if not idle:
                 return movable

@@ -136,9 +136,7 @@ class ServedModel:
         """Steers the model and reads its activations. Raises RequestError if its engine is elsewhere."""
         session: Session | None = getattr(self.llm, "interp", None)
         if session is None:
-            raise RequestError(
-                "this model runs on replicas: interventions and activations are not available there"
-            )
+            raise RequestError("interventions and activations are not supported for models on replicas")
         return session
 
     def check_model(self, name: str | None) -> str:
@@ -230,7 +228,7 @@ class ServedModel:
     def _on_missed(self, marks: Sequence[str]) -> None:
         """Tells of what looks like tool calls and could not be read."""
         log.warning(
-            "an answer of %s has %s, but no tool call could be parsed: it is shown as text",
+            "an answer of %s has %s, but no tool call could be parsed, so it is shown as text",
             self.names[0],
             " and ".join(dict.fromkeys(marks)),
         )
@@ -251,7 +249,7 @@ class ServedModel:
         """
         tokens = FillInMiddle.of(self.tokenizer)
         if tokens is None:
-            message = f"{param} is not supported: the model does not fill in the middle"
+            message = f"{param!r} is not supported: the model does not fill in the middle"
             raise RequestError(message, param=param, code="unsupported_parameter")
         limit = self.llm.engine.maker.max_context
         return await asyncio.to_thread(
@@ -288,8 +286,8 @@ class ServedModel:
         n_answers, most = n_prompts * n_each, self.settings.max_waiting
         if n_answers > most:
             raise RequestError(
-                f"{n_answers} answers requested at once, and the queue holds {most} (--max-waiting): "
-                f"send fewer {'prompts' if n_prompts > 1 else 'choices'}",
+                f"the request asks for {n_answers} answers, but the queue must hold at most {most} "
+                f"(--max-waiting): send fewer {'prompts' if n_prompts > 1 else 'choices'}",
                 param="prompt" if n_prompts > 1 else "n",
             )
 

@@ -30,12 +30,12 @@ def reader_of(catalog: Catalog, source: str) -> FeatureReader:
     layer, _, name = source.partition("-")
     if name in catalog.transcoders and layer.isdecimal() and len(layer) < 6:
         return catalog.feature_reader(None, name, int(layer))
-    raise RequestError(f"there is no source {brief(source)}: {_known(catalog)}", param="source")
+    raise RequestError(f"the source {brief(source)} was not found: {_known(catalog)}", param="source")
 
 
 def _known(catalog: Catalog) -> str:
     names = [*catalog.saes, *(f"{t.layers[0]}-{name}" for name, t in catalog.transcoders.items())]
-    return f"there are {', '.join(names[:8])}" if names else "load some by --sae or --transcoder"
+    return f"use {', '.join(names[:8])}" if names else "start the server with --sae or --transcoder"
 
 
 def sources_of(catalog: Catalog, source_set: str) -> list[str]:
@@ -45,7 +45,7 @@ def sources_of(catalog: Catalog, source_set: str) -> list[str]:
     found = [name for name in catalog.saes if name == source_set or name.partition("-")[2] == source_set]
     if not found:
         raise RequestError(
-            f"there is no source set {brief(source_set)}: {_known(catalog)}", param="source_set"
+            f"the source set {brief(source_set)} was not found: {_known(catalog)}", param="source_set"
         )
     return found
 
@@ -112,7 +112,7 @@ async def single(served: ServedModel, body: SingleBody, http: Request) -> dict[s
 def _vector(given: Sequence[float] | None, width: int) -> FloatArray:
     vector = np.asarray(given or (), np.float32)
     if len(vector) != width:
-        raise RequestError(f"the vector must have {width} numbers, not {len(vector)}", param="vector")
+        raise RequestError.of("vector", f"must have {width} numbers, not {len(vector)}")
     return vector
 
 
@@ -124,7 +124,7 @@ def _activation(values: FloatArray) -> dict[str, Any]:
 def index_of(reader: FeatureReader, index: int | None) -> int:
     """A feature's number, checked. Raises RequestError."""
     if index is None or not index < reader.n_features:
-        raise RequestError(f"index must be from 0 to {reader.n_features - 1}, not {index}", param="index")
+        raise RequestError.of("index", f"must be from 0 to {reader.n_features - 1}, not {index}")
     return index
 
 
@@ -134,12 +134,10 @@ async def all_features(served: ServedModel, body: AllBody, http: Request) -> dic
     names = body.selected_sources or sources_of(catalog, body.source_set)
     readers = {name: reader_of(catalog, name) for name in names}
     if body.feature_filter is not None and len(readers) != 1:
-        raise RequestError("feature_filter needs one of selected_sources", param="feature_filter")
+        raise RequestError.of("feature_filter", "requires exactly one of 'selected_sources'")
     seen = await see(served, body.model, body.prompt, [reader.name for reader in readers.values()], http)
     if any(i >= len(seen.ids) for i in body.sort_by_token_indexes or ()):
-        raise RequestError(
-            f"sort_by_token_indexes must be below {len(seen.ids)}", param="sort_by_token_indexes"
-        )
+        raise RequestError.of("sort_by_token_indexes", f"must be below {len(seen.ids)}")
     found = await asyncio.to_thread(_largest, readers, seen, body)
     return {"activations": found, "tokens": seen.tokens}
 

@@ -51,7 +51,7 @@ async def _edits(
         index_of(reader, one.index)
         for field in ("token_active_position", "steer_position"):
             if (getattr(one, field) or 0) >= len(ids):
-                raise RequestError(f"{field} must be below the {len(ids)} tokens of the prompt", param=field)
+                raise RequestError.of(field, f"must be below the number of prompt tokens, {len(ids)}")
     hooks = [reader.name for one, reader in zip(body.features, readers) if not one.ablate]
     seen = await see(served, body.model_id, ids, hooks, http) if hooks else None
 

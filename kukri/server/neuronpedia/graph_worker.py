@@ -67,7 +67,7 @@ def outcome_of(
     except KukriError as error:
         return "failed", str(error)
     except MemoryError:
-        return "refused", "there is no memory for this graph: give a shorter prompt, or trace fewer features"
+        return "refused", "not enough memory for this graph: give a shorter prompt, or trace fewer features"
 
 
 def main() -> None:

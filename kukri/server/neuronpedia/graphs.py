@@ -48,13 +48,13 @@ class Graphs:
         """
         folder = folder_of(served, body.transcoder)
         if served.adapter_of(body.model_id) is not None:
-            raise RequestError("attribution graphs are of models without adapters", param="model_id")
+            raise RequestError("attribution graphs are not supported with adapters", param="model_id")
         ids = await prompt_of(served, body)
         if len(ids) > MOST_TOKENS:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, and a graph over HTTP at most {MOST_TOKENS}: "
-                "kukri circuit takes longer ones",
-                param="prompt",
+            raise RequestError.of(
+                "prompt",
+                f"must have at most {MOST_TOKENS} tokens, not {len(ids)}: use `kukri circuit` for longer "
+                "ones",
             )
         if self.is_busy:
             raise CapacityError("another attribution graph is being made: try again later")
@@ -65,7 +65,9 @@ class Graphs:
             async with asyncio.timeout(served.settings.deadline_s):
                 return await self._made(_job(served, body, ids, folder))
         except TimeoutError:
-            raise DeadlineError(f"the graph was not done within {served.settings.deadline_s:g} s") from None
+            raise DeadlineError(
+                f"the graph was not finished within {served.settings.deadline_s:g} s"
+            ) from None
         finally:
             self.is_busy, self._progress = False, None
 
@@ -94,8 +96,10 @@ def transcoder_name(served: ServedModel, name: str | None) -> str:
     """The name, or that of the only transcoders. Raises RequestError."""
     there = served.session.catalog.transcoders
     if name is None and len(there) != 1:
-        known = f"choose by transcoder: {', '.join(there)}" if there else "start with --transcoder NAME=DIR"
-        raise RequestError(f"the server has {len(there) or 'no'} transcoders: {known}", param="transcoder")
+        known = (
+            f"choose one of {', '.join(there)}" if there else "start the server with --transcoder NAME=DIR"
+        )
+        raise RequestError.of("transcoder", f"is required: {known}")
     return next(iter(there)) if name is None else name
 
 
@@ -105,10 +109,10 @@ def folder_of(served: ServedModel, name: str | None) -> str:
     try:
         session.catalog.known("transcoder", name).check(session.config.n_layers, session.config.d_model)
     except ConfigError as error:
-        raise RequestError(f"{name}: {error}", param="transcoder") from None
+        raise RequestError.of("transcoder", f"{name!r} cannot be used: {error}") from None
     folder = (served.llm.options.transcoders or {})[name]
     if not isinstance(folder, str | os.PathLike):
-        raise RequestError(f"graphs need the directory of {name!r}, which is an object", param="transcoder")
+        raise RequestError.of("transcoder", f"{name!r} must be a directory, not an object")
     return os.fspath(folder)
 
 

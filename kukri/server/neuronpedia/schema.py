@@ -42,7 +42,7 @@ class SingleBody(PromptBody):
     def _is_one(self) -> SingleBody:
         given = [value is not None for value in (self.source, self.index, self.vector, self.hook)]
         if given not in ([True, True, False, False], [False, False, True, True]):
-            raise RequestError("give source and index, or vector and hook", param="source")
+            raise RequestError.of("source", "and 'index' or 'vector' and 'hook' are required")
         return self
 
 
@@ -85,7 +85,7 @@ class CosineBody(Body):
     @model_validator(mode="after")
     def _is_one(self) -> CosineBody:
         if (self.feature is None) == (self.vector is None):
-            raise RequestError("give a feature or a vector, one of them", param="feature")
+            raise RequestError("either 'feature' or 'vector' is required, not both", param="feature")
         return self
 
 
@@ -124,7 +124,7 @@ class SteerBody(Body):
     @model_validator(mode="after")
     def _is_one(self) -> SteerBody:
         if (self.features is None) == (self.vectors is None):
-            raise RequestError("give features or vectors, one of them", param="features")
+            raise RequestError("either 'features' or 'vectors' is required, not both", param="features")
         return self
 
 
@@ -164,7 +164,7 @@ class GraphPromptBody(Body):
     @model_validator(mode="after")
     def _is_one(self) -> GraphPromptBody:
         if (self.messages is None) == (not self.prompt):
-            raise RequestError("give a prompt or messages, one of them", param="prompt")
+            raise RequestError("either 'prompt' or 'messages' is required, not both", param="prompt")
         return self
 
 
@@ -191,10 +191,11 @@ class GraphFeature(Body):
     @model_validator(mode="after")
     def _is_one(self) -> GraphFeature:
         if self.ablate == (self.delta is not None):
-            raise RequestError("give a delta, or ablate: one of them", param="delta")
+            raise RequestError("either 'delta' or 'ablate' is required, not both", param="delta")
         if self.steer_generated_tokens == (self.steer_position is not None):
             raise RequestError(
-                "give a steer_position, or steer_generated_tokens: one of them", param="steer_position"
+                "either 'steer_position' or 'steer_generated_tokens' is required, not both",
+                param="steer_position",
             )
         return self
 
@@ -205,7 +206,7 @@ class GraphSteerBody(GraphPromptBody):
     """
 
     refused: ClassVar[Refused] = {
-        "freeze_attention": ((False,), "interventions change what attention sees (see GraphMeasure)"),
+        "freeze_attention": ((False,), "interventions change the attention already (see GraphMeasure)"),
     }
     transcoder: _Name | None = None
     features: Annotated[list[GraphFeature], Field(max_length=64)]
@@ -220,8 +221,8 @@ class GraphBody(SalientBody):
     """An attribution graph. `transcoder` names the transcoders if the server has several."""
 
     refused: ClassVar[Refused] = {
-        "signed_url": ((), "the graph is the answer, and this server sends it to no other address"),
-        "enable_qk_tracing": ((False,), "attention patterns are those of the run"),
+        "signed_url": ((), "the graph is the response, and the server sends it to no other address"),
+        "enable_qk_tracing": ((False,), "attention patterns are always those of the unchanged run"),
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"batch_size", "user_id", "qk_top_fraction", "qk_topk"})
     transcoder: _Name | None = None

@@ -97,7 +97,9 @@ def _common(body: GenerationBody) -> dict[str, Any]:
 async def _continue(served: ServedModel, body: OllamaGenerateBody, http: Request) -> Chat:
     """Queues the continuation of a text, in which control tokens count, or the text before `suffix`."""
     if body.images:
-        raise RequestError("images need a model with a chat template, without raw and suffix", param="images")
+        raise RequestError.of(
+            "images", "requires a model with a chat template, and cannot be combined with 'raw' and 'suffix'"
+        )
     limit = served.llm.engine.maker.max_context
     text = "\n\n".join(part for part in (body.system, body.prompt) if part)
     if body.suffix:
@@ -278,7 +280,9 @@ async def _vectors(
         return []
     empty = next((i for i, one in enumerate(ids) if not one), None)
     if empty is not None:
-        raise RequestError(f"input[{empty}] is empty, and the model adds no token of its own", param="input")
+        raise RequestError(
+            f"'input[{empty}]' must not be empty, because the model adds no tokens of its own", param="input"
+        )
     given = EmbeddingBody(model=model, input="", dimensions=dimensions)  # the texts are `ids`
     vectors = await vectors_of(served, given, ids, http)
     return [] if vectors is None else vectors.tolist()

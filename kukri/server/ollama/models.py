@@ -154,7 +154,7 @@ async def ollama_pull(body: OllamaPullBody, request: Request) -> Response:
     registry = registry_of(request)
     name = body.model.removesuffix(":latest")
     if not hub.is_known(name) and parse_name(name) is None:
-        raise RequestError(f"there is no model {name[:100]!r} to pull: give org/repo:type", param="model")
+        raise RequestError(f"the model {name[:100]!r} was not found: give org/repo:type", param="model")
     lines = _pulled(registry, name)
     if body.stream:
         return StreamingResponse(_encoded(lines), media_type="application/x-ndjson")
@@ -195,9 +195,7 @@ async def ollama_delete(body: OllamaBody, request: Request) -> Response:
     if await registry.catalog.drop_preset(body.model):
         return Response(status_code=200)
     if not entry.is_cached:
-        raise RequestError(
-            f"{entry.name} was given to the server at startup and cannot be deleted", param="model"
-        )
+        raise RequestError.of("model", f"cannot be {entry.name!r}: the server was started with it")
     await registry.delete(entry, partial(remove, entry.name))
     return Response(status_code=200)
 
@@ -222,7 +220,7 @@ async def no_blob(request: Request) -> Response:
 
 async def refuse_blob(request: Request) -> Response:
     """Refuse the file of a model, unread: models come by /api/pull, or lie in the server's directory."""
-    raise RequestError(f"files are not supported: {NO_FILES}", param="files", code="unsupported_parameter")
+    raise RequestError.of("files", f"is not supported: {NO_FILES}", code="unsupported_parameter")
 
 
 async def ollama_copy(body: OllamaCopyBody, request: Request) -> Response:

@@ -22,7 +22,7 @@ from kukri.server.schema import Tool
 
 _FOREVER_S = -1.0
 MAX_NAME = 200  # characters of a preset's name
-NO_FILES = "start the server with --model-dir and the file in it"
+NO_FILES = "put the file into the directory of --model-dir"
 Streams = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
 
 OPTIONS = {name: facts.ollama for name, facts in FACTS.items() if facts.ollama is not None}
@@ -42,8 +42,8 @@ class Options(Lenient):
     """Sampling options, and the context that a client counts on; those of loading a model are ignored."""
 
     refused: ClassVar[Refused] = {
-        "tfs_z": ((1, 1.0), "there is no tail-free sampling"),
-        "penalize_newline": ((True,), "penalties hold for all tokens"),
+        "tfs_z": ((1, 1.0), "use 'top_p' or 'min_p'"),
+        "penalize_newline": ((True,), "penalties apply to all tokens"),
     }
     num_ctx: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
 
@@ -93,7 +93,7 @@ class KeepAlive(OllamaBody):
         if self.keep_alive is None or self.keep_alive == "":
             return None
         try:
-            seconds = duration_s(self.keep_alive, "keep_alive")
+            seconds = duration_s(self.keep_alive, "'keep_alive'")
         except ConfigError as error:
             raise RequestError(str(error), param="keep_alive") from None
         return seconds if seconds >= 0 else _FOREVER_S
@@ -172,7 +172,7 @@ class OllamaGenerateBody(GenerationBody):
     """A request to /api/generate; without a prompt it loads the model, or unloads it."""
 
     refused: ClassVar[Refused] = {
-        "template": (("",), "the model's own is used"),
+        "template": (("",), "the model's own template is used"),
         "context": (([],), "send the conversation to /api/chat"),
     }
     prompt: str | None = None
@@ -213,10 +213,10 @@ class OllamaCreateBody(OllamaBody):
     """A request to /api/create: a preset of a model that is served."""
 
     refused: ClassVar[Refused] = {
-        "template": (("",), "the model's own is used: kukri serve --preset takes a file with another"),
-        "adapters": (({},), "kukri serve --adapter-dir and POST /v1/load_lora_adapter load adapters"),
+        "template": (("",), "the model's own template is used, or start the server with --preset FILE"),
+        "adapters": (({},), "start the server with --adapter-dir and use POST /v1/load_lora_adapter"),
         "files": (({},), NO_FILES),
-        "quantize": (("",), "kukri quantize MODEL FILE.gguf TYPE makes the file, which --model-dir serves"),
+        "quantize": (("",), "run `kukri quantize MODEL FILE.gguf TYPE`, and serve the file with --model-dir"),
     }
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     from_: Annotated[str, Field(min_length=1)] = Field(alias="from")
@@ -231,7 +231,8 @@ class OllamaCreateBody(OllamaBody):
         for i, one in enumerate(self.messages or []):
             if one.role not in ("system", "user", "assistant") or one.content is None or one.images:
                 raise RequestError(
-                    f"messages[{i}] must be a text of the system, the user or the assistant", param="messages"
+                    f"'messages[{i}]' must be a text by the system, the user or the assistant",
+                    param="messages",
                 )
             messages.append({"role": one.role, "content": one.content})
         options = self.parameters or Options()

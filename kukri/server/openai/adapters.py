@@ -31,7 +31,7 @@ async def load_adapter(body: LoadAdapterBody, http: Request) -> Response:
     file = await asyncio.to_thread(_path, registry.settings.adapter_dir, body.lora_path)
     taken = registry.catalog.named(name)
     if taken is not None:
-        raise RequestError(f"the name {name!r} is taken by {taken.name}", param="lora_name")
+        raise RequestError.of("lora_name", f"must be a new name: {name!r} is loaded from {taken.name}")
     entry = await registry.catalog.find(body.model, http.scope)
     served = await registry.acquire(entry, http.scope)
     try:
@@ -71,7 +71,7 @@ def _path(directory: Path, path: str) -> Path:
     except (OSError, ValueError):  # a name that no file can have
         is_there = False
     if not is_there:
-        raise RequestError(f"there is no {path[:200]!r} in the adapter directory", param="lora_path")
+        raise RequestError(f"{path[:200]!r} was not found in the adapter directory", param="lora_path")
     return found
 
 
@@ -79,5 +79,5 @@ def _single_engine(served: ServedModel) -> tuple[Engine, EngineLoop]:
     """The engine of a served model, and its loop. Raises RequestError if there are several, elsewhere."""
     engine, loop = served.llm.engine, served.bridge.loop
     if not (isinstance(engine, Engine) and isinstance(loop, EngineLoop)):
-        raise RequestError("with several engines, adapters are loaded only at startup", param="lora_name")
+        raise RequestError("loading adapters is not supported with several engines", param="lora_name")
     return engine, loop

@@ -36,7 +36,7 @@ class BatchBody(Body):
 def _kept(request: Request) -> Batches:
     batches: Batches | None = request.app.state.batches
     if batches is None:
-        raise NotFoundError("this server keeps no files and batches: kukri serve --batch-dir DIR does")
+        raise NotFoundError("files and batches are disabled: start the server with --batch-dir DIR")
     return batches
 
 

@@ -170,13 +170,13 @@ class Batches:
             async with _off_the_loop(writing_private(self._data(stored.id))) as file:
                 form = await read_form(content_type, pieces, file, self._max_upload_bytes)
                 if form.fields["purpose"] != PURPOSE:
-                    raise RequestError(f"files are kept for the purpose {PURPOSE!r} alone", param="purpose")
+                    raise RequestError.of("purpose", f"must be {PURPOSE!r}")
                 stored.filename, stored.bytes = (form.filename or "upload")[:200], form.n_bytes
                 if (life_s := _life_s(form)) is not None:
                     stored.expires_at = stored.created_at + life_s
             await self._keep(stored)
         except ClientDisconnect:
-            raise RequestError("the upload was cut off") from None
+            raise RequestError("the upload must not be cut off before its end") from None
         except OSError as error:
             raise self._no_room(stored, error) from None
         finally:
@@ -188,12 +188,15 @@ class Batches:
         uploads = [one for one in self._files.values() if (one.owner, one.purpose) == (owner, PURPOSE)]
         n_incoming = self._incoming.count(owner)
         if len(uploads) + n_incoming >= _MAX_FILES:
-            raise RequestError(f"you have {len(uploads)} files here: delete some", code="too_many_files")
+            raise RequestError(
+                f"you already have {len(uploads)} files, the most that is supported: delete some",
+                code="too_many_files",
+            )
         n_bytes = sum(one.bytes for one in uploads) + n_incoming * self._max_upload_bytes
         most = (_MAX_UPLOADED - 1) * self._max_upload_bytes
         if n_bytes > most:
-            message = f"your files here have up to {n_bytes} bytes, of {most} that leave room for another: "
-            raise RequestError(f"{message}delete some (--max-upload sets their size)", code="too_many_files")
+            message = f"your files take up to {n_bytes} bytes, and another one requires at most {most}: "
+            raise RequestError(f"{message}delete some (--max-upload)", code="too_many_files")
 
     async def _keep(self, stored: StoredFile) -> None:
         """Notes a file whose contents are there."""
@@ -227,7 +230,7 @@ class Batches:
         """A client's file. Raises NotFoundError."""
         found = self._files.get(file_id)
         if found is None or found.owner != owner:
-            raise NotFoundError(f"there is no file {file_id[:100]!r}", param=param)
+            raise NotFoundError(f"the file {file_id[:100]!r} was not found", param=param)
         return found
 
     def path(self, owner: str, file_id: str) -> Path:
@@ -238,7 +241,9 @@ class Batches:
         """Removes a client's file. Raises RequestError if a batch is at work on it."""
         found = self.file(owner, file_id)
         if self._is_read(found):
-            raise RequestError("a batch is reading this file: cancel it first", param="file_id")
+            raise RequestError(
+                "the file cannot be deleted while a batch reads it: cancel the batch first", param="file_id"
+            )
         self._remove(found)
 
     def _is_read(self, stored: StoredFile) -> bool:
@@ -262,10 +267,13 @@ class Batches:
     ) -> Batch:
         """Queues a batch. Raises RequestError, NotFoundError."""
         if endpoint not in URLS:
-            raise RequestError(f"endpoint must be one of {', '.join(URLS)}", param="endpoint")
+            raise RequestError.of("endpoint", f"must be one of {', '.join(URLS)}")
         source = self.file(owner, file_id, "input_file_id")
         if len(self.batches(owner)) >= _MAX_BATCHES:
-            message = f"you have {_MAX_BATCHES} batches here: delete some with DELETE /v1/batches/ID"
+            message = (
+                f"you have {_MAX_BATCHES} batches already, the most that is supported: delete some with "
+                "DELETE /v1/batches/ID"
+            )
             raise RequestError(message, code="too_many_batches")
         now = int(time.time())
         batch = Batch(
@@ -292,7 +300,7 @@ class Batches:
         """A client's batch. Raises NotFoundError."""
         found = self._batches.get(batch_id)
         if found is None or found.owner != owner:
-            raise NotFoundError(f"there is no batch {batch_id[:100]!r}", param="batch_id")
+            raise NotFoundError(f"the batch {batch_id[:100]!r} was not found", param="batch_id")
         return found
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
@@ -307,7 +315,7 @@ class Batches:
         """Forgets a batch that has ended; its files stay. Raises RequestError if it has not."""
         batch = self.batch(owner, batch_id)
         if batch.status in _RUNNING:
-            raise RequestError("this batch has not ended: cancel it first", param="batch_id")
+            raise RequestError("the batch cannot be deleted while it runs: cancel it", param="batch_id")
         del self._batches[batch.id]
         for path in (self._path(batch.id), *files_of(self._directory / f"{batch.id}.results")):
             path.unlink(missing_ok=True)
@@ -322,7 +330,7 @@ class Batches:
             except Exception as error:  # the next batch may fare better
                 is_known = isinstance(error, ConfigError | CapacityError | OSError)
                 log.error("batch failed: %s", error, extra={"batch": batch.id}, exc_info=not is_known)
-                self._fail(batch, "server_error", "the server could not finish the batch; its log says why")
+                self._fail(batch, "server_error", "the server could not finish the batch: see its log")
 
     async def _run(self, batch: Batch) -> None:
         """Runs a batch to its end. Raises ConfigError, CapacityError, OSError if files cannot be used."""
@@ -333,7 +341,7 @@ class Batches:
             return
         try:
             if source is None:
-                raise ConfigError("the input file is gone")
+                raise ConfigError("the input file was not found")
             lines = await asyncio.to_thread(
                 read_batch,
                 self._data(source.id),
@@ -474,17 +482,16 @@ def _life_s(form: Form) -> int | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise RequestError("expires_after[anchor] must be created_at", param="expires_after[anchor]")
+        raise RequestError.of("expires_after[anchor]", "must be 'created_at'")
     if not (seconds or "").isdecimal() or not _MIN_LIFE_S <= int((seconds or "")[:9]) <= _MAX_LIFE_S:
-        raise RequestError(
-            f"expires_after[seconds] must be a number from {_MIN_LIFE_S} to {_MAX_LIFE_S}",
-            param="expires_after[seconds]",
-        )
+        raise RequestError.of("expires_after[seconds]", f"must be from {_MIN_LIFE_S} to {_MAX_LIFE_S}")
     return int(seconds or "")
 
 
 def _for_endpoint(line: BatchLine, endpoint: str) -> BatchLine:
     """The line, or its error if it is for another endpoint than the batch."""
     if line.error is None and line.url != endpoint:
-        return replace(line, error=("invalid_url", f"the batch is for {endpoint}, this line for {line.url}"))
+        return replace(
+            line, error=("invalid_url", f"'url' must be {endpoint}, as in the batch, not {line.url}")
+        )
     return line

@@ -46,9 +46,9 @@ class DecideBody(Body):
     @model_validator(mode="after")
     def _agrees(self) -> DecideBody:
         if (self.messages is None) == (self.prompt is None):
-            raise RequestError("give messages or a prompt, one of them", param="prompt")
+            raise RequestError("either 'messages' or 'prompt' is required, not both", param="prompt")
         if self.content_free is not None and _is_chat(self.content_free) != (self.prompt is None):
-            raise RequestError("content_free must have the form of the prompt", param="content_free")
+            raise RequestError.of("content_free", "must be a text for 'prompt', and messages for 'messages'")
         return self
 
 

@@ -14,7 +14,7 @@ def listed(found: Sequence[dict[str, Any]], limit: int, after: str | None) -> JS
     """A page of objects that have ids. Raises NotFoundError if none of them has the id `after`."""
     ids = [one["id"] for one in found]
     if after is not None and after not in ids:
-        raise NotFoundError(f"there is no {after[:100]!r} in this list", param="after")
+        raise NotFoundError(f"{after[:100]!r} was not found in this list", param="after")
     start = 0 if after is None else ids.index(after) + 1
     data = found[start : start + limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}

@@ -127,7 +127,7 @@ async def _pooled(
     is_active = body.use_activation is not False
     if task in _HEADS and head.kind != _HEADS[task]:
         has, wants = (kind.replace("_", " ") for kind in (head.kind, _HEADS[task]))
-        raise RequestError(f"the model has a head for {has}; {task} needs one for {wants}", param="model")
+        raise RequestError(f"{task!r} requires a model for {wants}; this is a model for {has}", param="model")
     try:
         of_tokens, cuts = task == "token_embed", bool(body.truncate)
         texts = await encoded(served, body.input, prompt_name, truncate=cuts, of_tokens=of_tokens)

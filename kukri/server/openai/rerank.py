@@ -43,7 +43,7 @@ class RerankBody(Body):
     def _has_texts(self) -> RerankBody:
         for i, one in enumerate(self.documents):
             if isinstance(one, dict) and not isinstance(one.get("text"), str):
-                raise RequestError(f"documents[{i}].text is required: a text", param=f"documents[{i}].text")
+                raise RequestError(f"'documents[{i}].text' is required", param=f"documents[{i}].text")
         return self
 
 
@@ -69,7 +69,7 @@ class ScoreBody(Body):
     @model_validator(mode="after")
     def _agrees(self) -> ScoreBody:
         if len(self.queries) not in (1, len(self.documents)):
-            raise RequestError("text_1 must be one text, or as many as text_2", param="text_1")
+            raise RequestError.of("text_1", "must be a single text, or a list as long as 'text_2'")
         return self
 
     @property

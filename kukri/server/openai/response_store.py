@@ -73,7 +73,7 @@ class ResponseFiles:
                     raise ConfigError(f"{path} is damaged")
                 yield StoredResponse(**json.loads(data))
             except (OSError, ConfigError, ValueError, TypeError) as error:
-                log.warning("a stored response is forgotten: %s", error)
+                log.warning("a stored response is removed: %s", error)
                 path.unlink(missing_ok=True)
 
     def save(self, stored: StoredResponse) -> None:
@@ -162,7 +162,9 @@ class ResponseStore:
         """A response. Raises NotFoundError if the owner has none of that id."""
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
-            raise NotFoundError(f"there is no response {response_id[:100]!r} here", code="response_not_found")
+            raise NotFoundError(
+                f"the response {response_id[:100]!r} was not found", code="response_not_found"
+            )
         return stored
 
     def forget(self, owner: str, response_id: str) -> None:
@@ -179,7 +181,7 @@ class ResponseStore:
                 chain.append(self.find(owner, one))
             except NotFoundError:
                 raise RequestError(
-                    f"there is no response {one[:100]!r} here any more: send its items as input",
+                    f"the response {one[:100]!r} was not found, or has expired: send its items as 'input'",
                     param="previous_response_id",
                     code="previous_response_not_found",
                 ) from None
@@ -189,7 +191,7 @@ class ResponseStore:
             one, n_bytes = chain[-1].previous, n_bytes + chain[-1].n_bytes
             if n_bytes > _MAX_CONVERSATION:
                 raise RequestError(
-                    f"the conversation is larger than {_MAX_CONVERSATION} bytes: begin another",
+                    f"the conversation must be at most {_MAX_CONVERSATION} bytes: begin another",
                     param="previous_response_id",
                 )
         return [item for stored in reversed(chain) for item in stored.items]

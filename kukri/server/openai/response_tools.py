@@ -81,7 +81,7 @@ class ResponseTools:
     def _found(self, choice: NamedChoice) -> str:
         name = model_name(choice.name, choice.namespace)
         if name is None or name not in self.tools:
-            message = f"tool_choice names none of the tools: {choice.name or choice.type}"
+            message = f"'tool_choice' must name one of the tools, not {choice.name or choice.type!r}"
             raise RequestError(message, param="tool_choice", code="invalid_value")
         return name
 
@@ -93,7 +93,7 @@ class ResponseTools:
                 name = model_name(tool.name, namespace)
                 assert name is not None, "it has a name"
                 if len(name) > 128:
-                    raise RequestError(f"the name {name[:40]!r}… has more than 128 characters", param="tools")
+                    raise RequestError(f"the name {name[:40]!r}… must have up to 128 letters", param="tools")
                 self.functions.append({**tool.as_function(), "name": name})
                 self.tools[name] = ClientTool(tool.name, namespace, isinstance(tool, CustomTool))
             else:

@@ -94,7 +94,7 @@ def items_of(body: ResponseBody, store: ResponseStore, owner: str) -> list[Item]
         if isinstance(item, ItemReference):
             stored = known.get(item.id)
             if stored is None:
-                message = f"there is no item {item.id[:100]!r} here any more: send the item itself"
+                message = f"the item {item.id[:100]!r} was not found, or has expired: send the item itself"
                 raise RequestError(message, param="input", code="item_not_found")
             found[i] = _ITEMS.validate_python([stored])[0]
     return found
@@ -133,9 +133,7 @@ def _as_listed(item: Item) -> dict[str, Any]:
 def parse_response(body: ResponseBody, items: Sequence[Item] | None = None) -> ChatRequest:
     """The request of a body, whose conversation is `items` if they are given. Raises RequestError."""
     if body.wants_logprobs and body.tools and body.tool_choice != "none":
-        raise RequestError(
-            "log-probabilities and tools cannot be combined", param="top_logprobs", code="invalid_value"
-        )
+        raise RequestError.of("top_logprobs", "cannot be combined with tools", code="invalid_value")
     tools = ResponseTools.of(body)
     choice, tool_name = tools.chosen(body)
     format = body.text.format.as_grammar() if body.text and body.text.format else None
@@ -211,8 +209,8 @@ def _pieces(items: Sequence[Item], n_before: int) -> Iterator[dict[str, Any]]:
         elif isinstance(item, CallOutputItem):
             if item.call_id not in call_ids:
                 raise RequestError(
-                    f"there is no call before the output of {item.call_id[:100]!r}: input has to hold the "
-                    "calls too, or previous_response_id to name the response with them",
+                    f"the call {item.call_id[:100]!r} was not found: put it into 'input' before its "
+                    "output, or give 'previous_response_id'",
                     param="input",
                 )
             content = _content(item.output, f"{param}.output", is_new=False)

@@ -286,9 +286,9 @@ class TextFormat(Body):
     def _agrees(self) -> TextFormat:
         has_both = self.name is not None and self.schema_ is not None
         if self.type == "json_schema" and not has_both:
-            raise RequestError("the type json_schema needs name and schema", param="text.format")
+            raise RequestError("'name' and 'schema' are required for this type", param="text.format")
         if self.type != "json_schema" and self.model_fields_set != {"type"}:
-            raise RequestError(f"the type {self.type} takes nothing else", param="text.format")
+            raise RequestError(f"the type {self.type!r} does not support other fields", param="text.format")
         return self
 
     def as_grammar(self) -> Grammar | None:
@@ -314,13 +314,13 @@ class ResponseBody(Sampling):
     """A request to /v1/responses."""
 
     refused: ClassVar[Refused] = {
-        "access_programs": ((), "there are none here"),
-        "background": ((False,), "responses are not computed in the background"),
-        "background_options": ((), "responses are not computed in the background"),
-        "conversation": ((), "there are none here: use previous_response_id"),
+        "access_programs": ((), "the server has none"),
+        "background": ((False,), "responses are computed in the foreground"),
+        "background_options": ((), "responses are computed in the foreground"),
+        "conversation": ((), "conversations are not stored: use 'previous_response_id'"),
         "image": ((), TEXT_ONLY),
-        "moderation": ((), "there is no moderation here"),
-        "prompt": ((), "there are no stored prompts here"),
+        "moderation": ((), "the server has no moderation"),
+        "prompt": ((), "the server has no stored prompts"),
     }
     ignored = (HINTS - {"store"}) | {
         *("client_metadata", "max_tool_calls", "stream_options", "truncation"),

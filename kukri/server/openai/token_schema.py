@@ -45,7 +45,7 @@ class TokenizeBody(PromptText):
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeBody:
         if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
-            raise RequestError("give one of prompt, content and messages", param="prompt")
+            raise RequestError("one of 'prompt', 'content' and 'messages' is required", param="prompt")
         return self
 
 

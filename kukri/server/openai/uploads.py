@@ -35,7 +35,7 @@ class FormReader:
         """Raises RequestError if the type is not a form's."""
         match = re.search(r'boundary="?([^";]{1,200})"?', content_type)
         if not content_type.startswith("multipart/form-data") or match is None:
-            raise RequestError("a file is uploaded as multipart/form-data, with the fields file and purpose")
+            raise RequestError("the body must be multipart/form-data, with the fields 'file' and 'purpose'")
         self.form = Form()
         self._target, self._max_bytes = target, max_bytes
         self._delimiter = b"\r\n--" + match[1].encode("latin-1", "replace")
@@ -53,9 +53,9 @@ class FormReader:
     def finish(self) -> Form:
         """The form. Raises RequestError if it is cut short, or lacks the file or its purpose."""
         if not self._has_ended:
-            raise RequestError("the form is cut short")
+            raise RequestError("the form must not be cut off before its end")
         if not self.form.has_file or "purpose" not in self.form.fields:
-            raise RequestError("the form needs the fields file and purpose", param="file")
+            raise RequestError("the fields 'file' and 'purpose' are required", param="file")
         return self.form
 
     def _read_head(self) -> bool:
@@ -66,7 +66,7 @@ class FormReader:
                 return False
             self._has_begun = True
             if not self._left.startswith(self._delimiter):
-                raise RequestError("the form does not begin with its boundary")
+                raise RequestError("the form must begin with its boundary")
             del self._left[:n]
         if self._left.startswith(b"--"):
             self._has_ended = True
@@ -74,23 +74,23 @@ class FormReader:
         end = self._left.find(b"\r\n\r\n")
         if end < 0:
             if len(self._left) > _MAX_HEAD_BYTES:
-                raise RequestError("a part of the form has a header that is too long")
+                raise RequestError("a part of the form must have a shorter header")
             return False
         head = bytes(self._left[:end])
         del self._left[: end + 4]
         name, filename = _NAME.search(head), _FILENAME.search(head)
         if name is None:
-            raise RequestError("a part of the form has no name")
+            raise RequestError("a part of the form must have a name")
         self._name = name[1].decode("utf-8", "replace")
         self._is_file = self._name == "file"
         self._value.clear()
         if self._is_file:
             if self.form.has_file:
-                raise RequestError("the form has more than one file: upload one at a time", param="file")
+                raise RequestError("the form must have a single file: upload one at a time", param="file")
             self.form.has_file = True
             self.form.filename = None if filename is None else filename[1].decode("utf-8", "replace")
         elif len(self.form.fields) >= _MAX_FIELDS:
-            raise RequestError(f"the form has more than {_MAX_FIELDS} fields")
+            raise RequestError(f"the form must have at most {_MAX_FIELDS} fields")
         return True
 
     def _read_data(self) -> bool:
@@ -109,9 +109,7 @@ class FormReader:
         if not self._is_file:
             self._value += data
             if len(self._value) > _MAX_FIELD_BYTES:
-                message = (
-                    f"the field {str(self._name)[:100]!r} of the form is longer than {_MAX_FIELD_BYTES} bytes"
-                )
+                message = f"the field {str(self._name)[:100]!r} must be at most {_MAX_FIELD_BYTES} bytes"
                 raise RequestError(message, param=str(self._name)[:100])
             return
         self.form.n_bytes += len(data)
@@ -123,7 +121,7 @@ class FormReader:
 def too_large(max_bytes: int) -> RequestError:
     """The error of a file that is larger than `--max-upload`."""
     return RequestError(
-        f"the file is larger than {max_bytes} bytes, the limit set by --max-upload: divide it",
+        f"the file must be at most {max_bytes} bytes (--max-upload): divide it",
         param="file",
         code="file_too_large",
     )

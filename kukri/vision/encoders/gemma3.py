@@ -47,7 +47,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     n_tokens = keys.whole("mm_tokens_per_image", most=1 << 16)
     side = isqrt(n_tokens)
     if side * side != n_tokens or not patch_size * side <= image_size or (image_size // patch_size) % side:
-        raise keys.error("mm_tokens_per_image", f"is {n_tokens}, which no squares of patches give")
+        raise keys.error("mm_tokens_per_image", f"must be a number of squares of patches, not {n_tokens}")
     return VisionConfig(
         "gemma3",
         siglip_config(vision, "gemma3"),

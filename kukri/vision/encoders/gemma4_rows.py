@@ -38,14 +38,12 @@ class Gemma4Rows(RotatedEncoder):
         super().check(image)
         config, most = self.config, self.config.encoder.n_positions
         if max(image.grid) > most:
-            raise RequestError(
-                f"the model sees at most {most} patches a side, not {image.grid}", param="images"
-            )
+            raise RequestError.of("images", f"must have at most {most} patches a side, not {image.grid}")
         if config.attends_both_ways and image.n_tokens > config.most_run_rows:
-            raise RequestError(
-                f"the model sees an image of at most {config.most_run_rows} tokens, not {image.n_tokens}: "
-                "send it with image_tokens",
-                param="images",
+            raise RequestError.of(
+                "images",
+                f"must have at most {config.most_run_rows} tokens each, not {image.n_tokens}: send "
+                "'image_tokens'",
             )
 
     def values(self, patches: FloatArray, grid: tuple[int, int]) -> FloatArray:

@@ -63,7 +63,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     patch_size = vision.whole("patch_size", most=1 << 10)
     side = isqrt(n_positions := vision.whole("num_patches", most=1 << 16))
     if side * side != n_positions:
-        raise vision.error("num_patches", f"is {n_positions}, which is no square")
+        raise vision.error("num_patches", f"must be a square, not {n_positions}")
     keys.expect("projector_hidden_act", "gelu")
     vision.values = {**vision.values, "image_size": side * patch_size}
     return VisionConfig(

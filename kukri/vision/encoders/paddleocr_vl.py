@@ -57,7 +57,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     vision.expect("hidden_act", SIGLIP_DEFAULTS["hidden_act"])
     rope = vision.value("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_theta", 10000) != 10000:
-        raise vision.unsupported("rope_parameters", "must have the base 10000: kukri runs nothing else")
+        raise vision.unsupported("rope_parameters", "must have the base 10000, and nothing else is supported")
     others = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"}
     values = {name: vision.value(own) for name, own in others.items()}
     vision.values = {**vision.values, **values, "temporal_patch_size": 1}

@@ -80,7 +80,7 @@ def read_pixtral(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     vision.expect("hidden_act", "silu")
     rope = vision.value("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_theta", vision.value("rope_theta")) != 10000:
-        raise vision.unsupported("rope_theta", "of the encoder must be 10000: kukri runs nothing else")
+        raise vision.unsupported("rope_theta", "of the encoder must be 10000, and nothing else is supported")
     merge, text = keys.whole("spatial_merge_size", most=64), keys.value("text_config")
     others = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"}
     values = {name: vision.value(own) for name, own in others.items()}

@@ -71,7 +71,7 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     patch_size, merge = vision.whole("patch_size", most=1 << 10), vision.whole("spatial_merge_size", most=64)
     window = vision.whole("window_size", most=1 << 13) // (patch_size * merge)
     if not window:
-        raise vision.error("window_size", "is smaller than what one row of embeddings shows")
+        raise vision.error("window_size", "must be at least the pixels of one row of embeddings")
     vision.expect("hidden_act", "silu")
     layers = tuple(vision.items("fullatt_block_indexes", int))
     return read_rotated(

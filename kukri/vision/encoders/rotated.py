@@ -109,10 +109,10 @@ class RotatedEncoder:
         is_whole = bool(grids) and all(side > 0 and side % merge == 0 for grid in grids for side in grid)
         is_well = is_whole and max(sizes) <= MOST_PATCHES and image.pixels.shape == (sum(sizes), values)
         if not is_well or image.n_tokens * merge**2 != sum(sizes):
-            raise RequestError(
-                f"the model sees patches of {values} numbers, up to {MOST_PATCHES} at once, not an image "
+            raise RequestError.of(
+                "images",
+                f"must be patches of {values} numbers, up to {MOST_PATCHES} at once, not "
                 f"{list(image.pixels.shape)} with {image.n_tokens} tokens and a grid {image.grid}",
-                param="images",
             )
 
     def parts(self, image: ImageInput) -> Iterator[ImagePart]:

@@ -76,10 +76,10 @@ class Siglip:
         size = self.config.image_size
         n_tokens = len(image.pixels) * self.config.tile_tokens
         if image.pixels.shape[1:] != (3, size, size) or image.n_tokens != n_tokens:
-            raise RequestError(
-                f"the model sees tiles of [3, {size}, {size}] with {self.config.tile_tokens} tokens each, "
-                f"not an image {list(image.pixels.shape)} with {image.n_tokens}",
-                param="images",
+            raise RequestError.of(
+                "images",
+                f"must be tiles of [3, {size}, {size}] with {self.config.tile_tokens} tokens each, not "
+                f"{list(image.pixels.shape)} with {image.n_tokens}",
             )
 
     def parts(self, image: ImageInput) -> Iterator[ImagePart]:

@@ -46,7 +46,7 @@ def image_processor(
     name = kind.removesuffix("Pil").removesuffix("Fast").removesuffix("Processor").removesuffix("Image")
     if name not in _BY_TYPE:
         raise UnsupportedError(
-            f"the image processor {kind[:100]!r} is not one that kukri has; it has {', '.join(_BY_TYPE)}"
+            f"the image processor {kind[:100]!r} is not supported: use {', '.join(_BY_TYPE)}"
         )
     return _BY_MODEL.get(model.get("model_type"), _BY_TYPE[name]).of(stated, processor, model)
 

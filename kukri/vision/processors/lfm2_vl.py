@@ -50,7 +50,7 @@ class Lfm2VlProcessor(ImageProcessor):
         """The processor of a checkpoint."""
         tolerance = stated.get("max_pixels_tolerance", 2.0)
         if not isinstance(tolerance, int | float) or not 0 < tolerance < 1e6:
-            raise FormatError("max_pixels_tolerance of the image processor must be a number above 0")
+            raise FormatError("'max_pixels_tolerance' of the image processor must be a number above 0")
         made = cls(
             patch=integer(stated, "encoder_patch_size", 16),
             merge=integer(stated, "downsample_factor", 2, 64),
@@ -67,7 +67,7 @@ class Lfm2VlProcessor(ImageProcessor):
             scale=Scale.of(stated, HALVES, HALVES),
         )
         if made.min_tiles > made.max_tiles or made.tile % made.patch or made.min_tokens > made.max_tokens:
-            raise FormatError("the image processor's bounds of tiles or tokens do not fit together")
+            raise FormatError("the image processor's bounds of tiles and tokens must fit together")
         return made
 
     @property

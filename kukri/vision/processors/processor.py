@@ -69,15 +69,15 @@ class ImageProcessor(ABC):
         if image_tokens is None:
             return chosen
         if not 1 <= image_tokens <= MAX_TOKENS:
-            raise RequestError(
-                f"image_tokens must be from 1 to {MAX_TOKENS}, not {image_tokens}", param="image_tokens"
-            )
+            raise RequestError.of("image_tokens", f"must be from 1 to {MAX_TOKENS}, not {image_tokens}")
         return chosen.with_tokens(image_tokens)
 
     def made(self, image: ByteArray, pixels: FloatArray, grid: tuple[int, ...], n_tokens: int) -> ImageInput:
         """Return the input for an image, whose digest covers the image and all settings."""
         if n_tokens > MAX_TOKENS:
-            raise RequestError(f"the image becomes {n_tokens} tokens, more than {MAX_TOKENS}", param="image")
+            raise RequestError(
+                f"the image must become at most {MAX_TOKENS} tokens, not {n_tokens}", param="image"
+            )
         digest = hashlib.sha256(f"{self!r} {image.shape}".encode())
         digest.update(np.ascontiguousarray(image).data)
         return ImageInput(pixels, grid, n_tokens, digest.digest())
@@ -85,9 +85,8 @@ class ImageProcessor(ABC):
 
 def too_few(least: int, n_tokens: int) -> RequestError:
     """Return the error for a token budget below the model's minimum for an image."""
-    return RequestError(
-        f"image_tokens is {n_tokens}, and this image has at least {least} tokens with this model",
-        param="image_tokens",
+    return RequestError.of(
+        "image_tokens", f"must be at least {least} for this image and model, not {n_tokens}"
     )
 
 
@@ -96,7 +95,7 @@ def integer(stated: Mapping[str, Any], key: str, default: int, most: int = MAX_S
     value = stated.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise FormatError(f"{key} of the image processor must be from 1 to {most}, not {str(value)[:50]}")
+        raise FormatError(f"{key!r} of the image processor must be from 1 to {most}, not {str(value)[:50]}")
     return value
 
 
@@ -106,7 +105,7 @@ def size_of(stated: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if isinstance(value, int):
         return {"height": value, "width": value, "longest_edge": value}
     if value is not None and not isinstance(value, Mapping):
-        raise FormatError(f"{key} of the image processor must be an object, not {str(value)[:50]}")
+        raise FormatError(f"{key!r} of the image processor must be an object, not {str(value)[:50]}")
     return value or {}
 
 
@@ -117,7 +116,7 @@ def filter_of(stated: Mapping[str, Any], default: int) -> int:
     value = stated.get("resample")
     value = default if value is None else value
     if value not in range(HAMMING + 1):
-        raise FormatError(f"resample of the image processor must be from 0 to {HAMMING}, not {value!r}")
+        raise FormatError(f"'resample' of the image processor must be from 0 to {HAMMING}, not {value!r}")
     return int(value)
 
 

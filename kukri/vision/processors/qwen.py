@@ -68,7 +68,7 @@ class QwenProcessor(ImageProcessor):
             scale=Scale.of(stated, CLIP_MEAN, CLIP_STD),
         )
         if made.min_pixels > made.max_pixels:
-            raise FormatError("min_pixels of the image processor is above max_pixels")
+            raise FormatError("'min_pixels' of the image processor must be at most 'max_pixels'")
         return made
 
     def prepare(self, image: ByteArray) -> ImageInput:

@@ -297,24 +297,24 @@ LATE = {"transcoder": "single", "layer": 1, "feature": 1, "above": 0}
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"op": "clamp"}, "clamp needs an sae or a transcoder"),
+        ({"op": "clamp"}, "clamp requires either an sae or a transcoder"),
         ({"op": "clamp", "sae": "topk", "transcoder": "single", "features": [1]}, "not both"),
-        ({"op": "clamp", "sae": "topk"}, "features must be numbers from 0 to 39"),
-        ({"op": "scale", "sae": "topk", "features": [40]}, "features must be numbers from 0 to 39"),
-        ({"op": "ablate", "transcoder": "single", "features": [1]}, r"needs a layer that it has \(0, 1\)"),
-        ({"op": "ablate", "transcoder": "single", "layer": 2, "features": [1]}, "needs a layer that it has"),
-        ({"op": "ablate", "transcoder": "none", "layer": 0, "features": [1]}, "no transcoder 'none'"),
-        ({"op": "ablate", "sae": "topk", "layer": 1, "features": [1]}, "layer is a transcoder's"),
-        ({"op": "add", "sae": "topk", "features": [1], "vector": [1]}, "takes no vector"),
-        ({"op": "add", "sae": "topk", "features": [1], "name": "z0"}, "takes no name"),
-        ({"op": "scale", "name": "z0", "features": [1]}, "features and layer need an sae"),
-        ({"op": "ablate", "sae": "topk", "features": [1], "layers": [0, 1]}, "takes no layers"),
-        ({"op": "ablate", "name": "z0", "layers": [0, 1]}, "layers need a control_vector"),
-        ({"op": "replace", "transcoder": "single", "layers": [5, 6]}, "has no layers from 5 to 6"),
+        ({"op": "clamp", "sae": "topk"}, "'features' must be numbers from 0 to 39"),
+        ({"op": "scale", "sae": "topk", "features": [40]}, "'features' must be numbers from 0 to 39"),
+        ({"op": "ablate", "transcoder": "single", "features": [1]}, r"must be one of transcoder .* \(0, 1\)"),
+        ({"op": "ablate", "transcoder": "single", "layer": 2, "features": [1]}, "must be one of transcoder"),
+        ({"op": "ablate", "transcoder": "none", "layer": 0, "features": [1]}, "transcoder 'none' was not"),
+        ({"op": "ablate", "sae": "topk", "layer": 1, "features": [1]}, "not supported with an sae"),
+        ({"op": "add", "sae": "topk", "features": [1], "vector": [1]}, "'vector' is not supported"),
+        ({"op": "add", "sae": "topk", "features": [1], "name": "z0"}, "'name' is not supported"),
+        ({"op": "scale", "name": "z0", "features": [1]}, "'features' and 'layer' require an sae"),
+        ({"op": "ablate", "sae": "topk", "features": [1], "layers": [0, 1]}, "'layers' is not supported"),
+        ({"op": "ablate", "name": "z0", "layers": [0, 1]}, "'layers' requires a 'control_vector'"),
+        ({"op": "replace", "transcoder": "single", "layers": [5, 6]}, "'layers' from 5 to 6 were not found"),
         ({"op": "replace", "transcoder": "single", "layers": [1]}, "first and the last"),
-        ({"op": "add", "sae": "topk", "features": list(range(30)) * 9}, "more than 256"),
+        ({"op": "add", "sae": "topk", "features": list(range(30)) * 9}, "must be at most 256"),
         ({"op": "read", "transcoder": "single", "layer": 0, "features": [99]}, "from 0 to 39"),
-        ({"op": "scale", "name": "z0", "when": LATE}, "comes after the edit"),
+        ({"op": "scale", "name": "z0", "when": LATE}, "'when' must read what comes before the edit of"),
     ],
 )  # fmt: skip
 def test_wrong_features_are_refused(llm, given, words):
@@ -330,9 +330,12 @@ def test_files_of_other_models_are_refused(files, tmp_path):
     arrays = arrays_of(0)
     wide = Transcoders.load(files / "single").layers[0]
     for transcoders, words in [
-        (Transcoders({5: wide}), r"some \(\[5\]\) layers of width 64, and the model 2"),
-        (Transcoders({0: wide}, writes="mlp.hook_post"), "writes 64 numbers of blocks.0.mlp.hook_post"),
-        (Transcoders({0: wide}, reads="nothing"), "no hook"),
+        (Transcoders({5: wide}), r"must have 2 layers of width 64, as the model, not some \(\[5\]\)"),
+        (
+            Transcoders({0: wide}, writes="mlp.hook_post"),
+            "must have blocks.0.mlp.hook_post's width, 96, not 64",
+        ),
+        (Transcoders({0: wide}, reads="nothing"), "was not found"),
     ]:
         with pytest.raises(ConfigError, match=words):
             LLM(path, n_threads=1, transcoders={"t": transcoders})
@@ -340,13 +343,13 @@ def test_files_of_other_models_are_refused(files, tmp_path):
     narrow = {"W_enc": arrays["W_enc"][:, :8], "W_dec": arrays["W_dec"][:, :8], "b_enc": arrays["b_enc"]}
     narrow = {name: np.ascontiguousarray(array) for name, array in narrow.items()}
     save_file(narrow | {"b_dec": arrays["b_dec"][:8].copy()}, tmp_path / "narrow" / "layer_0.safetensors")
-    with pytest.raises(ConfigError, match="layers of width 8, and the model 2 of 64"):
+    with pytest.raises(ConfigError, match="must have 2 layers of width 64, as the model, not"):
         LLM(path, n_threads=1, transcoders={"t": tmp_path / "narrow"})
     kept = {name: array for name, array in sae_files(tmp_path / "nodec").items() if name != "W_dec"}
     save_file(kept, tmp_path / "nodec" / "sae_weights.safetensors")
     with (
         LLM(path, n_threads=1, saes={"s": tmp_path / "nodec"}) as llm,
-        pytest.raises(RequestError, match="no W_dec, so its features can be read but not steered"),
+        pytest.raises(RequestError, match="the features cannot be steered, only read: the autoencoder"),
     ):
         llm.generate([5], GREEDY, interventions=[{"op": "add", "sae": "s", "features": [1]}])
 
@@ -376,7 +379,7 @@ def test_one_layers_folder(tmp_path):
     np.testing.assert_allclose(reader.chooser([4, 9])(x), expected[:, [4, 9]], atol=1e-5)
     out = expected @ arrays_of(1)["W_dec"] + arrays_of(1)["b_dec"] + x @ arrays_of(1)["W_skip"].T
     np.testing.assert_allclose(reader.reconstruct(x)[0], out, atol=1e-4)
-    with pytest.raises(FormatError, match="says of no layer"):
+    with pytest.raises(FormatError, match="must have a 'hook_name', which says of which layer"):
         Transcoders.load(saelens_folder(tmp_path / "other", 1, metadata={}))
     with pytest.raises(UnsupportedError, match="normalize_activations"):
         Transcoders.load(saelens_folder(tmp_path / "normed", 1, normalize_activations="layer_norm"))
@@ -446,10 +449,10 @@ def test_what_would_change_features_is_refused_by_name(tmp_path):
     """Catches an unknown activation or a factor of features that is passed over."""
     sae_files(tmp_path / "gelu", "standard", activation_fn="gelu")
     with pytest.raises(
-        UnsupportedError, match="activation_fn 'gelu' is not supported: relu, tanh-relu and topk"
+        UnsupportedError, match="'activation_fn' 'gelu' is not supported: use relu, tanh-relu or topk"
     ):
         SparseAutoencoder.load(tmp_path / "gelu")
-    with pytest.raises(UnsupportedError, match="activation_fn 'tanh-relu' is not supported"):
+    with pytest.raises(UnsupportedError, match="'activation_fn' 'tanh-relu' is not supported"):
         Transcoders.load(saelens_folder(tmp_path / "transcoder", 1, activation_fn="tanh-relu"))
     arrays = sae_files(tmp_path / "scaled", "standard")
     for factor in (1, 2):
@@ -457,5 +460,5 @@ def test_what_would_change_features_is_refused_by_name(tmp_path):
         save_file(arrays, tmp_path / "scaled" / "sae_weights.safetensors")
         if factor == 1:
             SparseAutoencoder.load(tmp_path / "scaled")
-    with pytest.raises(UnsupportedError, match=r"scaling_factor .* is not supported"):
+    with pytest.raises(UnsupportedError, match=r"'scaling_factor' .* is not supported"):
         SparseAutoencoder.load(tmp_path / "scaled")

@@ -265,7 +265,7 @@ def test_pruning_keeps_what_leads_to_logits(pair, tmp_path):
         kinds = [(node[key], node["feature_type"]) for node in whole["nodes"]]
         assert len({name for name, _ in kinds}) == len(set(kinds))
     assert len({node["node_id"] for node in whole["nodes"]}) == len(whole["nodes"])
-    with pytest.raises(RequestError, match="node_threshold must be from 0 to 1"):
+    with pytest.raises(RequestError, match="'node_threshold' must be from 0 to 1"):
         graph.prune(1.5)
 
 
@@ -323,12 +323,12 @@ def test_topk_keeps_k_features(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"W_dec": np.zeros((F, D + 1), np.float32)}, "do not fit 40 biases"),
-        ({"W_enc": np.zeros((D, F), np.float32)}, "do not fit 40 biases"),
-        ({"b_dec": None}, "needs b_dec"),
-        ({"activation_function.threshold": np.zeros(3, np.float32)}, "does not fit 40 features"),
-        ({"W_skip": np.zeros((D, 3), np.float32)}, "does not fit 40 features"),
-        ({"b_enc": np.full(F, np.nan, np.float32)}, "not finite"),
+        ({"W_dec": np.zeros((F, D + 1), np.float32)}, "must fit 40 biases"),
+        ({"W_enc": np.zeros((D, F), np.float32)}, "must fit 40 biases"),
+        ({"b_dec": None}, "must hold b_dec"),
+        ({"activation_function.threshold": np.zeros(3, np.float32)}, "must fit 40 features"),
+        ({"W_skip": np.zeros((D, 3), np.float32)}, "must fit 40 features"),
+        ({"b_enc": np.full(F, np.nan, np.float32)}, "must hold finite"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_one_clear_error(pair, tmp_path, change, error):
@@ -346,13 +346,15 @@ def test_transcoders_of_another_model(pair, tmp_path):
     """A graph of a model with another depth; a directory without transcoders; a layer that is missing."""
     folder = save_single(tmp_path / "t")
     (folder / f"layer_{L - 1}.safetensors").unlink()
-    with pytest.raises(ConfigError, match="2 layers of width 48, and the model 3 of 48"):
+    with pytest.raises(ConfigError, match="must have 3 layers of width 48, as the model, not 2 of 48"):
         attribute(llama_session(pair), IDS, folder)
     (folder / "layer_0.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"some \(\[1\]\) layers of width 48, and the model 3 of 48"):
+    with pytest.raises(
+        ConfigError, match=r"must have 3 layers of width 48, as the model, not some \(\[1\]\)"
+    ):
         attribute(llama_session(pair), IDS, folder)
     (folder / "layer_1.safetensors").unlink()
-    with pytest.raises(FormatError, match="has no transcoders"):
+    with pytest.raises(FormatError, match=r"must have layer_0\.safetensors,"):
         Transcoders.load(folder)
 
 
@@ -419,10 +421,10 @@ def test_effects_in_the_model(pair, tmp_path):
         np.testing.assert_allclose(found[-n_logits:], leads[1] - leads[0], atol=1e-4)
         assert found[node] == -graph.activations[node]
     with pytest.raises(
-        RequestError, match="held must be features, choice, attention, patterns, nothing, not"
+        RequestError, match="'held' must be one of features, choice, attention, patterns, nothing, not"
     ):
         measure.effects({0: 0.0}, held="norms")
-    with pytest.raises(RequestError, match="the features are nodes"):
+    with pytest.raises(RequestError, match="'factors' must be of nodes 0 to"):
         measure.effects({len(graph.edges): 0.0})
 
 
@@ -453,7 +455,7 @@ def test_a_graph_of_another_model_is_not_measured(pair, tmp_path):
     llm, graph, _ = measured(pair, save_single(tmp_path / "t"))
     wrong = graph.features.copy()
     wrong[0, 2] = F
-    with pytest.raises(RequestError, match="the graph is not of this model"):
+    with pytest.raises(RequestError, match="'graph' must be of this model"):
         GraphMeasure(llm, replace(graph, features=wrong), "mine")
 
 
@@ -478,7 +480,7 @@ def test_interventions_are_on_the_features_of_the_nodes(pair, tmp_path):
 def test_what_is_refused(pair, tmp_path):
     """Several prompts, tokens that are not tokens, hooks that are of another width, recurrent layers."""
     session, transcoders = llama_session(pair), Transcoders.load(save_single(tmp_path / "t"))
-    with pytest.raises(RequestError, match="one prompt"):
+    with pytest.raises(RequestError, match="requires a single prompt"):
         attribute(session, [IDS, IDS], transcoders)
     with pytest.raises(RequestError, match="token ids from 0 to 79"):
         attribute(session, IDS, transcoders, targets=[80])

@@ -73,14 +73,14 @@ def test_steps_between_the_runs(llm, corrupted):
 def test_edges_that_do_not_exist(llm, corrupted):
     """An index error, or an edge that is measured to be nothing."""
     for edge, words in [
-        (("a9.h0", "m0"), "no source 'a9.h0'"),
-        (("embed", "x"), "no target 'x'"),
+        (("a9.h0", "m0"), "the source 'a9.h0' was not found"),
+        (("embed", "x"), "the target 'x' was not found"),
         (("embed", "a0.h3<k>"), "no such head"),
-        (("embed", "m2"), "no target 'm2'"),
+        (("embed", "m2"), "the target 'm2' was not found"),
     ]:
         with pytest.raises(RequestError, match=words):
             patch_edge(llm, corrupted, CLEAN, *edge, METRIC)
-    with pytest.raises(RequestError, match="same lengths"):
+    with pytest.raises(RequestError, match="'clean_tokens' must be as long as the corrupted texts"):
         edge_attribution_patch(llm, corrupted, [ids[:5] for ids in CLEAN], METRIC)
     with pytest.raises(RequestError, match="n_steps"):
         edge_attribution_patch(llm, corrupted, CLEAN, METRIC, n_steps=0)

@@ -92,7 +92,9 @@ def test_short_names(key, name):
 
 def test_unknown_names_say_which_are_near():
     """A misspelt name that captures nothing."""
-    with pytest.raises(HookError, match=r"'blocks.0.hook_residpre': did you mean blocks.0.hook_resid_pre"):
+    with pytest.raises(
+        HookError, match=r"'blocks.0.hook_residpre' was not found: did you mean blocks.0.hook_resid_pre"
+    ):
         session("llama").run_with_cache([5, 6], "blocks.0.hook_residpre")
 
 

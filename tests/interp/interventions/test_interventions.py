@@ -250,40 +250,49 @@ def test_a_preempted_request_is_captured_once(path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"op": "jump"}, "op must be one of"),
-        ({"op": []}, "op must be one of"),
-        ({"op": "capture", "name": "z0", "positions": []}, "positions must be"),
-        ({"name": "z0"}, "needs an op"),
-        ({"op": "add", "name": "z0", "code": "1"}, "no field 'code'"),
-        ({"op": "add", "name": "resid_post9", "vector": DIRECTION}, "no hook"),
-        ({"op": "add", "name": "resid_post1"}, "needs a vector"),
+        ({"op": "jump"}, "'op' must be one of"),
+        ({"op": []}, "'op' must be one of"),
+        ({"op": "capture", "name": "z0", "positions": []}, "'positions' must be"),
+        ({"name": "z0"}, "requires 'op'"),
+        ({"op": "add", "name": "z0", "code": "1"}, "cannot have 'code'"),
+        ({"op": "add", "name": "resid_post9", "vector": DIRECTION}, "was not found"),
+        ({"op": "add", "name": "resid_post1"}, "requires 'vector', or the name of a 'control_vector'"),
         ({"op": "add", "name": "resid_post1", "vector": [1, 2]}, "list of 64 numbers"),
         ({"op": "add", "name": "resid_post1", "vector": [float("nan")] * D}, "finite"),
         ({"op": "add", "name": "resid_post1", "vector": [[1.0]] * D}, "one for each position: 64 for all"),
-        ({"op": "add", "name": "resid_post1", "vector": [[1.0], []]}, "must have one length"),
+        (
+            {"op": "add", "name": "resid_post1", "vector": [[1.0], []]},
+            "must have as many numbers for each position",
+        ),
         ({"op": "add", "name": "resid_post1", "vector": "x"}, "list of 64"),
         ({"op": "add", "name": "resid_post1", "vector": DIRECTION, "strength": 1e9}, "within 1e6"),
-        ({"op": "add", "name": "resid_post1", "vector": DIRECTION, "heads": [0]}, "has no heads"),
+        (
+            {"op": "add", "name": "resid_post1", "vector": DIRECTION, "heads": [0]},
+            "'heads' is not supported by",
+        ),
         ({"op": "scale", "name": "z0", "heads": [4]}, "from 0 to 3"),
         ({"op": "scale", "name": "z0", "heads": [True]}, "from 0 to 3"),
         ({"op": "scale", "name": "z0", "heads": [1, 1]}, "twice"),
-        ({"op": "scale", "name": "blocks.0.attn.hook_pattern"}, "can be captured but not edited"),
-        ({"op": "scale", "name": "ln_final.hook_normalized"}, "can be captured but not edited"),
-        ({"op": "capture", "name": "resid_post1", "vector": DIRECTION}, "takes no vector"),
+        ({"op": "scale", "name": "blocks.0.attn.hook_pattern"}, "cannot be edited, only captured"),
+        ({"op": "scale", "name": "ln_final.hook_normalized"}, "cannot be edited, only captured"),
+        ({"op": "capture", "name": "resid_post1", "vector": DIRECTION}, "'vector' is not supported"),
         ({"op": "ablate", "name": "resid_post1", "vector": DIRECTION * 0}, "must not be zero"),
-        ({"op": "add", "control_vector": "none"}, "no control vector 'none': there are happy, sad"),
-        ({"op": "add", "control_vector": "sad", "layers": [0, 0]}, "has no layers from 0 to 0"),
+        (
+            {"op": "add", "control_vector": "none"},
+            "the control vector 'none' was not found: there are happy, sad",
+        ),
+        ({"op": "add", "control_vector": "sad", "layers": [0, 0]}, "'layers' from 0 to 0 were not found"),
         ({"op": "add", "control_vector": "sad", "layers": [2, 1]}, "first and the last"),
-        ({"op": "add", "control_vector": "sad", "name": "z0"}, "leave out name"),
-        ({"op": "capture", "name": "unembed.hook_out"}, "is not an activation of a request"),
-        ({"op": "capture", "name": "resid_post1", "positions": "first"}, "positions must be"),
-        ({"op": "capture", "name": 3}, "needs a name"),
-        ({"op": "capture", "name": "x" * 300}, "needs a name"),
-        ({"op": "read"}, "a probe or an sae"),
-        ({"op": "read", "probe": "truth", "features": [1]}, "features need an sae"),
+        ({"op": "add", "control_vector": "sad", "name": "z0"}, "cannot be combined with 'name'"),
+        ({"op": "capture", "name": "unembed.hook_out"}, "is not supported in requests"),
+        ({"op": "capture", "name": "resid_post1", "positions": "first"}, "'positions' must be"),
+        ({"op": "capture", "name": 3}, "'name' is required, such as blocks.3.hook_resid_post"),
+        ({"op": "capture", "name": "x" * 300}, "'name' is required, such as blocks.3.hook_resid_post"),
+        ({"op": "read"}, "read requires a probe, an sae"),
+        ({"op": "read", "probe": "truth", "features": [1]}, "'features' requires an sae or a transcoder"),
         ({"op": "read", "sae": "sae", "features": [40]}, "from 0 to 39"),
-        ({"op": "read", "sae": "sae", "top_k": 0}, "top_k must be"),
-        ([], "is a mapping"),
+        ({"op": "read", "sae": "sae", "top_k": 0}, "'top_k' must be"),
+        ([], "must be a mapping"),
     ],
 )
 def test_wrong_interventions_are_refused(llm, given, words):
@@ -297,14 +306,14 @@ def test_wrong_uses_are_refused(llm):
     """A capture of many answers, and lists that are not lists."""
     capture = {"op": "capture", "name": "z0"}
     for given, words in [
-        ([capture] * 2, "captured twice"),
-        ([{"op": "scale", "name": "z0"}] * 65, "more than 64"),
+        ([capture] * 2, "must be captured once"),
+        ([{"op": "scale", "name": "z0"}] * 65, "must be at most 64"),
         ("capture", "must be a list"),
         ({"op": "capture"}, "must be a list"),
     ]:
         with pytest.raises(RequestError, match=words):
             llm.generate([5, 6], GREEDY, interventions=given)
-    with pytest.raises(RequestError, match="need a single answer"):
+    with pytest.raises(RequestError, match="require 'n' and 'best_of' to be 1"):
         llm.generate([5, 6], GREEDY, n=2, interventions=[capture])
 
 
@@ -359,7 +368,7 @@ def test_control_vector_files(tmp_path):
 
 def test_wrong_files_are_refused(path, tmp_path):
     """A file of something else, taken for what it is not; a width found out in the middle of an answer."""
-    with pytest.raises(FormatError, match="is not a control vector"):
+    with pytest.raises(FormatError, match="must be a control vector"):
         ControlVector.load(path)
     for bad in ({}, {0: [[1.0]]}, {-1: [1.0]}, {"a": [1.0]}, {0: [float("inf")]}, {0: [1.0], 1: [1.0, 2]}, 3):
         with pytest.raises(ConfigError):
@@ -397,13 +406,13 @@ def test_wrong_files_are_refused(path, tmp_path):
     sae_files(tmp_path / "wide", width=32)
     sae_files(tmp_path / "other", name="blocks.7.hook_resid_pre")
     for options, words in [
-        ({"control_vectors": {"v": {9: DIRECTION}}}, "another model"),
-        ({"control_vectors": {"v": {1: DIRECTION[:8]}}}, "another model"),
+        ({"control_vectors": {"v": {9: DIRECTION}}}, "cannot be used with this model"),
+        ({"control_vectors": {"v": {1: DIRECTION[:8]}}}, "cannot be used with this model"),
         ({"control_vectors": {"a b": {1: DIRECTION}}}, "letters, digits"),
-        ({"probes": {"p": Probe("resid_post0", np.ones(8))}}, "reads 8 numbers"),
-        ({"saes": {"s": tmp_path / "wide"}}, "reads 32 numbers"),
-        ({"saes": {"s": tmp_path / "other"}}, "no hook"),
-        ({"saes": {"s": tmp_path / "absent"}}, "no such file"),
+        ({"probes": {"p": Probe("resid_post0", np.ones(8))}}, "must have .* width, .*, not 8"),
+        ({"saes": {"s": tmp_path / "wide"}}, "must have .* width, .*, not 32"),
+        ({"saes": {"s": tmp_path / "other"}}, "was not found"),
+        ({"saes": {"s": tmp_path / "absent"}}, "was not found"),
     ]:
         with pytest.raises(KukriError, match=words):
             LLM(path, backend="reference", **options)

@@ -110,8 +110,8 @@ def test_another_model_can_be_the_oracle(llm: LLM) -> None:
         (np.zeros((1, 576)), {}, "must not be zero"),
         (np.full((1, 576), np.nan), {}, "finite"),
         (np.ones((3, 576)), {"placeholder": " xyzzyplugh"}, "3 for 1?[0-9] positions"),
-        (np.ones((1, 576)), {"template": "{thing}"}, "the template has"),
-        (np.ones((1, 576)), {"template": "{question}"}, "the prompt does not contain"),
+        (np.ones((1, 576)), {"template": "{thing}"}, "'form' must have"),
+        (np.ones((1, 576)), {"template": "{question}"}, "was not found in the prompt"),
         (np.ones((1, 576)), {"after_block": 99}, "hook_resid_post"),
     ],
 )

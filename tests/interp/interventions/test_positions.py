@@ -63,25 +63,25 @@ def test_positions_of_a_place(given, wanted):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("first", "positions must be one of all"),
-        (True, "positions must be"),
-        ([], "positions must be"),
-        (None, "positions must be"),
-        (1.5, "positions must be"),
-        ([1.5], "a position is a number"),
-        ([[1, 2, 3]], "a position is a number"),
-        ([True], "a position is a number"),
-        (-N - 1, "outside the prompt of 10"),
-        (1 << 31, "outside the prompt of 10"),
-        ([[5, 5]], "has no positions"),
-        ({"steps": -1}, "outside the prompt"),
-        ({"text": "London"}, "does not contain"),
+        ("first", "'positions' must be one of all"),
+        (True, "'positions' must be"),
+        ([], "'positions' must be"),
+        (None, "'positions' must be"),
+        (1.5, "'positions' must be"),
+        ([1.5], "a position must be a number or "),
+        ([[1, 2, 3]], "a position must be a number or "),
+        ([True], "a position must be a number or "),
+        (-N - 1, "must be within the prompt of 10"),
+        (1 << 31, "must be within the prompt of 10"),
+        ([[5, 5]], "must have positions"),
+        ({"steps": -1}, "must be within the prompt"),
+        ({"text": "London"}, "was not found in the prompt"),
         ({"text": ""}, "1 to 1000 characters"),
         ({"text": "x" * 1001}, "1 to 1000 characters"),
-        ({"text": "Paris", "tokens": "some"}, "tokens must be"),
-        ({"text": "Paris", "occurrence": 2}, "occurrence must be a number within 2"),
-        ({"text": "Paris", "occurrence": "1"}, "occurrence must be a number within 2"),
-        ({"word": "Paris"}, "the key text or steps"),
+        ({"text": "Paris", "tokens": "some"}, "'tokens' must be"),
+        ({"text": "Paris", "occurrence": 2}, "'occurrence' must be a number within 2"),
+        ({"text": "Paris", "occurrence": "1"}, "'occurrence' must be a number within 2"),
+        ({"word": "Paris"}, "must have text or steps"),
         ([0] * 4097, "at most 4096"),
     ],
 )  # fmt: skip
@@ -184,14 +184,14 @@ def test_a_condition_of_an_earlier_layer(llm):
 @pytest.mark.parametrize(
     ("when", "message"),
     [
-        ({"probe": "truth", "above": 0}, "needs a label of the probe: 'yes, no'"),
-        ({"probe": "lies", "above": 0}, "there is no probe"),
-        ({"probe": "truth", "label": "yes"}, "needs above or below"),
-        ({"probe": "truth", "label": "yes", "above": "0"}, "needs above or below"),
-        ({"label": "yes", "above": 0}, "needs a probe or an sae"),
-        ({"probe": "truth", "feature": 1, "label": "yes", "above": 0}, "needs a label"),
-        ({"sae": "s", "feature": 0, "above": 0}, "there is no sae"),
-        ("truth > 0", "when has probe"),
+        ({"probe": "truth", "above": 0}, "requires a label of the probe: 'yes, no'"),
+        ({"probe": "lies", "above": 0}, "the probe .* was not found"),
+        ({"probe": "truth", "label": "yes"}, "'when' requires above or below, a number"),
+        ({"probe": "truth", "label": "yes", "above": "0"}, "'when' requires above or below, a number"),
+        ({"label": "yes", "above": 0}, "requires a probe, an sae"),
+        ({"probe": "truth", "feature": 1, "label": "yes", "above": 0}, "requires a label of the probe"),
+        ({"sae": "s", "feature": 0, "above": 0}, "the sae .* was not found"),
+        ("truth > 0", "'when' must have probe and label, or sae and feature, and"),
     ],
 )  # fmt: skip
 def test_what_is_no_condition(llm, when, message):
@@ -204,7 +204,7 @@ def test_what_is_no_condition(llm, when, message):
 def test_a_condition_after_its_edit(llm):
     """A condition that is not known yet when the edit is made."""
     edit = {"op": "ablate", "name": "resid_pre0", "when": {"probe": "truth", "label": "yes", "above": 0}}
-    with pytest.raises(RequestError, match="comes after the edit"):
+    with pytest.raises(RequestError, match="'when' must read what comes before the edit of"):
         llm.generate([5, 6], GREEDY, interventions=[edit])
 
 
@@ -229,7 +229,7 @@ def test_runs_of_whole_texts(llm):
     hooked = llm.run_with_hooks(texts, fwd_hooks=[hook], interventions=[edit])
     assert (hooked == wanted).all()
     assert (seen[0] == cache["resid_post0"]).all()
-    with pytest.raises(RequestError, match="only edit"):
+    with pytest.raises(RequestError, match="'interventions' of a run cannot capture: use names"):
         llm.run_with_hooks(texts, interventions=[{"op": "capture", "name": "resid_post0"}])
 
 

@@ -122,9 +122,9 @@ def test_generate_with_hooks(llm):
     (one, _), (other, _) = llm.generate_with_hooks([ids, ids], GREEDY, fwd_hooks=[(STREAM, steer)])
     assert one.token_ids == other.token_ids != plain.token_ids
     assert llm.generate(ids, GREEDY).token_ids == plain.token_ids
-    with pytest.raises(HookError, match="only where whole texts are run"):
+    with pytest.raises(HookError, match="not supported in requests"):
         llm.generate_with_hooks(ids, GREEDY, fwd_hooks=[("blocks.0.attn.hook_pattern", steer)])
-    with pytest.raises(RequestError, match="one answer"):
+    with pytest.raises(RequestError, match="single answer"):
         llm.generate_with_hooks(ids, GREEDY, n=2)
     with pytest.raises(HookError, match="raised ZeroDivisionError"):
         llm.generate_with_hooks(ids, GREEDY, fwd_hooks=[(STREAM, lambda x, hook: 1 / 0)])

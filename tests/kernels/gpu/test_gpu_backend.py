@@ -167,7 +167,7 @@ def test_keys_are_kept_by_their_range():
 
 def test_a_cache_of_float32_is_refused():
     """Kernels of float16 that read float32."""
-    with pytest.raises(UnsupportedError, match="no f32 KV cache"):
+    with pytest.raises(UnsupportedError, match="a KV cache of f32 is not supported"):
         GpuBackend(DEVICE).new_cache([], 1, kv_type="f32")
 
 

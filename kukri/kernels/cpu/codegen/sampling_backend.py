@@ -61,7 +61,7 @@ class CpuSampling:
         """Sets the rows to choose from, and the scratch for their vocabulary."""
         rows = logits.numpy()
         if rows.dtype != np.float32:
-            raise ShapeError(f"logits are float32, not {rows.dtype}")
+            raise ShapeError(f"logits must be float32, not {rows.dtype}")
         if rows.shape[1] != self._n_vocab:
             self._make_scratch(rows.shape[1])
         # in the order of the kernel's parameters; `_make_scratch` has set the others
@@ -71,7 +71,7 @@ class CpuSampling:
 
     def _make_scratch(self, n_vocab: int) -> None:
         if n_vocab > MAX_VOCAB:
-            raise UnsupportedError(f"sampling takes vocabularies of up to {MAX_VOCAB} tokens, not {n_vocab}")
+            raise UnsupportedError(f"sampling from more than {MAX_VOCAB} tokens is not supported: {n_vocab}")
         self._n_vocab = n_vocab
         # two arrays at a distance of a power of two would fight for the same cache lines
         stride = -(-scratch_bytes(n_vocab) // _SCRATCH_STEP) * _SCRATCH_STEP + 64

@@ -46,7 +46,7 @@ def compile_with_helpers(names: Sequence[str]) -> Iterator[tuple[str, KernelCode
     """
     if not has_compiler():
         raise MissingKernelError(
-            f"the kernel {names[0]} has to be compiled, for {reason_for_compiling()}: run "
+            f"the kernel {names[0]} must be compiled, for {reason_for_compiling()}: run "
             f"`{install_command('compile')}`, which adds Numba"
         )
     _start_helpers(names)
@@ -131,7 +131,7 @@ def find_source(name: str) -> tuple[str, KernelSource]:
                 return module_name, found
             values = [int(value) for value in arguments.rstrip("]").split(",")]
             return module_name, found(*values)
-    raise KeyError(f"no kernel source for {name}")
+    raise KeyError(f"a kernel source for {name} was not found")
 
 
 @contextmanager

@@ -126,7 +126,9 @@ def cpu_target() -> CpuTarget:
     if chosen := os.environ.get("KUKRI_CPU"):
         level = level_named(chosen)
         if level is None:
-            raise ConfigError(f"KUKRI_CPU is one of {', '.join(one.name for one in LEVELS)}, not {chosen}")
+            raise ConfigError(
+                f"KUKRI_CPU must be one of {', '.join(one.name for one in LEVELS)}, not {chosen}"
+            )
         return _of_level(level)
     if has_levels() and not has_compiler():
         return _of_level(host_level())

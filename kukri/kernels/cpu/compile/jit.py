@@ -60,7 +60,7 @@ def call(address: int, record: int, tile: int) -> int:
 def pack_record(kernel: LoadedKernel, arguments: dict[str, int]) -> ctypes.Array[ctypes.c_int64]:
     """The int64 record of a kernel's arguments, in its parameter order. Raises TypeError on other names."""
     if set(arguments) != set(kernel.parameters):
-        raise TypeError(f"{kernel.name} takes {kernel.parameters}, not {tuple(arguments)}")
+        raise TypeError(f"{kernel.name} requires {kernel.parameters}, not {tuple(arguments)}")
     return (ctypes.c_int64 * max(len(arguments), 1))(*(arguments[p] for p in kernel.parameters))
 
 

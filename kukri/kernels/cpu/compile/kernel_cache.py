@@ -179,7 +179,7 @@ def read_cached(name: str) -> KernelCode | None:
             if hashlib.sha256(code).hexdigest() == facts["sha256"]:
                 return facts["symbol"], tuple(facts["parameters"]), code
         except ConfigError as error:
-            raise ConfigError(f"compiled kernels are not loaded: {error} ($KUKRI_CACHE_DIR)") from None
+            raise ConfigError(f"compiled kernels cannot be loaded: {error} ($KUKRI_CACHE_DIR)") from None
         except (OSError, ValueError, KeyError):
             continue
     return None

@@ -55,7 +55,8 @@ def layout_of(weight: Weight) -> TileLayout:
     layout = LAYOUTS.get(form_of(weight))
     if layout is None:
         raise MissingKernelError(
-            f"the CPU backend has no kernel for {weight.type.name} ({weight.name}): it runs {', '.join(RUN)}"
+            f"the weight type {weight.type.name} ({weight.name}) is not supported by the CPU backend: use "
+            f"{', '.join(RUN)}"
         )
     return layout
 

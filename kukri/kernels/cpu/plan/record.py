@@ -284,8 +284,8 @@ class Recorder(StageOps):
         """
         if spec.group > MAX_TILE_ROWS and spec.n_kv_heads > 1:
             raise MissingKernelError(
-                f"{spec.group} query heads for each of {spec.n_kv_heads} key heads; the CPU backend runs up "
-                f"to {MAX_TILE_ROWS}, and more for a single key head"
+                f"{spec.group} query heads for each of {spec.n_kv_heads} key heads are not supported by "
+                f"the CPU backend, only up to {MAX_TILE_ROWS}, and more for a single key head"
             )
         strides = {x.stride for x in (q, k, v) if x is not None}
         if whole_head(spec.d_head) != spec.d_head or len(strides) > 1 or (k is v and k is not None):
@@ -302,13 +302,15 @@ class Recorder(StageOps):
         y = self._value("T", spec.n_heads * spec.d_head)
         if self._limits.mask_heads:
             if self._kv_type != "f16":
-                raise MissingKernelError(f"masks over a KV cache of {self._kv_type}: they need f16")
+                raise MissingKernelError(f"masks over {self._kv_type} KV caches are not supported, only f16")
             if spec.distances is not None:
-                raise MissingKernelError("masks of four dimensions over attention that is biased by distance")
+                raise MissingKernelError(
+                    "masks of four dimensions are not supported with attention that is biased by distance"
+                )
             self._add(ops.AttendMasked(q, y, spec))
             return y
         if spec.softcap is not None and spec.distances is not None:
-            raise MissingKernelError("capped scores with biases by distance")
+            raise MissingKernelError("capped scores are not supported with biases by distance")
         for q_part, y_part, part in self._in_tiles(q, y, spec):
             partials = Buffer(self._partials_bytes(part))
             most_tokens = self._limits.max_pages * PAGE_TOKENS
@@ -338,11 +340,13 @@ class Recorder(StageOps):
         self, logits: Value, routing: Routing, tap: tuple[str, int | None] | None = None
     ) -> RecordedRoutes:
         if logits.rows != "T" or logits.width != routing.n_experts:
-            raise ShapeError(f"{logits.width} router logits for {routing.n_experts} experts")
+            raise ShapeError(
+                f"{routing.n_experts} experts must have as many router logits, not {logits.width}"
+            )
         if routing.n_groups > MAX_GROUPS or routing.n_best > MAX_BEST:
             raise MissingKernelError(
-                f"{routing.n_groups} groups of experts, judged by {routing.n_best} each: "
-                f"the CPU backend runs up to {MAX_GROUPS}, judged by {MAX_BEST}, the reference backend any"
+                f"{routing.n_groups} groups of experts, judged by {routing.n_best} each, are not supported "
+                f"by the CPU backend: up to {MAX_GROUPS}, judged by {MAX_BEST}, are"
             )
         weights = self._value("T", logits.width)
         self._add(expert_ops.Route(logits, weights, routing))
@@ -414,7 +418,7 @@ class Recorder(StageOps):
     def _add_rope_store(self, op: ops.RopeStore) -> None:
         strides = {value.stride for value in (op.q, op.k, op.v) if value is not None}
         if len(strides) > 1:
-            raise ShapeError("attention needs q, k and v side by side")
+            raise ShapeError("q, k and v of attention must be side by side")
         self._add(op)
 
     def _quantized(self, x: Value, kind: PanelKind) -> Buffer:
@@ -470,7 +474,7 @@ def whole_head(d_head: int) -> int:
 
 def _require_multiple(what: str, n: int, factor: int) -> None:
     if n % factor:
-        raise KernelSizeError(f"{what} is {n}; the CPU backend runs multiples of {factor}")
+        raise KernelSizeError(f"{what} is {n}, but must be a multiple of {factor} on the CPU backend")
 
 
 def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:

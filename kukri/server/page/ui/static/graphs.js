@@ -56,7 +56,7 @@ function prune() {
 async function make() {
   const key = sessionStorage.getItem("kukri.key")
   if ("needsKey" in document.body.dataset && !key) {
-    return warn("This server wants an API key: give it to the chat page first.")
+    return warn("This server requires an API key: enter it on the chat page first.")
   }
   const started = Date.now()
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) }

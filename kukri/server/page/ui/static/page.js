@@ -62,7 +62,7 @@ function drawPending() {
 async function addImages(files) {
   const chosen = [...files].filter(({ type }) => type.startsWith("image/"))
   if (!chosen.length) return
-  if (!("sees" in ($("sampling")?.dataset ?? {}))) return warn("This model reads text and sees no images.")
+  if (!("sees" in ($("sampling")?.dataset ?? {}))) return warn("This model does not accept images.")
   for (const file of chosen) pending.push(await images.add(file))
   drawPending()
   prompt.focus()
@@ -297,7 +297,7 @@ on("htmx:responseError", ({ detail: { xhr } }) => {
   } catch {
     // it is no error of this server's own: a proxy's, say
   }
-  fail(xhr.status === 401 ? "The server does not know this API key." : text)
+  fail(xhr.status === 401 ? "The server does not accept this API key." : text)
 })
 
 // --- what buttons and keys do
@@ -514,7 +514,7 @@ $("key-dialog").addEventListener("submit", () => {
   $("key").value = ""
   begin()
 })
-$("key-dialog").addEventListener("cancel", () => warn("This server wants an API key."))
+$("key-dialog").addEventListener("cancel", () => warn("This server requires an API key."))
 
 // Asks what the server serves, and for the key that it may want first.
 function begin() {
