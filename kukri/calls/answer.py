@@ -14,7 +14,7 @@ from kukri.tokenizer import StopStrings, TextStream, Tokenizer
 
 
 class Answer:
-    """The growing text of one request. Not thread-safe: one thread at a time pushes and takes.
+    """The growing text of a request. Not thread-safe: one thread at a time pushes and takes.
 
     `index` is the place of the answer in its call. `continues` says that the text follows other text, so that
     a SentencePiece leading space is kept; `shown` are control tokens that are part of the text. With a

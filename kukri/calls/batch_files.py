@@ -168,7 +168,7 @@ def files_of(target: Path) -> tuple[Path, Path, Path]:
 
 
 class Results:
-    """The results of a batch, in files. Opening it finds those of earlier runs; `close` it.
+    """The results of a batch, in files. Opening it finds the results of earlier runs; `close` it.
 
     Attributes: n_failed, of the results there are: errors, and statuses of 400 and above. Of earlier results,
     errors and statuses of 500 and above do not count as done. Raises ConfigError if a file cannot

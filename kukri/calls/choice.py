@@ -128,7 +128,7 @@ class Choice:
                 self._grow(events, "reasoning", piece.text)
             else:
                 self._grow_call(events, piece)
-        if tokens:  # whose text is held back, or is that of a call
+        if tokens:  # whose text is held back, or is a call
             self._grow_tokens(events, tokens)
         if self.is_over:
             self._close(events)
@@ -194,7 +194,7 @@ class Choice:
             events.append(PartEvent("closed", self.parts[-1]))
 
     def _new_tokens(self) -> list[PlacedToken]:
-        """Takes the tokens that are known to be of the answer, and drops those that are known not to be."""
+        """Takes the tokens that are known to be of the answer, and drops the others that are known."""
         self._unsplit += self.answer.take_tokens()
         answers, n_settled = self._parser.answers, self._parser.n_settled
         if self.is_over:

@@ -26,7 +26,7 @@ _MAX_ROWS_BYTES = 256 << 20  # logits at a time
 class Decision:
     """The probabilities of choices, which add up to 1.
 
-    `logprobs` (nats) are those of the model itself: that its answer begins with the choice's tokens, and with
+    `logprobs` (nats) are the model's own: that its answer begins with the choice's tokens, and with
     those of no longer choice that begins with it. `mass` is the sum of their probabilities: the share of all
     answers that begin with one of the choices. `expected` is the mean of choices that are numbers, else None.
     """

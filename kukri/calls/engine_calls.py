@@ -417,7 +417,7 @@ class Call:
         self.on_change()
 
     def _read(self, answer: Answer, is_ended: bool) -> list[Readout]:
-        """Readings of tokens since the last time: of one answer, as the session sees to."""
+        """Return the readings of tokens since the last time, of a single answer, as the session sees to."""
         if not self._taps or not self._taps[0].has_unread:
             return []
         found = self._taps[0].readouts(answer.request, is_done=is_ended)

@@ -85,12 +85,12 @@ class Output:
 class Result:
     """The finished answer to a prompt; with `n` or `best_of` the first of several, all of them in `outputs`.
 
-    The fields that `Output` has too are those of `outputs[0]`. `outputs` are in the order of
+    The fields that `Output` has too come from `outputs[0]`. `outputs` are in the order of
     their seeds, or with `best_of` the most probable first. `prompt_logprobs`, if requested, has an entry for
     each token of the prompt, of which the first has no log-probability. `activations` and `readouts` are
-    those that interventions capture and read. `messages` are those that a chat has added: the answer, and
-    before it calls of tools and their results. `image_tokens` are the tokens of the prompt that each image
-    took.
+    those that interventions capture and read. `messages` are the messages that a chat has added: the answer,
+    and before it calls of tools and their results. `image_tokens` are the tokens of the prompt that each
+    image took.
     """
 
     text: str

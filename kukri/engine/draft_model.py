@@ -55,7 +55,7 @@ class CountedDrafts(Drafts):
         self._max_context, self._n_vocab = max_context, n_vocab  # ids that the draft model reads
         self._is_readable = True
         self.tokens: IntArray = np.empty(0, np.int32)  # the request's own array
-        self.n_tokens = self.n_to_come = 0  # tokens it has, and those that the answer may yet have
+        self.n_tokens = self.n_to_come = 0  # tokens it has, and tokens that the answer may yet have
         self.drafts: list[int] = []  # the last ones
         self._rate = AcceptanceRate(_PRIOR)
         self._n_without = 0  # tokens since the last draft
@@ -145,7 +145,7 @@ class ModelDrafts(CountedDrafts):
 
 
 class EitherDrafts(Drafts):
-    """Drafts of texts and of a draft model, for one answer: each step has those that promise more tokens.
+    """Drafts of texts and of a draft model, for one answer: each step has those promising more tokens.
 
     The model's have to be worth the reading of what it has not read, by the steps that it may yet serve.
     """
@@ -305,7 +305,7 @@ class DraftModel(Drafter):
     def _prefill(self, wanted: Sequence[tuple[ModelDrafts, int]]) -> list[tuple[ModelDrafts, int]]:
         """Prefills the requests' uncached tokens within one step's budget.
 
-        Returns those that are prefilled whole, and now have a first draft.
+        Returns the requests that are prefilled whole, and now have a first draft.
         """
         n_left = self._max_tokens
         chunks: list[Chunk] = []
@@ -324,7 +324,7 @@ class DraftModel(Drafter):
         return done
 
     def _run(self, chunks: list[Chunk], drafting: list[ModelDrafts]) -> None:
-        """Runs a step whose rows of logits are, in order, those of the requests that get a draft."""
+        """Runs a step whose rows of logits are, in order, of the requests that get a draft."""
         logits = self._runner.run(chunks, activations=self._activations)
         for drafts, draft in zip(drafting, self._chosen(logits, drafting), strict=True):
             position = drafts.n_tokens + len(drafts.drafts)

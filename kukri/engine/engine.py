@@ -193,7 +193,7 @@ class Engine:
             raise
 
     def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter, between steps: no new request may use it; those that do keep it to their end.
+        """Unloads an adapter, between steps: no new request may use it; running ones keep it to their end.
 
         Raises RequestError if there is none of this name.
         """
@@ -478,7 +478,7 @@ def engine_layout(model: Model, config: EngineConfig) -> CacheLayout:
 
 
 def state_slots(config: EngineConfig, layout: CacheLayout, n_pages: int) -> int:
-    """Slots of recurrent states: one for each request that runs, and those of snapshots; 0 without states."""
+    """Slots of recurrent states: one for each running request and each snapshot; 0 without states."""
     n_bytes = state_bytes(layout)
     if not n_bytes:
         return 0

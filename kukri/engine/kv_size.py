@@ -116,8 +116,8 @@ def choose_kv_size(
 ) -> KVSize:
     """Fits the pool, and without `max_context` the context too, into memory.
 
-    `cost` is that of all caches; `kv_bytes` is the user's own size, which is taken as it is; `free_bytes` are
-    left besides the weights. The pool has room for `max_requests` whole contexts, if these fit. Raises
+    `cost` is the cost of all caches; `kv_bytes` is the user's own size, which is taken as it is; `free_bytes`
+    are left besides the weights. The pool has room for `max_requests` whole contexts, if these fit. Raises
     ConfigError if the `max_context` that the user chose does not fit, or if little does.
     """
     context = model_context if max_context is None else max_context

@@ -84,7 +84,7 @@ def code_digest() -> bytes:
 
 
 def _files_digest(path: Path, directory: Path) -> bytes:
-    """The hash of a model's files; those that have not changed since they were hashed are not read again."""
+    """The hash of a model's files; files that have not changed since they were hashed are not read again."""
     try:
         make_private(directory)
         known = _known_digests(directory / _DIGESTS)

@@ -139,7 +139,7 @@ class PagePool(PoolSize):
     def free(self, pages: Sequence[int], *, first_out: bool = False) -> None:
         """Removes an owner from each page, the last first: a prefix outlives what came after it.
 
-        Of pages that are cached and `first_out` the space is used before that of others.
+        Of pages that are cached and `first_out` the space is used before other pages' space.
         """
         for page in reversed(pages):
             assert self._n_owners[page] > 0, f"page {page} is freed twice"
@@ -271,7 +271,7 @@ class PagePool(PoolSize):
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages disagree"
 
     def _evict(self) -> int:
-        """Evicts the least recently used idle page, of those that are kept only if there is no other."""
+        """Evicts the least recently used idle page, and a page that is kept only if there is no other."""
         page, _ = (self._idle or self._kept).popitem(last=False)
         if page in self._aside:
             del self._aside[page]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RowDrafts:
-    """One request's drafts that are made of rows: those of its tokens from some place on, as far as known."""
+    """One request's drafts that are made of rows, which its tokens from some place on have."""
 
     _rows: FloatArray | None = None  # [n, D]
     _first_row = 0  # the place of the first

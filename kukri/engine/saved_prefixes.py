@@ -58,11 +58,11 @@ class SavedState(NamedTuple):
 
 
 class SavedPrefixes:
-    """The saved pages and states of one cache in a directory: `max_bytes`, those not used for longest removed
+    """The saved pages and states of one cache in a directory: `max_bytes`, the least recently used removed
     first.
 
     The engine's thread calls everything here; `_write_all` and what it calls run on the writing thread.
-    `depth` is a page's place in its sequence, or that of the first of several.
+    `depth` is a page's place in its sequence, or the place of the first of several.
     """
 
     def __init__(self, cache: Cache, directory: Path, max_bytes: int) -> None:

@@ -210,7 +210,7 @@ class Scheduler:
         self._begin(prompts, budget, step, n_most)
 
     def _begin(self, prompts: Iterable[Request], budget: _Budget, step: ScheduledStep, n_most: int) -> None:
-        """Computes as much of prompts, one after another, as a budget allows, admitting those that wait.
+        """Computes as much of prompts, one after another, as a budget allows, admitting waiting requests.
 
         Admission stops at the first request that does not fit. Prompts already in the step are skipped.
         """
@@ -314,7 +314,7 @@ class Scheduler:
     def postprocess(
         self, chunks: list[ScheduledChunk], results: list[list[SampledToken | KukriError]], now_s: float
     ) -> list[StepOutput]:
-        """Records a finished step: `results` has for each chunk its new tokens, or the error in place of one.
+        """Records a finished step: `results` has each chunk's new tokens, or the error in place of a token.
 
         Requests for rows end when they have been given all.
 
@@ -363,7 +363,7 @@ class Scheduler:
         return outputs
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a request that waits or runs, and frees its pages: of one in flight, once it is collected."""
+        """Ends a waiting or running request, and frees its pages, once it is collected if it is in flight."""
         sequence, answer = request.sequence, request.answer
         if sequence.state is RequestState.RUNNING:
             self.running.remove(request)
@@ -418,7 +418,7 @@ class Scheduler:
             )
 
     def _urgent(self) -> Request | None:
-        """The request next in turn, if those that run with less priority may be preempted for it."""
+        """The request next in turn, if running requests with less priority may be preempted for it."""
         urgent = self.waiting.first(_may_run)
         if urgent is None:
             return None
@@ -614,7 +614,7 @@ class _Budget:
 
 
 def _n_left(request: Request) -> int:
-    """Tokens to compute before a request's next one, as far as is known of one that waits."""
+    """Tokens to compute before a request's next one, as far as is known while it waits."""
     sequence, leader = request.sequence, request.sequence.leader
     if leader is not None and not sequence.n_generated and leader.n_cached >= sequence.n_prompt:
         return 1

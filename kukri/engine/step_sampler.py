@@ -24,7 +24,7 @@ class StepSampler:
         self._backend, self._records = backend, SamplingRecords()
 
     def sample(self, chunks: list[ScheduledChunk], logits: Logits) -> list[list[SampledToken | KukriError]]:
-        """Each chunk's new tokens, up to one that was not drafted; an error in place of one ends its request.
+        """Each chunk's new tokens, up to the first that was not drafted; an error ends its request.
 
         Each is chosen as if it were alone in its step, after those before it are chosen.
         """

@@ -23,7 +23,7 @@ class TextDrafts(ModelDrafts):
     """One request's drafts: its tokens, positions and pages are of the small model's text."""
 
     def __init__(self, *args: Any) -> None:
-        """`args` are those of ModelDrafts, the translation, the prompt's text, and its number of tokens."""
+        """`args` are ModelDrafts' arguments, the translation, the prompt's text, and its number of tokens."""
         *others, translation, text, n_read = args
         super().__init__(*others)
         self.tokens: IntArray = np.empty(self._max_context, np.int32)

@@ -27,13 +27,13 @@ log = logging.getLogger("kukri.engine.traces")
 Facts = Mapping[str, str | int | float | bool | Sequence[str]]  # attributes of a span by name
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PATH = "/v1/traces"  # OTLP's path over HTTP
-_OFFSET_NS = time_ns() - perf_counter_ns()  # from the clock of requests to that of the day
+_OFFSET_NS = time_ns() - perf_counter_ns()  # from the clock of requests to the clock of the day
 
 
 class Traces:
     """Sends spans to a collector, in the background.
 
-    Names of the service, samplers, headers and limits are those of the environment (OTEL_SERVICE_NAME,
+    Names of the service, samplers, headers and limits come from the environment (OTEL_SERVICE_NAME,
     OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS …).
     """
 
@@ -69,7 +69,7 @@ class Traces:
 
 
 class Span:
-    """A part of a trace that takes time. Safe in several threads; times are those of `perf_counter`."""
+    """A part of a trace that takes time. Safe in several threads; times are read from `perf_counter`."""
 
     def __init__(self, tracer: Tracer, span: Recorded) -> None:
         self._tracer, self._span = tracer, span
@@ -114,7 +114,7 @@ class Span:
 
 
 def open_traces(url: str | None) -> Traces | None:
-    """Traces that go to the OTLP collector at a URL, or at that of the environment; None if neither is given.
+    """Traces that go to the OTLP collector at a URL, or at the environment's; None if neither is given.
 
     Raises UnsupportedError if OpenTelemetry is not installed, ConfigError as `collector_url` does.
     """
@@ -134,7 +134,7 @@ def open_traces(url: str | None) -> Traces | None:
 
 
 def collector_url(url: str) -> str:
-    """The URL that spans are sent to: that of a collector alone gets OTLP's path, as the environment's does.
+    """The URL that spans are sent to: a collector's URL gets OTLP's path, as the environment's does.
 
     Raises ConfigError for anything else than a URL.
     """

@@ -1,9 +1,9 @@
 """The waiting queue: requests that wait to run, and the order in which they are admitted.
 
-Lower `priority` numbers go first. Among equals a preempted request goes before those that never ran, and then
-the client that got the fewest tokens so far (virtual token counters: Sheng et al. 2024, "Fairness in Serving
-Large Language Models"), so that one who sends a thousand requests does not keep the others waiting. Within a
-client it is first come, first served.
+Lower `priority` numbers go first. Among equals a preempted request goes before requests that never ran, and
+then the client that got the fewest tokens so far (virtual token counters: Sheng et al. 2024, "Fairness in
+Serving Large Language Models"), so that one who sends a thousand requests does not keep the others waiting.
+Within a client it is first come, first served.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class WaitingQueue:
         return any(key[3] == program for key in self._lines)
 
     def heads(self, may_run: Callable[[Request], bool], program: ProgramKind, n: int) -> Iterator[Request]:
-        """Up to `n` of each line, in its order, of those that may run and of one program."""
+        """Return up to `n` requests of each line, in its order, that may run and have the same program."""
         for key, line in self._lines.items():
             if key[3] == program:
                 yield from islice(filter(may_run, line), n)
 
     def first(self, may_run: Callable[[Request], bool], program: ProgramKind | None = None) -> Request | None:
-        """The next request in turn, of those that may run and, if given, of one program."""
+        """Return the next request in turn that may run and, if a program is given, has that program."""
         lines = [line for key, line in self._lines.items() if program in (None, key[3])]
         firsts = (next(filter(may_run, line), None) for line in lines)
         return min((request for request in firsts if request is not None), key=self.rank, default=None)

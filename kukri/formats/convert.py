@@ -222,7 +222,7 @@ def _of_safetensors(
 
 
 def _is_head_multiplied(config: ModelConfig) -> bool:
-    """True if GGUF files need a head of their own: that of the embedding, multiplied by another factor."""
+    """True if GGUF files need a head of their own: the embedding, multiplied by another factor."""
     architecture = ARCHITECTURES[config.architecture]
     names = (f"{architecture.embedding}.weight", "lm_head.weight")
     return config.tie_embeddings and len({row_factors(config, name) for name in names}) > 1

@@ -23,8 +23,8 @@ def model_digest(path: Path) -> str:
     """Return the SHA-256 of a model at a path, in hexadecimal.
 
     That of a file is its own, as `sha256sum` prints it. A model of several files (a directory, parts of a
-    GGUF file, an encoder of images next to it) has that of the lines that `sha256sum` prints of them, sorted
-    by their names in its folder. Reads all files. Raises FormatError if one cannot be read.
+    GGUF file, an encoder of images next to it) has the digest of the lines that `sha256sum` prints of them,
+    sorted by their names in its folder. Reads all files. Raises FormatError if one cannot be read.
     """
     with reading(path):
         folder = path if path.is_dir() else path.parent

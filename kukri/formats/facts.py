@@ -164,7 +164,7 @@ BY_LAYER = ("n_heads", "n_kv_heads", "d_ffn")
 def by_layer(
     keys: Keys, form: Format, architecture: Architecture, field: str, found: Mapping[str, int]
 ) -> list[int]:
-    """One of the numbers `BY_LAYER` for each layer; `found` has those that come before it.
+    """One of the numbers `BY_LAYER` for each layer; `found` has the numbers that come before it.
 
     A recurrent layer has 0 of what it lacks. Raises FormatError and UnsupportedError.
     """

@@ -1,6 +1,6 @@
 """The matrices of latent attention's heads, which safetensors and older GGUF files hold as one.
 
-`kv_b_proj` has the rows of each head's keys, then those of its values. Models take them apart, and the keys'
+`kv_b_proj` has the rows of each head's keys, then of its values. Models take them apart, and the keys'
 transposed: `k_b_proj` and `v_b_proj`, as llama.cpp's files have them.
 """
 

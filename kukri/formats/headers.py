@@ -38,7 +38,7 @@ class StoredTensor:
 
     @property
     def is_of_experts(self) -> bool:
-        """True for a matrix, or bias, of a mixture's experts: a token reads those of a few."""
+        """True for a matrix, or bias, of a mixture's experts: a token reads the matrices of a few."""
         return "_exps." in self.name or ".experts." in self.name
 
     @property

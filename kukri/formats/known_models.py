@@ -1,6 +1,6 @@
 """Well-known models under short names: each the repository of its authors, and what it needs.
 
-One line a model. Parameters are those of the model's card; what a model is good for is its makers' word.
+One line a model. Parameters come from the model's card; what a model is good for is its makers' word.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class KnownModel:
 
     name: str
     repo: str  # on the Hugging Face hub, in float weights unless said
-    n_billion: float  # parameters, those of images and sound included
+    n_billion: float  # parameters, including images' and sound's
     licence: str  # as the hub has it
     good_for: str
     download_gb: float = 0.0  # if the weights are packed there

@@ -208,14 +208,14 @@ def _kind(file: str) -> str | None:
 def _list_files(name: RepoName, *, with_sizes: bool) -> tuple[Mapping[str, int], str]:
     """Every file of the repository with its bytes, 0 if unknown, and the commit.
 
-    They are those of the cache if the hub cannot be reached.
+    They come from the cache if the hub cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=with_sizes)
-    except Exception as error:  # huggingface_hub lets those of its HTTP library through
+    except Exception as error:  # huggingface_hub lets errors of its HTTP library through
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 503
         if status < 500:
             raise _explained(name, error) from None
@@ -264,7 +264,7 @@ def _download(name: RepoName, file: str, commit: str) -> Path:
         return cached
     try:
         path = Path(hf_hub_download(name.repo, file, revision=commit))
-    except Exception as error:  # huggingface_hub lets those of its HTTP library through
+    except Exception as error:  # huggingface_hub lets errors of its HTTP library through
         raise _explained(name, error) from None
     _remember(name, commit)
     return path

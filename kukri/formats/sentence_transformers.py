@@ -178,7 +178,7 @@ def dense_tensors(model: ModelConfig, layers: Sequence[DenseLayer]) -> dict[str,
 def gguf_keys(
     model: ModelConfig, embedding: EmbeddingConfig, layers: Sequence[DenseLayer] = ()
 ) -> dict[str, Any]:
-    """GGUF's keys of an encoder's pooling, token types and dense layers, of others those of ranking, and
+    """GGUF's keys of an encoder's pooling, token types and dense layers, of others the keys of ranking, and
     kukri's own key for the rest.
     """
     own = {

@@ -18,7 +18,7 @@ from kukri.models import ARCHITECTURES
 from kukri.models.rope import rope_row_order
 from kukri.models.stored import BIAS_PARAMETER, ONE_ROW, SAME, Order, Stored, Transform, added
 
-# Llama's modules without `.weight` or `.bias`; those of a layer without its prefix. An architecture's
+# Llama's modules without `.weight` or `.bias`; modules of a layer without its prefix. An architecture's
 # `tensor_names` replace or add some.
 _NAMES: dict[str, str | Stored] = {
     "model.embed_tokens": "token_embd",
@@ -84,7 +84,7 @@ def row_of(name: str, architecture: str) -> Stored:
 
 @cache
 def parameters(architecture: str) -> Mapping[str, str]:
-    """Names in a layer that safetensors end otherwise: theirs, by those that modules give them."""
+    """Names in a layer that safetensors end otherwise: their names, by the names that modules give them."""
     stored = {module: name for name, parts in ARCHITECTURES[architecture].joined.items() for module in parts}
     found = {}
     for module, row in table(architecture).items():
@@ -150,7 +150,7 @@ def _tiled(row: Stored, config: ModelConfig) -> tuple[Order, Order]:
 
 
 def inverse(order: Order) -> Order:
-    """For each row of a file's, that of the model's."""
+    """For each row of a file's matrix, the row of the model's."""
     return None if order is None else np.argsort(order)
 
 

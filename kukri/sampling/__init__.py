@@ -4,18 +4,18 @@ A row of logits goes through these, those left out that would change nothing:
 
 1. `logits_processors`, functions of the caller, edit a copy of it
 2. `logit_bias` is added
-3. tokens that may not come are removed: those that the `grammar` does not allow, `bad_words`, and before
-   `min_tokens` those that end the text
-4. the stages of `samplers`, in the order given there; by default that of llama.cpp's chain, which
+3. tokens that may not come are removed: tokens that the `grammar` does not allow, `bad_words`, and before
+   `min_tokens` the tokens that end the text
+4. the stages of `samplers`, in the order given there; by default the order of llama.cpp's chain, which
    `kukri.kernels.sampling_stages` lists with what each stage does
 5. `mirostat`, which takes the place of the filters, keeps a surprise near `mirostat_tau` bits
 6. one token is drawn
 
 So with the default order top_p and min_p look at the model's own distribution, before the temperature
-flattens or sharpens it, and top_p at that of the tokens top_k left. Temperature 0 takes the largest logit
-after the penalties; of equals, the lowest id. Log-probabilities are those of the raw logits, before step 1,
-as vLLM reports them. A token depends only on the request's seed, history and logits, whichever requests
-share the step.
+flattens or sharpens it, and top_p at the distribution of the tokens top_k left. Temperature 0 takes the
+largest logit after the penalties; of equals, the lowest id. Log-probabilities are taken from the raw logits,
+before step 1, as vLLM reports them. A token depends only on the request's seed, history and logits, whichever
+requests share the step.
 """
 
 from __future__ import annotations

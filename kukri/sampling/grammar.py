@@ -1,7 +1,7 @@
 """Constrained decoding: JSON of a schema, a regular expression, one of several strings, a grammar.
 
 A `Grammar` is the constraint, `compiled` fits it to a model's tokens, and a `Matcher` follows one answer
-and has the mask of the tokens allowed next. The automata are those of llguidance, the package of the extra
+and has the mask of the tokens allowed next. The automata come from llguidance, the package of the extra
 `grammar`; it is imported when the first grammar is compiled.
 """
 

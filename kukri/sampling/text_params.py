@@ -14,7 +14,7 @@ from kukri.sampling.grammar import Grammar, GrammarTokenizer, compiled
 from kukri.sampling.params import SamplingParams, TokenSet
 
 _MOST_PREDICTED = 2**17  # characters of a prediction that drafts are looked up in: no answer is longer
-_MOST_KEPT = 2 * MAX_STOPS  # texts of breakers whose tokens are remembered: those of two requests
+_MOST_KEPT = 2 * MAX_STOPS  # texts of breakers whose tokens are remembered: the texts of two requests
 _VOCABULARIES: WeakKeyDictionary[Any, _TokenTexts] = WeakKeyDictionary()
 
 
@@ -60,7 +60,7 @@ def _breakers(breakers: Iterable[Any], tokenizer: GrammarTokenizer) -> Iterable[
 
 
 class _TokenTexts:
-    """The bytes of all tokens of a vocabulary, to find those that hold a text."""
+    """The bytes of all tokens of a vocabulary, to find the tokens that hold a text."""
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]

@@ -410,7 +410,7 @@ def _layers(keys: Keys, architecture: Architecture, numbers: Mapping[str, Any]) 
 
 
 def _without_rope(keys: Keys, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """The layers, those that kukri's key lists without RoPE and all others with it."""
+    """The layers; the layers that kukri's key lists have no RoPE, and all others have it."""
     nope = set(keys.items(NOPE_KEY, int))
     if not nope <= set(range(len(layers))):
         raise keys.error(NOPE_KEY, f"must name layers from 0 to {len(layers) - 1}")

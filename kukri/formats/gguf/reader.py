@@ -75,8 +75,8 @@ class GGUFTensor:
 class GGUFFile:
     """A GGUF model, mapped and checked: nothing it points to lies outside, no bytes belong to two tensors.
 
-    A model in several files is opened by the path of any of them: its keys are those of the first part, its
-    tensors those of all parts.
+    A model in several files is opened by the path of any of them: its keys come from the first part, its
+    tensors from all parts.
 
     Attributes: path (of the first part), files (of all), version, metadata (see `Metadata`), tensors
     (name -> GGUFTensor, in file order), alignment (bytes). Raises FormatError for files that are broken,

@@ -38,7 +38,7 @@ ROPE_KEYS = frozenset(
 def read_rope(
     keys: Keys, gguf: GGUFFile, architecture: Architecture, d_head: int, max_context: int
 ) -> RopeConfig:
-    """The RoPE of all layers but those that have one of their own. Raises FormatError, UnsupportedError."""
+    """The RoPE of all layers without one of their own. Raises FormatError, UnsupportedError."""
     rotary_dim = keys.whole("rope.dimension_count", d_head, most=d_head)
     if rotary_dim % 2:
         raise keys.error("rope.dimension_count", f"is {rotary_dim}, which is odd")
@@ -48,7 +48,7 @@ def read_rope(
 
 
 def has_sections(architecture: Architecture, name: str) -> bool:
-    """True if tokens of images may have several positions, alike in those of text, in files of a name."""
+    """True if tokens of images may have several positions in files of this name; text has equal ones."""
     return architecture.gguf_seeing == name != "" or "mrope_interleaved" in architecture.defaults
 
 
@@ -165,7 +165,7 @@ def _scaling_keys(scaling: RopeScaling, architecture: Architecture) -> dict[str,
 
 
 def _yarn_factor(scaling: RopeScaling) -> dict[str, Any]:
-    """The attention factor over that of the paper, which readers multiply it by, unless it is the paper's."""
+    """The attention factor divided by the paper's, which readers multiply it by, unless it is the paper's."""
     base = attention_factor(RopeScaling("yarn", scaling.factor, scaling.original_context))
     wanted = attention_factor(scaling)
     return {} if math.isclose(wanted, base) else {_ATTENTION_FACTORS[0]: wanted / base}

@@ -22,7 +22,7 @@ def part_name(stem: str, number: int, count: int) -> str:
 
 
 def part_paths(path: Path, count: int) -> list[Path] | None:
-    """The paths of all `count` parts, one of which is `path`; None if its name is not that of a part."""
+    """The paths of all `count` parts, one of which is `path`; None if its name is no part's."""
     named = part_of(path.name)
     if named is None or named[2] != count:
         return None

@@ -1,6 +1,6 @@
 """The encoder of images in a GGUF file of its own, as llama.cpp has it (`mmproj`).
 
-Keys become those of config.json and preprocessor_config.json, so that a family reads both formats alike.
+Keys get the names of config.json and preprocessor_config.json, so that a family reads both formats alike.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class MmprojWeights(EncoderWeights):
     def done(self) -> None:
         """Raises UnusedTensorError listing the tensors of images that no layer took."""
         left = [name for name in self._file.tensors if name not in self._taken | self._clip.unread]
-        unused = [name for name in left if not name.startswith(("a.", "mm.a."))]  # those of sound
+        unused = [name for name in left if not name.startswith(("a.", "mm.a."))]  # tensors of sound
         if unused:
             message = f"holds tensors that no layer of {self._config.family}'s encoder takes: "
             raise UnusedTensorError(message + brief_list([*map(brief, unused)]), path=self.path)

@@ -363,7 +363,7 @@ _MATRIX = re.compile(
 def check_biases(config: Mapping[str, Any], names: Collection[str], path: Path) -> None:
     """Raises FormatError unless the tensors of a directory have the biases that its config.json promises.
 
-    `config` holds a model_type that runs, `names` are those of all tensors, `path` is the directory.
+    `config` holds a model_type that runs, `names` are the names of all tensors, `path` is the directory.
     """
     with reading(path):
         architecture, keys = _architecture(config, path / "config.json")

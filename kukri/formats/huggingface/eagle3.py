@@ -1,7 +1,7 @@
 """EAGLE-3's draft layers from a directory of safetensors, in the form that SGLang and vLLM load.
 
 As in their `llama_eagle3.py`: tensors `fc`, `midlayer`, `norm` and `lm_head`; `d2t` says how far a token's id
-lies after that of the head's. Embeddings are the model's, which training leaves as they are.
+lies after the head's. Embeddings are the model's, which training leaves as they are.
 """
 
 from __future__ import annotations

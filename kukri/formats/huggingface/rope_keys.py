@@ -34,7 +34,7 @@ def read_ropes(
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """RoPE from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
-    The second is that of layers with a window, if the architecture lets them differ.
+    The second is for layers with a window, if the architecture lets them differ.
     """
     where = "rope_parameters" if keys.value("rope_parameters") is not None else "rope_scaling"
     stated = _object(keys, where, keys.value(where))
@@ -197,7 +197,7 @@ def _parameter(parameters: Keys, name: str, kind: type) -> Any:
 def _completed(
     kind: str, found: dict[str, Any], keys: Keys, parameters: Keys, max_context: int
 ) -> dict[str, Any]:
-    """The parameters with those that follow from others, as in transformers; it reads no others of theirs."""
+    """The parameters, with the ones that follow from others, as in transformers, which reads no others."""
     top = SCALING_FACTS["original_context"].hf
     if keys.value(top) is not None:
         found["original_context"] = keys.whole(top, most=MAX_CONTEXT)

@@ -30,7 +30,7 @@ INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the `safetensors` library
 _MAX_DIMENSIONS = 8
 
-# bytes of a number in each type of the format; those that run are below
+# bytes of a number in each type of the format; types that run are below
 DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),

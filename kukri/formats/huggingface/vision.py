@@ -63,7 +63,7 @@ class EncoderWeights(WeightSource):
 class VisionWeights(EncoderWeights):
     """The `WeightSource` of the encoder of images in a directory's safetensors files.
 
-    `quantize_to` packs matrices as it does those of the text; the patches' and the positions' stay as they
+    `quantize_to` packs matrices as it does the text's; the patches' and the positions' stay as they
     are. Raises FormatError for what is broken or absent, and ConfigError for a type that weights cannot be
     packed to.
     """

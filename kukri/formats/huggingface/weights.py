@@ -79,7 +79,7 @@ _PREFIXES = (
 
 _OUTER = "language_model."  # in front of a head too, where transformers 4 wrote a text of images and text
 
-# Tensors besides those of the text in models of images and text.
+# Tensors besides the text's in models of images and text.
 _IMAGES = re.compile(
     r"(?:model\.)?(?:(?:vision|audio)_\w+|embed_(?:vision|audio)|multi_modal_projector|connector|visual|mlp_AR)"
     r"\..+"
@@ -199,7 +199,7 @@ class SafetensorsWeights(WeightSource):
 
     @property
     def names(self) -> Collection[str]:
-        """Every tensor, but those of images."""
+        """Every tensor but the images'."""
         return [name for name in self._files if not is_of_images(name)]
 
     @property
@@ -296,7 +296,7 @@ _IN_LAYER = re.compile(r"(?P<layer>.+\.layers\.\d+\.)(?P<module>.+)\.(?P<kind>we
 def joined_name(name: str, architecture: Architecture) -> tuple[str, int, int]:
     """The tensor of safetensors that has a tensor's rows, which part of it they are, and of how many.
 
-    That is the tensor itself, the first part of one, unless `Architecture.joined` says otherwise.
+    That is the tensor itself, or a joined tensor's first part, unless `Architecture.joined` says otherwise.
     """
     name_of_all, expert = of_experts(name)
     match = _IN_LAYER.fullmatch(name_of_all)
@@ -412,7 +412,7 @@ def of_next_token(name: str, n_layers: int) -> str:
 
 
 def canonical_name(name: str, prefix: str, architecture: Architecture) -> str:
-    """A stored tensor's name as models know it; `prefix` is that of `model_prefix`."""
+    """A stored tensor's name as models know it; `prefix` comes from `model_prefix`."""
     is_head = not prefix and name.partition(".")[0] in _HEADS
     layer, rest = _apart(name)
     own = {stored: ours for ours, stored in parameters(architecture.name).items()}

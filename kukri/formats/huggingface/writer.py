@@ -62,7 +62,7 @@ def _interleaved(weights: TakenWeights, target: QuantType, on_tensor: Callable[[
 
 
 def _joined(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors under the names that safetensors have them by, those that lie in one there together."""
+    """The tensors under the names that safetensors have them by, tensors that lie in one there together."""
     architecture, own = ARCHITECTURES[config.architecture], config.recurrent
     together: dict[str, list[str]] = {}
     for name in tensors:

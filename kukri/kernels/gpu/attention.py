@@ -139,7 +139,7 @@ def attention(
     """Causal attention of q float16 [T, H, K] over the cache, in one pass -> float32 [T, H, K].
 
     `work` int32 [tiles, 2] comes from `prefill_tiles`, with the rows of `tiles.attention_tile`. `sinks` [H]
-    are those of the spec, on the device. `decode` is compared with this on its tiles (`is_prefill` False).
+    come from the spec, on the device. `decode` is compared with this on its tiles (`is_prefill` False).
     """
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     tile = tiles.attention_tile(spec.group, spec.d_head, is_prefill)

@@ -77,7 +77,7 @@ def _attend(
 
 @triton.jit
 def _merge(top, total, acc, top2, total2, acc2):
-    """Merges the next chunk's (top, total, acc) into those of the chunks before it."""
+    """Merges the next chunk's (top, total, acc) into the results of the chunks before it."""
     new = tl.maximum(top, top2)
     a, b = tl.exp2(top - new), tl.exp2(top2 - new)
     total = tl.fma(total, a, total2 * b)
@@ -90,7 +90,7 @@ def _walk(
     q, keys, values, table, first, stop, begin, end, scale, softcap, dim, K: tl.constexpr, KW: tl.constexpr,
     BM: tl.constexpr, TILE: tl.constexpr, KV: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """`_attend` over all chunks from that of token `first` to `stop`, merged in order."""
+    """`_attend` over all chunks from the chunk of token `first` to `stop`, merged in order."""
     top = tl.full([BM], _NO_SCORE, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, KW], tl.float32)
@@ -255,7 +255,7 @@ def decode(
     q, k and v are float32, a row for each token; out is float32 [T, H, K]. Results are those of
     `rope_and_store` and `attention`. With SPLIT, for long contexts, program (sequence, KV head, chunk) stores
     its chunk's part: `out` is float32 [S, H, n_chunks, K] then, and part_top [S, H, n_chunks, 2] has maximum
-    and sum; that of the last chunk stores the new token.
+    and sum; the program of the last chunk stores the new token.
     Without STORES none does: the layer reads another's keys and values.
     """
     await_inputs()

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def dp4a(a, b, c, ASM: tl.constexpr):
-    """c plus the dot product of the 4 signed bytes of a with those of b, all int32."""
+    """c plus the dot product of the 4 signed bytes of a with the bytes of b, all int32."""
     if ASM:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1

@@ -14,7 +14,7 @@ from kukri.kernels.gpu.overlap import await_inputs
 @triton.jit
 def route(logits, weights, experts, n_experts, stride, N_USED: tl.constexpr, E: tl.constexpr,
           NORMALIZED: tl.constexpr):  # fmt: skip
-    """The softmax of the N_USED largest logits of a row, or their shares in that of all.
+    """The softmax of the N_USED largest logits of a row, or their shares in the softmax of all.
 
     logits float32 [T, n_experts], rows `stride` apart; E is the power of two >= n_experts. weights float32
     [T, n_experts] are 0 but for the chosen, of equal logits the first; experts int32 [T, N_USED] have those

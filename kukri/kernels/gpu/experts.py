@@ -1,6 +1,6 @@
 """Launches the kernels of mixtures of experts: routes, products with each row's expert, sums.
 
-T tokens use up to n_used of E experts each: row t * n_used + j is that of token t and its j-th expert, by
+T tokens use up to n_used of E experts each: row t * n_used + j belongs to token t and its j-th expert, by
 their numbers. Nothing here reads the device, so that a graph may record it.
 """
 

@@ -13,12 +13,12 @@ import triton.language as tl
 from kukri.kernels.gpu.assembler import converts_e4m3
 from kukri.kernels.gpu.bits import e4m3_bytes, e4m3_values, round_even
 
-GPU_TYPES = ("f16", "q8_0", "fp8")  # those that these kernels know
+GPU_TYPES = ("f16", "q8_0", "fp8")  # the types that these kernels know
 PAGE = tl.constexpr(16)  # tokens of a page
 
 
 def kv_name(numbers: torch.Tensor) -> str:
-    """KV of a cache, by the type of the numbers in it; those of fp8 are given as uint8."""
+    """KV of a cache, by the type of the numbers in it; fp8 numbers are given as uint8."""
     if numbers.dtype == torch.uint8:
         return "fp8_native" if converts_e4m3(numbers) else "fp8"
     return "f16" if numbers.dtype == torch.float16 else "q8_0"

@@ -47,7 +47,7 @@ def _pick(words, i: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
-    """The words of `scales` that a pair needs, three or fewer; its shape is that of row, pair and mask."""
+    """The words of `scales` that a pair needs, three or fewer, in the shape of row, pair and mask."""
     of_256 = row * (n_pairs // 4) + pair // 4
     if TYPE.has_steps and TYPE.group == 16:
         a = tl.load(scales + of_256 * 5 + (pair & 3), mask=mask, other=0)
@@ -56,7 +56,7 @@ def _scale_words(scales, row, pair, n_pairs, mask, TYPE: tl.constexpr):
     elif TYPE.has_steps and TYPE.has_minimum:
         words = _load_words(scales, of_256 * 4, mask, 4)
         a, b, c, d = _pick(words, 0, 4), _pick(words, 1, 4), _pick(words, 2, 4), _pick(words, 3, 4)
-        # scales and minimums of 4 groups a word, then those of this pair in the low 16 bits
+        # scales and minimums of 4 groups a word, then this pair's in the low 16 bits
         first = (pair & 2) == 0
         s = tl.where(first, b & 0x3F3F3F3F, (d & _NIBBLES) | ((b >> 2) & 0x30303030))
         t = tl.where(first, c & 0x3F3F3F3F, ((d >> 4) & _NIBBLES) | ((c >> 2) & 0x30303030))

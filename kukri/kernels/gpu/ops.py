@@ -86,7 +86,7 @@ class PackedConstants(DeviceConstants):
         return self._packed[weights]
 
     def packed_experts(self, experts: tuple[Experts, ...]) -> Matrix:
-        """Matrices of experts that are read side by side: those of expert 0, then those of 1 …"""
+        """Matrices of experts that are read side by side: the matrices of expert 0, then of expert 1 …"""
         if experts not in self._packed_experts:
             self._packed_experts[experts] = products.to_device(_by_number(experts), self.device)
         return self._packed_experts[experts]
@@ -353,7 +353,7 @@ class TritonOps(TorchOps):
 
 
 def _by_number(experts: tuple[Experts, ...]) -> list[Weight]:
-    """The matrices of expert 0, then those of 1 …"""
+    """The matrices of expert 0, then of expert 1 …"""
     return [weight for of_one in zip(*(each.weights for each in experts)) for weight in of_one]
 
 

@@ -9,7 +9,7 @@ unit is a pair: two consecutive blocks of 32 weights, c = 0 and 1. An odd last b
   4 bits: byte k of a pair has weight k of both blocks, block 0 in the low nibble. If they choose from 16
   levels, word w has weights 4w … 4w + 3 of block 0 in its low 4 nibbles, of block 1 in its high ones.
   8 bits: 16 words, block 0 then block 1.
-  2 bits: 4 words, byte k has weights k and k + 16 of block 0 and those of block 1, from the lowest bits.
+  2 bits: 4 words, byte k has weights k and k + 16 of block 0 and of block 1, from the lowest bits.
 `high`, the bits above those: of 1 bit [rows, n_pairs, 2], a word a block, weight k in bit (k div 4 + 4) mod
   8 of byte k mod 4; of 2 bits [rows, n_pairs, 4], a word for 16 weights, weight k in the 2 bits from
   (2 (k div 4) + 4) mod 8 of byte k mod 4. So one shift brings bits to where a mask finds them next to the

@@ -51,7 +51,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class RowsByExpert:
-    """Rows of an output that have an expert each, in tiles of one expert's."""
+    """Rows of an output that have an expert each, in tiles of a single expert's rows."""
 
     order: Tensor  # int32 [rows]: their numbers, by expert
     work: Tensor  # int32 [tiles, 3]: each tile's expert, first and end in `order`
@@ -93,8 +93,8 @@ def linear(x: Q8Rows, matrix: Matrix, out: Output) -> None:
 def gemm(
     x: Q8Rows, matrix: Matrix, out: Output, tile: tiles.Tile, groups: RowsByExpert | None = None
 ) -> None:
-    """The product for many tokens. With groups, `matrix` has those of all experts, one above the other, and
-    the bias is [E * rows]; each row of x has as many rows of y, one after another.
+    """The product for many tokens. With groups, `matrix` has the matrices of all experts, one above the
+    other, and the bias is [E * rows]; each row of x has as many rows of y, one after another.
     """
     y, n_tokens = out.y, len(x.quants)
     grid, order, work = _grid(y, tile, groups)

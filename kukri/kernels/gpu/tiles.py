@@ -92,7 +92,7 @@ def splits_sums(n_programs: int, n_tokens: int) -> bool:
 
 
 def expert_tile(n_rows: int) -> Tile:
-    """The same for rows that have an expert each; n_rows are those of an expert, on average."""
+    """The same for rows that have an expert each; n_rows are an expert's rows, on average."""
     return Tile(64, 16 if n_rows <= 16 else 32, 4)
 
 

@@ -20,7 +20,7 @@ class LayerKV:
     """One layer's keys and values [P, G, 16, K], token by token: a token's head is one run of memory.
 
     K stands for the numbers that the type keeps of a head (`kv_types`); scales, if it has any, are float16
-    [P, G, 16, scales of a head]. Between the pages of a layer lie those of the others.
+    [P, G, 16, scales of a head]. Between the pages of a layer lie the other layers' pages.
     """
 
     keys: Tensor

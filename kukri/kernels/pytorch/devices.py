@@ -14,7 +14,7 @@ KINDS = ("cpu", "cuda", "mps", "xpu")  # ROCm's are called cuda by PyTorch
 
 
 def find_device(name: str) -> torch.device:
-    """The device called cpu, cuda, cuda:1, mps or xpu. Raises ConfigError, naming those that there are."""
+    """The device called cpu, cuda, cuda:1, mps or xpu. Raises ConfigError, naming the devices there are."""
     kind, _, number = name.partition(":")
     if kind not in KINDS or (number and not number.isdecimal()):
         raise ConfigError(

@@ -35,7 +35,7 @@ from kukri.quant import blocks
 
 
 class TensorFunctions:
-    """The functions of PyTorch, those of neural networks too."""
+    """The functions of PyTorch, including torch.nn.functional."""
 
     def __getattr__(self, name: str) -> Any:
         """A function of `torch`, or else of `torch.nn.functional`."""

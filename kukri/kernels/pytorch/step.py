@@ -231,7 +231,7 @@ def check_indices(
 ) -> None:
     """Raises ShapeError if an index of the batch leads outside its array; a device would not say so.
 
-    `n_pages` are those of each pool; `n_states` is None for a model without recurrent layers. With
+    `n_pages` are the pages of each pool; `n_states` is None for a model without recurrent layers. With
     `free_contexts` a context may end before its sequence.
     """
     starts, contexts, n_tokens = batch.query_start, batch.context_len, batch.n_tokens

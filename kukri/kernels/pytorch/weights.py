@@ -1,6 +1,6 @@
 """Weights as tensors: a file's blocks are copied to the device, and dequantized once or at each use.
 
-The arithmetic is that of `kukri.quant.blocks`, float32 and bit-identical, by the facts of each type.
+The arithmetic is the same as in `kukri.quant.blocks`, float32 and bit-identical, by the facts of each type.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ FLOATS = (
     QuantType("F16", 1, 1, 2, file_type=1),
     QuantType("BF16", 30, 1, 2, file_type=32),
 )
-# the types in blocks that run: those with a quantizer, and those that are only read
+# the types in blocks that run: types with a quantizer, and types that are only read
 WRITTEN = (
     *(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS),
     *(Q1_0, Q2_0, TQ1_0, TQ2_0),

@@ -4,7 +4,7 @@ from kukri.quant.types.q4_0 import FIVE_WORDS, five_bits
 from kukri.quant.types.schema import Bits, Block, QuantType, TileWords, struct_of
 
 # the first four scales and minimums in the low 6 bits of their bytes; of the last four the low 4 bits lie
-# together and the top 2 above those of the first
+# together and the top 2 above the bits of the first
 _STEPS = (("s", "u1", 4), ("t", "u1", 4), ("low", "u1", 4))
 _HEAD = (("d", "<f2"), ("m", "<f2"), *_STEPS)
 _SCALES = (

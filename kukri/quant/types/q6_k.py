@@ -2,7 +2,7 @@
 
 from kukri.quant.types.schema import Bits, Block, Numbers, QuantType, TileWords, struct_of
 
-# a quarter of a tile's block: four scales, those of the first and of the last halves of two groups, then
+# a quarter of a tile's block: four scales, of the first and of the last halves of two groups, then
 # three words for each of them
 _PART = [("s", "<u2", 2), *((f"{word}{k}", "u1", 4) for k in range(4) for word in "abc")]
 

@@ -61,7 +61,7 @@ Numbers = tuple[Bits | Trits, ...]
 
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    """Quants that lie in groups in a table, which `unpack` makes: those that the numbers `index` choose.
+    """Quants that lie in groups in a table, which `unpack` makes: the groups that the numbers `index` choose.
 
     `signs` are bits for `sign_weights` weights each; if they are codes, of 7 bits for 8 weights whose eighth
     bit makes their number even. One that is set adds `sign` to the quant.

@@ -136,7 +136,7 @@ async def _model(request: Request, name: str | None = None) -> Response:
     chosen = chats[0] if name is None and chats else await registry.catalog.find(name, request.scope)
     if not await asyncio.to_thread(chosen.can_chat):
         use = " and ".join(chosen.capabilities() or ["tasks"])
-        wanted = f"the model {chosen.name!r} is for {use} and cannot chat: choose a language model"
+        wanted = f"{chosen.name!r} is a model for {use} and cannot chat: choose a language model"
         raise NotFoundError(wanted, param="model")
     served = await registry.acquire(chosen, request.scope)
     preset = served.preset_of(name)
