@@ -153,7 +153,7 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST", "/v1/embeddings", by_model(embed), "Return a vector for each text",
-        "EmbeddingList", "", EmbeddingBody, {"input": ["A text", "Another"]},
+        "EmbeddingAnswer", "", EmbeddingBody, {"input": ["A text", "Another"]},
     ),
     Endpoint(
         "POST", "/v1/rerank", by_model(rerank), "Rank documents by how well they answer a query",

@@ -103,6 +103,7 @@ FORMS: dict[str, Any] = {
         "choices": [{"text": str, "probability": float, "logprob": float}], "expected": (float, None),
         "mass": (float, None), "usage": _PROMPT_USAGE,
     },
+    "EmbeddingAnswer": ("EmbeddingList", "LlamaVectors"),  # the second for a body with `content`
     "EmbeddingList": {
         **_LIST, "id": str, "model": str, "usage": _PROMPT_USAGE, "truncated?": [int],
         "data": [{"object": Literal["embedding"], "index": int, "embedding": ([float], str, [[float]])}],
