@@ -150,6 +150,8 @@ class MixtureConfig:
     scale: float = 1.0  # multiplies a token's weights
     tolerance: float = 0.0  # an expert's weight is its share among as good ones (`Routing`); 0: as above
     d_shared: int = 0  # width of an MLP that each token passes too; 0: none
+    alpha: float = 1.702  # gpt-oss's activation has it and the limit
+    limit: float = 7.0
 
     def __post_init__(self) -> None:
         """Raises ConfigError on sizes that no mixture can have."""
@@ -178,6 +180,9 @@ class RecurrentConfig:
     d_head: int = 0  # width of a head's values
     are_tiled: bool = False  # heads of a group lie n_groups apart, as in GGUF, not side by side
     has_norm: bool = True  # a state space's result is normed
+    norm_first: bool = False  # before its gate, not after it
+    activation: str = "silu"  # the row of `kukri.kernels.activations` that follows the convolution
+    steps: tuple[float, float] = (0.0, math.inf)  # the least and the largest step of a state space
 
     def __post_init__(self) -> None:
         """Raises ConfigError on sizes that no layer can have."""
@@ -285,12 +290,16 @@ class ModelConfig:
     logits_divisor: float = 1.0
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     logit_softcap: float | None = None  # and so do logits
+    qkv_clip: float | None = None  # bounds the numbers of queries, keys and values
     is_causal: bool = True  # False: an encoder, whose tokens see the whole text
     sees_later: bool = True  # False: an encoder whose tokens see earlier ones alone
     n_token_types: int = 0  # embeddings that tell the texts of a pair apart; 0: none
     n_positions: int = 0  # rows of an embedding of positions; 0: none
+    # MLPs read what attention added to, where they usually read what attention reads, or the other way round
+    is_reordered: bool = False
     is_rounded: bool = False  # files hold weights that are rounded to ternary ones as they are loaded
     d_per_layer: int = 0  # width of a second embedding of tokens, one for each layer; 0: none
+    activation: str = "silu"  # the row of `kukri.kernels.activations` in MLPs and experts
 
     def __post_init__(self) -> None:
         """Raises ConfigError on shapes no transformer can have."""
@@ -313,8 +322,8 @@ class ModelConfig:
             _check_heads(self.n_heads, layer.n_kv_heads, layer.d_head, layer.rope)
             if layer.kv_from is not None:
                 self._check_shared(i, layer, layer.kv_from)
-        if not self.norm_eps > 0:
-            raise ConfigError(f"'norm_eps' must be above 0, not {self.norm_eps}")
+        if not self.norm_eps >= 0:
+            raise ConfigError(f"'norm_eps' must be at least 0, not {self.norm_eps}")
         if self.recurrent is None and any(layer.is_recurrent or layer.has_state for layer in self.layers):
             raise ConfigError("recurrent layers require their sizes")
 

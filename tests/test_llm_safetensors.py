@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -553,10 +554,15 @@ def theirs(model: Any, ids: list[int]) -> np.ndarray:
         return model(torch.tensor([ids])).logits[0].float().numpy()
 
 
-def exact_logits(directory: Path, ids: list[int]) -> np.ndarray:
-    """Logits [T, V] on the reference backend with a float32 cache, which LLM does not have."""
+def exact_logits(directory: Path, ids: list[int], max_context: int | None = None) -> np.ndarray:
+    """Logits [T, V] on the reference backend with a float32 cache, which LLM does not have.
+
+    RoPE is that of a model loaded for `max_context` tokens; None: the checkpoint's.
+    """
     with open_checkpoint(directory) as checkpoint:
-        model = load_model(checkpoint.weights(checkpoint.config), checkpoint.config)
+        config = checkpoint.config
+        config = replace(config, max_context=max_context or config.max_context)
+        model = load_model(checkpoint.weights(config), config)
     n, backend = len(ids), make_backend("reference")
     n_pages = -(-n // backend.page_tokens)
     cache = backend.new_cache(model.cache_layout, n_pages, 1, "f32")

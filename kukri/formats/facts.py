@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from kukri.errors import UnsupportedError, brief
 from kukri.formats.tensor_forms import table
 from kukri.kernels.cache import MAX_HEAD
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.keys import Keys
+from kukri.models.keys import Keys, activation_name
 from kukri.models.lenses import Format
 
 MAX_LAYERS = 1 << 12
@@ -39,6 +39,9 @@ class Fact:
         most = self.most if most is None else most
         if self.kind is int:
             return keys.whole(self.key(form), default, most=most)
+        # GGUF files have two epsilons, and savers write 0 for the epsilon that does not count
+        if form == "hf" and self.field == "norm_eps" and keys.value(self.hf) == 0:
+            return 0.0
         return keys.positive(self.key(form), default, most=most)
 
 
@@ -61,6 +64,7 @@ OPTIONAL_FACTS = (
     Fact("logits_divisor", "logit_scale", "logits_scaling", float),
     Fact("attention_softcap", "attn_logit_softcapping", "attn_logit_softcapping", float),
     Fact("logit_softcap", "final_logit_softcapping", "final_logit_softcapping", float),
+    Fact("qkv_clip", "attention.clamp_kqv", "clip_qkv", float),
 )
 
 SCALING_FACTS = {
@@ -117,15 +121,17 @@ def keys_of(architecture: Architecture, form: Format) -> set[str]:
     is_gguf = form == "gguf"
     numbers = (*facts(architecture), *mixture_facts(architecture))
     own = {fact.key(form) for fact in numbers}.union(*(lens.keys(form) for lens in architecture.lenses))
-    own |= architecture.gguf_reads if is_gguf else architecture.reads
+    own |= architecture.gguf_reads if is_gguf else architecture.reads | {architecture.hf_activation}
     if (recurrent := architecture.recurrent) is not None:
         named = recurrent.gguf if is_gguf else recurrent.hf
-        own |= {*named.values(), *((INTERVAL, RECURRENT) if is_gguf else ("layer_types",))}
+        more = (INTERVAL, RECURRENT) if is_gguf else ("layer_types", recurrent.activation)
+        own |= {*named.values(), *more}
     if (experts := architecture.experts) is not None and is_gguf:
         own |= {LEADING_DENSE} if experts.n_dense else set()
         own |= {SHARED_COUNT, SHARED_WIDTH} if experts.n_shared else set()
     elif experts is not None:
-        stated = (experts.normalized, experts.bias, experts.n_shared, experts.n_dense)
+        stated = [experts.normalized, experts.bias, experts.n_shared, experts.n_dense]
+        stated += [experts.interval, experts.last, experts.dense]
         own |= {key for key in stated if isinstance(key, str)}
     return own
 
@@ -209,6 +215,8 @@ def read_recurrent(
                 raise keys.error(named["d_inner"], f"must be a multiple of {n_heads} heads, not {d_inner}")
             raise keys.error(named["n_heads"], f"must divide the width {d_inner}, which {n_heads} does not")
         found["d_head"] = d_inner // n_heads
+    if form == "hf" and architecture.recurrent.activation:
+        found["activation"] = keys.activation(architecture.recurrent.activation, "silu")
     are_tiled = form == "gguf" and any(row.tiles for row in table(architecture.name).values())
     return RecurrentConfig(**found, are_tiled=are_tiled and found["n_heads"] != found["n_groups"])
 
@@ -220,13 +228,31 @@ def write_recurrent(
     assert architecture.recurrent is not None, "the model has such layers"
     named = architecture.recurrent.gguf if form == "gguf" else architecture.recurrent.hf
     d_inner = recurrent.n_heads * recurrent.d_head
+    if form == "gguf" and recurrent.activation != "silu":
+        raise UnsupportedError(
+            f"activation '{recurrent.activation}' of a convolution is not supported by GGUF"
+        )
     values = {**vars(recurrent), "d_inner": d_inner, "expansion": d_inner // d_model}
     if "expansion" in named and d_inner % d_model:
         raise UnsupportedError(
             f"a width of {d_inner} in recurrent layers is not supported by config.json of "
             f"{architecture.name}, only multiples of the model's, {d_model}"
         )
-    return {key: values[field] for field, key in named.items()}
+    made = {key: values[field] for field, key in named.items()}
+    if form == "hf" and architecture.recurrent.activation:
+        made[architecture.recurrent.activation] = activation_name(recurrent.activation)
+    return made
+
+
+def write_activation(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, str]:
+    """The key of the activation. Raises UnsupportedError for GGUF, which has none, if it is not the usual."""
+    if config.activation == architecture.activation_op:
+        return {architecture.hf_activation: architecture.activation} if form == "hf" else {}
+    if form == "gguf":
+        raise UnsupportedError(
+            f"activation '{config.activation}' is not supported by GGUF for {architecture.name}"
+        )
+    return {architecture.hf_activation: activation_name(config.activation)}
 
 
 MAX_EXPERTS = 1 << 12
@@ -270,11 +296,16 @@ def read_mixture(keys: Keys, form: Format, architecture: Architecture, d_ffn: in
     if own is None:
         return None
     found: dict[str, Any] = {}
+    needed = {"n_experts", "n_used", "d_ffn"}
+    if form == "hf":  # which writes null, and no 0, for none
+        needed |= {fact.field for fact in mixture_facts(architecture) if keys.value(fact.hf) == 0} - {
+            "d_shared"
+        }
     for fact in mixture_facts(architecture):
         stated = keys.value(fact.key(form))
         if fact.field == "d_ffn" and not stated:  # llama.cpp's saver writes 0 for none
             found["d_ffn"] = d_ffn
-        elif fact.field in ("n_experts", "n_used", "d_ffn") or stated:
+        elif fact.field in needed or stated:
             found[fact.field] = fact.read(keys, form)
     if found["n_used"] > found["n_experts"]:
         key = mixture_facts(architecture)[1].key(form)
@@ -318,7 +349,7 @@ def write_mixture(config: ModelConfig, form: Format, architecture: Architecture)
     if mixture is None or own is None:
         return {}
     made = {fact.key(form): getattr(mixture, fact.field) for fact in mixture_facts(architecture)}
-    made |= _leading_dense_key(config, form, architecture)
+    made |= _dense_keys(config, form, architecture)
     if own.n_shared:
         count, rest = divmod(mixture.d_shared, mixture.d_ffn)
         if rest:
@@ -344,23 +375,37 @@ def write_mixture(config: ModelConfig, form: Format, architecture: Architecture)
     return made
 
 
-def leading_dense(keys: Keys, form: Format, architecture: Architecture, n_layers: int) -> int:
-    """The number of layers with an MLP before the first with a mixture."""
+def dense_layers(keys: Keys, form: Format, architecture: Architecture, n_layers: int) -> Collection[int]:
+    """The layers with an MLP where others have a mixture."""
     own = architecture.experts
-    if own is None or not own.n_dense:
-        return 0
-    return keys.whole(LEADING_DENSE if form == "gguf" else own.n_dense, 0, least=0, most=n_layers)
+    if own is None:
+        return ()
+    first_key = LEADING_DENSE if form == "gguf" else own.n_dense
+    first = keys.whole(first_key, 0, least=0, most=n_layers) if own.n_dense else 0
+    if form == "gguf":
+        return range(first)
+    last = keys.whole(own.last, -1, least=-1) if own.last else -1
+    step = keys.whole(own.interval, 1) if own.interval else 1
+    listed = keys.items(own.dense, int) if own.dense and keys.value(own.dense) is not None else []
+    last = n_layers if last in (-1, 0) else last
+    return [i for i in range(n_layers) if i < first or i > last or (i + 1) % step or i in listed]
 
 
-def _leading_dense_key(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, int]:
-    """The key of that number. Raises UnsupportedError if dense layers follow one with a mixture."""
-    own, dense = architecture.experts, [layer.is_dense for layer in config.layers]
-    if own is None or not (own.n_dense or any(dense)):
+def _dense_keys(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
+    """The keys of these layers. Raises UnsupportedError if the format has none for them."""
+    own, dense = architecture.experts, [i for i, layer in enumerate(config.layers) if layer.is_dense]
+    if own is None or not (own.n_dense or dense):
         return {}
-    n_dense = sum(dense)
-    if not all(dense[:n_dense]) or not own.n_dense:
+    if form == "hf" and own.dense:
+        return {own.dense: dense}
+    made: dict[str, Any] = {LEADING_DENSE if form == "gguf" else own.n_dense: len(dense)}
+    if form == "hf" and own.last and len(dense) < config.n_layers:
+        last = next(i for i in range(config.n_layers - 1, -1, -1) if i not in dense)
+        made = {own.n_dense: sum(i < last for i in dense), own.last: last}
+        dense = [i for i in dense if i < last]
+    if dense != [*range(len(dense))] or not own.n_dense:
         raise UnsupportedError(f"these dense layers are not supported by files of {architecture.name}")
-    return {LEADING_DENSE if form == "gguf" else own.n_dense: n_dense}
+    return made
 
 
 def write_numbers(config: ModelConfig, form: Format, architecture: Architecture) -> dict[str, Any]:
@@ -375,6 +420,8 @@ def write_numbers(config: ModelConfig, form: Format, architecture: Architecture)
             value = config.d_head**-0.5
         if not fact.key(form):
             continue
+        if value == 0 and fact.field == "norm_eps" and form == "gguf":
+            raise UnsupportedError("a norm's epsilon of 0 is not supported by GGUF")
         if value is None:  # none, where an absent key would mean a default
             written[fact.key(form)] = 0.0 if form == "gguf" else None
         else:
@@ -414,7 +461,7 @@ def _equal_heads(keys: Keys, form: Format, found: Mapping[str, int]) -> int:
     """The width of a head if no key says it."""
     heads_key = next(fact for fact in _FACTS if fact.field == "n_heads").key(form)
     d_model, n_heads = found["d_model"], found["n_heads"]
-    if d_model % n_heads:
+    if d_model % n_heads and form == "gguf":
         raise keys.error(heads_key, f"must divide the width {d_model}, which {n_heads} does not")
     if d_model // n_heads > MAX_HEAD:
         raise keys.error(heads_key, f"must be larger than {n_heads}, which makes heads wider than {MAX_HEAD}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +33,13 @@ def layers_of(
     window: int | None,
     windowed: Pattern,
     recurrent: Pattern | None,
-    n_dense: int,
+    dense: Collection[int],
     sizes: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[LayerConfig, ...]:
     """The layers of a model, by what a file of either format says of them.
 
     `window` is the size that the file states, None without one, and `windowed` which layers have it;
-    `recurrent` is None if none are; the first `n_dense` have an MLP where others have a mixture. `sizes` are
+    `recurrent` is None if none are; the layers `dense` have an MLP where others have a mixture. `sizes` are
     fields of each layer that differ from the model's. What else a file says of layers is read by its
     architecture (`read_hf`, `read_gguf`).
     """
@@ -52,7 +52,7 @@ def layers_of(
             architecture.has_rope,
             window if has_window[i] else None,
             is_recurrent=is_recurrent[i],
-            is_dense=i < n_dense,
+            is_dense=i in dense,
             **(sizes[i] if sizes else {}),
         )
         for i in range(n_layers)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
+from kukri.errors import UnsupportedError
 from kukri.models import ARCHITECTURES
 from kukri.models.rope import rope_row_order
 from kukri.models.stored import BIAS_PARAMETER, ONE_ROW, SAME, Order, Stored, Transform, added
@@ -130,10 +131,14 @@ def gguf_form(name: str, config: ModelConfig, n_rows: int = 0) -> Form:
 def row_factors(config: ModelConfig, name: str) -> Any:
     """What GGUF files have a matrix, or each of its rows, multiplied by; None if by nothing."""
     factors_of = ARCHITECTURES[config.architecture].gguf_factors
-    if factors_of is None or not name.endswith(".weight"):
+    if factors_of is None:
         return None
-    factors = factors_of(config, re.sub(r"model\.layers\.\d+\.|\.weight$", "", name))
-    return None if np.all(np.equal(factors, 1)) else factors
+    factors = factors_of(config, re.sub(r"model\.layers\.\d+\.|\.(?:weight|bias)$", "", name))
+    if np.all(np.equal(factors, 1)):
+        return None
+    if name.endswith(".bias"):
+        raise UnsupportedError(f"tensor '{name}' is not supported by GGUF: its matrix has a multiplier")
+    return factors
 
 
 def _multiplied(factors: Any) -> Transform:

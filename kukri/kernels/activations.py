@@ -50,13 +50,11 @@ NUMPY = NumPyFunctions()
 class Activation:
     """An element-wise op, which reads of `other`, a and b what its formula takes.
 
-    `slopes` gives the derivatives by x and, if the op reads it, by `other`. `is_gate`: y is x times a
-    function of `other` alone.
+    `slopes` gives the derivatives by x and, if the op reads it, by `other`, which is then a gate.
     """
 
     value: Callable[..., Any]  # (xp, x, other, a, b) -> y
     slopes: Callable[..., tuple[Any, ...]]  # (xp, x, other, a, b) -> (dy / dx,) or (dy / dx, dy / d other)
-    is_gate: bool = False
 
 
 def activate(xp: Any, name: str, x: Any, other: Any = None, a: float = 0.0, b: float = 0.0) -> Any:
@@ -117,16 +115,24 @@ def _xielu_slopes(xp: Any, x: Any, other: Any, high: float, low: float) -> tuple
     return (2 * high * xp.clip(x, 0.0, None) + low * xp.expm1(xp.clip(x, None, 0.0)),)
 
 
-def _clamped_swiglu(xp: Any, gate: Any, up: Any, alpha: float, limit: float) -> Any:
+def _clamped_swiglu(xp: Any, up: Any, gate: Any, alpha: float, limit: float) -> Any:
     gate = xp.clip(gate, None, limit)
     return (xp.clip(up, -limit, limit) + 1) * gate * xp.sigmoid(alpha * gate)
 
 
-def _clamped_swiglu_slopes(xp: Any, gate: Any, up: Any, alpha: float, limit: float) -> tuple[Any, Any]:
+def _clamped_swiglu_slopes(xp: Any, up: Any, gate: Any, alpha: float, limit: float) -> tuple[Any, Any]:
     low, high = xp.clip(gate, None, limit), xp.clip(up, -limit, limit)
     s = xp.sigmoid(alpha * low)
     by_gate = (high + 1) * s * (1 + alpha * low * (1 - s)) * (gate <= limit)
-    return by_gate, low * s * (abs(up) <= limit)
+    return low * s * (abs(up) <= limit), by_gate
+
+
+def _plain(function: Callable[[Any, Any], Any], slope: Callable[[Any, Any], Any]) -> Activation:
+    """A function (xp, x) of x alone."""
+    return Activation(
+        lambda xp, x, other, a, b: function(xp, x),
+        lambda xp, x, other, a, b: (slope(xp, x),),
+    )
 
 
 def _gated(function: Callable[[Any, Any], Any], slope: Callable[[Any, Any], Any]) -> Activation:
@@ -134,30 +140,32 @@ def _gated(function: Callable[[Any, Any], Any], slope: Callable[[Any, Any], Any]
     return Activation(
         lambda xp, x, gate, a, b: x * function(xp, gate),
         lambda xp, x, gate, a, b: (function(xp, gate), x * slope(xp, gate)),
-        is_gate=True,
     )
 
 
-ACTIVATIONS = {
-    # GELU (Hendrycks and Gimpel 2016) by tanh: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
-    "gelu": Activation(
-        lambda xp, x, other, a, b: xp.gelu(x, approximate="tanh"),
-        lambda xp, x, other, a, b: (_gelu_slope(xp, x),),
-    ),
-    # x / 2 * (1 + erf(x / sqrt(2)))
-    "gelu_exact": Activation(
-        lambda xp, x, other, a, b: xp.gelu(x),
-        lambda xp, x, other, a, b: (_exact_gelu_slope(xp, x),),
-    ),
-    "tanh": Activation(
-        lambda xp, x, other, a, b: xp.tanh(x),
-        lambda xp, x, other, a, b: (_tanh_slope(xp, x),),
-    ),
+# Functions of an MLP and their derivatives. Each is an op, and so is x times the function of a gate.
+FUNCTIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    "itself": (lambda xp, x: x, lambda xp, x: 1.0),
+    "relu": (lambda xp, x: xp.clip(x, 0.0, None), lambda xp, x: x > 0),
     # max(x, 0)^2 (So et al. 2021)
-    "relu_squared": Activation(
-        lambda xp, x, other, a, b: xp.square(xp.clip(x, 0.0, None)),
-        lambda xp, x, other, a, b: (2 * xp.clip(x, 0.0, None),),
+    "relu_squared": (
+        lambda xp, x: xp.square(xp.clip(x, 0.0, None)),
+        lambda xp, x: 2 * xp.clip(x, 0.0, None),
     ),
+    "sigmoid": (lambda xp, x: xp.sigmoid(x), _sigmoid_slope),
+    "tanh": (lambda xp, x: xp.tanh(x), _tanh_slope),
+    "silu": (lambda xp, x: xp.silu(x), _silu_slope),
+    # GELU (Hendrycks and Gimpel 2016) by tanh: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
+    "gelu": (lambda xp, x: xp.gelu(x, approximate="tanh"), _gelu_slope),
+    # x / 2 * (1 + erf(x / sqrt(2)))
+    "gelu_exact": (lambda xp, x: xp.gelu(x), _exact_gelu_slope),
+}
+
+
+ACTIVATIONS = {
+    **{name: _plain(*both) for name, both in FUNCTIONS.items()},
+    # SwiGLU and GeGLU among them (Shazeer 2020)
+    **{f"gated_{name}": _gated(*both) for name, both in FUNCTIONS.items()},
     # a * x^2 above 0, b * (exp(x) - 1 - x) below: xIELU without its x (Huang and Schlag 2024)
     "xielu": Activation(_xielu, _xielu_slopes),
     # scores and logits of Gemma 2, within -a and a
@@ -170,12 +178,7 @@ ACTIVATIONS = {
         lambda xp, x, other, low, high: xp.clip(x, low, high),
         lambda xp, x, other, low, high: ((x >= low) & (x <= high),),
     ),
-    # (up + 1) * gate * sigmoid(a * gate), of x, the gate, clamped to at most b, and `other`, up, to within b:
-    # the activation of gpt-oss (OpenAI 2025)
+    # (up + 1) * gate * sigmoid(a * gate), of x, up, clamped to within b, and `other`, the gate, clamped to at
+    # most b: the activation of gpt-oss (OpenAI 2025)
     "clamped_swiglu": Activation(_clamped_swiglu, _clamped_swiglu_slopes),
-    "gated_itself": _gated(lambda xp, gate: gate, lambda xp, gate: 1.0),
-    "gated_sigmoid": _gated(lambda xp, gate: xp.sigmoid(gate), _sigmoid_slope),
-    # SwiGLU and GeGLU (Shazeer 2020)
-    "gated_silu": _gated(lambda xp, gate: xp.silu(gate), _silu_slope),
-    "gated_gelu": _gated(lambda xp, gate: xp.gelu(gate, approximate="tanh"), _gelu_slope),
 }

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
+from kukri.errors import UnsupportedError
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import MLP
+from kukri.models.layers import UngatedMLP
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.stored import ONE_NUMBER, PARAMETER, Stored
@@ -22,22 +23,26 @@ _LLAMA3 = {
 }
 
 
-class XieluMLP(MLP):
+class XieluMLP(UngatedMLP):
     """down(xielu(up(x))), with four numbers a layer that make the activation."""
-
-    up_name, down_name = "up_proj", "down_proj"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
-        # the last bounds what transformers takes exp of below 0: by -1e-6, which changes no result
-        alpha_p, alpha_n, self.beta, _ = (
+        alpha_p, alpha_n, self.beta, eps = (
             float(source.vector(f"{name}.act_fn.{part}.weight", 1)[0]) for part in XIELU
         )
+        if not -1e-5 <= eps <= 0:  # bounds what transformers takes exp of; so near to 0 it changes no result
+            raise UnsupportedError(f"'{name}.act_fn.eps' is {eps:g}, and must be from -1e-05 to 0")
         self.high, self.low = _softplus(alpha_p), self.beta + _softplus(alpha_n)
 
     def activate(self, ops: Ops, x: Tensor) -> Tensor:
         """beta x, and above 0 high x^2, below it low (exp(x) - 1 - x)."""
         return ops.add(ops.map("xielu", x, None, self.high, self.low), ops.scale(x, self.beta))
+
+
+def _mlp(source: WeightSource, name: str, config: ModelConfig, layer: int) -> UngatedMLP:
+    """An MLP with a learned activation, or with another."""
+    return (XieluMLP if config.activation == "xielu" else UngatedMLP)(source, name, config, layer)
 
 
 def _softplus(x: float) -> float:
@@ -58,7 +63,7 @@ APERTUS = Architecture(
     Llama.of(
         block_type=Block.of(
             attention_type=Qwen3Attention,
-            mlp_type=XieluMLP,
+            mlp_type=staticmethod(_mlp),
             attention_norm_name="attention_layernorm",
             mlp_norm_name="feedforward_layernorm",
         )

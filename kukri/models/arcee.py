@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kukri.models.architecture import Architecture
-from kukri.models.layers import SquaredReluMLP
+from kukri.models.layers import UngatedMLP
 from kukri.models.llama import Block, Llama
 
 ARCEE = Architecture(
     "arcee",
-    Llama.of(block_type=Block.of(mlp_type=SquaredReluMLP)),
+    Llama.of(block_type=Block.of(mlp_type=UngatedMLP)),
     "ArceeForCausalLM",
     interleaved_rope=True,
     activation="relu2",

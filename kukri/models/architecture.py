@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kukri.config import ModelConfig
-from kukri.models.keys import Keys
+from kukri.models.keys import ACTIVATIONS, Keys
 from kukri.models.lenses import Lens
 from kukri.models.stored import Stored
 from kukri.models.weights import WeightSource
@@ -34,6 +34,9 @@ class ExpertKeys:
     d_shared: str = ""  # width of the MLP that each token passes too; "": see `n_shared`
     n_shared: str = ""  # the same, in widths of an expert; "": no such MLP
     n_dense: str = ""  # leading layers with an MLP in place of a mixture; "": none
+    interval: str = ""  # n: all layers but each n-th have an MLP; "": none besides those first ones
+    last: str = ""  # the last layer with a mixture; -1 or 0 for the model's
+    dense: str = ""  # a list of layers with an MLP
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class RecurrentKeys:
     hf: Mapping[str, str]
     gguf_interval: int = 0
     attention_type: str = "full_attention"  # the other name in config.json's list
+    activation: str = "hidden_act"  # the key of the convolution's activation; "": it has none
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,11 @@ class Architecture:
         """Sets GGUF's name to the architecture's if none is given."""
         if not self.gguf:
             object.__setattr__(self, "gguf", self.name)
+
+    @property
+    def activation_op(self) -> str:
+        """The element-wise op of `activation`."""
+        return ACTIVATIONS.get(self.activation, self.activation)
 
     def in_pairs(self, config: ModelConfig) -> bool:
         """True if rows of q and k in GGUF are ordered so that dimensions 2i and 2i + 1 rotate together.

@@ -27,11 +27,10 @@ class BertAttention(Attention):
 
 
 class BertMLP(MLP):
-    """The MLP under BERT's names, by the exact GELU."""
+    """The MLP under BERT's names."""
 
     up_name = "intermediate.dense"
     down_name = "output.dense"
-    activation = "gelu_exact"
 
 
 class BertBlock(Block):

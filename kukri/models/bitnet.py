@@ -39,16 +39,12 @@ class BitNetAttention(Attention):
 
 
 class BitNetMLP(GatedMLP):
-    """down(norm(max(gate(x), 0)^2 * up(x)))."""
+    """down(norm(f(gate(x)) * up(x)))."""
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         norm = RMSNorm(source, f"{name}.ffn_sub_norm", self.width(config, layer), config.norm_eps)
         self.down = SubNormed(self.down, norm)
-
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """max(gate, 0)^2 * up."""
-        return ops.map("gated_itself", up, ops.map("relu_squared", gate))
 
 
 _QUANTIZED = "quantization_config"
@@ -72,7 +68,7 @@ BITNET = Architecture(
     hf_quantized="bitnet",
     activation="relu2",
     reads={_QUANTIZED},
-    defaults={"num_key_value_heads": 5, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "relu2"},
+    defaults={"num_key_value_heads": 5, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     biases={"self_attn": "attention_bias"},
     read_hf=_read_hf,
 )

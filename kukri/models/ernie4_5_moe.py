@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from kukri.config import ModelConfig
 from kukri.models.architecture import ExpertKeys
 from kukri.models.ernie4_5 import ERNIE4_5
-from kukri.models.keys import Keys
 from kukri.models.lenses import Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 from kukri.models.stored import BIAS_PARAMETER, ONE_ROW, Stored
-
-_LAST = "moe_layer_end_index"
-
-
-def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    last = keys.whole(_LAST, least=-1)
-    if last not in (-1, 0) and last < facts["n_layers"] - 1:
-        raise keys.unsupported(_LAST, f"is {last}: dense layers after experts are not supported")
-
-
-def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    keys[_LAST] = config.n_layers - 1
-
 
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
@@ -35,20 +19,17 @@ ERNIE4_5_MOE = replace(
     gguf="ernie4_5-moe",
     joined={"mlp.moe_statics.e_score_correction": ("mlp.gate.e_score_correction",)},
     tensor_names={"mlp.gate.e_score_correction": Stored("exp_probs_b", BIAS_PARAMETER, ONE_ROW)},
-    reads={_LAST},
     ignores={
         *("moe_norm_min", "moe_capacity", "moe_gate"),
         *("moe_use_aux_free", "num_nextn_predict_layers"),
     },
     unused=r"model\.mtp_.+",
-    fixed={"moe_layer_interval": 1},
     defaults={
         **{"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
         **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
-        **{"moe_layer_start_index": 1, _LAST: -1},
+        **{"moe_layer_start_index": 1, "moe_layer_end_index": -1},
     },
-    read_hf=_read_hf,
-    write_hf=_write_hf,
+    biases={**ERNIE4_5.biases, "mlp.gate": False},
     lenses=(Stated("gguf", "interleave_moe_layer_step", 1),),  # which other readers want
     experts=ExpertKeys(
         *("moe_num_experts", "moe_intermediate_size", True),
@@ -57,5 +38,7 @@ ERNIE4_5_MOE = replace(
         bias=True,
         n_shared="moe_num_shared_experts",
         n_dense="moe_layer_start_index",
+        interval="moe_layer_interval",
+        last="moe_layer_end_index",
     ),
 )

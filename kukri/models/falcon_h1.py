@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig, MultiplierConfig
+from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.granite import Granite
-from kukri.models.granitemoehybrid import MAMBA_NAMES, Mamba2, check_head_width
+from kukri.models.granitemoehybrid import MAMBA_NAMES, Mamba2, Steps, check_head_width
 from kukri.models.keys import Keys
 from kukri.models.layers import Attention, GatedMLP, Scaled
 from kukri.models.lenses import Format, Lens, Number
@@ -145,8 +145,7 @@ class _States(Lens):
         facts["recurrent"] = replace(facts["recurrent"], has_norm=has_norm)
         if form == "gguf":
             return
-        if has_norm and keys.flag(_BEFORE, True):
-            raise keys.unsupported(_BEFORE, "is true: norms before the gate are not supported")
+        facts["recurrent"] = replace(facts["recurrent"], norm_first=has_norm and keys.flag(_BEFORE, True))
         check_head_width(keys, facts)
         (gate, down), inputs = (_several(keys, key) for key in _PARTS)
         into = keys.positive(_STATE_IN, most=1e4)
@@ -154,11 +153,13 @@ class _States(Lens):
         facts["multipliers"] = MultiplierConfig(state_inputs=state_inputs, gate=gate, down=down)
 
     def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
-        if form == "gguf":
-            keys["attention.head_count_kv"] = config.n_kv_heads
-            return
         factors, own = config.multipliers, config.recurrent
         assert own is not None, "each layer has a state"
+        if form == "gguf":
+            if own.norm_first:
+                raise UnsupportedError("a norm before the gate of a state is not supported by GGUF")
+            keys["attention.head_count_kv"] = config.n_kv_heads
+            return
         keys.pop("layer_types")
         keys |= {
             _STATE_IN: 1.0,
@@ -166,7 +167,7 @@ class _States(Lens):
             "ssm_multipliers": [*factors.state_inputs],
             "mamba_d_head": own.d_head,
             _NORM: own.has_norm,
-            _BEFORE: False,
+            _BEFORE: own.norm_first,
         }
 
 
@@ -212,10 +213,6 @@ FALCON_H1 = Architecture(
         "model.final_layernorm": "output_norm",
     },
     ignores={"mamba_expand", "mamba_chunk_size", "num_logits_to_keep", "layers_block_type", "mamba_use_mlp"},
-    fixed={
-        **{"time_step_limit": [0.0, inf], "attention_bias": False, "mlp_bias": False},
-        **{"mamba_proj_bias": False, "projectors_bias": False},
-    },
     defaults={
         **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, _D_STATE: 1024, "mamba_n_heads": 128},
         **{"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_d_head": "auto"},
@@ -224,7 +221,11 @@ FALCON_H1 = Architecture(
             **dict.fromkeys((_STATE_IN, *(number.hf for number in _NUMBERS)), 1.0),
         },
     },
-    biases={"mamba.conv1d": "mamba_conv_bias"},
+    fixed={"mamba_proj_bias": False},  # a bias that only some of the multipliers of its matrix are for
+    biases={
+        **{"self_attn": "attention_bias", "feed_forward": "mlp_bias", "mamba.conv1d": "mamba_conv_bias"},
+        "mamba.out_proj": "projectors_bias",
+    },
     recurrent=RecurrentKeys(
         ("hybrid",),
         STATE_KEYS,
@@ -234,5 +235,5 @@ FALCON_H1 = Architecture(
         },
     ),
     gguf_factors=_gguf_factors,
-    lenses=(_States(), *_NUMBERS),
+    lenses=(_States(), *_NUMBERS, Steps("time_step_limit")),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kukri.models.architecture import Architecture
-from kukri.models.gemma2 import Gemma2, GemmaMLP
+from kukri.models.gemma2 import Gemma2
 from kukri.models.llama import Block
 
 _GELU = "gelu_pytorch_tanh"
@@ -18,7 +18,7 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
 
 GEMMA = Architecture(
     "gemma",
-    Gemma2.of(block_type=Block.of(mlp_type=GemmaMLP)),
+    Gemma2.of(block_type=Block),
     "GemmaForCausalLM",
     respelled=_respelled,
     hf_norm_offset=1.0,

@@ -16,22 +16,15 @@ from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.keys import Keys
-from kukri.models.layers import GatedMLP, PostNormed, RMSNorm
+from kukri.models.layers import PostNormed, RMSNorm
 from kukri.models.lenses import Format, Lens
 from kukri.models.llama import Block, Llama
 from kukri.models.weights import WeightSource
 
 
-class GemmaMLP(GatedMLP):
-    """down(gelu(gate(x)) * up(x)): GeGLU (Shazeer 2020)."""
-
-    activation = "gated_gelu"
-
-
 class Gemma2Block(Block):
     """One layer: attention and MLP, each between two norms, each added to the residual stream."""
 
-    mlp_type: Callable[..., Any] = GemmaMLP
     mlp_norm_name = "pre_feedforward_layernorm"
     post_norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -118,7 +111,7 @@ GEMMA2 = Architecture(
     hf_activation="hidden_activation",
     activation="gelu_pytorch_tanh",
     reads={"sliding_window", "layer_types"},
-    ignores={"hidden_activation", "cache_implementation"},
+    ignores={"cache_implementation"},
     fixed={"use_bidirectional_attention": False},
     defaults={
         "num_key_value_heads": 4,

@@ -51,7 +51,7 @@ class LayerInput:
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         d_model, width = config.d_model, config.d_per_layer
-        self.layer = layer
+        self.layer, self.activation = layer, f"gated_{config.activation}"
         self.gate = Linear(source, [f"{name}.per_layer_input_gate"], (width,), d_model)
         self.projection = Linear(source, [f"{name}.per_layer_projection"], (d_model,), width)
         self.norm = RMSNorm(source, f"{name}.post_per_layer_input_norm", d_model, config.norm_eps)
@@ -59,7 +59,7 @@ class LayerInput:
     def __call__(self, ops: Ops, x: Tensor, given: Tensor) -> Tensor:
         """Return x [T, D] plus the branch of x and of the layer's embeddings `given` [T, W]."""
         given = ops.tap("hook_per_layer_input", self.layer, given)
-        hidden = ops.map("gated_gelu", given, self.gate(ops, x))
+        hidden = ops.map(self.activation, given, self.gate(ops, x))
         made = self.norm(ops, self.projection(ops, hidden))
         return ops.add(ops.tap("hook_per_layer_out", self.layer, made), x)
 
@@ -113,12 +113,10 @@ class Gemma4Mixture(Mixture):
     The router reads the stream itself, normed and multiplied; each expert's weight has a factor.
     """
 
-    activation = "gated_gelu"
-
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
         block, d_model, eps = name.removesuffix(".mlp"), config.d_model, config.norm_eps
-        self.dense = SharedMLP.of(activation=self.activation)(source, name, config, layer)
+        self.dense = SharedMLP(source, name, config, layer)
         self.norms = [
             RMSNorm(source, f"{block}.{norm}", d_model, eps)
             for norm in (
@@ -357,7 +355,7 @@ GEMMA4_TEXT = Architecture(
         "use_bidirectional_attention",
     },
     ignores={
-        *("hidden_activation", "num_experts", "top_k_experts", "moe_intermediate_size"),
+        *("num_experts", "top_k_experts", "moe_intermediate_size"),
         "expert_intermediate_size",
     },
     fixed={"enable_moe_block": False},
@@ -397,7 +395,7 @@ GEMMA4_MOE_TEXT = replace(
         "experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
         "experts.down_proj": ("mlp.experts.down_proj",),
     },
-    ignores={"hidden_activation"},
+    ignores=frozenset(),
     fixed={},
     reads=GEMMA4_TEXT.reads | {"enable_moe_block"},
     aliases={"expert_intermediate_size": "moe_intermediate_size"},

@@ -4,14 +4,16 @@ LayerNorm of its own.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import ExactMLP, LayerNorm
-from kukri.models.lenses import Fixed
-from kukri.models.llama import Llama
+from kukri.models.keys import Keys
+from kukri.models.layers import MLP, LayerNorm
+from kukri.models.lenses import Format, Lens
+from kukri.models.llama import Block, Llama
 from kukri.models.phi import PhiAttention, PhiBlock
 from kukri.models.weights import WeightSource
 
@@ -19,7 +21,7 @@ from kukri.models.weights import WeightSource
 class NeoXBlock(PhiBlock):
     """One layer: attention and MLP read the same stream, and both add to it."""
 
-    attention_type, mlp_type = PhiAttention, ExactMLP
+    attention_type, mlp_type = PhiAttention, MLP
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         super().__init__(source, config, layer)
@@ -50,10 +52,24 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys["rotary_emb_base"] = keys.pop("rope_theta")
 
 
+class _Order(Lens):
+    """Whether MLPs read the stream before attention adds to it."""
+
+    def keys(self, form: Format) -> Set[str]:
+        return {_PARALLEL}
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        facts["is_reordered"] = not keys.flag(_PARALLEL, True)
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        keys[_PARALLEL] = not config.is_reordered
+
+
 GPT_NEOX = Architecture(
     "gpt_neox",
     Llama.of(
         block_type=NeoXBlock,
+        reordered_type=Block.of(norm_type=LayerNorm, attention_type=PhiAttention, mlp_type=MLP),
         embedding_name="model.embed_in",
         norm_name="model.final_layer_norm",
         head_name="embed_out",
@@ -88,12 +104,11 @@ GPT_NEOX = Architecture(
         "d_head": ("attention.key_length", ""),
     },
     ignores={"head_dim", "num_key_value_heads"},
-    fixed={_PARALLEL: True},
     defaults={
         **{"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
-        **{"attention_bias": True, "hidden_act": "gelu"},
+        **{"attention_bias": True},
     },
     biases={"self_attn": "attention_bias", "attention": "attention_bias", "mlp": True},
     write_hf=_write_hf,
-    lenses=(Fixed("gguf", _PARALLEL, True),),
+    lenses=(_Order(),),
 )

@@ -13,12 +13,11 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.layers import Attention
+from kukri.models.lenses import Number
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 from kukri.models.stored import PARAMETER, Stored
 from kukri.models.weights import WeightSource
-
-_ALPHA, _LIMIT = 1.702, 7.0
 
 
 class GptOssAttention(Attention):
@@ -37,9 +36,14 @@ class GptOssMixture(Mixture):
     router_name = "router"
     has_biases = True
 
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """(up + 1) * gate * sigmoid(1.702 gate), clamped."""
-        return ops.map("clamped_swiglu", gate, up, _ALPHA, _LIMIT)
+    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
+        super().__init__(source, name, config, layer)
+        assert config.mixture is not None, "each layer has one"
+        self.alpha, self.limit = config.mixture.alpha, config.mixture.limit
+
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
+        """(up + 1) * gate * sigmoid(alpha gate), clamped."""
+        return ops.map("clamped_swiglu", up, gate, self.alpha, self.limit)
 
 
 GPT_OSS = Architecture(
@@ -57,13 +61,22 @@ GPT_OSS = Architecture(
     },
     reads={"sliding_window", "layer_types"},
     ignores={
-        *("experts_per_token", "initial_context_length"),
+        *("experts_per_token", "initial_context_length", "hidden_act"),
         "quantization_config",  # MXFP4, which the tensors show
     },
-    fixed={"swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT},
+    lenses=(
+        Number("mixture.alpha", "swiglu_alpha", "", usual=1.702),
+        Number("mixture.limit", "swiglu_limit", "", usual=7.0),
+    ),
     defaults={
         **{"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},
-        **{"sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4},
+        **{
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
         "rope_theta": 150000.0,
         "rope_scaling": {
             **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},

@@ -6,14 +6,15 @@ is read by c. Small models have no mixture, and some no state.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.errors import brief
+from kukri.errors import UnsupportedError, brief
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec
 from kukri.kernels.weight_handles import Vector
@@ -22,7 +23,7 @@ from kukri.models.granite import GRANITE, Granite, GraniteBlock
 from kukri.models.granitemoe import GraniteMoeBlock, ScaledMixture
 from kukri.models.keys import Keys
 from kukri.models.layers import Linear
-from kukri.models.lenses import NOPE_KEY, Format, Lens, set_rotating
+from kukri.models.lenses import Format, Lens, set_rotating, state_rotating
 from kukri.models.mixture import SharedMLP
 from kukri.models.recurrent import STATE_KEYS, Convolution, state_layer
 from kukri.models.stored import (
@@ -38,9 +39,7 @@ from kukri.models.weights import WeightSource
 
 
 class Mamba2:
-    """A state space after a convolution. Its result is gated and then normed, group by group."""
-
-    limits = (0.0, inf)
+    """A state space after a convolution. Its result is gated and normed, group by group."""
 
     def __init__(
         self, source: WeightSource, name: str, config: ModelConfig, layer: int, entry: int | None = None
@@ -53,28 +52,30 @@ class Mamba2:
         entry = layer if entry is None else entry
         widths = (n, sum(self.widths), n_heads)
         self.into = Linear(source, [f"{name}.in_proj"], widths, config.d_model)
-        self.conv = Convolution(source, {f"{name}.conv1d": widths[1]}, own.n_taps, entry, is_activated=True)
+        self.conv = Convolution(source, {f"{name}.conv1d": widths[1]}, own.n_taps, entry, own.activation)
         a, d, dt_bias = (
             Vector(source.vector(f"{name}.{part}", n_heads), f"{name}.{part}")
             for part in ("A_log.weight", "D.weight", "dt_proj.bias")
         )
         sizes = (n_heads, own.n_groups, own.d_state, own.d_head)
-        self.spec = ScanSpec(entry, *sizes, a, d, dt_bias, self.limits)
+        self.spec = ScanSpec(entry, *sizes, a, d, dt_bias, own.steps)
         self.norms: list[Vector] = []
         if own.has_norm:
             stored = f"{name}.norm.weight"
             self.norms = [Vector(part, stored) for part in np.split(source.vector(stored, n), own.n_groups)]
-        self.eps = config.norm_eps
+        self.eps, self.norm_first = config.norm_eps, own.norm_first
         self.out: Any = Linear(source, [f"{name}.out_proj"], (config.d_model,), n)
         self.cache_layer = state_layer(self.conv.states, (("scan", (n_heads, own.d_state, own.d_head)),))
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's states."""
         z, xbc, dt = self.inputs(ops, x)
-        xbc = ops.tap("mamba.hook_xbc", self.layer, ops.conv(xbc, self.conv.spec, batch))
+        xbc = ops.tap("mamba.hook_xbc", self.layer, self.conv(ops, xbc, batch))
         x, b, c = ops.split(xbc, self.widths)
         y = ops.tap("mamba.hook_read", self.layer, ops.scan(x, b, c, dt, self.spec, batch))
-        y = self.normed(ops, ops.map("gated_silu", y, z))
+        y = self.normed(ops, y) if self.norm_first else y
+        y = ops.map("gated_silu", y, z)
+        y = y if self.norm_first else self.normed(ops, y)
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
     def inputs(self, ops: Ops, x: Tensor) -> tuple[Tensor, ...]:
@@ -117,13 +118,11 @@ class _Rotation(Lens):
         set_rotating(facts, [rotates] * facts["n_layers"])
 
     def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
-        rotating = {layer.use_rope for layer in config.layers}
         if form == "hf":
             keys[_POSITION] = "rope" if config.layers[0].use_rope else "nope"
             return
-        keys[_ROTATES] = True in rotating
-        if len(rotating) == 1:
-            keys.pop(NOPE_KEY, None)
+        keys[_ROTATES] = rotates = any(layer.use_rope for layer in config.layers)
+        state_rotating(config, keys, [rotates] * config.n_layers)
 
 
 def check_head_width(keys: Keys, facts: dict[str, Any]) -> None:
@@ -132,6 +131,35 @@ def check_head_width(keys: Keys, facts: dict[str, Any]) -> None:
     if width not in ("auto", own.d_head):
         message = f"is {brief(width)}, but {own.n_heads} heads of a width of {own.n_heads * own.d_head}"
         raise keys.error("mamba_d_head", f"{message} have {own.d_head}")
+
+
+@dataclass(frozen=True)
+class Steps(Lens):
+    """The bounds of a state space's steps, or the lower one; GGUF has no key, and means `usual`."""
+
+    key: str
+    usual: tuple[float, float] = (0.0, inf)
+
+    def keys(self, form: Format) -> Set[str]:
+        return {self.key} if form == "hf" else set()
+
+    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
+        stated = keys.value(self.key) if form == "hf" else None
+        bounds: list[Any] = [*stated] if isinstance(stated, list | tuple) else [stated, inf]
+        bounds = [*self.usual] if stated is None else bounds
+        if len(bounds) != 2 or any(type(bound) not in (int, float) or bound < 0 for bound in bounds):
+            raise keys.error(self.key, f"must be the least and the largest step, not {brief(stated)}")
+        facts["recurrent"] = replace(facts["recurrent"], steps=tuple(map(float, bounds)))
+
+    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
+        assert config.recurrent is not None, "the model has states"
+        if config.recurrent.steps != self.usual:
+            if form == "gguf":
+                raise UnsupportedError(
+                    f"key '{self.key}' of {config.recurrent.steps} is not supported by GGUF"
+                )
+            low, high = config.recurrent.steps
+            keys[self.key] = low if self.usual[0] else [low, high]
 
 
 MAMBA_NAMES: dict[str, str | Stored] = {
@@ -151,7 +179,7 @@ GRANITEMOEHYBRID = replace(
     ),
     hf_class="GraniteMoeHybridForCausalLM",
     gguf="granitehybrid",
-    lenses=(_Rotation(),),
+    lenses=(_Rotation(), Steps("time_step_limit")),
     tensor_names={
         **MAMBA_NAMES,
         "shared_mlp.gate_proj": "ffn_gate_shexp",
@@ -167,7 +195,7 @@ GRANITEMOEHYBRID = replace(
     keys={"d_ffn": ("expert_shared_feed_forward_length", "shared_intermediate_size")},
     reads={_POSITION, "mamba_d_head"},
     ignores={"mamba_chunk_size", "init_method"},
-    fixed={"time_step_limit": [0.0, inf], "normalization_function": "rmsnorm"},
+    fixed={"normalization_function": "rmsnorm"},
     defaults={
         **{"shared_intermediate_size": 1024, "attention_multiplier": 1.0},
         **{"num_local_experts": 8, "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_n_groups": 1},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kukri.models.layers import ExactMLP
+from kukri.models.layers import MLP
 from kukri.models.nomic_bert import NOMIC_BERT, NomicBertBlock
 from kukri.models.xlm_roberta import XLM_ROBERTA, XLMRoberta
 
@@ -19,7 +19,7 @@ JINA_EMBEDDINGS_V3 = replace(
     XLM_ROBERTA,
     name="jina_embeddings_v3",
     model=XLMRoberta.of(
-        block_type=NomicBertBlock.of(attention_name="mixer", mlp_type=ExactMLP), norm_name="model.emb_ln"
+        block_type=NomicBertBlock.of(attention_name="mixer", mlp_type=MLP), norm_name="model.emb_ln"
     ),
     hf_class="JinaEmbeddingsV3Model",
     hf_type="",

@@ -12,6 +12,24 @@ import numpy as np
 
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 
+# The element-wise ops of activations, by the names of transformers. An op's first name is the written one.
+ACTIVATIONS = {
+    **{
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu_exact",
+        "gelu_pytorch_tanh": "gelu",
+        "gelu_new": "gelu",
+    },
+    **{"gelu_fast": "gelu", "relu": "relu", "relu2": "relu_squared", "sigmoid": "sigmoid", "tanh": "tanh"},
+    "linear": "itself",
+}
+
+
+def activation_name(op: str) -> str:
+    """Return transformers' name of an activation's op."""
+    return next(name for name, own in ACTIVATIONS.items() if own == op)
+
 
 class Keys:
     """The keys below `prefix`. An absent key has its value in `defaults`; one that is null has none."""
@@ -91,6 +109,13 @@ class Keys:
     def rule(self, rule: str | bool) -> bool:
         """A truth that always holds, or that a key says."""
         return self.flag(rule) if isinstance(rule, str) else rule
+
+    def activation(self, key: str, default: str | None = None) -> str:
+        """The op of an activation. Raises UnsupportedError for one that has none."""
+        name = self.text(key, default)
+        if name not in ACTIVATIONS:
+            raise self.unsupported(key, f"is {brief(name)}: only {', '.join(ACTIVATIONS)} are supported")
+        return ACTIVATIONS[name]
 
     def items(self, key: str, kind: type) -> list[Any]:
         """A list of values of a type; true and false count as 1 and 0."""

@@ -33,7 +33,7 @@ class Linear:
         self.n_outs = tuple(n_outs)
         n_outs = [sum(n_outs)] if len(names) == 1 else n_outs
         self.weights = tuple(source.matrix(f"{name}.weight", (n, n_in)) for name, n in zip(names, n_outs))
-        biases = [_bias(source, name, n) for name, n in zip(names, n_outs)]
+        biases = [optional_bias(source, name, n) for name, n in zip(names, n_outs)]
         self.bias: Vector | None = None
         if any(bias is not None for bias in biases):
             parts = [np.zeros(n, np.float32) if b is None else b.data for b, n in zip(biases, n_outs)]
@@ -109,9 +109,9 @@ class Embedding:
         """-> [T, D]."""
         return ops.embed(self.weight, batch)
 
-    def logits(self, ops: Ops, x: Tensor) -> Tensor:
-        """x [N, D] -> [N, V] by the same matrix: tied embeddings."""
-        return ops.linear(x, (self.weight,))
+    def logits(self, ops: Ops, x: Tensor, bias: Vector | None = None) -> Tensor:
+        """x [N, D] -> [N, V] by the same matrix, and a bias if there is one: tied embeddings."""
+        return ops.linear(x, (self.weight,), bias)
 
 
 class RMSNorm:
@@ -152,6 +152,18 @@ class PlainLayerNorm(LayerNorm):
     """A LayerNorm without a bias."""
 
     has_bias = False
+
+
+class HeadLayerNorms:
+    """A LayerNorm of each head on its own: x [T, heads*size] -> the same shape."""
+
+    def __init__(self, norms: Sequence[LayerNorm]) -> None:
+        self.norms = norms
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """The heads, each after its norm."""
+        heads = ops.split(x, [len(norm.weight.data) for norm in self.norms])
+        return ops.join_heads([norm(ops, head) for norm, head in zip(self.norms, heads)], 1)
 
 
 class NormedEmbedding:
@@ -258,18 +270,20 @@ class Attention(Composite):
         names = [f"{name}.{part}" for part in ([self.fused_name] if is_fused else parts)]
         widths = (self.q_parts * n_q, n_kv, n_kv)[: len(parts)]
         self.qkv = self.linear_type(source, names, widths, self.n_inputs * config.d_model)
-        self.spec = replace(self.spec, key_range=self._key_range(config))
+        self.limit = config.qkv_clip
         self.out: Callable[..., Tensor]
         self.out = self.linear_type(source, [f"{name}.{self.out_name}"], (config.d_model,), n_q)
+        self.q_norm, self.k_norm = self.norms(source, name, config)
+        self.spec = replace(self.spec, key_range=self._key_range(config))
 
     def _key_range(self, config: ModelConfig) -> KeyRange | None:
         """The range of keys that are a product with a bias, and nothing more but rotated; no other layer
         reads them.
         """
         spec, bias = self.spec, getattr(self.qkv, "bias", None)
-        is_normed = type(self).normalize is not Attention.normalize
         is_shared = any(one.kv_from is not None for one in config.layers)
-        if bias is None or is_normed or is_shared or spec.softcap is not None or spec.d_head % 32:
+        is_changed = self.k_norm is not None or self.limit is not None
+        if bias is None or is_changed or is_shared or spec.softcap is not None or spec.d_head % 32:
             return None
         n_q, n_kv = self.qkv.n_outs[:2]
         return key_range(bias.data[n_q : n_q + n_kv].reshape(spec.n_kv_heads, -1), self.rope)
@@ -292,7 +306,7 @@ class Attention(Composite):
         q = ops.tap("attn.hook_q", self.layer, q)
         if stores:
             k = ops.tap("attn.hook_k", self.layer, k)
-            v = ops.tap("attn.hook_v", self.layer, self.normalize_values(ops, v))
+            v = ops.tap("attn.hook_v", self.layer, self.clipped(ops, self.normalize_values(ops, v)))
         q, k = self.rotate(ops, q, k, batch)
         q = ops.tap("attn.hook_rot_q", self.layer, q)  # NoPE layers have them too
         if stores:
@@ -301,12 +315,21 @@ class Attention(Composite):
 
     def rotate(self, ops: Ops, q: Tensor, k: Tensor | None, batch: Any) -> tuple[Tensor, Tensor | None]:
         """q and k, normed and then rotated, unless the layer does not."""
-        q, k = self.normalize(ops, q, k)
+        q, k = (x if x is None else self.clipped(ops, x) for x in self.normalize(ops, q, k))
         return (q, k) if self.rope is None else ops.rope(q, k, self.rope, self.spec, batch)
 
+    def clipped(self, ops: Ops, x: Tensor) -> Tensor:
+        """x, bounded by the model's `qkv_clip`, if it has one."""
+        return x if self.limit is None else ops.map("clamp", x, None, -self.limit, self.limit)
+
+    def norms(self, source: WeightSource, name: str, config: ModelConfig) -> tuple[Any, Any]:
+        """The norms of queries and of keys before their rotation, if the layer has any."""
+        return None, None
+
     def normalize(self, ops: Ops, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return q and k before their rotation, unchanged. Architectures with head norms override it."""
-        return q, k
+        """q [T, H*K] and k [T, G*K] after the layer's norms."""
+        q = q if self.q_norm is None else self.q_norm(ops, q)
+        return q, k if k is None or self.k_norm is None else self.k_norm(ops, k)
 
     def normalize_values(self, ops: Ops, v: Tensor) -> Tensor:
         """Return v unchanged. Architectures that norm it override it."""
@@ -314,15 +337,14 @@ class Attention(Composite):
 
 
 class GatedMLP(Composite):
-    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020)."""
+    """down(f(gate(x)) * up(x)), f being the model's activation: SwiGLU or GeGLU (Shazeer 2020)."""
 
     linear_type: Callable[..., Any] = Linear
     in_names: tuple[str, ...] = ("gate_proj", "up_proj")
     out_name = "down_proj"
-    activation = "gated_silu"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
-        self.layer = layer
+        self.layer, self.activation = layer, f"gated_{config.activation}"
         names = [f"{name}.{part}" for part in self.in_names]
         d_ffn = self.width(config, layer)
         self.gate_up = self.linear_type(source, names, (d_ffn, d_ffn), config.d_model)
@@ -347,15 +369,14 @@ class GatedMLP(Composite):
 
 
 class MLP(Composite):
-    """down(gelu(up(x))), under the names that the architecture gives the two."""
+    """down(f(up(x))), f being the model's activation, under the names that the architecture gives the two."""
 
     up_name = "fc1"
     down_name = "fc2"
     post_tap, out_tap = "mlp.hook_post", "hook_mlp_out"
-    activation = "gelu"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
-        self.layer = layer
+        self.layer, self.activation = layer, config.activation
         d_ffn = self.width(config, layer)
         self.up = Linear(source, [f"{name}.{self.up_name}"], (d_ffn,), config.d_model)
         self.down = Linear(source, [f"{name}.{self.down_name}"], (config.d_model,), d_ffn)
@@ -375,22 +396,16 @@ class MLP(Composite):
         return ops.map(self.activation, x)
 
 
-class ExactMLP(MLP):
-    """An MLP whose GELU is the error function's."""
-
-    activation = "gelu_exact"
-
-
-class SquaredReluMLP(MLP):
-    """down(max(up(x), 0)^2)."""
+class UngatedMLP(MLP):
+    """An MLP under the names that a gated one has."""
 
     up_name, down_name = "up_proj", "down_proj"
-    activation = "relu_squared"
 
 
 def _vector(source: WeightSource, name: str, size: int) -> Vector:
     return Vector(source.vector(name, size), name)
 
 
-def _bias(source: WeightSource, name: str, n_out: int) -> Vector | None:
+def optional_bias(source: WeightSource, name: str, n_out: int) -> Vector | None:
+    """Return a module's bias [out], None if the checkpoint has none."""
     return _vector(source, f"{name}.bias", n_out) if source.has(f"{name}.bias") else None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from math import isclose
 from typing import Any, Literal
 
+import numpy as np
+
 from kukri.config import LayerConfig, ModelConfig
 from kukri.errors import UnsupportedError
 from kukri.models.keys import Keys
@@ -97,14 +99,26 @@ class Rotating(Lens):
 
     def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
         holds = not self.needs_window or any(layer.window for layer in config.layers)
-        if form == "gguf" and holds and all(layer.use_rope == self.rule(layer) for layer in config.layers):
-            keys.pop(NOPE_KEY, None)
+        if form == "gguf" and holds:
+            state_rotating(config, keys, map(self.rule, config.layers))
 
 
 def set_rotating(facts: dict[str, Any], rotating: Iterable[bool]) -> None:
     """Set which layers rotate, in the fields of a `ModelConfig` to be."""
     layers = zip(facts["layers"], rotating, strict=True)
     facts["layers"] = tuple(replace(layer, use_rope=rotates) for layer, rotates in layers)
+
+
+def state_rotating(config: ModelConfig, keys: dict[str, Any], usual: Iterable[bool]) -> None:
+    """Set kukri's key in a GGUF file that lists the layers without RoPE.
+
+    The key is left out if a reader takes the layers that rotate to be the `usual` ones. An empty list says
+    that all rotate.
+    """
+    rotating = [layer.use_rope for layer in config.layers]
+    keys.pop(NOPE_KEY, None)
+    if rotating != [*usual]:
+        keys[NOPE_KEY] = np.array([i for i, rotates in enumerate(rotating) if not rotates], np.int32)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class ShortConv:
         """residual + this of x, both [T, D]. Writes the layer's state."""
         b, c, x = ops.split(ops.tap("conv.hook_in_proj", self.layer, self.into(ops, x)), self.into.n_outs)
         x = ops.tap("conv.hook_conv_in", self.layer, ops.map("gated_itself", x, b))
-        y = ops.tap("conv.hook_conv_out", self.layer, ops.conv(x, self.conv.spec, batch))
+        y = ops.tap("conv.hook_conv_out", self.layer, self.conv(ops, x, batch))
         y = ops.tap("conv.hook_gated", self.layer, ops.map("gated_itself", y, c))
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
@@ -145,5 +145,7 @@ LFM2 = Architecture(
     },
     biases={"conv": "conv_bias"},
     lenses=(Older(),),
-    recurrent=RecurrentKeys(("conv",), {"n_taps": "shortconv.l_cache"}, {"n_taps": "conv_L_cache"}),
+    recurrent=RecurrentKeys(
+        ("conv",), {"n_taps": "shortconv.l_cache"}, {"n_taps": "conv_L_cache"}, activation=""
+    ),
 )

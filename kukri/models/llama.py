@@ -20,11 +20,11 @@ from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.kernels.weight_handles import Weight
+from kukri.kernels.weight_handles import Vector, Weight
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head
-from kukri.models.layers import Attention, Composite, Embedding, GatedMLP, RMSNorm
+from kukri.models.layers import Attention, Composite, Embedding, GatedMLP, RMSNorm, optional_bias
 from kukri.models.weights import Parameter, WeightSource
 
 
@@ -68,16 +68,21 @@ class Llama(Composite):
     parameters: Sequence[Parameter] = ()  # the parameters that `load_model` saw it take
     row_tables: Sequence[Weight] = ()  # matrices of which steps read rows alone, too large to hold in memory
     block_type: Callable[..., Any] = Block
+    reordered_type: Callable[..., Any] = Block  # takes its place in a model that `is_reordered`
     embedding_name, norm_name, head_name = "model.embed_tokens", "model.norm", "lm_head"
+    head_bias: Vector | None = None  # next to tied embeddings
     _forward: Forward | None = None  # while a backend is bound
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         self.config = config
         self.embedding: Any = Embedding(source, self.embedding_name, config.n_vocab, config.d_model)
-        self.blocks = [self.block_type(source, config, layer) for layer in range(config.n_layers)]
+        block_type = self.reordered_type if config.is_reordered else self.block_type
+        self.blocks = [block_type(source, config, layer) for layer in range(config.n_layers)]
         norm_type = getattr(self.block_type, "norm_type", RMSNorm)
         self.norm = norm_type(source, self.norm_name, config.d_model, config.norm_eps)
         self.head: Head | None = output_head(source, config, self.head_name)
+        if self.head is None and config.head.kind == "language_model":
+            self.head_bias = optional_bias(source, self.head_name, config.n_vocab)
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Logits [N, V] of the rows that the batch lists. Writes the batch's tokens to the cache.
@@ -88,7 +93,7 @@ class Llama(Composite):
         kind = self.config.head.kind
         if kind == "none":
             return x
-        y = self.embedding.logits(ops, x) if self.head is None else self.head(ops, x)
+        y = self.embedding.logits(ops, x, self.head_bias) if self.head is None else self.head(ops, x)
         return self.adjust_logits(ops, y) if kind == "language_model" else y
 
     def embed(self, ops: Ops, batch: Any) -> Tensor:

@@ -6,12 +6,11 @@ The heads and the MLP width of its `ModelConfig` are the heads and the width of 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from kukri.config import ModelConfig, RopeConfig
 from kukri.models.architecture import RecurrentKeys
-from kukri.models.granitemoehybrid import Mamba2
+from kukri.models.granitemoehybrid import Mamba2, Steps
 from kukri.models.keys import Keys
 from kukri.models.lenses import Format, Lens
 from kukri.models.nemotron_h import NEMOTRON_H, NO_ROTATION, NemotronBlock, NemotronH
@@ -72,7 +71,6 @@ MAMBA2 = replace(
             "norm_before_gate",
         ),
     },
-    fixed={"time_step_limit": [0.0, inf]},
     defaults={
         **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2},
         **{"use_conv_bias": True, "layer_norm_epsilon": 1e-5},
@@ -87,5 +85,5 @@ MAMBA2 = replace(
             **{"d_state": "state_size", "expansion": "expand"},
         },
     ),
-    lenses=(NO_ROTATION, _Sizes()),
+    lenses=(NO_ROTATION, _Sizes(), Steps("time_step_limit")),
 )

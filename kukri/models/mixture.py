@@ -66,7 +66,8 @@ class GatedSharedMLP:
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         assert config.mixture is not None, "it stands next to one"
-        self.layer, d_model, d_ffn = layer, config.d_model, config.mixture.d_shared
+        self.layer, self.activation = layer, f"gated_{config.activation}"
+        d_model, d_ffn = config.d_model, config.mixture.d_shared
         self.routing = Routing(1, 1, normalized=False, by_sigmoid=True)
         gate = f"{name.removesuffix('shared_experts')}shared_expert_gate.weight"
         row = np.ascontiguousarray(source.vector(gate, d_model)).view(np.uint8)
@@ -84,13 +85,13 @@ class GatedSharedMLP:
         """residual + this of x, both [T, D]."""
         routes = ops.route(ops.linear(x, (self.gate,)), self.routing, ("mlp.hook_shared_gate", self.layer))
         gate, up = ops.split(ops.expert_linear(x, routes, self.gate_up), self.widths)
-        hidden = ops.tap("mlp.hook_shared_post", self.layer, ops.map("gated_silu", up, gate))
+        hidden = ops.tap("mlp.hook_shared_post", self.layer, ops.map(self.activation, up, gate))
         out = ops.expert_linear(hidden, routes, self.down)
         return ops.combine(out, routes, residual, ("mlp.hook_shared_out", self.layer))
 
 
 class Mixture(Composite):
-    """The weighted sum of the chosen experts, each down(silu(gate(x)) * up(x)).
+    """The weighted sum of the chosen experts, each down(f(gate(x)) * up(x)), f being the model's activation.
 
     Taps inside experts see [T * n_used, width]: a token's experts one after another, in their order.
     """
@@ -98,7 +99,6 @@ class Mixture(Composite):
     in_names: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_type: Callable[..., Any] = SharedMLP
     router_name = "gate"
-    activation = "gated_silu"
     has_biases = False
     finish: Callable[[Ops, Tensor], Tensor] | None = (
         None  # changes the result [T, D], before it joins the stream
@@ -108,7 +108,8 @@ class Mixture(Composite):
         mixture = config.mixture
         assert mixture is not None, "the configuration's readers see to that"
         n, d_ffn = mixture.n_experts, mixture.d_ffn
-        self.layer = layer
+        is_gated = len(self.in_names) > 1
+        self.layer, self.activation = layer, f"gated_{config.activation}" if is_gated else config.activation
         bias: Vector | None = None
         if mixture.has_bias:
             biases = f"{name}.gate.e_score_correction.bias"
@@ -159,4 +160,4 @@ class Mixture(Composite):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
         """The activation of an expert, of both [T * n_used, F], if it has both."""
-        return ops.map(self.activation, up, gate)
+        return ops.map(self.activation, gate) if up is None else ops.map(self.activation, up, gate)

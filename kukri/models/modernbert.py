@@ -6,7 +6,6 @@ Two of three layers see a window on both sides of a token, and have a RoPE base 
 from __future__ import annotations
 
 from kukri.config import ModelConfig
-from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.heads import PredictionHead
 from kukri.models.layers import Attention, Embedding, GatedMLP, NoNorm, NormedEmbedding, PlainLayerNorm
@@ -21,14 +20,10 @@ class ModernBertAttention(Attention):
 
 
 class ModernBertMLP(GatedMLP):
-    """down(gelu(gate(x)) * up(x)) by the exact GELU, under ModernBERT's names."""
+    """The gated MLP under ModernBERT's names."""
 
     in_names: tuple[str, ...] = ("Wi",)
     out_name = "Wo"
-
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up."""
-        return ops.map("gated_itself", ops.map("gelu_exact", gate), up)
 
 
 class ModernBertBlock(Block):
@@ -87,14 +82,14 @@ MODERNBERT = Architecture(
         "classifier_pooling",
     },
     ignores={
-        *("hidden_activation", "initializer_cutoff_factor", "cls_token_id", "embedding_dropout"),
+        *("initializer_cutoff_factor", "cls_token_id", "embedding_dropout"),
         *("mlp_dropout", "decoder_bias", "deterministic_flash_attn", "sparse_prediction"),
         *("sparse_pred_ignore_index", "reference_compile", "layer_norm_eps", "repad_logits_with_grad"),
         "position_embedding_type",
     },
     fixed={"norm_bias": False, "classifier_bias": False, "classifier_activation": "gelu"},
     defaults={
-        **{"norm_eps": 1e-5, "hidden_activation": "gelu"},
+        "norm_eps": 1e-5,
         **{"rope_theta": 160000.0, "sliding_window": 128, "tie_word_embeddings": True},
     },
     biases={"attn": "attention_bias", "mlp": "mlp_bias"},

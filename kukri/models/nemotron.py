@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kukri.models.architecture import Architecture
-from kukri.models.layers import LayerNorm, SquaredReluMLP
+from kukri.models.layers import LayerNorm, UngatedMLP
 from kukri.models.llama import Block, Llama
 
 NEMOTRON = Architecture(
     "nemotron",
-    Llama.of(block_type=Block.of(norm_type=LayerNorm, mlp_type=SquaredReluMLP)),
+    Llama.of(block_type=Block.of(norm_type=LayerNorm, mlp_type=UngatedMLP)),
     "NemotronForCausalLM",
     gguf_epsilon="attention.layer_norm_epsilon",
     hf_epsilon="norm_eps",

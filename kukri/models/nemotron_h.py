@@ -18,25 +18,17 @@ from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, RecurrentKeys
 from kukri.models.deepseek_v3 import EXPERTS
-from kukri.models.granitemoehybrid import MAMBA_NAMES, Mamba2
+from kukri.models.granitemoehybrid import MAMBA_NAMES, Mamba2, Steps
 from kukri.models.keys import Keys
-from kukri.models.layers import Attention, Composite, RMSNorm, SquaredReluMLP
+from kukri.models.layers import Attention, Composite, RMSNorm, UngatedMLP
 from kukri.models.lenses import Format, Lens, Rotating, Stated
 from kukri.models.llama import Llama
 from kukri.models.mixture import Mixture
 from kukri.models.recurrent import STATE_KEYS
 from kukri.models.weights import WeightSource
 
-_LEAST_STEP = 0.001  # the least step of a state space, as every checkpoint has it
 
-
-class NemotronMamba(Mamba2):
-    """A state space whose steps have a lower bound."""
-
-    limits = (_LEAST_STEP, inf)
-
-
-class SharedSquaredReluMLP(SquaredReluMLP):
+class SharedUngatedMLP(UngatedMLP):
     """An MLP that each token passes in addition to its experts."""
 
     post_tap, out_tap = "mlp.hook_shared_post", "mlp.hook_shared_out"
@@ -47,22 +39,18 @@ class SharedSquaredReluMLP(SquaredReluMLP):
         return config.mixture.d_shared
 
 
-class SquaredReluMixture(Mixture):
+class UngatedMixture(Mixture):
     """A mixture whose experts have no gate."""
 
     in_names = ("up_proj",)
-    shared_type = SharedSquaredReluMLP
-
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
-        """max(x, 0)^2 of the only product."""
-        return ops.map("relu_squared", gate)
+    shared_type = SharedUngatedMLP
 
 
 class NemotronBlock(Composite):
     """A layer: one part after its norm, added to the stream."""
 
-    mlp_type: Any = SquaredReluMLP
-    recurrent_type: Any = NemotronMamba
+    mlp_type: Any = UngatedMLP
+    recurrent_type: Any = Mamba2
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         name, this = f"model.layers.{layer}", config.layers[layer]
@@ -198,7 +186,7 @@ NEMOTRON_H = Architecture(
     hf_activation="mlp_hidden_act",
     activation="relu2",
     respelled=_respelled,
-    reads={_TYPES, "mlp_hidden_act", "attention_bias"},
+    reads={_TYPES, "attention_bias"},
     ignores={
         *("chunk_size", "expand", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
         *("time_step_max", "time_step_limit", "time_step_floor", "residual_in_fp32", "mamba_proj_bias"),
@@ -206,11 +194,10 @@ NEMOTRON_H = Architecture(
         *("num_nextn_predict_layers", "moe_shared_expert_overlap", "output_router_logits"),
         *_MIXTURE,
     },
-    fixed={"time_step_min": _LEAST_STEP, "mamba_hidden_act": "silu"},
     defaults={
         **{"num_key_value_heads": 8, "head_dim": 128, "layer_norm_epsilon": 1e-5, "n_groups": 8},
         **{"ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "conv_kernel": 4},
-        **{"use_conv_bias": True, "mlp_hidden_act": "relu2"},
+        "use_conv_bias": True,
     },
     biases={
         **{f"{part}.{module}": key for key, found in _BIASES.items() for module in found
@@ -224,14 +211,15 @@ NEMOTRON_H = Architecture(
             **{"n_taps": "conv_kernel", "n_heads": "mamba_num_heads", "n_groups": "n_groups"},
             **{"d_state": "ssm_state_size", "d_head": "mamba_head_dim"},
         },
+        activation="mamba_hidden_act",
     ),
-    lenses=(NO_ROTATION, _Parts()),
+    lenses=(NO_ROTATION, _Parts(), Steps("time_step_min", (0.001, inf))),
 )  # fmt: skip
 
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
     name="nemotron_h_moe",
-    model=NemotronH.of(block_type=NemotronBlock.of(mlp_type=SquaredReluMixture)),
+    model=NemotronH.of(block_type=NemotronBlock.of(mlp_type=UngatedMixture)),
     hf_type="nemotron_h",
     hf_when=_has_mixture,
     gguf="nemotron_h_moe",
@@ -243,7 +231,7 @@ NEMOTRON_H_MOE = replace(
         **_joined("mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
     },
     ignores=NEMOTRON_H.ignores - _MIXTURE,
-    fixed={**NEMOTRON_H.fixed, "n_shared_experts": 1, "moe_latent_size": None},
+    fixed={"n_shared_experts": 1, "moe_latent_size": None},
     defaults={
         **NEMOTRON_H.defaults,
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "n_group": 1},

@@ -103,7 +103,7 @@ class NextTokenLayer(LastRowReader):
         """Logits [N, V] of all tokens, by the results that are the batch's activations."""
         x = ops.logit_rows(ops.activations(batch, self.config.d_model), batch)  # type: ignore[attr-defined]
         model, head = self._model, self._model.head
-        y = model.embedding.logits(ops, x) if head is None else head(ops, x)
+        y = model.embedding.logits(ops, x, model.head_bias) if head is None else head(ops, x)
         return model.adjust_logits(ops, y)
 
 
@@ -122,7 +122,7 @@ def _first_rows(model: Llama, n: int) -> tuple[Weight, Vector | None]:
     """Return the first rows of a model's head, and of its bias."""
     head = model.head
     whole = head.weights[0] if isinstance(head, Linear) else model.embedding.weight
-    bias = head.bias if isinstance(head, Linear) else None
+    bias = head.bias if isinstance(head, Linear) else model.head_bias
     rows = Weight(whole.data[:n], whole.type, (n, whole.shape[1]), "head", whole.per_token)
     return rows, None if bias is None else Vector(bias.data[:n], "head.bias")
 

@@ -26,7 +26,7 @@ OLMO = Architecture(
     gguf_epsilon="attention.layer_norm_epsilon",
     interleaved_rope=True,
     hf_epsilon="layer_norm_eps",
-    fixed={"clip_qkv": None},
+    numbers={"qkv_clip"},
     defaults={"layer_norm_eps": 1e-5},
     biases={"self_attn": "attention_bias"},
 )

@@ -20,15 +20,12 @@ from kukri.models.weights import WeightSource
 class Olmo2Attention(Attention):
     """Attention with a norm of all queries of a token, and one of all its keys."""
 
-    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
-        super().__init__(source, name, config, layer)
+    def norms(self, source: WeightSource, name: str, config: ModelConfig) -> tuple[Any, Any]:
+        """Norms of all queries and of all keys, as of one wide head."""
         n_q, n_kv = self.spec.n_heads * self.spec.d_head, self.spec.n_kv_heads * self.spec.d_head
-        self.q_norm = HeadNorm(source, f"{name}.q_norm", n_q, config.norm_eps)  # as one wide head
-        self.k_norm = HeadNorm(source, f"{name}.k_norm", n_kv, config.norm_eps)
-
-    def normalize(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, H*K] and k [T, G*K], each normed as one row."""
-        return self.q_norm(ops, q), self.k_norm(ops, k)
+        size = {"q_norm": n_q, "k_norm": n_kv}
+        q_norm, k_norm = (HeadNorm(source, f"{name}.{x}", n, config.norm_eps) for x, n in size.items())
+        return q_norm, k_norm
 
 
 class Olmo2Block(Composite):

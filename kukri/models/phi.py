@@ -8,15 +8,26 @@ from typing import Any
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.layers import MLP, Attention, Composite, LayerNorm
+from kukri.models.layers import MLP, Attention, Composite, HeadLayerNorms, LayerNorm
 from kukri.models.llama import Llama
 from kukri.models.weights import WeightSource
 
 
 class PhiAttention(Attention):
-    """Attention whose output matrix has another name."""
+    """Attention whose output matrix has another name, with norms of heads if the checkpoint has them."""
 
     out_name = "dense"
+
+    def norms(self, source: WeightSource, name: str, config: ModelConfig) -> tuple[Any, Any]:
+        """One norm for all query heads, one for all key heads."""
+
+        def norm(part: str, n_heads: int) -> Any:
+            if not source.has(f"{name}.{part}_layernorm.weight"):
+                return None
+            own = LayerNorm(source, f"{name}.{part}_layernorm", self.spec.d_head, config.norm_eps)
+            return HeadLayerNorms([own] * n_heads)
+
+        return norm("q", self.spec.n_heads), norm("k", self.spec.n_kv_heads)
 
 
 class PhiBlock(Composite):
@@ -56,7 +67,8 @@ PHI = Architecture(
     hf_epsilon="layer_norm_eps",
     activation="gelu_new",
     defaults={"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
-    fixed={"qk_layernorm": False},
+    reads={"qk_layernorm"},
+    lenses=(),
     biases={"self_attn": True, "mlp": True},
     partial_rotary=True,
 )

@@ -23,7 +23,6 @@ QWEN2_MOE = Architecture(
         *("max_window_layers", "layer_types"),
         "sliding_window",
     },
-    fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
     defaults={
         **{"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "qkv_bias": True},
         **{"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False},
@@ -32,6 +31,8 @@ QWEN2_MOE = Architecture(
     experts=ExpertKeys(
         *("num_experts", "moe_intermediate_size", "norm_topk_prob"),
         gguf_normalized=False,
+        interval="decoder_sparse_step",
+        dense="mlp_only_layers",
         d_shared="shared_expert_intermediate_size",
     ),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kukri.config import ModelConfig
-from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
 from kukri.models.layers import Attention, HeadNorm
 from kukri.models.llama import Block, Llama
@@ -15,15 +16,11 @@ class Qwen3Attention(Attention):
 
     q_norm_name, k_norm_name = "q_norm", "k_norm"
 
-    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
-        super().__init__(source, name, config, layer)
-        self.q_norm = HeadNorm(source, f"{name}.{self.q_norm_name}", self.spec.d_head, config.norm_eps)
-        if self.spec.reads is None:
-            self.k_norm = HeadNorm(source, f"{name}.{self.k_norm_name}", self.spec.d_head, config.norm_eps)
-
-    def normalize(self, ops: Ops, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """q [T, H*K] and k [T, G*K], normed head by head."""
-        return self.q_norm(ops, q), None if self.spec.reads is not None else self.k_norm(ops, k)
+    def norms(self, source: WeightSource, name: str, config: ModelConfig) -> tuple[Any, Any]:
+        """A norm of each head on its own; a layer that reads another's keys has none for them."""
+        size = self.spec.d_head, config.norm_eps
+        k_norm = HeadNorm(source, f"{name}.{self.k_norm_name}", *size) if self.spec.reads is None else None
+        return HeadNorm(source, f"{name}.{self.q_norm_name}", *size), k_norm
 
 
 QWEN3 = Architecture(

@@ -64,7 +64,7 @@ class GatedDeltaNet:
         self.into = Linear(source, names, widths, config.d_model)
         parts = (self.outs[0],) if len(self.conv_names) == 1 else self.widths
         convs = {f"{name}.{part}": n for part, n in zip(self.conv_names, parts, strict=True)}
-        self.conv = Convolution(source, convs, own.n_taps, layer, is_activated=True)
+        self.conv = Convolution(source, convs, own.n_taps, layer, own.activation)
         a = Vector(source.vector(f"{name}.A_log.weight", own.n_heads), f"{name}.A_log.weight")
         dt_bias = Vector(source.vector(f"{name}.dt_proj.bias", own.n_heads), f"{name}.dt_proj.bias")
         self.spec = DeltaSpec(
@@ -84,7 +84,7 @@ class GatedDeltaNet:
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor, batch: Any) -> Tensor:
         """residual + this of x, both [T, D]. Writes the layer's states."""
         qkv, z, a, b = ops.split(self.into(ops, x), self.outs)
-        qkv = ops.tap("linear_attn.hook_qkv", self.layer, ops.conv(qkv, self.conv.spec, batch))
+        qkv = ops.tap("linear_attn.hook_qkv", self.layer, self.conv(ops, qkv, batch))
         q, k, v = ops.split(qkv, self.widths)
         q, k = ops.head_norm(q, self.of_queries, self.eps), ops.head_norm(k, self.of_keys, self.eps)
         if self.root != 1:

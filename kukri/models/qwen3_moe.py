@@ -16,9 +16,13 @@ QWEN3_MOE = Architecture(
     gguf_reads=QWEN3.gguf_reads,
     reads=QWEN3.reads - {"max_window_layers", "layer_types"},
     ignores={"max_window_layers"},
-    fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
     defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8}
     | {"moe_intermediate_size": 768, "mrope_interleaved": True},
     biases=QWEN3.biases,
-    experts=ExpertKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", gguf_normalized=True),
+    experts=ExpertKeys(
+        *("num_experts", "moe_intermediate_size", "norm_topk_prob"),
+        gguf_normalized=True,
+        interval="decoder_sparse_step",
+        dense="mlp_only_layers",
+    ),
 )

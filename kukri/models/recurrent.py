@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import StateLayer
+from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ConvSpec
 from kukri.kernels.weight_handles import Vector
 from kukri.models.weights import WeightSource
@@ -25,6 +27,7 @@ class Convolution:
     """The weights of a convolution: a matrix (channels, taps), and a bias if there is one.
 
     `widths` are the channels of each of the matrices that hold its rows, by name; several have no bias.
+    `activation` is an op that follows, "" for none; the convolution itself has SiLU.
     Attributes: spec; states, its arrays of a `StateLayer`.
     """
 
@@ -34,8 +37,7 @@ class Convolution:
         widths: Mapping[str, int],
         n_taps: int,
         layer: int,
-        *,
-        is_activated: bool = False,
+        activation: str = "",
     ) -> None:
         name, n = next(iter(widths)), sum(widths.values())
         weights = [source.matrix(f"{part}.weight", (width, n_taps)) for part, width in widths.items()]
@@ -44,8 +46,14 @@ class Convolution:
         bias: Vector | None = None
         if source.has(f"{name}.bias"):
             bias = Vector(source.vector(f"{name}.bias", n), f"{name}.bias")
-        self.spec = ConvSpec(layer, n_taps, Vector(taps, f"{name}.weight"), bias, is_activated)
+        self.spec = ConvSpec(layer, n_taps, Vector(taps, f"{name}.weight"), bias, activation == "silu")
         self.states = (("conv", (n_taps - 1, n)),)
+        self.activation = "" if activation == "silu" else activation
+
+    def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
+        """x [T, n] -> [T, n]. Writes the layer's states."""
+        y = ops.conv(x, self.spec, batch)
+        return ops.map(self.activation, y) if self.activation else y
 
     def multiply(self, factors: FloatArray) -> None:
         """Multiplies the input of each channel by its factor [n]: the taps are what has them."""

@@ -198,8 +198,9 @@ def rope_row_order(name: str, n_rows: int, config: ModelConfig) -> npt.NDArray[n
     if _ROTATED.fullmatch(name) is None:
         return None
     if config.has_gates:
-        heads = np.arange(n_rows).reshape(-1, 2, config.d_head)
-        return heads.swapaxes(0, 1).reshape(-1) if ".q_proj." in name else None
+        if ".k_proj." in name:  # which may have a single head
+            return None
+        return np.arange(n_rows).reshape(-1, 2, config.d_head).swapaxes(0, 1).reshape(-1)
     return half_split_order(n_rows, config.d_head, config.rope.rotary_dim)
 
 

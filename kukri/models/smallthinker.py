@@ -7,7 +7,6 @@ no others; 4B-A0.6B has no windows, and all layers rotate.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from kukri.config import ModelConfig
@@ -19,18 +18,10 @@ from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
 
 
-class ReluMixture(Mixture):
-    """A mixture whose experts gate by ReLU."""
-
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
-        """max(gate, 0) * up."""
-        return ops.map("gated_itself", up, ops.map("clamp", gate, None, 0.0, inf))
-
-
 class SmallThinkerBlock(Block):
     """A layer whose experts are chosen before attention."""
 
-    mlp_type = ReluMixture
+    mlp_type = Mixture
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -97,6 +88,7 @@ SMALLTHINKER = Architecture(
         },
     },
     respelled=_respelled,
+    activation="relu",
     reads={_ROPE, "sliding_window", "layer_types", "moe_layer_layout", _SOFTMAX},
     ignores={
         *(
@@ -107,6 +99,7 @@ SMALLTHINKER = Architecture(
             "num_experts_per_tok",
             "moe_intermediate_size",
             "attention_bias",
+            "hidden_act",
         ),
         *("norm_topk_prob", "moe_num_secondary_experts", "moe_secondary_expert_size"),
     },

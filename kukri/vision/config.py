@@ -79,9 +79,11 @@ def read_blocks(
     *,
     n_layers: str = "num_hidden_layers",
     n_heads: str = "num_attention_heads",
+    activation: str = "hidden_act",
     rotates: bool = False,
 ) -> ModelConfig:
-    """An encoder's blocks by the keys of `vision_config`; families name the numbers of layers and heads.
+    """An encoder's blocks by the keys of `vision_config`; families name the numbers of layers and heads
+    and the activation.
 
     Up to `max_patches` are computed at once, with learned embeddings of `n_positions`. A head that rotates
     does so in four parts.
@@ -107,6 +109,7 @@ def read_blocks(
         layers=(LayerConfig(use_rope=rotates),) * layers,
         is_causal=False,
         n_positions=n_positions,
+        activation=keys.activation(activation),
     )
 
 
@@ -114,7 +117,6 @@ def siglip_config(keys: Keys, name: str) -> ModelConfig:
     """The blocks of a SigLIP encoder (Zhai et al. 2023), by the keys of config.json's `vision_config`."""
     image_size, patch_size = keys.whole("image_size", most=1 << 13), keys.whole("patch_size", most=1 << 10)
     keys.expect("num_channels", 3)
-    keys.expect("hidden_act", "gelu_pytorch_tanh")
     n_patches = max((image_size // patch_size) ** 2, 1)
     return read_blocks(keys, name, keys.positive("layer_norm_eps"), n_patches, n_patches)
 

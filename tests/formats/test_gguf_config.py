@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from kukri.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling
+from kukri.config import LayerConfig, ModelConfig, RecurrentConfig, RopeConfig, RopeScaling
 from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.gguf.config import (
     IGNORED_FAMILIES,
@@ -246,6 +247,29 @@ def test_nope_layers(config_of, layers, want):
     for wrong in ([6], [-1], 3, [1.5], "1"):
         with pytest.raises(FormatError, match="nope_layers"):
             config_of({**keys, "smollm3.attention.nope_layers": wrong}, shapes)
+
+
+@pytest.mark.parametrize("rotating", [(True, True), (False, False), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "smollm3", "cohere2", "exaone4", "granitemoehybrid_dense"])
+def test_layers_that_rotate_survive(config_of, name, rotating):
+    """Catches an empty list of layers without RoPE that is not written, where no key means another list."""
+    windows = (64, None) if "sliding_window" in ARCHITECTURES[name].reads else (None, None)
+    layers = tuple(LayerConfig(*each) for each in zip(rotating, windows))
+    recurrent = RecurrentConfig(4, 2, 1, 8, 48) if ARCHITECTURES[name].recurrent else None
+    config = replace(config_of(), architecture=name, layers=layers, recurrent=recurrent)
+    shapes = {"token_embd.weight": (7, 48), "output_norm.weight": (48,)}
+    found = config_of({**dict.fromkeys(KEYS), **model_metadata(config)}, shapes)
+    assert found.layers == layers
+
+
+def test_an_activation_without_a_key_is_refused(config_of):
+    """Catches a GGUF file whose readers compute another activation."""
+    config = config_of()
+    assert config.activation == "silu"
+    with pytest.raises(
+        UnsupportedError, match="activation 'relu_squared' is not supported by GGUF for llama"
+    ):
+        model_metadata(replace(config, activation="relu_squared"))
 
 
 @pytest.mark.parametrize(

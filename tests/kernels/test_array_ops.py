@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from kukri.errors import ShapeError
+from kukri.interp.tapes.frozen_tape import FrozenTape, ReplayedTape
 from kukri.interp.tapes.tape import Matrices, Tape, Variable
+from kukri.kernels.activations import NUMPY, activate
 from kukri.kernels.array_ops import DERIVATIVES, ArrayOps
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, StageOps
@@ -252,6 +254,25 @@ def test_tap(on):
     on.ops.on_tap = lambda name, value: value * 2
     close(on.rows(on.ops.tap("hook_embed", None, x)), [[2 * a for a in row] for row in on.rows(x)])
     assert on.ops.tap("hook_resid_pre", 0, x) is x
+
+
+@pytest.mark.parametrize("name", ["clamped_swiglu", "gated_relu_squared", "gated_gelu_exact"])
+def test_a_frozen_tape_holds_gates(name):
+    """Catches a gradient through a gate, and a value that a second run does not follow, clamped or not."""
+    rng = np.random.default_rng(0)
+    x, gate, way = (rng.standard_normal((3, 8)).astype(np.float32) for _ in range(3))
+
+    def run(tape, x):
+        inputs = Variable(x), Variable(gate)
+        return tape.map(name, *inputs, 1.7, 1.5), *inputs
+
+    first = FrozenTape(Matrices(), {}, [], [], {})
+    made, value, frozen = run(first, x)
+    np.testing.assert_allclose(made.x, activate(NUMPY, name, x, gate, 1.7, 1.5), rtol=1e-5, atol=1e-6)
+    first.backward(made, np.ones_like(x))
+    assert frozen.grad is None
+    moved, *_ = run(ReplayedTape(first, lambda tap, x: x), x + way)
+    np.testing.assert_allclose(moved.x - made.x, value.grad * way, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_shared_ops_are_differences():

@@ -316,7 +316,7 @@ def test_clamped_swiglu(backend, n_tokens):
 
     def program(ops, batch):
         gate, up = ops.split(ops.embed(x, batch), (96, 96))
-        return ops.logit_rows(ops.map("clamped_swiglu", gate, up, 1.702, 7.0), batch)
+        return ops.logit_rows(ops.map("clamped_swiglu", up, gate, 1.702, 7.0), batch)
 
     got, want = both(backend, program, plain_batch(n_tokens))
     assert_close(got, want)

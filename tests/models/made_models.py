@@ -108,6 +108,7 @@ def _made(
     sizes = {"d_head": D_HEAD, "d_ffn": F, "n_heads": HEADS, **tiny.facts}
     config = ModelConfig(
         architecture=name.split("-")[0],
+        activation=ARCHITECTURES[name.split("-")[0]].activation_op,
         n_layers=N_LAYERS,
         d_model=D,
         n_kv_heads=tiny.n_kv_heads,

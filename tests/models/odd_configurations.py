@@ -136,12 +136,18 @@ def outcome(case: Case, directory: Path) -> Outcome:
     except Exception as error:
         return Outcome("not run", f"{type(error).__name__}: {error}")
     try:
-        found = exact_logits(directory, ids)
+        found = exact_logits(
+            directory, ids, N_TOKENS
+        )  # transformers has longrope's factors by the text's length
+        assert found.shape == want.shape, f"logits {found.shape} where transformers has {want.shape}"
     except (FormatError, UnsupportedError, KukriError) as error:
         return Outcome("refused", str(error).replace(str(directory), "").lstrip("/: "))
     except Exception as error:
         return Outcome("crashed", f"{type(error).__name__}: {error}")
     most = float(np.abs(found - want).max())
+    if most > 1e-4:  # which of both has rounded more
+        want = theirs(model.double(), ids)
+        most = float(np.abs(found - want).max())
     limit = 2e-4 * max(1.0, float(np.abs(want).max()) / 7)
     return Outcome("right") if most <= limit else Outcome("wrong", f"logits are {most:.2g} off")
 

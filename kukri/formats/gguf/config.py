@@ -18,11 +18,12 @@ from kukri.formats.facts import (
     RECURRENT,
     SIGMOID,
     by_layer,
+    dense_layers,
     keys_of,
-    leading_dense,
     read_mixture,
     read_numbers,
     read_recurrent,
+    write_activation,
     write_mixture,
     write_numbers,
     write_recurrent,
@@ -151,6 +152,7 @@ def _model_config(gguf: GGUFFile, architecture: Architecture, keys: Keys) -> Mod
     found = dict(
         **numbers,
         architecture=architecture.name,
+        activation=architecture.activation_op,
         tie_embeddings="output.weight" not in gguf.tensors,
         rope=rope,
         layers=layers,
@@ -180,6 +182,7 @@ def model_metadata(config: ModelConfig, *, has_next_token: bool = False) -> dict
     nope = [i for i, layer in enumerate(config.layers) if not layer.use_rope]
     keys: dict[str, Any] = {
         **write_numbers(config, "gguf", architecture),
+        **write_activation(config, "gguf", architecture),
         "attention.value_length": config.d_head,
         **(rope_keys(config, architecture) if architecture.has_rope else {}),
         **({} if config.is_causal else {CAUSAL_KEY: False}),
@@ -404,7 +407,7 @@ def _layers(keys: Keys, architecture: Architecture, numbers: Mapping[str, Any]) 
         window=keys.whole(_WINDOW, 0, least=0) or None,
         windowed=_windowed(keys, architecture, n_layers),
         recurrent=_recurrent(keys, architecture, n_layers),
-        n_dense=leading_dense(keys, "gguf", architecture, n_layers),
+        dense=dense_layers(keys, "gguf", architecture, n_layers),
         sizes=[dict(zip(sizes, own)) for own in zip(*sizes.values())],
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kukri.errors import UnsupportedError
 from kukri.formats.gguf.mmproj_names import clip_of, colour_order, interleaved_rows, stored_name
 from kukri.formats.gguf.writer import TensorSource, write_gguf
 from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
@@ -70,6 +71,10 @@ def write_encoder(
 
 def _metadata(config: VisionConfig, processor: ImageProcessor) -> dict[str, Any]:
     clip, encoder = clip_of(config), config.encoder
+    if encoder.activation != clip.activation and not clip.flat:
+        raise UnsupportedError(
+            f"activation '{encoder.activation}' of an encoder of {config.family} is not supported by GGUF"
+        )
     keys: dict[str, Any] = {
         "image_size": config.image_size,
         "patch_size": config.patch_size,

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from kukri.config import ModelConfig
-from kukri.errors import FormatError, UnusedTensorError, brief, brief_list
+from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
 from kukri.formats.gguf.config import activations_per_token, architecture_of
 from kukri.formats.gguf.reader import GGUFFile, GGUFTensor
 from kukri.formats.gguf.rope_keys import ROPE_TENSORS
@@ -91,7 +91,10 @@ class GGUFWeights(WeightSource):
         return np.array(stated[layer : layer + 1], np.float32)
 
     def has(self, name: str) -> bool:
-        return gguf_name(name, self._architecture.name) in self._gguf.tensors
+        try:
+            return gguf_name(name, self._architecture.name) in self._gguf.tensors
+        except UnsupportedError:  # a tensor for which GGUF has no name
+            return False
 
     def done(self) -> None:
         unused = [

@@ -13,11 +13,12 @@ from kukri.config import MAX_TOKEN_TYPES, PROBLEM_TYPES, HeadConfig, LayerConfig
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.facts import (
     INTERVAL,
+    dense_layers,
     keys_of,
-    leading_dense,
     read_mixture,
     read_numbers,
     read_recurrent,
+    write_activation,
     write_mixture,
     write_numbers,
     write_recurrent,
@@ -117,7 +118,6 @@ def hf_model_config(config: Mapping[str, Any], path: Path, name: str = "") -> Mo
 
 def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelConfig:
     _check_neutral(keys, architecture)
-    keys.expect(architecture.hf_activation, architecture.activation)
     numbers = read_numbers(keys, "hf", architecture, {})
     if architecture.first_position:
         keys.expect("pad_token_id", architecture.first_position - 1)  # whose position is the one before
@@ -134,6 +134,7 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
     found = dict(
         **numbers,
         architecture=architecture.name,
+        activation=_activation(keys, architecture),
         tie_embeddings=keys.flag("tie_word_embeddings"),
         rope=rope,
         layers=layers if local is None else with_local_rope(layers, local),
@@ -149,6 +150,13 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
     for lens in architecture.lenses:
         lens.read(keys, "hf", found)
     return ModelConfig(**found)
+
+
+def _activation(keys: Keys, architecture: Architecture) -> str:
+    """The op of MLPs' activation, which some classes do not read."""
+    key, own = architecture.hf_activation, architecture.activation
+    is_own = key in architecture.ignores or keys.value(key, own) == own
+    return architecture.activation_op if is_own else keys.activation(key)
 
 
 def text_config(stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +191,7 @@ def hf_config(config: ModelConfig, names: Collection[str]) -> dict[str, Any]:
         "model_type": architecture.hf_type or architecture.name,
         "architectures": [architecture.hf_class],
         **write_numbers(config, "hf", architecture),
-        architecture.hf_activation: architecture.activation,
+        **write_activation(config, "hf", architecture),
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope.theta,
         "rope_scaling": scaling_keys(config.rope) if config.rope.scaling else None,
@@ -236,6 +244,7 @@ def _said(config: ModelConfig) -> Iterator[tuple[str, Any]]:
         "is_causal",
         "has_gates",
         "latent",
+        "activation",
     ):
         yield part, getattr(config, part)
     for i, layer in enumerate(config.layers):
@@ -402,6 +411,10 @@ def _head(keys: Keys, architecture: Architecture) -> HeadConfig:
         return HeadConfig(default)
     if architecture.is_causal and "Bidirectional" in classes[0]:
         raise keys.unsupported("architectures", f"is {brief(classes[0])}: only the causal model is supported")
+    if not architecture.is_causal and classes[0].endswith("ForCausalLM"):
+        raise keys.unsupported(
+            "architectures", f"is {brief(classes[0])}: a head for the next token is not supported"
+        )
     kind = next((kind for ending, kind in _HEAD_CLASSES.items() if classes[0].endswith(ending)), None)
     if kind is None or not kind.endswith("classification"):
         return HeadConfig(kind or default)
@@ -437,7 +450,7 @@ def _layers(keys: Keys, architecture: Architecture, n_layers: int) -> tuple[Laye
         window=window,
         windowed=0 if window is None else _windowed(keys, architecture, n_layers),
         recurrent=_recurrent(keys, architecture, n_layers),
-        n_dense=leading_dense(keys, "hf", architecture, n_layers),
+        dense=dense_layers(keys, "hf", architecture, n_layers),
     )
 
 

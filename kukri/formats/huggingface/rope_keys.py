@@ -90,6 +90,18 @@ def _rope(
         return RopeConfig(theta, d_head, _proportional(parameters, keys, d_head))
     scaling = _scaling(parameters, keys, architecture, max_context)
     rotary_dim = _rotary_dim(parameters, keys, architecture, d_head, scaling)
+    if (
+        rotary_dim % 2
+        and 1 < rotary_dim < d_head
+        and (scaling is None or scaling.kind in ("linear", "longrope"))
+    ):
+        # transformers rotates one dimension more, by exponents that are shares of the odd number
+        theta, rotary_dim = theta ** (1 + 1 / rotary_dim), rotary_dim + 1
+    if rotary_dim % 2 or rotary_dim == 0:
+        message = (
+            f"of {parameters.value('partial_rotary_factor'):g} leaves {rotary_dim} of {d_head} dimensions"
+        )
+        raise keys.error("partial_rotary_factor", message)
     try:
         return RopeConfig(theta, rotary_dim, scaling, _axes(parameters, keys, rotary_dim))
     except ConfigError as error:
@@ -150,8 +162,8 @@ def _rotary_dim(
         )
         raise keys.unsupported("partial_rotary_factor", message)
     rotary_dim = int(d_head * share)
-    if share > 1 or rotary_dim % 2 or rotary_dim == 0:
-        raise keys.error("partial_rotary_factor", f"of {share:g} leaves {rotary_dim} of {d_head} dimensions")
+    if share > 1:
+        raise keys.error("partial_rotary_factor", f"must be at most 1, not {share:g}")
     return rotary_dim if architecture.partial_rotary else d_head
 
 
@@ -160,8 +172,8 @@ def _scaling(
 ) -> RopeScaling | None:
     where = parameters.prefix.removesuffix(".")
     kind = parameters.value("rope_type", parameters.value("type", "default"))
-    if parameters.has("short_factor"):
-        kind = "longrope"  # whatever older name Phi-3's files have for it
+    if parameters.has("short_factor") and kind in ("su", "yarn"):
+        kind = "longrope"  # older names that Phi-3's files have for it
     kind = "default" if kind == "mrope" else kind
     if kind != "default" and kind not in ROPE_SCALINGS:
         known = ", ".join(("default", *ROPE_SCALINGS))
@@ -169,6 +181,7 @@ def _scaling(
     fields = () if kind == "default" else SCALING_FIELDS[kind]
     names = {SCALING_FACTS[field].hf: field for field in (*fields, "original_context")}
     common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *architecture.ignores, *_MROPE}
+    common |= {fact.hf for fact in SCALING_FACTS.values()}  # transformers does not read other kinds'
     stated = [name.removeprefix(parameters.prefix) for name in parameters.values]
     if unknown := set(stated) - names.keys() - common:
         raise keys.unsupported(where, f"has the parameter {brief(min(unknown))}, which is not supported")

@@ -14,7 +14,7 @@ import numpy as np
 
 from kukri.errors import UnsupportedError
 from kukri.interp.tapes.tape import Tape, TextRows, Variable, _shares, shared_op
-from kukri.kernels.activations import ACTIVATIONS, NUMPY, activate
+from kukri.kernels.activations import NUMPY, activate, slopes
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.op_set import Program
 from kukri.kernels.specs import AttentionSpec
@@ -93,13 +93,14 @@ class FrozenTape(Tape):
     def map(
         self, name: str, x: Variable, other: Variable | None = None, a: float = 0.0, b: float = 0.0
     ) -> Variable:
-        """A gated value whose gate is frozen: no gradient reaches that."""
-        if other is None or not ACTIVATIONS[name].is_gate:
+        """A gated value whose gate is frozen: no gradient reaches that, and the value is a line in x."""
+        if other is None:
             return _map(self, name, x, other, a, b)
         if name == "gated_itself":
             raise UnsupportedError("attribution graphs require gates that are not the gated value itself")
-        factor = self._frozen(lambda: activate(NUMPY, name, np.float32(1), other.x, a, b))
-        return self._new(x.x * factor, lambda g: x.add(g * factor[: g.shape[-2]]))
+        factor = self._frozen(lambda: slopes(NUMPY, name, x.x, other.x, a, b)[0])
+        rest = self._frozen(lambda: activate(NUMPY, name, x.x, other.x, a, b) - x.x * factor)
+        return self._new(x.x * factor + rest, lambda g: x.add(g * factor[: g.shape[-2]]))
 
     def delta_rule(self, *inputs: Any, **options: Any) -> Variable:
         """Raises UnsupportedError: a recurrent layer's mixing is not a pattern."""

@@ -13,10 +13,10 @@ import numpy as np
 from kukri.config import ModelConfig
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.weight_handles import Vector
-from kukri.models.gemma2 import Gemma2Block, GemmaMLP
+from kukri.models.gemma2 import Gemma2Block
 from kukri.models.gemma4_text import Gemma4Attention
 from kukri.models.keys import Keys
-from kukri.models.layers import ClampedLinear, NoNorm
+from kukri.models.layers import ClampedLinear, GatedMLP, NoNorm
 from kukri.models.weights import WeightSource
 from kukri.vision.config import VisionConfig, read_blocks
 from kukri.vision.encoder import VisionFamily
@@ -43,7 +43,7 @@ class _Attention(Gemma4Attention, RotatedAttention):
             norm.weight = Vector(norm.weight.data[order[: config.d_head]], norm.weight.name)
 
 
-class _MLP(GemmaMLP):
+class _MLP(GatedMLP):
     linear_type = ClampedLinear
 
 
@@ -82,13 +82,14 @@ class Gemma4Vision(Gemma4Rows):
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     defaults = {"pad_token_id": 0, "vocab_size": 262144}
     text = Keys(keys.value("text_config") or {}, keys.path, "", defaults)
-    vision.expect("hidden_activation", "gelu_pytorch_tanh")
     heads, merge = vision.whole("num_attention_heads"), vision.whole("pooling_kernel_size", most=64)
     vision.expect("num_key_value_heads", heads)
     vision.expect("head_dim", vision.whole("hidden_size") // heads)
     n_positions = vision.whole("position_embedding_size", most=1 << 16)
     encoder = read_blocks(
-        vision, "gemma4", vision.positive("rms_norm_eps"), MOST_PATCHES, n_positions, rotates=True
+        *(vision, "gemma4", vision.positive("rms_norm_eps"), MOST_PATCHES, n_positions),
+        activation="hidden_activation",
+        rotates=True,
     )
     rope = Keys(vision.value("rope_parameters") or {}, vision.path, "", {"rope_theta": 100.0})
     return VisionConfig(
@@ -123,5 +124,6 @@ GEMMA4_VISION = VisionFamily(
         **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "patch_size": 16},
         **{"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "pooling_kernel_size": 3},
         **{"position_embedding_size": 10240, "rms_norm_eps": 1e-6},
+        "hidden_activation": "gelu_pytorch_tanh",
     },
 )

@@ -54,7 +54,6 @@ class PaddleOcrVision(PlacedEncoder):
 
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
-    vision.expect("hidden_act", SIGLIP_DEFAULTS["hidden_act"])
     rope = vision.value("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_theta", 10000) != 10000:
         raise vision.unsupported("rope_parameters", "must have the base 10000, and nothing else is supported")

@@ -77,7 +77,6 @@ def read_pixtral(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     """See VisionFamily.read_hf."""
     for key, value in (("projector_hidden_act", "gelu"), ("vision_feature_layer", -1)):
         keys.expect(key, value)
-    vision.expect("hidden_act", "silu")
     rope = vision.value("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_theta", vision.value("rope_theta")) != 10000:
         raise vision.unsupported("rope_theta", "of the encoder must be 10000, and nothing else is supported")

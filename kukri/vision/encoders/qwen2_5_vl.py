@@ -72,7 +72,6 @@ def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     window = vision.whole("window_size", most=1 << 13) // (patch_size * merge)
     if not window:
         raise vision.error("window_size", "must be at least the pixels of one row of embeddings")
-    vision.expect("hidden_act", "silu")
     layers = tuple(vision.items("fullatt_block_indexes", int))
     return read_rotated(
         keys, vision, d_text, "qwen2_5_vl", side=32 * merge, window=window, full_layers=layers

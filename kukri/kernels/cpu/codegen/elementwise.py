@@ -90,13 +90,18 @@ def _centred(i, x, mean, factor, weight, bias):
 
 
 @device
-def _silu_gated(x, gate, a, b):
-    return gate / (splat(1.0) + exponential(splat(0.0) - gate)) * x
+def _itself(x, other, a, b):
+    return x
 
 
 @device
-def _multiplied(x, gate, a, b):
-    return x * gate
+def _silu(x, other, a, b):
+    return x / (splat(1.0) + exponential(splat(0.0) - x))
+
+
+@device
+def _sigmoid(x, other, a, b):
+    return splat(1.0) / (splat(1.0) + exponential(splat(0.0) - x))
 
 
 @device
@@ -105,7 +110,7 @@ def _sigmoid_gated(x, gate, a, b):
 
 
 @device
-def _clamped_swiglu(gate, up, alpha, limit):
+def _clamped_swiglu(up, gate, alpha, limit):
     g = minimum(gate, limit)
     u = maximum(minimum(up, limit), splat(0.0) - limit)
     return (u + splat(1.0)) * g / (splat(1.0) + exponential(splat(0.0) - alpha * g))
@@ -116,11 +121,6 @@ def _gelu_tanh(x, other, a, b):
     """x * sigmoid(2u) is x / 2 * (1 + tanh(u))."""
     u = fma(x * x * x, splat(0.044715), x) * splat(-1.5957691216)  # -2 sqrt(2 / pi)
     return x / (splat(1.0) + exponential(u))
-
-
-@device
-def _gelu_gated(x, gate, a, b):
-    return _gelu_tanh(gate, gate, a, b) * x
 
 
 @device
@@ -144,6 +144,11 @@ def _tanh(x, other, a, b):
 
 
 @device
+def _relu(x, other, a, b):
+    return maximum(x, splat(0.0))
+
+
+@device
 def _relu_squared(x, other, a, b):
     positive = maximum(x, splat(0.0))
     return positive * positive
@@ -164,6 +169,16 @@ def _softcap(x, other, cap, b):
 @device
 def _clamp(x, other, low, high):
     return maximum(minimum(x, high), low)
+
+
+def _gated(value: Callable[..., Any]) -> Any:
+    """x times a function of the gate."""
+
+    @device
+    def gated(x, gate, a, b):
+        return value(gate, gate, a, b) * x
+
+    return gated
 
 
 PART_COLUMNS = 512  # columns of an activation's row, so that a single token is shared between threads
@@ -293,19 +308,24 @@ def gather_rows(row, indices, x, x_stride, n, y, y_stride):
 
 _WHOLE_ROWS = (rms_norm, rms_norm_add, add, head_norm, layer_norm, fit_heads, repeat, gather_rows)
 _ROW_KERNELS = [row_kernel(each) for each in _WHOLE_ROWS]
-_ELEMENTWISE = {
+_FUNCTIONS = {
+    "itself": _itself,
+    "relu": _relu,
+    "relu_squared": _relu_squared,
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "silu": _silu,
     "gelu": _gelu_tanh,
     "gelu_exact": _gelu_erf,
-    "tanh": _tanh,
-    "relu_squared": _relu_squared,
+}
+_ELEMENTWISE = {
+    **_FUNCTIONS,
+    **{f"gated_{name}": _gated(value) for name, value in _FUNCTIONS.items()},
+    "gated_sigmoid": _sigmoid_gated,
     "xielu": _xielu,
     "softcap": _softcap,
     "clamp": _clamp,
     "clamped_swiglu": _clamped_swiglu,
-    "gated_itself": _multiplied,
-    "gated_sigmoid": _sigmoid_gated,
-    "gated_silu": _silu_gated,
-    "gated_gelu": _gelu_gated,
 }
 _IN_PARTS = [scale, *(_make_elementwise(name, value) for name, value in _ELEMENTWISE.items())]
 _ROW_KERNELS += [row_kernel(each, activation_parts) for each in _IN_PARTS]
