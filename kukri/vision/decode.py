@@ -116,7 +116,7 @@ def _opened(data: bytes, param: str) -> Image:
 def _check_scans(image: Image, data: bytes, param: str) -> None:
     """Refuses a progressive JPEG that is written over and over: a small file could take minutes."""
     if image.width * image.height * data.count(_SCAN) > _MAX_SCANS * MAX_PIXELS:
-        raise _error(param, "JPEGs with this many scans are not supported: save the image as a plain one")
+        raise _error(param, "the image must be a JPEG of fewer scans: save it as a plain one")
 
 
 def _of_array(array: np.ndarray[Any, Any], param: str) -> Image:

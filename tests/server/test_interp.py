@@ -415,5 +415,5 @@ def test_keys_and_scopes():
     assert [bool(client.scopes) for client in ring.clients] == [False, True, True, True, False]
     assert [client.first_priority for client in ring.clients] == [None, None, 5, 5, None]
     assert ring.clients[1].name == "key my laptop"
-    with pytest.raises(ConfigError, match="unknown scope 'admin'"):
+    with pytest.raises(ConfigError, match="the scope 'admin' of an API key is not supported"):
         ServerSettings(("m",), api_keys=("k scope=admin",))
