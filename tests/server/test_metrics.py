@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from kukri.engine import StepOutput
+from kukri.engine.spans.embedding_spans import NO_SPANS
 from kukri.engine.timings import Timestamps
 from kukri.sampling import SampledToken
 from kukri.server.metrics import _TOKEN_SECONDS, Metrics, ModelMetrics
@@ -56,7 +57,7 @@ def test_a_step_counts_each_of_its_tokens(monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr(bridge_module, "perf_counter", lambda: now_s[0])
     requests: list[Any] = [
-        SimpleNamespace(id=i, n_prompt=1, sequence=SimpleNamespace(images=None), times=Timestamps())
+        SimpleNamespace(id=i, n_prompt=1, sequence=SimpleNamespace(spans=NO_SPANS), times=Timestamps())
         for i in range(3)
     ]
 

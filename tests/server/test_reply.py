@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kukri.engine.spans.embedding_spans import NO_SPANS
 from kukri.errors import KukriError
 from kukri.server.answers.reply import Reply
 from kukri.server.models.bridge import LiveCall
@@ -101,7 +102,7 @@ async def written(tokens: list[bool], writer: Numbers, version: str = "1.1") -> 
     parts: list[bytes] = []
     connection = FakeConnection(parts)
     answer: Any = SimpleNamespace(
-        request=SimpleNamespace(id=1, n_prompt=1, sequence=SimpleNamespace(images=None)),
+        request=SimpleNamespace(id=1, n_prompt=1, sequence=SimpleNamespace(spans=NO_SPANS)),
         n_tokens=0, finish_reason=None, index=0,
     )  # fmt: skip
     bridge: Any = SimpleNamespace(drop=lambda call: None)
