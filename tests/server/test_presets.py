@@ -98,11 +98,11 @@ def test_what_a_request_says_comes_first() -> None:
     """Catches a preset that overrides a client, and two system messages."""
     asked = [{"role": "user", "content": "Who are you?"}]
     own = {"role": "system", "content": "You are a cook."}
-    made = PIRATE.applied(ChatRequest(messages=asked, sampling={"temperature": 1.0, "max_tokens": None}))
+    made = ChatRequest(messages=asked, sampling={"temperature": 1.0, "max_tokens": None}).with_preset(PIRATE)
     assert made.messages == [{"role": "system", "content": PIRATE.system}, *PIRATE.messages, *asked]
     assert made.sampling == {"temperature": 1.0, "max_tokens": 7, "stop": ["<end>", "Arr"]}
     assert made.max_context == 64
-    made = PIRATE.applied(ChatRequest(messages=[own, *asked], sampling={}, max_context=32))
+    made = ChatRequest(messages=[own, *asked], sampling={}, max_context=32).with_preset(PIRATE)
     assert made.messages == [own, *PIRATE.messages, *asked]
     assert made.max_context == 32
 
