@@ -152,7 +152,7 @@ def test_errors_reach_the_task_that_waits(slow: LLM) -> None:
 
     async def main() -> None:
         wrapped = AsyncLLM(slow)
-        with pytest.raises(RequestError, match="no parameter 'temprature'"):
+        with pytest.raises(RequestError, match="'temprature' is not supported: did you mean temperature"):
             await wrapped.generate("a", **{"temprature": 1})  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="best_of"):
             await tokens_of(wrapped.stream("a", best_of=2))

@@ -177,7 +177,7 @@ def test_updates_of_no_expert(tmp_path: Path) -> None:
             (beyond, r"no linear layer 'model\.layers\.0\.mlp\.experts\.8\.gate_proj'"),
             (whole, r"no linear layer 'model\.layers\.0\.mlp\.experts\.gate_up_proj'"),
             (stated, "parameters outside of linear layers"),
-            (flat, r"shape \(4, 64\) where the model needs that of 8 experts"),
+            (flat, r"shape \(4, 64\) where the model needs 8 two-dimensional experts"),
         ):
             with pytest.raises((FormatError, UnsupportedError), match=words):
                 llm.load_adapter("broken", path)

@@ -722,7 +722,7 @@ def edit_config(directory: Path, **keys: Any) -> None:
         ({"hidden_size": 68}, FormatError, r"'model\.embed_tokens\.weight'.*has shape \(272, 64\) where"),
         ({"num_hidden_layers": 5}, FormatError, r"'model\.layers\.4\.input_layernorm\.weight'.*is missing"),
         ({"num_hidden_layers": 3}, UnusedTensorError, r"no layer of llama takes: 'model\.layers\.3"),
-        ({"model_type": "gpt9"}, UnsupportedError, "model_type 'gpt9'"),
+        ({"model_type": "gpt9"}, UnsupportedError, "'model_type' 'gpt9' is not supported"),
         ({"vocab_size": 100}, FormatError, "tokenizer|eos_token_id"),
     ],
     ids=lambda value: str(value)[:30],

@@ -110,5 +110,7 @@ def _call(hook: Hook, name: str, x: FloatArray) -> FloatArray:
     if not isinstance(replacement, np.ndarray):
         raise HookError(f"the hook on {name} must return an array or None, not {type(replacement).__name__}")
     if replacement.shape != x.shape or replacement.dtype != np.float32:
-        raise HookError(f"the hook on {name} must return float32 {x.shape}, not {replacement.shape}")
+        raise HookError(
+            f"the hook on {name} must return float32 {x.shape}, not {replacement.dtype} {replacement.shape}"
+        )
     return replacement

@@ -19,8 +19,9 @@ class Qwen3Attention(Attention):
     def norms(self, source: WeightSource, name: str, config: ModelConfig) -> tuple[Any, Any]:
         """A norm of each head on its own; a layer that reads another's keys has none for them."""
         size = self.spec.d_head, config.norm_eps
+        q_norm = HeadNorm(source, f"{name}.{self.q_norm_name}", *size)
         k_norm = HeadNorm(source, f"{name}.{self.k_norm_name}", *size) if self.spec.reads is None else None
-        return HeadNorm(source, f"{name}.{self.q_norm_name}", *size), k_norm
+        return q_norm, k_norm
 
 
 QWEN3 = Architecture(

@@ -397,7 +397,8 @@ class ResponseFormat(Body):
             )
         if self.schema_ is not None and self.type != "json_object":
             raise RequestError(
-                f"'schema' is not supported for the type {self.type!r}", param="response_format"
+                f"'schema' is not supported for the type {self.type!r}: use the type 'json_object'",
+                param="response_format",
             )
         return self
 

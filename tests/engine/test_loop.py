@@ -144,7 +144,7 @@ def test_a_full_queue_refuses() -> None:
             loop.submit(engine.maker.make_requests(prompt_of(5), SamplingParams(n=5)))
         waiting = engine.maker.make_requests(prompt_of(5), greedy(3, n=4))
         loop.submit(waiting)
-        with pytest.raises(CapacityError, match="4 requests are waiting"):
+        with pytest.raises(CapacityError, match="4 requests are already waiting"):
             submit(loop, prompt_of(5), greedy(3))
         loop.abort(first)
         inbox.wait(*waiting)

@@ -285,7 +285,7 @@ def test_streams_that_are_no_sum_of_neurons_are_not_split():
     """Neurons whose sum is normalized before it joins the stream, or that only the chosen experts have."""
     for name in ("gemma2", "qwen3_moe"):
         _, cache = session(name).run_with_cache(IDS)
-        with pytest.raises(RequestError, match="layer 0 adds no sum of neurons"):
+        with pytest.raises(RequestError, match="splitting layer 0 into neurons is not supported"):
             cache.stack_neuron_results()
 
 

@@ -29,7 +29,7 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.weight_handles import RopeFrequencies, Vector, Weight
-from kukri.models import load_model
+from kukri.models import ARCHITECTURES, load_model
 from kukri.quant.types import QUANT_TYPES
 from tests.kernels.small_programs import check_ops, round_reference_queries
 
@@ -79,6 +79,7 @@ def model_of(architecture, layers, source, tied=True, n_heads=8):
         tie_embeddings=tied,
         rope=RopeConfig(1e4, 32),
         layers=tuple(layers),
+        activation=ARCHITECTURES[architecture].activation_op,
     )
     return load_model(source, config)
 

@@ -261,8 +261,8 @@ def test_hooks_edit_in_place_and_replace_in_order() -> None:
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (np.zeros((2, 5), np.float32), r"\(2, 5\).*must be float32 \(2, 4\)"),
-        (np.zeros((2, 4)), "float64.*must be float32"),
+        (np.zeros((2, 5), np.float32), r"must return float32 \(2, 4\), not float32 \(2, 5\)"),
+        (np.zeros((2, 4)), "must return float32.*not float64"),
         ([[0.0] * 4] * 2, "not list"),
         (ZeroDivisionError("oh"), "raised ZeroDivisionError: oh"),
     ],

@@ -93,7 +93,9 @@ def test_floats_at_odd_addresses():
 
 
 def test_a_type_without_a_kernel_is_named():
-    with pytest.raises(MissingKernelError, match="does not read Q8_K: it reads F32, F16"):
+    with pytest.raises(
+        MissingKernelError, match="Q8_K weights are not supported by backend torch: use F32, F16"
+    ):
         to_device(Weight(np.zeros((1, 292), np.uint8), QUANT_TYPES["Q8_K"], (1, 256)), cpu(), torch.float32)
 
 

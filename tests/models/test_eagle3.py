@@ -223,8 +223,8 @@ def test_too_few_pages_change_no_answer(
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"hidden_size": 32}, "of width 32"),
-        ({"num_hidden_layers": 2}, "2 layers"),
+        ({"hidden_size": 32}, "not 1 of 32"),
+        ({"num_hidden_layers": 2}, "not 2 of 64"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "layers of the model's 8"),
         ({"eagle_aux_hidden_state_layer_ids": [3, 3, 4]}, "in order"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "must list"),

@@ -345,7 +345,7 @@ def test_a_model_without_a_backend_says_so() -> None:
         ({"token_ids": [[1, V]]}, "token_ids", f"token id {V} must be from 0 to"),
         ({"token_ids": [[-1, 2]]}, "token_ids", "token id -1 must be from 0 to"),
         ({"token_ids": [[1.5, 2]]}, "token_ids", "must be integers"),
-        ({"token_ids": []}, "token_ids", "must be at least 1"),
+        ({"token_ids": []}, "token_ids", "at least one"),
         ({"token_ids": [[1], [2, 3]]}, "token_ids", "must be an array"),
         ({"token_ids": np.ones((1, 1, 1), int)}, "token_ids", r"\[B, T\]"),
         ({"token_ids": np.ones((1, CONTEXT + 1), int)}, "token_ids", "must be at most the context, 1024"),

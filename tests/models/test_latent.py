@@ -47,7 +47,7 @@ def test_packed_caches(kv_type: Any, reference: Backend) -> None:
     model = load_model(source, config)
     ids = random_ids(40, V)
     if kv_type == "q8_0":  # heads of 48 are no multiple of 32
-        with pytest.raises(UnsupportedError, match="32 n, not 48"):
+        with pytest.raises(UnsupportedError, match="multiple of 32, not 48"):
             Driver(model, reference, kv_type=kv_type)
         return
     want = Driver(model, reference, kv_type=kv_type).run(ids, [len(ids)])

@@ -252,5 +252,8 @@ def test_a_model_without_the_layer_says_so(tmp_path: Path) -> None:
     """An error about a missing tensor, or drafts that are never made."""
     for kind in ("qwen3_5_text", "llama"):
         directory, _ = make(tmp_path / kind, kind)
-        with pytest.raises(ConfigError, match=r"--draft-model mtp.*no layer for multi-token prediction"):
+        with pytest.raises(
+            ConfigError,
+            match=r"--draft-model mtp.*a layer for multi-token prediction that is supported was not found",
+        ):
             LLM(directory, draft_model="mtp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -244,7 +245,7 @@ def _nemotron_h(mlp: str, **own: Any) -> Tiny:
         {"layers_block_type": list(types), "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
          "ssm_state_size": 24, "conv_kernel": 4, "use_bias": mlp == "mlp", **own.pop("hf", {})},
         layers=tuple(replace(letters[kind], use_rope=False) for kind in types),
-        recurrent=RecurrentConfig(4, 8, 2, 24, 16),
+        recurrent=RecurrentConfig(4, 8, 2, 24, 16, steps=(0.001, math.inf)),
         keys={"attention.head_count_kv": [0, 0, KV_HEADS, 0], "feed_forward_length": [0, width, 0, width],
               "attention.key_length": D_HEAD, "attention.layer_norm_epsilon": 1e-5, "ssm.conv_kernel": 4,
               "ssm.time_step_rank": 8, "ssm.group_count": 2, "ssm.state_size": 24,

@@ -203,7 +203,7 @@ def test_a_model_that_never_fits_is_refused_in_one_line(files):
         refused = http.post("/v1/completions", json=body("blue"))
         assert refused.status_code == 503
         message = refused.json()["error"]["message"]
-        assert message.startswith("blue needs 1,0")
+        assert message.startswith("the model 'blue' requires 1,0")
         assert "\n" not in message
         assert states(served)["red"] == "loaded"
 
@@ -249,7 +249,7 @@ def test_an_encoder_is_served_beside_language_models(files, tmp_path):
         assert http.post("/v1/completions", json=body("red")).status_code == 200
         refused = http.post("/v1/completions", json=body("embed"))
         assert refused.status_code == 400
-        assert "generates no text" in refused.json()["error"]["message"]
+        assert "makes embeddings and cannot generate" in refused.json()["error"]["message"]
 
 
 def test_a_context_for_several_models_is_cut_for_the_smaller_ones(files, tmp_path, caplog):
@@ -274,7 +274,7 @@ def test_a_context_for_several_models_is_cut_for_the_smaller_ones(files, tmp_pat
         (["--rope-scaling", "yarn", "--rope-factor", "4"], "RoPE scaling (--rope-scaling) is not supported"),
         (["--quantize", "Q8_0"], "'quantize' is not supported"),
         (["--mmproj", "x.gguf"], "'mmproj' (--mmproj) is not supported"),
-        (["--draft-model", "DRAFT"], "is an encoder and generates no text"),
+        (["--draft-model", "DRAFT"], "is an encoder and makes embeddings and cannot generate"),
     ],
 )
 def test_an_option_that_one_of_several_models_cannot_have_ends_the_start(

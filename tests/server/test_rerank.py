@@ -58,7 +58,7 @@ def test_rankings_over_http(head: str, tmp_path: Path) -> None:
         for wrong, path in (({"id": 1}, "documents[1].text"), (5, "documents[1]")):
             error = post(documents=["a", wrong])[1]["error"]
             assert error["param"] == path
-            assert error["message"].startswith(path)
+            assert error["message"].startswith(f"'{path}'")
         long = "cat " * 200
         for wrong in (
             {"documents": [long]},

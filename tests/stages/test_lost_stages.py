@@ -88,7 +88,7 @@ def test_a_stage_says_that_it_cannot_reach_the_next(port: int) -> None:
     following = {"host": "127.0.0.1", "port": closed_port(), "token": None}
     with engine_at(port) as engine:
         engine.send(Kind.OPEN, opening(next=following))
-        with pytest.raises(StageError, match=f"no connection to the next stage at .*:{following['port']}: "):
+        with pytest.raises(StageError, match=f"the next stage at .*:{following['port']} cannot be reached: "):
             engine.receive()
     with engine_at(port):
         pass

@@ -42,7 +42,7 @@ class Options(Lenient):
     """Sampling options, and the context that a client counts on; those of loading a model are ignored."""
 
     refused: ClassVar[Refused] = {
-        "tfs_z": ((1, 1.0), "use 'top_p' or 'min_p'"),
+        "tfs_z": ((1, 1.0), "use 'top_p'"),
         "penalize_newline": ((True,), "penalties apply to all tokens"),
     }
     num_ctx: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
@@ -213,8 +213,11 @@ class OllamaCreateBody(OllamaBody):
     """A request to /api/create: a preset of a model that is served."""
 
     refused: ClassVar[Refused] = {
-        "template": (("",), "the model's own template is used, or start the server with --preset FILE"),
-        "adapters": (({},), "start the server with --adapter-dir and use POST /v1/load_lora_adapter"),
+        "template": (
+            ("",),
+            "the model's own template is used: `kukri serve --preset FILE` has another",
+        ),
+        "adapters": (({},), "start `kukri serve --adapter-dir DIR` and use POST /v1/load_lora_adapter"),
         "files": (({},), NO_FILES),
         "quantize": (("",), "run `kukri quantize MODEL FILE.gguf TYPE`, and serve the file with --model-dir"),
     }

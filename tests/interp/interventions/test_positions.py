@@ -266,7 +266,7 @@ def test_the_command_line(tmp_path, capsys):
     steered = [*run, "--sae", f"s={tmp_path / 'sae'}", "--intervention", json.dumps(feature)]
     assert json.loads(CliRunner().invoke(app, steered).stdout)["text"] != texts[0]
     for given, message in (
-        ("{", "not JSON"),
+        ("{", "must be JSON"),
         ("@nowhere", "No such file"),
         ('{"op": "read"}', "adds, scales"),
     ):

@@ -7,6 +7,7 @@ import pytest
 
 from kukri.bench.device_checks import Sizes, check_backend
 from kukri.engine.batch_builder import BatchBuilder, Chunk
+from kukri.engine.spans.embedding_spans import NO_SPANS
 from kukri.errors import ShapeError
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.step import StepLimits
@@ -55,7 +56,7 @@ def shows_its_inputs(ops, batch):
 
 
 class Row:
-    images = None
+    spans = NO_SPANS
 
     def __init__(self, token, page, n):
         self.tokens, self.page_rows = np.full(n + 1, token, np.int32), [np.full(40, page, np.int32)]

@@ -474,7 +474,7 @@ def whole_head(d_head: int) -> int:
 
 def _require_multiple(what: str, n: int, factor: int) -> None:
     if n % factor:
-        raise KernelSizeError(f"{what} is {n}, but must be a multiple of {factor} on the CPU backend")
+        raise KernelSizeError(f"{what} must be a multiple of {factor} on the CPU backend, not {n}")
 
 
 def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
