@@ -241,7 +241,7 @@ def test_an_answer_follows_its_schema(tooled):
         assert answer.content[0].text.lstrip()[:1] == "{"
     answer = ask(schema, thinking={"type": "disabled"}, extra_body={"temperature": 0})
     assert json.loads(answer.content[0].text)["n"] in (7, 9)
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format cannot be used"):
+    with pytest.raises(anthropic.BadRequestError, match=r"'output_config\.format' cannot be used"):
         ask({"$ref": "http://example.org/schema"})
 
 
