@@ -104,7 +104,10 @@ def test_a_head_of_an_odd_width_is_refused_on_the_cpu() -> None:
     odd_source.arrays = arrays
     backend = make_backend("cpu", 1)
     try:
-        with pytest.raises(KernelSizeError, match="rows of a head's matrix is 8"):
+        with pytest.raises(
+            KernelSizeError,
+            match="rows of a head's matrix must be a multiple of 16 on the CPU backend, not 8",
+        ):
             Driver(load_model(odd_source, odd), backend, kv_type="f16").run([1, 2], [2])
     finally:
         backend.close()  # type: ignore[attr-defined]

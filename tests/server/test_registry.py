@@ -274,7 +274,7 @@ def test_a_context_for_several_models_is_cut_for_the_smaller_ones(files, tmp_pat
         (["--rope-scaling", "yarn", "--rope-factor", "4"], "RoPE scaling (--rope-scaling) is not supported"),
         (["--quantize", "Q8_0"], "'quantize' is not supported"),
         (["--mmproj", "x.gguf"], "'mmproj' (--mmproj) is not supported"),
-        (["--draft-model", "DRAFT"], "is an encoder and makes embeddings and cannot generate"),
+        (["--draft-model", "DRAFT"], "is an encoder and generates no text"),
     ],
 )
 def test_an_option_that_one_of_several_models_cannot_have_ends_the_start(
