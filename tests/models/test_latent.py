@@ -106,7 +106,7 @@ def test_a_head_of_an_odd_width_is_refused_on_the_cpu() -> None:
     try:
         with pytest.raises(
             KernelSizeError,
-            match="rows of a head's matrix must be a multiple of 16 on the CPU backend, not 8",
+            match="head's matrix must be a multiple of 16 on the CPU backend, not 8",
         ):
             Driver(load_model(odd_source, odd), backend, kv_type="f16").run([1, 2], [2])
     finally:
