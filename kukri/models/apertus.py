@@ -31,8 +31,8 @@ class XieluMLP(UngatedMLP):
         alpha_p, alpha_n, self.beta, eps = (
             float(source.vector(f"{name}.act_fn.{part}.weight", 1)[0]) for part in XIELU
         )
-        if not -1e-5 <= eps <= 0:  # bounds what transformers takes exp of; so near to 0 it changes no result
-            raise UnsupportedError(f"'{name}.act_fn.eps' is {eps:g}, and must be from -1e-05 to 0")
+        if not eps >= -1e-5:  # bounds a negative x from above; so near to 0 it changes no result
+            raise UnsupportedError(f"'{name}.act_fn.eps' must be at least -1e-05, not {eps:g}")
         self.high, self.low = _softplus(alpha_p), self.beta + _softplus(alpha_n)
 
     def activate(self, ops: Ops, x: Tensor) -> Tensor:

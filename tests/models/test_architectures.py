@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kukri.errors import FormatError, UnusedTensorError
+from kukri.errors import FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.weights import GGUFWeights
@@ -379,6 +379,22 @@ def test_head_norms_belong_to_the_architecture() -> None:
     without = {k: torch.tensor(a) for k, a in make("qwen2")[2].arrays.items()}
     with pytest.raises(FormatError, match=r"q_norm"):
         load_model(TorchSource(without), config)
+
+
+def test_an_activation_is_refused_for_a_number_that_would_change_it() -> None:
+    """Catches an eps of Apertus that is read and thrown away, and one above 0 refused, which bounds nothing."""
+    _, config, source = make("apertus")
+    for eps, is_right in ((-1e-6, True), (0.5, True), (-0.1, False), (np.nan, False)):
+        arrays = {
+            key: np.full_like(array, eps) if key.endswith("act_fn.eps.weight") else array
+            for key, array in source.arrays.items()
+        }
+        made = TorchSource({key: torch.tensor(array) for key, array in arrays.items()})
+        if is_right:
+            load_model(made, config)
+            continue
+        with pytest.raises(UnsupportedError, match=r"act_fn\.eps' must be at least -1e-05"):
+            load_model(made, config)
 
 
 def test_phi_files_may_hold_q_k_and_v_as_one_matrix(tmp_path: Path, reference: Backend) -> None:
