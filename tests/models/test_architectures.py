@@ -382,7 +382,7 @@ def test_head_norms_belong_to_the_architecture() -> None:
 
 
 def test_an_activation_is_refused_for_a_number_that_would_change_it() -> None:
-    """Catches an eps of Apertus that is read and thrown away, and one above 0 refused, which bounds nothing."""
+    """Catches an eps of Apertus that is thrown away, and one above 0 refused, which bounds nothing."""
     _, config, source = make("apertus")
     for eps, is_right in ((-1e-6, True), (0.5, True), (-0.1, False), (np.nan, False)):
         arrays = {
