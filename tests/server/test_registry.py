@@ -144,12 +144,15 @@ def test_requests_at_the_moment_of_unloading_are_answered(files, answers):
                 0
             ]["text"]
 
-        with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(ask, range(36)))
-        text = http.get("/metrics").text
-    assert found == [(200, answers["red"])] * len(found)
-    n_unloads = re.search(r'kukri_model_unloads_total\{model="red",reason="idle"\} (\d+)', text)
-    assert n_unloads is not None
+        for _ in range(5):  # on a busy machine two threads may leave no pause
+            with ThreadPoolExecutor(2) as pool:
+                found = list(pool.map(ask, range(36)))
+            assert found == [(200, answers["red"])] * len(found)
+            text = http.get("/metrics").text
+            n_unloads = re.search(r'kukri_model_unloads_total\{model="red",reason="idle"\} (\d+)', text)
+            assert n_unloads is not None
+            if int(n_unloads[1]) >= 2:
+                break
     assert int(n_unloads[1]) >= 2, "the premise: it was unloaded meanwhile"
 
 
