@@ -3,7 +3,8 @@
 Chunks begin at multiples of CHUNK in position, and all products have whole chunks, with zeros for rows that
 are not there: a token's row depends on none after it. The state is that before the open chunk, next to which
 the chunk's inputs are kept. So a token's bits are the same however a sequence is cut into steps, one by one
-too; they are not those of `recurrent_kernels.delta_rule`. Nothing uses this yet: see docs/gpu/design.md.
+too; they differ from the bits of `recurrent_kernels.delta_rule`. No model uses this kernel: see
+docs/gpu/design.md.
 """
 
 import triton
