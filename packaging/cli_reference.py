@@ -15,7 +15,7 @@ import typer.main
 
 from kukri.cli import app
 from kukri.opening.model_options import option_fields
-from kukri.opening.option_fields import choices, flag_of, option_facts
+from kukri.opening.option_fields import flag_of, option_facts
 from kukri.terminal.errors import HEADINGS
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -23,13 +23,17 @@ MARKS = ("<!-- options of a model -->\n", "<!-- end -->\n")
 _WIDTH = 80
 _HEAD = """# Commands
 
-What `kukri COMMAND --help` prints, but that an option of several commands is described at the first of them.
+What `kukri COMMAND --help` prints, but that an argument or option of several commands stands at the first.
+*--threads to --mmproj* are these two and all that the first command lists between them.
 `kukri --install-completion` has the shell complete commands and options.
 An error exits with the status 2; [errors](errors.md#on-the-command-line) has its form and the other statuses.
 This page is written by [`packaging/cli_reference.py`](../../packaging/cli_reference.py).
 """
-# an option of a help text with the lines that describe it
-_ENTRY = re.compile(r"^  -.*\n(?:   .*\n)*", re.M)
+# an argument or option of a help text with the lines that describe it, and a heading without any
+_ENTRY = re.compile(r"^  (?:-|\[?[A-Z]+\]? +[A-Z]).*\n(?:   .*\n)*", re.M)
+_NAME = re.compile(r"--[\w-]+|[A-Z]+")
+_EMPTY = re.compile(r"^(?:Arguments|Options):\n\n?(?!  )", re.M)
+_MIN_RANGE = 3  # options that follow each other are named by the first and the last of them
 
 
 def cli_page() -> str:
@@ -37,7 +41,7 @@ def cli_page() -> str:
     group: Any = typer.main.get_command(app)
     top = group.context_class(group, info_name="kukri", terminal_width=_WIDTH)
     sections = [_HEAD]
-    described: dict[str, str] = {}  # the command at which an option is described, by the words of its help
+    described: dict[str, dict[str, str]] = {}
     for heading, names in HEADINGS.items():
         sections.append(f"## {heading}\n")
         for name in names:
@@ -46,25 +50,46 @@ def cli_page() -> str:
     return "\n".join(sections)
 
 
-def _shortened(path: str, text: str, described: dict[str, str]) -> str:
-    """The help of a command that names options of commands before it, and describes the rest."""
-    as_in: dict[str, list[str]] = {}
+def _shortened(path: str, text: str, described: dict[str, dict[str, str]]) -> str:
+    """The help of a command that names what commands before it describe, and describes the rest.
+
+    `described` has each command's own entries, names by the words of their help; this command's are added.
+    """
+    found: dict[str, list[str]] = {}  # names by the command that describes them
 
     def kept(entry: re.Match[str]) -> str:
-        first = described.setdefault(" ".join(entry[0].split()), path)
-        if first == path:
-            return entry[0]
-        if (name := re.findall(r"--[\w-]+", entry[0])[0]) != "--help":
-            as_in.setdefault(first, []).append(name)
-        return ""
+        name, words = _NAME.findall(entry[0])[0], " ".join(re.sub(r"^  \[(\w+)\]", r"  \1", entry[0]).split())
+        for command, entries in described.items():
+            if words in entries:
+                found.setdefault(command, []).append(name)
+                return ""
+        own[words] = name
+        return entry[0]
 
-    own = _ENTRY.sub(kept, text)
-    lines = [f"As in {first}: {', '.join(names)}" for first, names in as_in.items()]
+    own: dict[str, str] = {}
+    text = _EMPTY.sub("", _ENTRY.sub(kept, text))
+    described[path] = own
+    lines = []
+    for command, names in found.items():
+        if shown := _in_ranges(names, list(described[command].values())):
+            lines.append(f"As in {command}: {', '.join(shown)}")
     wrapped = [
         textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         for line in lines
     ]
-    return own + "".join(f"\n{line}\n" for line in wrapped)
+    return text.rstrip("\n") + "\n" + "".join(f"\n{line}\n" for line in wrapped)
+
+
+def _in_ranges(names: list[str], order: list[str]) -> list[str]:
+    """The names in the order of the command that describes them, without --help; "A to B" for many."""
+    rows: list[list[str]] = [[]]
+    for name in order:
+        if name in names and name != "--help":
+            rows[-1].append(name)
+        elif rows[-1]:
+            rows.append([])
+    short = (row if len(row) < _MIN_RANGE else [f"{row[0]} to {row[-1]}"] for row in rows)
+    return [name for row in short for name in row]
 
 
 def _helps(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
@@ -77,19 +102,18 @@ def _helps(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
 
 
 def configuration_page(page: str) -> str:
-    """The page of the configuration file, with its table of a model's options as they are declared."""
+    """The page of the configuration file, with its list of a model's options as they are declared."""
     before, marked = page.split(MARKS[0])
-    return before + MARKS[0] + _option_table() + MARKS[1] + marked.split(MARKS[1])[1]
+    return before + MARKS[0] + _option_list() + MARKS[1] + marked.split(MARKS[1])[1]
 
 
-def _option_table() -> str:
-    rows = ["| key | values | |", "| --- | --- | --- |"]
+def _option_list() -> str:
+    flags: dict[bool, list[str]] = {False: [], True: []}  # by whether an option takes names and paths
     for one in option_fields().values():
         if flag := flag_of(one):
-            names = ", ".join(choices(one)) or option_facts(one).metavar or "true, false"
-            values = 'a table, `{name = "path"}`' if option_facts(one).repeats else names
-            rows.append(f"| `{flag.removeprefix('--')}` | {values} | {option_facts(one).help} |")
-    return "\n".join(rows) + "\n"
+            flags[option_facts(one).repeats].append(f"`{flag.removeprefix('--')}`")
+    tables = 'and, as a table `{name = "path"}`,'
+    return f"{', '.join(flags[False])}\n\n{tables} {', '.join(flags[True])}.\n"
 
 
 def main() -> None:

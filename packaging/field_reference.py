@@ -36,15 +36,13 @@ BODIES: Mapping[str, type[Body]] = {
 
 
 def fates(body: type[Body]) -> dict[str, str]:
-    """Return what becomes of each field that a body knows: applied, ignored, refused or `= another name`."""
-    found = dict.fromkeys(body.ignored, "ignored") | dict.fromkeys(body.refused, "refused")
-    found |= {name: f"= `{alias.field}`" for name, alias in body.aliases.items() if name != alias.field}
-    found |= dict.fromkeys(body._names() - body.refused.keys(), "applied") | dict.fromkeys(
-        body.unused, "ignored"
-    )
+    """Return what becomes of each field that a body takes: applied, ignored, or applied as another field."""
+    found = dict.fromkeys(body.ignored, "ignored")
+    found |= {name: f"as `{alias.field}`" for name, alias in body.aliases.items() if name != alias.field}
+    found |= dict.fromkeys(body._names(), "applied") | dict.fromkeys(body.unused, "ignored")
     if "options" in body.model_fields:
         found |= {f"options.{name}": fate for name, fate in fates(Options).items()}
-    return found
+    return {name: fate for name, fate in found.items() if name not in body.refused}
 
 
 def refusals(body: type[Body]) -> dict[str, str]:
@@ -57,18 +55,27 @@ def refusals(body: type[Body]) -> dict[str, str]:
 
 def field_table() -> str:
     """Return the table, a row for all fields that fare alike, and the reasons of refusals."""
-    by_body = [fates(body) for body in BODIES.values()]
+    by_api = {api: fates(body) for api, body in BODIES.items()}
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted({name for fated in by_body for name in fated}):
-        rows.setdefault(tuple(fated.get(name, "") for fated in by_body), []).append(f"`{name}`")
-    lines = [f"| fields | {' | '.join(BODIES)} |", "| --- " * (1 + len(BODIES)) + "|"]
+    for name in sorted({name for fated in by_api.values() for name in fated}):
+        apis: dict[str, list[str]] = {"applied": [], "ignored": []}
+        for api, fated in by_api.items():
+            if name in fated:
+                apis.setdefault(fated[name], []).append(api)
+        applied, ignored = (", ".join(apis.pop(fate)) for fate in ("applied", "ignored"))
+        renamed = (f"{', '.join(names)} {fate}" for fate, names in apis.items())
+        rows.setdefault(("; ".join(filter(None, (applied, *renamed))), ignored), []).append(f"`{name}`")
+    lines = ["| fields | applied by | ignored by |", "| --- | --- | --- |"]
     lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for where, body in BODIES.items():
+    where: dict[tuple[str, str], list[str]] = {}
+    for api, body in BODIES.items():
         for name, reason in refusals(body).items():
-            reasons.setdefault((name, reason), []).append(where)
-    lines += ["", "| refused | at | because |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | {', '.join(where)} | {why} |" for (name, why), where in sorted(reasons.items())]
+            where.setdefault((name, reason), []).append(api)
+    alike: dict[tuple[str, str], list[str]] = {}
+    for (name, reason), apis in sorted(where.items()):
+        alike.setdefault((", ".join(apis), reason), []).append(f"`{name}`")
+    lines += ["", "| refused | by | because |", "| --- | --- | --- |"]
+    lines += [f"| {', '.join(names)} | {apis} | {reason} |" for (apis, reason), names in alike.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -87,7 +94,7 @@ def endpoint_table() -> str:
 
 
 def _fields_of(operation: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """The fields of a JSON body, or of a query; for those of a column of the table of fields, its name."""
+    """The fields of a JSON body, or of a query; for all fields of a known body, its API."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
     fields = document["components"]["schemas"][name].get("properties", {}) if name else ()
@@ -97,7 +104,7 @@ def _fields_of(operation: Mapping[str, Any], document: Mapping[str, Any]) -> str
     )
     queries = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
     own = (f"`{field}`" for field in (*fields, *queries) if field not in known.get(column, ()))
-    return ", ".join([f"those of {column}"] * bool(column) + list(own))
+    return ", ".join([f"all of {column}"] * bool(column) + list(own))
 
 
 def endpoints_page(page: str) -> str:

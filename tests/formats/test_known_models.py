@@ -36,9 +36,11 @@ def test_memory_follows_from_parameters() -> None:
 
 
 def test_the_page_shows_the_list() -> None:
-    """A page that names a model that is gone, or lacks a new one."""
-    rows = [[row[0], f"`{row[1]}`", *row[2:]] for row in table()]
-    lines = ["| " + " | ".join(row) + " |" for row in ([*COLUMNS], *rows)]
+    """A page that names a model that is gone, lacks a new one, or has it at another memory."""
+    names: dict[str, list[str]] = {}
+    for memory, name, *_ in table():
+        names.setdefault(memory, []).append(f"`{name}`")
+    lines = [f"| {COLUMNS[0]} | names |", *(f"| {one} | {', '.join(of)} |" for one, of in names.items())]
     page = PAGE.read_text(encoding="utf-8").splitlines()
     start = page.index(lines[0])
     assert [page[start], *page[start + 2 : start + 1 + len(lines)]] == lines
