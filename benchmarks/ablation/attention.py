@@ -52,11 +52,9 @@ class Heads:
 def attention(trial: Trial) -> Iterator[Row]:
     """One layer's attention of a whole prompt, with the model's heads and each side in a process of its own.
 
-    The matrix of scores is computed by NumPy for one query head after another: BLAS multiplies in all
-    threads, and rows of the softmax, of which only what is seen is computed, are shared among as many. The
+    NumPy computes the matrix of scores for one query head after another, with BLAS in all threads. The
     engine's kernel goes over keys in chunks of 64 and keeps running sums; its cache is in float16. Bytes are
-    what came to be resident next to q, k, v and the result. One matrix for each head at once, as is common,
-    would hold as many times more as there are heads.
+    what came to be resident next to q, k, v and the result.
     """
     config = trial.config
     numbers = [config.n_heads, config.n_kv_heads, config.d_head, trial.n_threads]

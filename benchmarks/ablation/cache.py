@@ -21,9 +21,8 @@ _Generate = Callable[[Engine, IntArray, int], list[int]]
 def kv_cache(trial: Trial) -> Iterator[Row]:
     """A text is continued with the cache, and with all of it computed again for each token.
 
-    Both run on the engine's kernels and give the same tokens. Without the cache the text so far is a new
-    prompt each time and is read at the speed of prompts, many tokens at once; so the gain grows with the
-    length of the text, and a single figure holds for one length only.
+    Without the cache the text so far is read as a new prompt, many tokens at once. So the gain grows with the
+    length of the text, and a figure holds for one length only.
     """
     engine, random = trial.engine, np.random.default_rng(0)
     for n_prompt, n_new in trial.sizes.generations:
@@ -54,10 +53,7 @@ def generate_without_cache(engine: Engine, prompt: IntArray, n_new: int) -> list
 
 
 def prefix_cache(trial: Trial) -> Iterator[Row]:
-    """Two requests with the same beginning come one after the other; the first token of the second is timed.
-
-    Pages of 16 tokens that the first request filled are found again, and what follows them is computed.
-    """
+    """The first token of the second of two requests with the same beginning, whose pages are found again."""
     engine, sizes, random = trial.engine, trial.sizes, np.random.default_rng(1)
 
     def second_request(caches_prefixes: bool) -> float:
@@ -79,10 +75,7 @@ def prefix_cache(trial: Trial) -> Iterator[Row]:
 
 
 def grouped_queries(trial: Trial) -> Iterator[Row]:
-    """Bytes of the engine's cache for one context, with as many key as query heads and with fewer.
-
-    Nothing is timed: what is saved follows from the heads alone: 4 for 16 leave a quarter.
-    """
+    """Bytes of the engine's cache for one context, with as many key as query heads and with fewer."""
     config, n_pages = trial.config, pages_for(trial.sizes.context, PAGE_TOKENS)
     own = (config.n_layers, config.n_heads, config.n_kv_heads, config.d_head)
     for name, (n_layers, n_heads, n_kv_heads, d_head), expected in (

@@ -43,11 +43,10 @@ class HeldMemory:
 
 
 def paged_cache(trial: Trial) -> Iterator[Row]:
-    """The engine serves the mix, and the pages held are counted in each step: the most at once is shown.
+    """The most pages that a step of the mix holds, and the most that one piece for each request takes.
 
-    Next to it stands the most that the same requests would hold in one piece each, taken when they begin. How
-    large a piece must be is the question: the whole context where no limit is known, at best the prompt and
-    all of the answer. The shorter requests are next to the context, the more pages save.
+    A piece is the whole context where no limit is known, or at best the prompt and all of the answer. The
+    shorter requests are next to the context, the more pages save.
     """
     engine = trial.engine
     requests = mixed_requests(engine, trial.sizes)
@@ -81,13 +80,11 @@ def watched(engine: Engine) -> Iterator[HeldMemory]:
 
 
 def batching(trial: Trial) -> Iterator[Row]:
-    """All requests of the mix are there at the start, and times count from then.
+    """All requests of the mix are there at the start: one after another, in batches, or each joining at once.
 
-    They are computed one after another, in batches of which each ends before the next begins, and as the
-    engine does, the next beginning as soon as there is room. A step reads the weights once for all its
-    requests, which is what writing waits for; a prompt fills steps alone, so that reading gains nothing. The
-    gain depends on how much of the work is writing. Requests that begin at once share steps with those that
-    are not done: all are answered sooner than in batches, an answer may come later on the mean.
+    A step reads the weights once for all its requests, which is what writing waits for; reading prompts gains
+    nothing. Requests that join at once are all answered sooner than in batches, but an answer may come later
+    on the mean.
     """
     engine, sizes = trial.engine, trial.sizes
 
