@@ -23,6 +23,7 @@ from kukri.server.state.openapi import document_of
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "endpoints.md"
 FIELDS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
 ENDPOINTS = ("<!-- endpoints -->\n", "<!-- end of endpoints -->\n")
+_MANY = 4  # fields that are named by the API or the endpoint that takes them
 BODIES: Mapping[str, type[Body]] = {
     "chat": ChatBody,
     "compl.": CompletionBody,
@@ -82,29 +83,35 @@ def field_table() -> str:
 def endpoint_table() -> str:
     """Return all endpoints with what each does, and the fields that it takes."""
     document = document_of(create_app(None, ServerSettings()), APIS)
-    lines = ["| endpoint | | fields | answer | scope |", "| --- | --- | --- | --- | --- |"]
+    known = {f"all of {api}": body._names() for api, body in BODIES.items()}
+    lines = ["| endpoint | | fields |", "| --- | --- | --- |"]
     for row in (row for api in APIS for row in api.endpoints if row.summary):
         operation = document["paths"][row.shown_path][row.method.lower()]
         paths = ", ".join(f"`{path}`" for path in (row.shown_path, *row.also))
-        forms = ", ".join(f"`{form}`" for form in dict.fromkeys((row.answer, row.chunk)) if form)
-        scope = "" if row.permission is None else f"`{row.permission.scope}`"
-        cells = [f"{row.method} {paths}", row.summary, _fields_of(operation, document), forms, scope]
+        scope = "" if row.permission is None else f" (scope `{row.permission.scope}`)"
+        names = _fields_of(operation, document)
+        cells = [f"{row.method} {paths}", row.summary + scope, _shown(names, known)]
+        known.setdefault(f"as `{row.shown_path}`", set(names))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _fields_of(operation: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    """The fields of a JSON body, or of a query; for all fields of a known body, its API."""
+def _fields_of(operation: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
+    """The fields of a JSON body and of a query, without `model`."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
     fields = document["components"]["schemas"][name].get("properties", {}) if name else ()
-    known = {column: body._names() for column, body in BODIES.items()}
-    column = max(
-        (one for one in known if known[one] <= set(fields)), key=lambda one: len(known[one]), default=""
-    )
     queries = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
-    own = (f"`{field}`" for field in (*fields, *queries) if field not in known.get(column, ()))
-    return ", ".join([f"all of {column}"] * bool(column) + list(own))
+    return [field for field in (*fields, *queries) if field != "model"]
+
+
+def _shown(names: list[str], known: Mapping[str, set[str]]) -> str:
+    """The fields of an endpoint; for many that an API or an endpoint before takes, the name of that one."""
+    parts = {part: found - {"model"} for part, found in known.items()}
+    fits = [part for part, found in parts.items() if len(found) >= _MANY and found <= set(names)]
+    part = max(fits, key=lambda one: len(parts[one]), default="")
+    own = (f"`{name}`" for name in names if name not in parts.get(part, ()))
+    return ", ".join(filter(None, (part, *own)))
 
 
 def endpoints_page(page: str) -> str:

@@ -32,7 +32,7 @@ with lazy_imports():
 ROOT = Path(__file__).parents[2]
 FACTS = dict(facts_of(SamplingParams))
 NUMBERS = {name: facts for name, facts in FACTS.items() if facts.kind in ("number", "integer")}
-TABLE = "| field | default | values | effect | elsewhere |\n| --- | --- | --- | --- | --- |\n"
+TABLE = "| field | default | values | effect |\n| --- | --- | --- | --- |\n"
 # fields that some bodies have in another form, or not at all: the number of answers and tokens, stop strings
 OF_AN_ENDPOINT = {"max_tokens", "logprobs", "prompt_logprobs", "n", "best_of", "stop"}
 
@@ -66,14 +66,11 @@ def row(name: str, facts: FieldFacts) -> str:
     default = getattr(SamplingParams, name)
     shown = {"samplers": "all", "dry_sequence_breakers": 'newline, `:`, `"`, `*`'}.get(name)
     shown = shown or ("" if default in (None, ()) else f"{default}".lower())
-    here = [" ".join(f"`{flag}`" for flag in facts.flags)] if facts.flags else []
-    names = {"Ollama": facts.ollama, "llama.cpp": facts.llama_cpp}
-    here += [f"{api}: `{theirs}`" for api, theirs in names.items() if theirs not in (None, name)]
-    return f"| `{name}` | {shown} | {values(facts)} | {facts.help} | {'; '.join(here)} |\n"
+    return f"| `{name}` | {shown} | {values(facts)} | {facts.help} |\n"
 
 
 def test_the_docs_have_the_table_of_fields() -> None:
-    """Catches a field, a range or a name that the page does not tell, or tells wrongly."""
+    """Catches a field or a range that the page does not tell, or tells wrongly."""
     page = (ROOT / "docs" / "sampling.md").read_text()
     written = re.search(r"(?s)\| field .*?\n(?=\n)", page)
     table = TABLE + "".join(row(name, facts) for name, facts in FACTS.items())
