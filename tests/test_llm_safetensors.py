@@ -154,6 +154,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"logits_scaling": 8.0, "tie_word_embeddings": True},
         },
     ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {
+            **{"sliding_window": 9, "layer_rope_theta": [0, 500.0, 10000, 500.0], "rope_parameters": YARN},
+            **{"attention_multiplier": 0.25, "residual_multiplier": 0.22},
+        },
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 9, "attention_multiplier": 0.25},
+    ),
     "granite-plain": (
         "GraniteConfig",
         {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.25},
@@ -475,7 +486,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("BitNetConfig", {"attention_bias": True}),
     "olmo_hybrid-rope": ("OlmoHybridConfig", {**OLMO_HYBRID, "attention_bias": True}),
 }
-ALONE = ("olmo_hybrid", "olmo_hybrid-rope", "bitnet", "lfm3")  # that have no name in GGUF
+GRANITE_SWA = ("granite_swa", "granitemoe_swa")
+ALONE = ("olmo_hybrid", "olmo_hybrid-rope", "bitnet", "lfm3", *GRANITE_SWA)  # that have no name in GGUF
 # transformers' dynamic RoPE is that of the tokens so far, kukri's that of the longest context
 RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES and kind != "llama-dynamic"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

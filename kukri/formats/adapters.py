@@ -25,7 +25,7 @@ from kukri.errors import FormatError, MissingFileError, UnsupportedError, brief,
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.tensor_names import hf_name
 from kukri.formats.huggingface.safetensors import SafetensorsFile
-from kukri.formats.huggingface.weights import parts_of
+from kukri.formats.huggingface.weights import parts_of, prefixes
 from kukri.formats.json_files import read_json
 from kukri.formats.tensor_forms import gguf_form, hf_form
 from kukri.kernels.arrays import ByteArray
@@ -56,7 +56,6 @@ known = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
 found = [next((i for i, one in enumerate(known) if one.match(module)), None) for module in modules]
 json.dump(found, sys.stdout)
 """
-_PREFIXES = ("model.", "transformer.", "bert.", "roberta.", "backbone.")
 
 # Keys of adapter_config.json that change the result unless they hold one of these, with what they ask for.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -230,8 +229,7 @@ def _canonical(module: str, matrices: Mapping[str, Any], model: Model) -> str | 
     A module of several matrices has none.
     """
     architecture = ARCHITECTURES[model.config.architecture]
-    prefixes = (architecture.hf_prefix, *_PREFIXES)
-    stripped = [module.removeprefix(prefix) for prefix in prefixes if module.startswith(prefix)]
+    stripped = [module.removeprefix(one) for one in prefixes(architecture) if module.startswith(one)]
     candidates = [module, f"model.{module}", *(f"model.{name}" for name in stripped)]
     named = (parts_of(f"{name}.weight", architecture) for name in candidates)
     return next((parts[0] for parts in named if len(parts) == 1 and parts[0] in matrices), None)

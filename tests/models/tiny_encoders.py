@@ -53,6 +53,7 @@ ENCODERS: dict[str, TinyEncoder] = {
     "jina_embeddings_v3": TinyEncoder(
         "JinaEmbeddingsV3", {"layer_norm_eps": 1e-5, "rope_parameters": _ROPE, **_XLM_IDS}
     ),
+    "gte": TinyEncoder("Gte", {"layer_norm_eps": 1e-5, "rope_parameters": _ROPE, "pad_token_id": 0}),
     "mpnet": TinyEncoder(
         "MPNet", {"layer_norm_eps": 1e-5, "max_position_embeddings": CONTEXT + 2, **_XLM_IDS}
     ),

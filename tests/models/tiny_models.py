@@ -139,6 +139,23 @@ def _granitemoe(d_shared: int) -> Tiny:
     )  # fmt: skip
 
 
+def _granite_swa(n_experts: int) -> Tiny:
+    """Granite with windows, sinks and RoPE bases by layer, one of them 0, and a mixture or none."""
+    mixture = {"num_local_experts": n_experts, "num_experts_per_tok": 3, "shared_intermediate_size": 48}
+    bases = {"sliding_window": 7, "layer_rope_theta": [0, 500.0, 10000.0, 500.0]}
+    local = _local(7, 500.0)
+    return Tiny(
+        "GraniteMoeSWA" if n_experts else "GraniteSWA", "",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.375, "residual_multiplier": 0.625,
+         "logits_scaling": 1.75, **bases, **(mixture if n_experts else {})},
+        layers=(LayerConfig(use_rope=False), *local, *_windows(7), *local),
+        tied=True,
+        facts={"embedding_scale": 3.0, "attention_scale": 0.375, "residual_scale": 0.625,
+               "logits_divisor": 1.75},
+        mixture=MixtureConfig(n_experts, 3, F, normalized=True, d_shared=48) if n_experts else None,
+    )  # fmt: skip
+
+
 def _dense(layer: LayerConfig) -> LayerConfig:
     """The same with an MLP in place of a mixture."""
     return replace(layer, is_dense=True)
@@ -414,6 +431,8 @@ TINY: dict[str, Tiny] = {
                "logits_divisor": 1.75},
         keys={"embedding_scale": 3.0, "attention.scale": 0.375, "residual_scale": 0.625, "logit_scale": 1.75},
     ),
+    "granite_swa": _granite_swa(0),
+    "granitemoe_swa": _granite_swa(8),
     "minicpm": Tiny(
         "MiniCPM", "minicpm", {"scale_emb": 3, "scale_depth": 1.25, "dim_model_base": 16}, tied=True,
         facts={"embedding_scale": 3.0, "residual_scale": 0.625, "logits_divisor": 4.0},

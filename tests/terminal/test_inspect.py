@@ -115,6 +115,8 @@ OWN_TREE += (
     "olmo_hybrid",
     "bitnet",
     "lfm3",
+    "granite_swa",
+    "granitemoe_swa",
     "bailing_moe",
 )
 

@@ -67,9 +67,7 @@ _PREFIXES = (
     "model.",
     "transformer.",
     "bert.",
-    "nomic_bert.",
     "roberta.",
-    "mpnet.",
     "model.language_model.",
     "language_model.model.",
     "model.text_model.",
@@ -391,9 +389,13 @@ def is_of_images(name: str) -> bool:
 def model_prefix(names: Collection[str], architecture: Architecture) -> str:
     """The name prefix of the model below a head, in a checkpoint with tensors of these names."""
     embedding = architecture.embedding.removeprefix("model.")
-    prefixes = (architecture.hf_prefix, *_PREFIXES)
-    found = (prefix for prefix in prefixes if f"{prefix}{embedding}.weight" in names)
+    found = (prefix for prefix in prefixes(architecture) if f"{prefix}{embedding}.weight" in names)
     return next(found, _PREFIXES[0])
+
+
+def prefixes(architecture: Architecture) -> tuple[str, ...]:
+    """Return what may stand in front of the names of a model's modules, the likeliest first."""
+    return (architecture.hf_prefix, f"{architecture.name}.", *_PREFIXES)
 
 
 def mtp_name(name: str) -> str:
