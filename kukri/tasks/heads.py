@@ -158,13 +158,14 @@ def _require(config: ModelConfig, kind: str) -> HeadConfig:
     head = config.head
     if head.kind != kind:
         raise UnsupportedError(
-            f"this requires a model for {_words(kind)}; this is a model for {_words(head.kind)}"
+            f"this requires a model for {purpose_of(kind)}; this is a model for {purpose_of(head.kind)}"
         )
     return head
 
 
-def _words(kind: str) -> str:
-    return kind.replace("_", " ")
+def purpose_of(kind: str) -> str:
+    """Return what a model with a head of this kind is for, in words."""
+    return "language modeling" if kind == "language_model" else kind.replace("_", " ")
 
 
 def _check_length(config: ModelConfig, ids: Sequence[int]) -> None:

@@ -265,7 +265,7 @@ def test_a_language_model_still_generates(loaded: Any) -> None:
     llm, _, _ = loaded("llama", "ForCausalLM")
     assert len(llm.generate("Hi", max_tokens=3, temperature=0, ignore_eos=True).token_ids) == 3
     with pytest.raises(
-        UnsupportedError, match="a model for question answering; this is a model for language model"
+        UnsupportedError, match="a model for question answering; this is a model for language modeling"
     ):
         llm.extract("a", "b")
 

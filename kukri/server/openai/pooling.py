@@ -126,7 +126,7 @@ async def _pooled(
     head = encoder.model.config.head
     is_active = body.use_activation is not False
     if task in _HEADS and head.kind != _HEADS[task]:
-        has, wants = (kind.replace("_", " ") for kind in (head.kind, _HEADS[task]))
+        has, wants = map(heads.purpose_of, (head.kind, _HEADS[task]))
         raise RequestError(f"{task!r} requires a model for {wants}; this is a model for {has}", param="model")
     try:
         of_tokens, cuts = task == "token_embed", bool(body.truncate)
