@@ -24,7 +24,7 @@ LAYERS = (
     *("calls", "llm", "async_llm"),
 )
 ALLOWED: dict[str, set[str]] = {layer: set(LAYERS[:i]) for i, layer in enumerate(LAYERS)}
-ALLOWED["tokenizer"] = {"errors", "formats"}
+ALLOWED["tokenizer"] = {"errors", "formats", "host"}
 ALLOWED["sampling"] = {"config", "errors", "host", "kernels"}
 ALLOWED["dialects"] = {"errors", "sampling", "tokenizer"}
 ALLOWED["tasks"] |= {"tokenizer"}

@@ -90,7 +90,7 @@ class Child:
 def serve(make: Callable[[], Any], methods: Sequence[str]) -> None:
     """Runs `methods` of the object that `make` returns, as requests ask, until stdin ends; then closes it."""
     # what an engine prints goes to stderr, so that stdout carries only answers
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     try:
         engine = make()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from kukri.errors import ConfigError
+from kukri.host.files import clear, remove_file, replace_file
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/responses")
 _FIELDS = {"custom_id", "method", "url", "body"}
@@ -214,12 +215,11 @@ class Results:
                     file.write(line)
                 file.flush()
                 os.fsync(file.fileno())  # before the results so far are removed
-            os.replace(self._new, self.target)
+            replace_file(self._new, self.target)
             self.close()
-            self.part.unlink()
+            remove_file(self.part)
         except OSError as error:
-            with suppress(OSError):
-                self._new.unlink()
+            clear(self._new)
             raise ConfigError(f"{self.target} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:

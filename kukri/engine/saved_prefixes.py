@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from kukri.engine.pages import PageKey
 from kukri.errors import ConfigError
+from kukri.host.files import clear, remove_file, replace_file
 from kukri.host.hardware import available_bytes
 from kukri.host.os_calls import sync_directory
 from kukri.host.private_files import make_private, open_private
@@ -186,7 +187,7 @@ class SavedPrefixes:
             self.n_damaged += 1
             logger.warning("a saved prefix is removed and computed again: %s", error)
             with suppress(OSError):
-                path.unlink()
+                remove_file(path)
         else:
             with suppress(OSError):
                 os.utime(path, (used_s, used_s))  # for the next process
@@ -235,7 +236,7 @@ class SavedPrefixes:
                     os.utime(file.fileno(), (used_s, used_s))
                     os.fsync(file.fileno())
             for name, contents, used_s in batch:
-                os.replace(unfinished[0], self._path(name))
+                replace_file(unfinished[0], self._path(name))
                 unfinished.popleft()
                 with self._lock:
                     self._files[name] = _HEADER_BYTES + len(contents), used_s
@@ -243,8 +244,7 @@ class SavedPrefixes:
             sync_directory(self.directory)
         finally:
             for temporary in unfinished:
-                with suppress(OSError):
-                    os.unlink(temporary)
+                clear(Path(temporary))
 
     def _remove_beyond_budget(self) -> None:
         """Removes the files that were used longest ago, once all of them take more than the budget."""
@@ -260,8 +260,7 @@ class SavedPrefixes:
                 removed.append(oldest.popleft())
                 left -= self._files.pop(removed[-1])[0]
         for name in removed:
-            with suppress(FileNotFoundError):
-                self._path(name).unlink()
+            remove_file(self._path(name))
 
     def _scan(self) -> None:
         """Reads what is in the directory, by other processes too."""
@@ -272,7 +271,7 @@ class SavedPrefixes:
                 if entry.name.endswith(_SUFFIX):
                     found[entry.name.removesuffix(_SUFFIX)] = stat.st_size, stat.st_mtime
                 elif entry.name.startswith(_UNFINISHED) and time.time() - stat.st_ctime > _ABANDONED_S:
-                    os.unlink(entry.path)
+                    remove_file(entry.path)
         with self._lock:
             for name, (size, used_s) in found.items():
                 _, known_s = self._files.get(name, (0, 0.0))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kukri.errors import DownloadError, FormatError, MissingFileError, UnsupportedError
 from kukri.formats.digests import check_digest, file_sha256, split_digest
 from kukri.formats.repos import SHORT_NAMES, Progress, fetch, parse_name, untagged
+from kukri.host.files import clear, replace_file
 from kukri.host.os_calls import kill_session, locked, sync_directory
 from kukri.host.private_files import make_private
 
@@ -269,15 +270,12 @@ _WORK_PREFIX = ".pull-"
 
 def _remove_leftovers(directory: Path) -> None:
     """Removes files that killed downloads left. Call it under the lock: no other download is running then."""
-    from shutil import rmtree
-
     for entry in directory.glob(f"{_WORK_PREFIX}*"):
-        rmtree(entry, ignore_errors=True)
+        clear(entry)
 
 
 def _fetch(spec: ModelSpec, directory: Path, progress: Progress | None) -> None:
     """Downloads, checks and moves the model into place. The work directory goes whatever happens."""
-    from shutil import rmtree
     from tempfile import mkdtemp
 
     work = Path(mkdtemp(prefix=_WORK_PREFIX, dir=directory))
@@ -292,11 +290,11 @@ def _fetch(spec: ModelSpec, directory: Path, progress: Progress | None) -> None:
                 (unpacked / name).parent.mkdir(parents=True, exist_ok=True)
                 _unpack(spec, archive, name, unpacked / name, n_bytes, sha256)
             if spec.path.exists():  # damaged: a directory is not replaced in one step
-                os.replace(spec.path, work / "old")
-        os.replace(unpacked, spec.path)
+                replace_file(spec.path, work / "old")
+        replace_file(unpacked, spec.path)
         sync_directory(directory)
     finally:
-        rmtree(work, ignore_errors=True)
+        clear(work)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from kukri.formats.repos import (
     parse_name,
     untagged,
 )
+from kukri.host.files import remove_file, remove_tree
 
 _FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
 _WEIGHTS = (".gguf", ".safetensors")
@@ -77,9 +77,9 @@ def remove(model: str) -> int:
             raise _not_cached(model)
         n_bytes = _size(spec.path)
         if spec.files:
-            shutil.rmtree(spec.path)
+            remove_tree(spec.path)
         else:
-            spec.path.unlink()
+            remove_file(spec.path)
         return n_bytes
     repo = parse_name(model)
     if repo is None or not cache_folder(repo).is_dir():
@@ -87,7 +87,7 @@ def remove(model: str) -> int:
     folder = cache_folder(repo)
     if repo.choice is None:
         n_bytes = _size(folder)
-        shutil.rmtree(folder)
+        remove_tree(folder)
         return n_bytes
     return _remove_files(repo, folder)
 
@@ -100,9 +100,9 @@ def _remove_files(repo: RepoName, folder: Path) -> int:
         with suppress(UnsupportedError):
             for file in choose(repo, files_in(snapshot)):
                 blob = (snapshot / file).resolve()
-                (snapshot / file).unlink()
+                remove_file(snapshot / file)
                 if blob.is_relative_to(folder.resolve()):
-                    blob.unlink(missing_ok=True)
+                    remove_file(blob)
                 is_found = True
     if not is_found:
         raise _not_cached(str(repo))

@@ -17,6 +17,7 @@ from threading import Event, Thread
 from kukri.errors import DownloadError, UnsupportedError, brief_list
 from kukri.formats.gguf.split import fitting_mmproj, is_mmproj, part_name, part_of
 from kukri.formats.known_models import KNOWN_MODELS
+from kukri.host.files import replace_file, stays_inside, write_text
 
 # progress(done_bytes, total_bytes): called now and then during a download; the total is 0 if nobody knows it
 Progress = Callable[[int, int], None]
@@ -224,7 +225,7 @@ def _list_files(name: RepoName, *, with_sizes: bool) -> tuple[Mapping[str, int],
             raise _explained(name, error) from None
         return dict.fromkeys(files_in(cache_folder(name) / "snapshots" / commit), 0), commit
     sizes = {one.rfilename: one.size or 0 for one in info.siblings or []}
-    safe = {file: n_bytes for file, n_bytes in sizes.items() if ".." not in file.split("/")}
+    safe = {file: n_bytes for file, n_bytes in sizes.items() if stays_inside(file)}
     return safe, info.sha or name.revision
 
 
@@ -249,7 +250,7 @@ def cached_commit(name: RepoName) -> str | None:
     """The commit that the cache last saw the revision at, if it holds that."""
     folder = cache_folder(name)
     try:
-        commit = (folder / "refs" / name.revision).read_text().strip()
+        commit = (folder / "refs" / name.revision).read_text("utf-8").strip()
     except OSError:
         commit = name.revision
     is_commit = re.fullmatch(r"[0-9a-f]{40}", commit) is not None
@@ -276,8 +277,8 @@ def _remember(name: RepoName, commit: str) -> None:
         ref = cache_folder(name) / "refs" / name.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
         fresh = ref.with_name(f".{ref.name}.{os.getpid()}")
-        fresh.write_text(commit)
-        os.replace(fresh, ref)  # another process may be reading it
+        write_text(fresh, commit)
+        replace_file(fresh, ref)  # another process may be reading it
 
 
 def _explained(name: RepoName, error: Exception) -> DownloadError:

@@ -16,6 +16,7 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.huggingface.weights import RUNS
 from kukri.formats.json_files import parse_json, read_json
+from kukri.host.files import stays_inside
 from kukri.kernels.arrays import FloatArray
 from kukri.models import ARCHITECTURES
 from kukri.models.keys import Keys
@@ -246,7 +247,7 @@ def _modules(directory: Path) -> list[tuple[str, Path]]:
             raise FormatError(f"module {brief(module)} must have a type and a path", path=path)
         if len(folder) > _MAX_FOLDER:
             raise FormatError(f"module {brief(kind)} has the path {brief(folder)}", path=path)
-        if Path(folder).is_absolute() or ".." in Path(folder).parts:
+        if not stays_inside(folder):
             raise FormatError(f"module {brief(kind)} must lie in the directory", path=path)
         found.append((kind.rpartition(".")[2], directory / folder))
     return found

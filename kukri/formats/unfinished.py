@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kukri.host.files import clear, replace_file
 from kukri.host.os_calls import locked, sync_directory
 
 _SUFFIX = ".kukri-part"  # no other program's
+_ABANDONED_S = 24 * 3600.0  # without locks: a file that nobody has written to for so long
 
 
 @contextmanager
@@ -29,21 +31,14 @@ def unfinished(target: Path, *, is_directory: bool = False) -> Iterator[Path]:
     try:
         with locked(path):
             yield path
-            os.replace(path, target)
+            replace_file(path, target)
             sync_directory(target.parent)
     finally:
-        _remove(path)
+        clear(path)
 
 
 def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(f".*{_SUFFIX}"):
         with suppress(OSError), locked(path, wait=False) as is_abandoned:
-            if is_abandoned:
-                _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+            if is_abandoned or (is_abandoned is None and time.time() - path.stat().st_mtime > _ABANDONED_S):
+                clear(path)

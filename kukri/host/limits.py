@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 
 
@@ -24,7 +25,9 @@ def limit_cpu(seconds: int) -> None:
 
 
 def _limit(name: str, value: int) -> None:
-    with suppress(ImportError, ValueError, OSError):  # not every system has the limits
-        import resource
+    if sys.platform == "win32":
+        return
+    import resource
 
+    with suppress(ValueError, OSError):
         resource.setrlimit(getattr(resource, name), (value, value))

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import FormatError, MissingFileError
+from kukri.host.os_calls import c_library
 
 _MAP_FIXED = 0x10  # on Linux and macOS; Python does not name it
 _HELD_AT_ONCE = 16 << 20  # bytes that lie in memory twice meanwhile
@@ -54,7 +56,7 @@ def release_pages(array: npt.NDArray[Any]) -> None:
     The contents stay readable: the system fetches them again from the file when needed.
     """
     found = _pages(array)
-    if found is None or not hasattr(mmap, "MADV_DONTNEED"):
+    if found is None or sys.platform == "win32":
         return
     mapping, _, start, stop = found
     if all(stop <= held_start or held_stop <= start for held_start, held_stop in mapping.held):
@@ -69,13 +71,10 @@ def hold_pages(array: npt.NDArray[Any]) -> None:
     OSError without memory.
     """
     found = _pages(array)
-    if found is None or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if found is None or sys.platform == "win32":
         return
     mapping, address, start, stop = found
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc = c_library()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     for first in range(start, stop, _HELD_AT_ONCE):
         n_bytes, place = min(_HELD_AT_ONCE, stop - first), address + first

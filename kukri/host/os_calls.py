@@ -2,29 +2,24 @@
 
 Modules and calls that a system may lack are used only in this folder, and in the program of
 `tokenizer/sandbox.py`, which imports nothing of kukri. Windows has no affinity, locks, owners or limits of
-this kind; tests take them away, but nothing was run there.
+this kind; tests take them away, and mypy checks the rest as Windows sees it, but nothing was run there.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import socket
-
-try:
-    import fcntl
-except ImportError:
-    HAS_LOCKS = False
-else:
-    HAS_LOCKS = True
 
 # How a file that others might have put there is opened: no link is followed, no pipe waited for
 _CAREFUL = ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_BINARY")
@@ -37,33 +32,27 @@ def allowed_cores() -> int:
 
 def memory_bytes() -> int:
     """Physical memory of the machine."""
-    if hasattr(os, "sysconf"):
+    if sys.platform != "win32":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return _windows_memory_bytes()
-
-
-def _windows_memory_bytes() -> int:
-    import ctypes
-
-    status = (ctypes.c_uint64 * 8)(
-        64
-    )  # MEMORYSTATUSEX: its size (and the load) in the first, the total in the next
-    ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined]
+    status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its size and the load come first, then the total
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
     return int(status[1])
 
 
 def peak_rss_bytes() -> int:
     """The peak memory of this process, or of an ancestor before it started this process; 0 if unknown."""
-    try:
-        import resource
-    except ImportError:
+    if sys.platform == "win32":
         return 0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def cpu_s(process_id: int) -> float | None:
     """Processor time of another process in seconds; None if unknown."""
+    if sys.platform == "win32":
+        return None
     try:
         fields = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -89,46 +78,49 @@ def locked(path: Path, *, wait: bool = True, create: bool = False) -> Iterator[b
     Yields True, or False if another process has it, or None if there are no locks here. Raises OSError if the
     path cannot be opened, which `create` makes a file that only this user may read.
     """
-    if not HAS_LOCKS:
+    if sys.platform == "win32":
         yield None
         return
+    import fcntl
+
     if create:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     else:
         descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield _lock(descriptor, wait)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_held: bool | None = True
+        except BlockingIOError:
+            is_held = False
+        except OSError:  # a file system without
+            is_held = None
+        yield is_held
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, wait: bool) -> bool | None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without
-        return None
-    return True
-
-
-HAS_FORK = hasattr(os, "fork")
+HAS_FORK = sys.platform != "win32"
 
 
 def fork() -> int:
     """Fork this process, where `HAS_FORK`, and return the child's id, which is 0 in the child."""
+    if sys.platform == "win32":
+        raise OSError("fork is not supported on this system")
     return os.fork()
 
 
 def set_priority(process_id: int, niceness: int) -> None:
     """Set the niceness of another process, if the system has it and the process still runs."""
-    if hasattr(os, "setpriority"):
+    if sys.platform != "win32":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process_id, niceness)
 
 
 def end_child(process_id: int) -> float:
     """Kill a process that `fork` started, and return the processor time that it took, in seconds."""
+    if sys.platform == "win32":
+        raise OSError("processor time of a child is not supported on this system")
     import signal
 
     os.kill(process_id, signal.SIGKILL)
@@ -164,7 +156,7 @@ def sync_directory(directory: Path) -> None:
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that was started in a new session, with every process that it started."""
-    if not hasattr(os, "killpg"):
+    if sys.platform == "win32":
         process.kill()
         return
     import signal
@@ -173,33 +165,26 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-@contextmanager
-def no_echo(descriptor: int) -> Iterator[None]:
-    """Within the block the terminal does not echo keys, and passes them on before a line is complete."""
-    try:
-        import termios
-    except ImportError:
-        yield
-        return
-    before = termios.tcgetattr(descriptor)
-    quiet = [*before[:3], before[3] & ~(termios.ECHO | termios.ICANON), *before[4:]]
-    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+@cache
+def c_library() -> ctypes.CDLL:
+    """The C library, and all else that is linked into this process; it sets ctypes' errno."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
 
 
-def has_typed(descriptor: int, wait_s: float) -> bool:
-    """Return whether a terminal has input that nobody has read, at the latest after `wait_s` seconds."""
+def private_memory(n_bytes: int) -> mmap.mmap:
+    """Memory of this process alone, zeroed, which `make_executable` takes."""
     if sys.platform == "win32":
-        return False
-    with no_echo(descriptor):
-        return bool(select.select([descriptor], [], [], wait_s)[0])
+        raise OSError("private memory is not supported on this system")
+    return mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def drop_typed(descriptor: int, wait_s: float) -> None:
-    """Drop what waits on a terminal, until nothing more comes for `wait_s` seconds."""
-    with no_echo(descriptor):
-        while has_typed(descriptor, wait_s) and os.read(descriptor, 1 << 16):
-            pass
+def make_executable(address: int, n_bytes: int) -> None:
+    """Let memory be run, and no longer be written. Raises OSError if the system allows no such memory."""
+    if sys.platform == "win32":
+        raise OSError("executable memory is not supported on this system")
+    if c_library().mprotect(address, n_bytes, mmap.PROT_READ | mmap.PROT_EXEC):
+        raise OSError(ctypes.get_errno(), "memory cannot be made executable")

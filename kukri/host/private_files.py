@@ -15,6 +15,7 @@ from tempfile import mkstemp
 from typing import BinaryIO
 
 from kukri.errors import ConfigError
+from kukri.host.files import remove_file, replace_file
 from kukri.host.os_calls import open_carefully, sync_directory, user_id
 
 UNFINISHED = ".new-"  # begins the names of files that are being written
@@ -72,14 +73,17 @@ def _check(found: os.stat_result, path: Path) -> None:
         )
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Writes a file that only its owner may read, whole or not at all. Raises OSError."""
-    with writing_private(path) as file:
+def write_private(path: Path, data: bytes, *, is_lasting: bool = True) -> None:
+    """Writes a file that only its owner may read, whole or not at all. Raises OSError.
+
+    Unless it `is_lasting`, a power cut may damage it, and nothing waits for the disk.
+    """
+    with writing_private(path, is_lasting=is_lasting) as file:
         file.write(data)
 
 
 @contextmanager
-def writing_private(path: Path) -> Iterator[BinaryIO]:
+def writing_private(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
     """Open a file to write to, which appears at `path` if the block ends without an exception. Raises
     OSError.
     """
@@ -88,9 +92,11 @@ def writing_private(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            if is_lasting:
+                os.fsync(file.fileno())
+        replace_file(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        remove_file(temporary)
         raise
-    sync_directory(path.parent)
+    if is_lasting:
+        sync_directory(path.parent)

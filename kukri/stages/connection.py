@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 from collections import deque
@@ -10,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from kukri.errors import StageError
+from kukri.host import waiting
 from kukri.stages.messages import Kind, text_bounds
 
-HANG_UP = getattr(select, "POLLRDHUP", 0)  # the event of a peer that has hung up; elsewhere poll always tells
 _HEADER = struct.Struct("<2I")  # kind, bytes
 _SILENCE_S = 20  # after which the system gives up a machine that does not answer
 _PIECE = 1 << 18  # bytes that are sent at a time
@@ -32,12 +31,12 @@ class Connection:
     def __init__(self, sock: socket.socket, name: str, engine: Connection | None = None) -> None:
         self.bounds: Mapping[Kind, int] = text_bounds()
         self.name, self.engine = name, engine
-        self._socket = sock
+        self.socket = sock
         _watch(sock)
 
     def fileno(self) -> int:
         """The file descriptor of the socket, -1 once it is closed."""
-        return self._socket.fileno()
+        return self.socket.fileno()
 
     def send(self, kind: Kind, *parts: bytes | memoryview, inbox: Inbox | None = None) -> None:
         """Send a message. While the other side does not read, `inbox` takes in messages, because two sides
@@ -45,10 +44,8 @@ class Connection:
         """
         message = (_HEADER.pack(kind, sum(map(len, parts))), *parts)
         try:
-            n_sent = 0
             # at once if it can be, as each piece would wake the other side
-            with suppress(BlockingIOError):
-                n_sent = self._socket.sendmsg(message, [], socket.MSG_DONTWAIT)
+            n_sent = waiting.send_now(self.socket, message)
             if n_sent < sum(map(len, message)):
                 self._send_all(memoryview(b"".join(message))[n_sent:], inbox)
         except (OSError, ValueError) as error:  # ValueError: it is closed
@@ -79,20 +76,16 @@ class Connection:
     def close(self) -> None:
         """Ends the connection, for a thread that reads it too."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
 
     def _send_all(self, left: memoryview, inbox: Inbox | None) -> None:
         if inbox is None:
-            self._socket.sendall(left)
+            self.socket.sendall(left)
             return
         while left:
-            poll = select.poll()  # not select(), which refuses file descriptors from 1,024 on
-            poll.register(inbox.connection, select.POLLIN)
-            both = inbox.connection is self
-            poll.register(self, select.POLLOUT | select.POLLIN if both else select.POLLOUT)
-            if dict(poll.poll()).get(self.fileno(), 0) & ~select.POLLIN:
-                left = left[self._socket.send(left[:_PIECE], socket.MSG_DONTWAIT) :]
+            if self.fileno() in waiting.ready([inbox.connection.socket], [self.socket])[1]:
+                left = left[waiting.send_now(self.socket, [left[:_PIECE]]) :]
             else:
                 inbox.take_in()
 
@@ -102,7 +95,7 @@ class Connection:
         try:
             while n_read < n_bytes:
                 self._watch_engine()
-                n = self._socket.recv_into(body[n_read:])
+                n = self.socket.recv_into(body[n_read:])
                 if n == 0:
                     raise EOFError("the connection has ended")
                 n_read += n
@@ -112,12 +105,10 @@ class Connection:
 
     def _watch_engine(self) -> None:
         """Waits for something to read. Raises LostError if the engine hangs up instead."""
-        if self.engine is not None:
-            poll = select.poll()
-            poll.register(self, select.POLLIN)
-            poll.register(self.engine, HANG_UP)
-            if self.fileno() not in dict(poll.poll()):
-                raise self.engine._lost(EOFError("it has hung up"))
+        if self.engine is None:
+            return
+        if self.fileno() not in waiting.ready([self.socket], watched=[self.engine.socket])[0]:
+            raise self.engine._lost(EOFError("it has hung up"))
 
     def _lost(self, error: Exception) -> LostError:
         return LostError(f"{self.name} is lost: {error}")
@@ -143,10 +134,7 @@ class Inbox:
 
 def ready(connections: Sequence[Connection], timeout_s: float | None) -> list[Connection]:
     """The connections that have something to read or have ended; waits `timeout_s` for the first of them."""
-    poll = select.poll()
-    for connection in connections:
-        poll.register(connection, select.POLLIN)
-    found = dict(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+    found, _ = waiting.ready([connection.socket for connection in connections], wait_s=timeout_s)
     return [connection for connection in connections if connection.fileno() in found]
 
 

@@ -6,7 +6,6 @@ The token itself is not sent. Nothing is encrypted: between machines, use a priv
 from __future__ import annotations
 
 import hmac
-import select
 import socket
 from contextlib import suppress
 from secrets import token_bytes
@@ -14,7 +13,8 @@ from time import monotonic
 from typing import Literal
 
 from kukri.errors import StageError
-from kukri.stages.connection import HANG_UP, Connection
+from kukri.host.waiting import ready
+from kukri.stages.connection import Connection
 from kukri.stages.processes import TOKEN_VARIABLE
 
 Role = Literal["engine", "stage", "replica"]  # who connects: an engine, the stage before, …
@@ -107,16 +107,14 @@ class Door:
                 self._guests.pop(fd).close()
         raise StageError(f"{name} has not connected within {timeout_s:g} s")
 
-    def _ready(self, engine: Connection | None, timeout_s: float) -> list[int]:
+    def _ready(self, engine: Connection | None, timeout_s: float) -> set[int]:
         """Wait for input, and return the file descriptors that have input."""
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        if engine is not None:
-            poll.register(engine, HANG_UP)
-        for guest in self._guests.values():
-            poll.register(guest, select.POLLIN)
         wait_s = min(timeout_s, _GREETING_S if self._guests else _NEVER_S)
-        return [fd for fd, _ in poll.poll(None if wait_s == _NEVER_S else 1000 * wait_s + 1)]
+        return ready(
+            [self._listener, *(guest.sock for guest in self._guests.values())],
+            watched=[] if engine is None else [engine.socket],
+            wait_s=None if wait_s == _NEVER_S else wait_s + 0.001,
+        )[0]
 
     def _greet(self) -> None:
         with suppress(OSError):  # it has left again

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import base64
 import mimetypes
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 from kukri.calls.results import Chunk, Result
 from kukri.calls.system_message import DEFAULT_SYSTEM, opening
 from kukri.errors import ConfigError, ContextLengthError, KukriError, RequestError, printable
-from kukri.host.os_calls import drop_typed, has_typed, no_echo
+from kukri.host.typed_input import drop_typed, has_typed, input_again, line_editing, marks_pastes, no_echo
 from kukri.llm import LLM
 from kukri.sampling import SamplingParams
 from kukri.terminal.answer_writer import AnswerWriter
@@ -35,8 +34,6 @@ from kukri.vision.decode import file_bytes
 PROMPT, CONTINUED = "> ", ". "
 BLOCK = '"""'
 LEAVING = ("/exit", "/quit")
-HISTORY_LINES = 1000
-LONGEST_LINE = 10_000  # characters of a line of the history file
 PASTE_S = 0.05  # the longest pause within a paste
 MAX_TOKENS = 1024
 
@@ -421,17 +418,13 @@ def read_again(text: str) -> str:
     if not sys.stdin.isatty() or "\n" in text:
         raise RequestError("/edit requires the whole new message")
     try:
-        import readline
-    except ImportError:
-        raise RequestError("/edit requires the whole new message") from None
-    readline.set_startup_hook(lambda: readline.insert_text(text))
-    try:
-        return input(PROMPT)
+        again = input_again(PROMPT, text)
     except (EOFError, KeyboardInterrupt):
         print()
         return ""
-    finally:
-        readline.set_startup_hook(None)
+    if again is None:
+        raise RequestError("/edit requires the whole new message")
+    return again
 
 
 def _path(name: str, command: str) -> Path:
@@ -492,22 +485,11 @@ def _read_line(prompt: str) -> str:
     return input(prompt if sys.stdin.isatty() else "")
 
 
-def _marks_pastes() -> bool:
-    """Return whether readline is told where a paste begins and ends: GNU's is, on most terminals."""
-    readline = sys.modules.get("readline")
-    is_dumb = os.environ.get("TERM", "dumb") == "dumb"
-    return readline is not None and not _is_libedit(readline) and not is_dumb and sys.stdout.isatty()
-
-
 def _has_pasted_more(line: str) -> bool:
     """Return whether what waits on the terminal belongs to a message that begins with this line."""
-    if not sys.stdin.isatty() or _marks_pastes() or line.split(" ")[0] in (*COMMANDS, *LEAVING):
+    if not sys.stdin.isatty() or marks_pastes() or line.split(" ")[0] in (*COMMANDS, *LEAVING):
         return False
     return has_typed(sys.stdin.fileno(), PASTE_S)
-
-
-def _is_libedit(readline: ModuleType) -> bool:
-    return "libedit" in (readline.__doc__ or "")
 
 
 @contextmanager
@@ -540,7 +522,7 @@ def _no_echo() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    marks = ("\x1b[?2004h", "\x1b[?2004l") if _marks_pastes() else ("", "")
+    marks = ("\x1b[?2004h", "\x1b[?2004l") if marks_pastes() else ("", "")
     with no_echo(sys.stdin.fileno()):
         print(marks[0], end="", flush=True)
         try:
@@ -561,29 +543,7 @@ def _line_editing() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    try:
-        import readline
-    except ImportError:  # a Python without it: plain input still works
-        yield
-        return
     from platformdirs import user_state_path
 
-    history = user_state_path("kukri") / "chat_history"
-    with suppress(OSError):
-        readline.read_history_file(history)
-    readline.set_history_length(HISTORY_LINES)
-    readline.set_completer(complete)
-    readline.set_completer_delims(" \t\n")
-    readline.parse_and_bind("bind ^I rl_complete" if _is_libedit(readline) else "tab: complete")
-    if _marks_pastes():
-        readline.parse_and_bind("set enable-bracketed-paste on")
-    try:
+    with line_editing(user_state_path("kukri") / "chat_history", complete):
         yield
-    finally:
-        for i in reversed(range(readline.get_current_history_length())):
-            if "\n" in (item := readline.get_history_item(i + 1) or "") or len(item) > LONGEST_LINE:
-                readline.remove_history_item(i)  # the file would have each line of a paste as an entry
-        with suppress(OSError):
-            history.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(history)
-            os.chmod(history, 0o600)  # prompts are private

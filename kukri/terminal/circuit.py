@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kukri.errors import ConfigError
+from kukri.host.files import write_text
 from kukri.interp import plots
 from kukri.interp.features.transcoders import Transcoders
 from kukri.interp.plots.graph_page import add_written_tokens, graph_page
@@ -43,7 +44,7 @@ def write_circuit(
             add_written_tokens(llm.interp, transcoders, found, token_text)
             is_page = ending in (".html", ".htm")
             text = graph_page(found) if is_page else json.dumps(found, ensure_ascii=False)
-            options.out.write_text(text, encoding="utf-8")
+            write_text(options.out, text)
     nodes, n_links = found["nodes"], len(found["links"])
     logits = [node["clerp"] for node in nodes if node["feature_type"] == "logit"]
     n_traced = len(graph.features)

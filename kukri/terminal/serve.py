@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kukri.errors import ConfigError, KukriError, UnsupportedError
+from kukri.host.files import remove_file
 from kukri.host.installed import needs_package
 from kukri.host.os_calls import on_hangup, unix_socket
 from kukri.terminal.files import read_text
@@ -222,7 +223,7 @@ def bound_unix_socket(path: Path) -> socket.socket:
                     raise ConfigError(
                         f"{path} is already in use by another server: choose another --unix-socket"
                     )
-            path.unlink()
+            remove_file(path)
         bound.bind(str(path))
         path.chmod(0o600)
     except OSError as error:

@@ -9,6 +9,7 @@ from kukri.errors import ConfigError
 from kukri.evaluate.text import read_text
 from kukri.evaluate.tuning import Tuned, recipe_of, tune
 from kukri.formats import hub
+from kukri.host.files import write_text
 from kukri.opening.option_fields import size_bytes
 from kukri.quant.blocks import WRITTEN
 from kukri.quant.types import QUANT_TYPES, QuantType
@@ -63,7 +64,7 @@ def _write(target: Path, recipe: dict[str, str]) -> None:
         json.dumps(recipe, indent=2) if target.suffix == ".json" else yaml.safe_dump(recipe, sort_keys=False)
     )
     with writing(target):
-        target.write_text(text + "\n" * (not text.endswith("\n")), encoding="utf-8")
+        write_text(target, text + "\n" * (not text.endswith("\n")))
 
 
 def _rows(made: Tuned) -> list[list[str]]:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
@@ -273,7 +274,7 @@ def _main() -> None:
 
 def _set_alarm(cpu_s: float) -> None:
     """Have SIGPROF end the process after `cpu_s` seconds of processor time; 0 switches the alarm off."""
-    if hasattr(signal, "setitimer"):  # elsewhere the waiting process ends this one, later
+    if sys.platform != "win32":  # there the waiting process ends this one, later
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
@@ -299,14 +300,14 @@ def _line(error: BaseException) -> str:
 
 
 def _limit_memory() -> None:
-    try:
-        import resource
+    if sys.platform == "win32":
+        return
+    import resource
 
+    with suppress(OSError, ValueError):  # a system without: processor time is limited all the same
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         limit = pages * resource.getpagesize() + _MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    except (ImportError, OSError, ValueError):  # a system without: processor time is limited all the same
-        pass
 
 
 def _read(file: BinaryIO) -> bytes | None:

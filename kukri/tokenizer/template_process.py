@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -17,6 +16,8 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from kukri.host.waiting import read_pipe
 
 _WORKER = Path(__file__).with_name("sandbox.py")
 _MAX_WAIT_S = 20.0  # for an answer, however busy the machine is; the worker's own limit is of processor time
@@ -130,8 +131,7 @@ def _receive(process: subprocess.Popen[bytes]) -> bytes:
     assert process.stdout is not None
     received, wanted, deadline = bytearray(), 8, time.monotonic() + _MAX_WAIT_S
     while len(received) < wanted:
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        part = os.read(process.stdout.fileno(), 1 << 20) if ready else b""
+        part = read_pipe(process.stdout.fileno(), 1 << 20, max(0.0, deadline - time.monotonic()))
         if not part:
             return b""
         received += part

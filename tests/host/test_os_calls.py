@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
-import signal
+import select
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,30 +14,32 @@ import pytest
 
 import kukri
 from kukri.errors import ConfigError
-from kukri.host import limits, os_calls
+from kukri.host import limits, mapped_files, os_calls, typed_input, waiting
 from kukri.terminal.serve import bound_unix_socket
+from tests.host.windows import LACKING, become_windows
 
 PACKAGE = Path(kukri.__file__).parent
 # Names that a system may lack: modules, and attributes of os, signal, socket, mmap and their likes
-MODULES = {"fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog", "msvcrt", "winreg"}
-NAMES = {
-    *(
-        "fork",
-        "killpg",
-        "nice",
-        "setpriority",
-        "getpriority",
-        "wait4",
-        "sysconf",
-        "geteuid",
-        "getuid",
-        "fchmod",
-    ),
-    *("setsid", "mkfifo", "uname", "sched_getaffinity", "sched_setaffinity", "O_NOFOLLOW", "O_DIRECTORY"),
-    *("AF_UNIX", "SIGHUP", "SIGKILL", "SIGALRM", "SIGPROF", "madvise", "MADV_DONTNEED", "preexec_fn"),
+MODULES = {
+    "fcntl",
+    "resource",
+    "termios",
+    "tty",
+    "pty",
+    "pwd",
+    "grp",
+    "syslog",
+    "msvcrt",
+    "winreg",
+    "readline",
 }
+NAMES = {"getpriority", "setsid", "mkfifo", "uname", "sched_setaffinity", "SIGPROF", "madvise", "preexec_fn"}
+NAMES |= {name for names in LACKING.values() for name in names} - {"poll"}  # a method of Popen
 # A program of its own that imports nothing of kukri, and limits itself
-EXCEPT = {"tokenizer/sandbox.py": {"resource"}}
+EXCEPT = {"tokenizer/sandbox.py": {"resource", "setitimer", "ITIMER_PROF"}}
+# What host/files.py does as Windows allows it
+FILE_CALLS = {"os.replace", "os.rename", "os.remove"}
+FILE_METHODS = {"unlink", "rmtree", "write_text"}
 
 
 def used_in(path: Path) -> set[str]:
@@ -63,39 +66,128 @@ def test_what_a_system_may_lack_is_used_in_one_folder() -> None:
     assert {"fork", "AF_UNIX", "SIGHUP", "nice"} - used_in(PACKAGE / "host/os_calls.py") == {"nice"}
 
 
-def test_a_system_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a worker that does not start where its limits cannot be set."""
-    monkeypatch.setitem(sys.modules, "resource", None)
-    monkeypatch.delattr(os, "nice")
+def file_faults(source: str) -> list[str]:
+    """Return the calls that delete, replace or write files as only some systems do, each with its line."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        text, method = ast.unparse(node), node.func.attr
+        is_plain = method == "fdopen" and "b" not in ast.unparse(node.args[1]) and "encoding" not in text
+        is_plain |= method == "read_text" and not (node.args or node.keywords)
+        if method in FILE_METHODS or ast.unparse(node.func) in FILE_CALLS or is_plain:
+            found.append(f"{node.lineno}: {text}")
+    return found
+
+
+def test_files_are_handled_in_one_folder() -> None:
+    """Catches a file that Windows does not delete or replace while it is read, and text of any encoding."""
+    found = {
+        path.relative_to(PACKAGE).as_posix(): faults
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent.name != "host" and (faults := file_faults(path.read_text("utf-8")))
+    }
+    assert not found
+    for call in (
+        "path.unlink()",
+        "os.replace(a, b)",
+        "os.fdopen(1, 'w')",
+        "a.read_text()",
+        "a.write_text(b)",
+    ):
+        assert file_faults(call)
+
+
+def test_a_system_without_the_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a function whose fallback was never run, and a lock that is claimed to be held."""
+    become_windows(monkeypatch)
     limits.lower_priority(5)
     limits.limit_memory(1 << 40)
     limits.limit_cpu(1000)
     assert os_calls.peak_rss_bytes() == 0
-
-
-def test_a_system_without_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a function whose fallback was never run."""
-    for name in ("sched_getaffinity", "geteuid", "setpriority", "O_DIRECTORY", "O_NOFOLLOW"):
-        monkeypatch.delattr(os, name)
     assert os_calls.allowed_cores() == os.cpu_count()
     assert os_calls.user_id() is None
+    assert os_calls.cpu_s(os.getpid()) is None
     os_calls.set_priority(os.getpid(), 0)
     os_calls.sync_directory(Path("no such directory"))
     os.close(os_calls.open_carefully(Path(__file__)))
-
-
-def test_a_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a lock that is claimed to be held where there are none."""
-    monkeypatch.setattr(os_calls, "HAS_LOCKS", False)
+    os_calls.on_hangup(lambda: None)
     with os_calls.locked(tmp_path / "absent") as held:
         assert held is None
-
-
-def test_a_system_without_sockets_and_signals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches an AttributeError in place of an error that says what to leave out."""
-    monkeypatch.delattr(socket, "AF_UNIX")
     with pytest.raises(ConfigError, match="--unix-socket is not supported on this system"):
         bound_unix_socket(tmp_path / "socket")
-    monkeypatch.delattr(signal, "SIGHUP")
-    os_calls.on_hangup(lambda: None)
-    assert not hasattr(signal, "SIGHUP")
+
+
+def test_a_session_is_one_process_without_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a download that goes on after Ctrl-C."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with monkeypatch.context() as patch:
+            become_windows(patch)
+            patch.setattr(process, "kill", process.terminate)  # Popen's own asks os.kill for SIGKILL
+            os_calls.kill_session(process)
+        assert process.wait(10) != 0
+
+
+def test_a_terminal_without_line_editing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a chat that does not start where there are neither termios nor readline."""
+    become_windows(monkeypatch)
+    with typed_input.line_editing(tmp_path / "history", lambda text, state: None), typed_input.no_echo(0):
+        assert not typed_input.has_typed(0, 0.0)
+        typed_input.drop_typed(0, 0.0)
+    assert typed_input.input_again("> ", "text") is None
+    assert not typed_input.marks_pastes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mapped_file_without_its_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a model that cannot be opened where pages are neither given back nor held."""
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(range(200)))
+    become_windows(monkeypatch)
+    view = mapped_files.map_file(path, "test")
+    mapped_files.release_pages(view)
+    mapped_files.hold_pages(view)
+    mapped_files.fetch_pages(view)
+    assert view.tobytes() == bytes(range(200))
+
+
+@pytest.mark.parametrize("has_poll", [True, False])
+def test_waiting_for_sockets(monkeypatch: pytest.MonkeyPatch, has_poll: bool) -> None:
+    """Catches a stage that waits forever, or takes unread bytes for a peer that has hung up."""
+    (a, b), (c, d) = socket.socketpair(), socket.socketpair()
+    if not has_poll:
+        become_windows(monkeypatch)
+    with a, c:
+        assert waiting.ready([a], [], [c], 0.0) == (set(), set())
+        assert waiting.ready([a], [a], [c])[1] == {a.fileno()}
+        assert waiting.send_now(b, [b"12", memoryview(b"3")]) == 3
+        assert waiting.ready([a, c])[0] == {a.fileno()}
+        assert waiting.ready([c], [], [a], 0.15)[0] == set()  # it has not hung up: three bytes wait
+        d.close()
+        assert waiting.ready([a], [], [c])[0] >= {c.fileno()}
+        a.setblocking(False)
+        n_sent = 0
+        while n := waiting.send_now(a, [bytes(1 << 16)]):
+            n_sent += n
+        assert n_sent >= 1 << 16
+        b.close()
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            waiting.send_now(a, [b"1"])
+
+
+@pytest.mark.parametrize("has_poll", [True, False])
+def test_waiting_for_a_pipe(monkeypatch: pytest.MonkeyPatch, has_poll: bool) -> None:
+    """Catches a chat template that hangs, and select() of a pipe, which Windows refuses."""
+    reader, writer = os.pipe()
+    if not has_poll:
+        become_windows(monkeypatch)
+        monkeypatch.setattr(select, "select", None)
+    try:
+        os.write(writer, b"123")
+        assert waiting.read_pipe(reader, 2, 1.0) == b"12"
+        assert waiting.read_pipe(reader, 2, 1.0) == b"3"
+        assert waiting.read_pipe(reader, 2, 0.01) == b""
+    finally:
+        os.close(writer)
+    assert waiting.read_pipe(reader, 2, 1.0) == b""
+    os.close(reader)

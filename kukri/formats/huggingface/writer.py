@@ -19,6 +19,7 @@ from kukri.formats.huggingface.safetensors import SINGLE_NAME, write_safetensors
 from kukri.formats.huggingface.weights import is_stacked, joined_name, parameter_name
 from kukri.formats.tensor_forms import hf_form, inverse, taken
 from kukri.formats.unfinished import unfinished
+from kukri.host.files import write_text
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray
 from kukri.kernels.quantize import requantize
@@ -149,7 +150,7 @@ def write_directory(
             for name, contents in {"config.json": stated, **text}.items():
                 is_text = isinstance(contents, str)
                 written = contents if is_text else json.dumps(contents, ensure_ascii=False, indent=2)
-                (folder / name).write_text(str(written), encoding="utf-8")
+                write_text(folder / name, str(written))
             write_safetensors(folder / SINGLE_NAME, tensors)
     except OSError as error:
         raise FormatError(f"cannot be written: {error.strerror}", path=path) from None

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.errors import RequestError, brief
+from kukri.host.files import write_text
 from kukri.interp.features.transcoders import Transcoders
 from kukri.interp.hooks.hook_names import FINAL
 from kukri.interp.memory_batches import most_that_fit
@@ -204,7 +205,7 @@ class AttributionGraph:
     ) -> dict[str, Any]:
         """Writes and returns `as_json`, whose options it takes; the slug is the file's name."""
         found = self.as_json(token_text, Path(path).stem, **options)
-        Path(path).write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+        write_text(Path(path), json.dumps(found, ensure_ascii=False))
         return found
 
     def _node(self, i: int, token_text: Callable[[int], str], cumulative: FloatArray) -> dict[str, Any]:

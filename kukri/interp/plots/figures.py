@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kukri.errors import RequestError, UnsupportedError
+from kukri.host.files import write_text
 from kukri.host.installed import needs_package
 from kukri.interp.cache import ActivationCache
 from kukri.kernels.arrays import ByteArray, FloatArray
@@ -285,7 +286,7 @@ def attention_page(
     page = _PAGE.replace("TITLE", html.escape(title or "Attention")).replace(
         "DATA", data.replace("<", "\\u003c")
     )
-    Path(path).write_text(page, encoding="utf-8")
+    write_text(Path(path), page)
 
 
 _PAGE = """<!doctype html>

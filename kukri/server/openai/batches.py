@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 
 from kukri.calls.batch_files import URLS, BatchLine, Results, files_of, read_batch
 from kukri.errors import CapacityError, ConfigError, RequestError
+from kukri.host.files import clear, remove_file
 from kukri.host.private_files import UNFINISHED, make_private, write_private, writing_private
 from kukri.server.asgi_client import AppResponse, answer_lines, post
 from kukri.server.errors import LATE, NotFoundError
@@ -129,7 +130,7 @@ class Batches:
             # uploads that ended with their server
             alone = [path for path in directory.glob("file-*.data") if not path.with_suffix(".json").exists()]
             for path in (*directory.glob(f"{UNFINISHED}*"), *alone):
-                path.unlink(missing_ok=True)
+                remove_file(path)
             for path in sorted(directory.glob("*.json")):
                 with suppress(ValueError, TypeError):  # damaged, or of another version
                     facts = json.loads(path.read_bytes())
@@ -205,7 +206,7 @@ class Batches:
         self._await_expiry(stored)
 
     def _no_room(self, stored: StoredFile, error: OSError) -> CapacityError:
-        self._data(stored.id).unlink(missing_ok=True)
+        clear(self._data(stored.id))
         log.error("a file cannot be kept: %s", error)
         return CapacityError("the server cannot store files now: try again later")
 
@@ -251,8 +252,8 @@ class Batches:
 
     def _remove(self, stored: StoredFile) -> None:
         del self._files[stored.id]
-        self._path(stored.id).unlink(missing_ok=True)
-        self._data(stored.id).unlink(missing_ok=True)
+        remove_file(self._path(stored.id))
+        clear(self._data(stored.id))  # which somebody may be reading: the next start removes it then
 
     # Batches
 
@@ -318,7 +319,7 @@ class Batches:
             raise RequestError("the batch cannot be deleted while it runs: cancel it", param="batch_id")
         del self._batches[batch.id]
         for path in (self._path(batch.id), *files_of(self._directory / f"{batch.id}.results")):
-            path.unlink(missing_ok=True)
+            remove_file(path)
 
     # The work
 
@@ -429,11 +430,11 @@ class Batches:
                     await self._keep(stored)
                     setattr(batch, f"{kind}_file_id", stored.id)
                 else:
-                    data.unlink()
+                    remove_file(data)
             except OSError as error:
                 raise self._no_room(stored, error) from None
         self._save(batch)
-        target.unlink()
+        remove_file(target)
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
         batch.enter("failed")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.errors import ConfigError, RequestError
+from kukri.host.files import remove_file
 from kukri.host.private_files import UNFINISHED, make_private, open_private, write_private
 from kukri.server.errors import NotFoundError
 from kukri.server.keys import Client, KeyRing
@@ -57,7 +58,7 @@ class ResponseFiles:
             make_private(directory)
             self.owners = Owners(directory, keys)
             for path in directory.glob(f"{UNFINISHED}*"):
-                path.unlink(missing_ok=True)
+                remove_file(path)
         except OSError as error:
             raise ConfigError(f"responses cannot be kept in {directory}: {error.strerror}") from None
         self._thread = ThreadPoolExecutor(1, "kukri-responses")
@@ -74,7 +75,7 @@ class ResponseFiles:
                 yield StoredResponse(**json.loads(data))
             except (OSError, ConfigError, ValueError, TypeError) as error:
                 log.warning("a stored response is removed: %s", error)
-                path.unlink(missing_ok=True)
+                remove_file(path)
 
     def save(self, stored: StoredResponse) -> None:
         """Writes a response."""
@@ -82,7 +83,7 @@ class ResponseFiles:
 
     def remove(self, response_id: str) -> None:
         """Removes a response."""
-        self._do(lambda: self._path(response_id).unlink(missing_ok=True))
+        self._do(lambda: remove_file(self._path(response_id)))
 
     def touch(self, response_id: str) -> None:
         """Notes that a response was used."""

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 from platformdirs import user_cache_dir
 
 from kukri.errors import ConfigError
-from kukri.host.private_files import check_private, make_private, open_private
+from kukri.host.private_files import check_private, make_private, open_private, write_private
 from kukri.kernels.cpu.compile.features import cpu_target
 
 KernelCode = tuple[str, tuple[str, ...], bytes]  # symbol, parameters, object code
@@ -194,9 +193,7 @@ def store(name: str, module: str, kernel: KernelCode) -> None:
     facts = {"symbol": symbol, "parameters": parameters, "sha256": hashlib.sha256(code).hexdigest()}
     try:
         make_private(cache_dir())
-        handle, temporary = tempfile.mkstemp(dir=cache_dir())
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(facts).encode() + b"\n" + code)
-        os.replace(temporary, cache_dir() / f"{name}@{module_hashes()[module]}.kernel")
+        path = cache_dir() / f"{name}@{module_hashes()[module]}.kernel"
+        write_private(path, json.dumps(facts).encode() + b"\n" + code, is_lasting=False)
     except OSError:
         return

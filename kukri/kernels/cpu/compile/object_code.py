@@ -14,7 +14,9 @@ import platform
 import struct
 import sys
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from kukri.host.os_calls import c_library, make_executable, private_memory
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -43,7 +45,7 @@ class ObjectCode:
             sections = _sections(data)
             places, size = _placed(sections)
             tables = {i: _symbols(data, sections, s) for i, s in enumerate(sections) if s.kind == _SYMTAB}
-            self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = private_memory(size)
             base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             starts = {i: base + place for i, place in places.items()}
             for i, place in places.items():
@@ -63,7 +65,7 @@ class ObjectCode:
             }
         except (struct.error, LookupError, ValueError, OverflowError, MemoryError) as error:
             raise UnsupportedObjectError(f"an object that is not sound: {error}") from None
-        _make_executable(base, size)
+        make_executable(base, size)
 
     def address(self, symbol: str) -> int:
         """The address of a function. Raises UnsupportedObjectError if there is none of that name."""
@@ -161,21 +163,9 @@ def _relocate(
 
 
 @cache
-def _process() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-@cache
 def _library_address(name: str) -> int:
     """The address of a function of the C library."""
     try:
-        return ctypes.cast(getattr(_process(), name), ctypes.c_void_p).value or 0
+        return ctypes.cast(getattr(c_library(), name), ctypes.c_void_p).value or 0
     except AttributeError:
         raise UnsupportedObjectError(f"no {name} in this process") from None
-
-
-def _make_executable(address: int, size: int) -> None:
-    mprotect = _process().mprotect
-    mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if mprotect(address, size, mmap.PROT_READ | mmap.PROT_EXEC):
-        raise OSError(ctypes.get_errno(), "memory cannot be made executable")
