@@ -181,6 +181,7 @@ class RecurrentConfig:
     are_tiled: bool = False  # heads of a group lie n_groups apart, as in GGUF, not side by side
     has_norm: bool = True  # a state space's result is normed
     norm_first: bool = False  # before its gate, not after it
+    d_vector: int | None = None  # width of an encoder's vectors; None: d_model
     activation: str = "silu"  # the row of `kukri.kernels.activations` that follows the convolution
     steps: tuple[float, float] = (0.0, math.inf)  # the least and the largest step of a state space
 
@@ -299,6 +300,7 @@ class ModelConfig:
     is_reordered: bool = False
     is_rounded: bool = False  # files hold weights that are rounded to ternary ones as they are loaded
     d_per_layer: int = 0  # width of a second embedding of tokens, one for each layer; 0: none
+    d_vector: int | None = None  # width of an encoder's vectors; None: d_model
     activation: str = "silu"  # the row of `kukri.kernels.activations` in MLPs and experts
 
     def __post_init__(self) -> None:

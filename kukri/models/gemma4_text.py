@@ -14,7 +14,7 @@ A GGUF file has divisors of frequencies where config.json has the share of a hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,11 @@ import numpy as np
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
 from kukri.errors import UnsupportedError, brief
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.kernels.weight_handles import Vector
+from kukri.kernels.weight_handles import Vector, Weight
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.gemma2 import GEMMA2, Gemma2, Gemma2Block
 from kukri.models.keys import Keys
-from kukri.models.layers import Embedding, HeadNorm, Linear, NoNorm, RMSNorm
+from kukri.models.layers import Composite, Embedding, HeadNorm, Linear, NoNorm, RMSNorm
 from kukri.models.mixture import Mixture, SharedMLP
 from kukri.models.qwen3 import Qwen3Attention
 from kukri.models.stored import PARAMETER, Stored
@@ -68,11 +68,14 @@ class Gemma4Block(Gemma2Block):
     """A layer: attention, MLP, its own embeddings, and its factor."""
 
     attention_type = Gemma4Attention
+    input_name = ""  # between the layer's name and the names of the branch for its own embeddings
 
     def __init__(self, source: WeightSource, config: ModelConfig, layer: int) -> None:
         super().__init__(source, config, layer)
         name = f"model.layers.{layer}"
-        self.input = LayerInput(source, name, config, layer) if config.d_per_layer else None
+        self.input: LayerInput | None = None
+        if config.d_per_layer:
+            self.input = LayerInput(source, f"{name}{self.input_name}", config, layer)
         scalar = f"{name}.layer_scalar.weight"
         self.factor = float(source.vector(scalar, 1)[0]) if source.has(scalar) else 1.0
 
@@ -90,21 +93,43 @@ class Gemma4Block(Gemma2Block):
         return ops.tap("hook_resid_post", self.layer, x)
 
 
-class LayerEmbeddings:
-    """Return each layer's embeddings of the tokens: rows of one table plus a projection of the embeddings."""
+class ProjectedEmbeddings(Composite):
+    """Each layer's embeddings of the tokens, a projection of the usual embeddings."""
+
+    module = "model"
+    tables: Sequence[Weight] = ()
 
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
         self.width, self.n_layers, self.d_model = config.d_per_layer, config.n_layers, config.d_model
         width = self.width * self.n_layers
-        self.table = Embedding(source, "model.embed_tokens_per_layer", config.n_vocab, width)
-        self.projection = Linear(source, ["model.per_layer_model_projection"], (width,), config.d_model)
-        self.norm = HeadNorm(source, "model.per_layer_projection_norm", self.width, config.norm_eps)
+        names = [f"{self.module}.per_layer_model_projection"]
+        self.projection = Linear(source, names, (width,), config.d_model)
+        self.norm = HeadNorm(source, f"{self.module}.per_layer_projection_norm", self.width, config.norm_eps)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Sequence[Tensor]:
         """x [T, D], the usual embeddings, multiplied -> [T, W] of each layer."""
         projected = self.norm(ops, ops.scale(self.projection(ops, x), self.d_model**-0.5))
+        return ops.split(self.with_table(ops, projected, batch), [self.width] * self.n_layers)
+
+    def with_table(self, ops: Ops, projected: Tensor, batch: Any) -> Tensor:
+        """Return the projections [T, layers * W] unchanged."""
+        return projected
+
+
+class LayerEmbeddings(ProjectedEmbeddings):
+    """Each layer's embeddings of the tokens, rows of one table plus a projection of the usual embeddings."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        self.table = Embedding(
+            source, "model.embed_tokens_per_layer", config.n_vocab, self.width * self.n_layers
+        )
+        self.tables = self.table.tables
+
+    def with_table(self, ops: Ops, projected: Tensor, batch: Any) -> Tensor:
+        """The projections and the table's rows, [T, layers * W]."""
         own = ops.scale(self.table(ops, batch), self.width**0.5)
-        return ops.split(ops.scale(ops.add(own, projected), 0.5**0.5), [self.width] * self.n_layers)
+        return ops.scale(ops.add(own, projected), 0.5**0.5)
 
 
 class Gemma4Mixture(Mixture):
@@ -155,12 +180,13 @@ class Gemma4MoeBlock(Gemma4Block):
 class Gemma4(Gemma2):
     """The whole model."""
 
-    block_type = Gemma4Block
+    block_type: Callable[..., Any] = Gemma4Block
+    inputs_type: Callable[..., ProjectedEmbeddings] = LayerEmbeddings
 
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         super().__init__(config, source)
-        self.inputs = LayerEmbeddings(source, config) if config.d_per_layer else None
-        self.row_tables = () if self.inputs is None else self.inputs.table.tables
+        self.inputs = self.inputs_type(source, config) if config.d_per_layer else None
+        self.row_tables = () if self.inputs is None else self.inputs.tables
 
     def through_blocks(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """The residual stream after the last block [T, D]."""
@@ -179,7 +205,8 @@ _WINDOWED_HEAD, _WINDOWED_ROTARY = "attention.key_length_swa", "rope.dimension_c
 
 def _respelled(config: dict[str, Any]) -> dict[str, Any]:
     """The older spelling: transformers 5 has the heads of layers that see all in `per_layer_config`."""
-    made = {key: value for key, value in config.items() if key != "per_layer_config"}
+    unread = {"per_layer_config", *(() if config.get("attention_k_eq_v") else (_FULL_KV,))}
+    made = {key: value for key, value in config.items() if key not in unread}
     if config.get("model_type") == "gemma4_unified_text":
         usual = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262144}
         made = {**usual, **made}
@@ -241,7 +268,7 @@ def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
         raise keys.unsupported("vocab_size_per_layer_input", f"must be {facts['n_vocab']}, as 'vocab_size'")
     are_values = keys.flag("attention_k_eq_v")
     n_kv, full_kv = facts["n_kv_heads"], facts["n_kv_heads"]
-    if are_values and keys.value(_FULL_KV) is not None:
+    if keys.value(_FULL_KV) is not None:
         full_kv = keys.whole(_FULL_KV)
         if facts["n_heads"] % full_kv:
             raise keys.error(_FULL_KV, f"must divide {facts['n_heads']} heads, which {full_kv} does not")

@@ -96,7 +96,7 @@ class TextEncoder:
         self.model, self.tokenizer, self.config, self._dense = model, tokenizer, config, tuple(dense)
         limit = model.config.max_context
         self.max_tokens = min(limit, max_context or config.max_tokens or limit)
-        width = model.config.d_model
+        width = model.config.d_vector or model.config.d_model
         for layer in self._dense:
             if layer.weight.shape[1] != width:
                 raise UnsupportedError(

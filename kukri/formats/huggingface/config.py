@@ -169,7 +169,8 @@ def text_config(stated: Mapping[str, Any]) -> dict[str, Any]:
         }
         biases = dict.fromkeys(("attention_bias", "mlp_bias"), keys.pop("use_bias", False))
         return {**biases, **{key: value for key, value in keys.items() if key not in _PADDLEOCR_UNREAD}}
-    if not isinstance(own, dict) or family_of(stated.get("model_type")) is None:
+    outer = stated.get("model_type")
+    if not isinstance(own, dict) or (own.get("model_type") != f"{outer}_text" and family_of(outer) is None):
         return dict(stated)
     above = {key: stated[key] for key in ("tie_word_embeddings", "eos_token_id") if key in stated}
     return {**own, **above}
