@@ -37,46 +37,31 @@ BODIES: Mapping[str, type[Body]] = {
 
 
 def fates(body: type[Body]) -> dict[str, str]:
-    """Return what becomes of each field that a body takes: applied, ignored, or applied as another field."""
+    """Return what becomes of each field that a body knows: applied, also as another, ignored or refused."""
     found = dict.fromkeys(body.ignored, "ignored")
     found |= {name: f"as `{alias.field}`" for name, alias in body.aliases.items() if name != alias.field}
     found |= dict.fromkeys(body._names(), "applied") | dict.fromkeys(body.unused, "ignored")
+    found |= dict.fromkeys(body.refused, "refused")
     if "options" in body.model_fields:
         found |= {f"options.{name}": fate for name, fate in fates(Options).items()}
-    return {name: fate for name, fate in found.items() if name not in body.refused}
-
-
-def refusals(body: type[Body]) -> dict[str, str]:
-    """Return the reason of each field that a body refuses."""
-    found = {name: reason for name, (_, reason) in body.refused.items()}
-    if "options" in body.model_fields:
-        found |= {f"options.{name}": reason for name, reason in refusals(Options).items()}
     return found
 
 
 def field_table() -> str:
-    """Return the table, a row for all fields that fare alike, and the reasons of refusals."""
+    """Return the table of fields, a row for all that fare alike."""
     by_api = {api: fates(body) for api, body in BODIES.items()}
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in sorted({name for fated in by_api.values() for name in fated}):
-        apis: dict[str, list[str]] = {"applied": [], "ignored": []}
+        apis: dict[str, list[str]] = {"applied": [], "ignored": [], "refused": []}
         for api, fated in by_api.items():
             if name in fated:
                 apis.setdefault(fated[name], []).append(api)
-        applied, ignored = (", ".join(apis.pop(fate)) for fate in ("applied", "ignored"))
+        applied, ignored, refused = (", ".join(apis.pop(fate)) for fate in ("applied", "ignored", "refused"))
         renamed = (f"{', '.join(names)} {fate}" for fate, names in apis.items())
-        rows.setdefault(("; ".join(filter(None, (applied, *renamed))), ignored), []).append(f"`{name}`")
-    lines = ["| fields | applied by | ignored by |", "| --- | --- | --- |"]
+        row = ("; ".join(filter(None, (applied, *renamed))), ignored, refused)
+        rows.setdefault(row, []).append(f"`{name}`")
+    lines = ["| fields | applied by | ignored by | refused by |", "| --- | --- | --- | --- |"]
     lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
-    where: dict[tuple[str, str], list[str]] = {}
-    for api, body in BODIES.items():
-        for name, reason in refusals(body).items():
-            where.setdefault((name, reason), []).append(api)
-    alike: dict[tuple[str, str], list[str]] = {}
-    for (name, reason), apis in sorted(where.items()):
-        alike.setdefault((", ".join(apis), reason), []).append(f"`{name}`")
-    lines += ["", "| refused | by | because |", "| --- | --- | --- |"]
-    lines += [f"| {', '.join(names)} | {apis} | {reason} |" for (apis, reason), names in alike.items()]
     return "\n".join(lines) + "\n"
 
 
