@@ -17,7 +17,7 @@ from kukri.host.hardware import available_bytes, cpu_model
 from kukri.kernels.activations import NUMPY
 from kukri.kernels.array_ops import ArrayOps
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.backend import EVEN_ROW_COSTS, CompiledProgram
+from kukri.kernels.backend import EVEN_ROW_COSTS, Backend, CompiledProgram
 from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.expert_choice import NO_EXPERT, Routes, choose, used_experts
 from kukri.kernels.host_step import (
@@ -44,7 +44,7 @@ from kukri.quant.blocks import dequantize
 Array = npt.NDArray[Any]
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Runs programs with `ReferenceOps`. Keeps each weight's float32 matrix once it was used."""
 
     name = "reference"
@@ -53,15 +53,14 @@ class ReferenceBackend:
     begins_at_taps = False
     is_batch_invariant = True
     row_costs = EVEN_ROW_COSTS
+    sampling = ReferenceSampling()
 
     def __init__(self) -> None:
-        self.sampling = ReferenceSampling()
         self._matrices: dict[Weight, FloatArray] = {}
         self._rope_rows: dict[RopeFrequencies, RopeRows] = {}
 
     @property
     def arithmetic(self) -> str:
-        """See Backend.arithmetic."""
         return f"reference, NumPy {np.__version__}, {cpu_model()}"
 
     def new_cache(
@@ -71,15 +70,12 @@ class ReferenceBackend:
         n_states: int = 0,
         kv_type: KVType = "f16",
     ) -> PagedKV:
-        """See Backend.new_cache."""
         return PagedKV(layout, n_pages, n_states, kv_type)
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
-        """See Backend.page_bytes."""
         return page_bytes(layout, kv_type)
 
     def free_bytes(self) -> int:
-        """See Backend.free_bytes."""
         return available_bytes()
 
     def compile(

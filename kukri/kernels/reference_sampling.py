@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kukri.errors import ShapeError
 from kukri.kernels import sampling_stages as stages
 from kukri.kernels.arrays import BoolArray, DoubleArray, FloatArray, IntArray
-from kukri.kernels.backend import Logits
+from kukri.kernels.backend import Logits, SamplingBackend
 from kukri.kernels.sampling_record import (
     CHOSEN,
     LN_2,
@@ -37,11 +37,10 @@ from kukri.kernels.sampling_record import (
 )
 
 
-class ReferenceSampling:
+class ReferenceSampling(SamplingBackend):
     """Sampling (`kukri.kernels.backend.SamplingBackend`) in NumPy."""
 
     def choose(self, records: SamplingRecords, logits: Logits) -> None:
-        """See SamplingBackend.choose."""
         rows = logits.numpy()
         if rows.dtype != np.float32:
             raise ShapeError(f"logits must be float32, not {rows.dtype}")

@@ -31,11 +31,13 @@ logger = logging.getLogger("kukri.stages")
 _ALONE = "cannot be combined with stages (--stages) or devices (--devices)"
 
 
-class StagedBackend:
+class StagedBackend(Backend):
     """Runs the steps of one model through a pipeline, and its sampling here.
 
     A step is under way from the call of a program until its logits are read.
     """
+
+    begins_at_taps = False
 
     def __init__(
         self,
@@ -58,15 +60,13 @@ class StagedBackend:
         self.local, self._model, self.pipeline, self._openings = local, model, pipeline, openings
         self._rooms = rooms
         self.name, self.exact_kv_type = local.name, local.exact_kv_type
-        self.page_tokens, self.begins_at_taps = local.page_tokens, False
-        self.row_costs = local.row_costs
+        self.page_tokens, self.row_costs = local.page_tokens, local.row_costs
         self._weights = model_bytes(model)
         self.cut = cut_layers(self._weights, cache_bytes, rooms)
         self._cache: StagedCache | None = None
 
     @property
     def is_batch_invariant(self) -> bool:
-        """See Backend.is_batch_invariant."""
         return self.local.is_batch_invariant
 
     @property
@@ -76,7 +76,6 @@ class StagedBackend:
 
     @property
     def sampling(self) -> SamplingBackend:
-        """See Backend.sampling."""
         return self.local.sampling
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
@@ -190,7 +189,7 @@ class StagedBackend:
                 )
 
 
-class StagedCache:
+class StagedCache(Cache):
     """See Cache. Changes reach the stages in order with the steps before and after."""
 
     def __init__(self, layout: CacheLayout, stage: Stage, pipeline: Pipeline) -> None:
@@ -208,11 +207,9 @@ class StagedCache:
         return self.stage.cache.n_bytes
 
     def copy_page(self, source: int, target: int, pool: int = 0) -> None:
-        """See Cache.copy_page."""
         self._change(Kind.COPY_PAGE, source, target, pool)
 
     def copy_state(self, source: int, target: int) -> None:
-        """See Cache.copy_state."""
         self._change(Kind.COPY_STATE, source, target)
 
     def state_data(self, slot: int) -> bytes:

@@ -33,11 +33,9 @@ class Gemma3Vision(Siglip):
         return mean
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See VisionModel.unmerged."""
         return from_means(grad, grid, self.config.merge)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
         mean = ops.activations(batch, self.config.encoder.d_model)
         return self.projector(ops, self.pooled_norm(ops, mean))
 

@@ -57,7 +57,6 @@ class Gemma4Rows(RotatedEncoder):
         return (columns[None] + rows[:, None]).reshape(grid[0] * grid[1], -1)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
         encoder = self.config.encoder
         x = ops.rms_norm(ops.activations(batch, encoder.d_model), self._ones, encoder.norm_eps)
         return self.projector(ops, x)

@@ -36,11 +36,9 @@ class Idefics3(Siglip):
         return squares_of(hidden, grid, self.config.merge).reshape(-1, self.width)
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See VisionModel.unmerged."""
         return from_squares(grad, grid, self.config.merge)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
         return self.projector(ops, ops.activations(batch, self.width))
 
 

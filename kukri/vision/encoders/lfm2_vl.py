@@ -42,7 +42,6 @@ class Lfm2Vision(PlacedEncoder):
         return averaged(self.learned, grid)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
         x = ops.activations(batch, self.width)
         x = x if self.norm_merged is None else self.norm_merged(ops, x)
         return self.projector(ops, ops.map("gelu_exact", self.hidden(ops, x)))

@@ -47,11 +47,6 @@ class PaddleOcrVision(PlacedEncoder):
     def encode(self, ops: Any, batch: Any) -> Tensor:
         return self.merged_norm(ops, super().encode(ops, batch))
 
-    def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
-        x = self.hidden(ops, ops.activations(batch, self.width))
-        return self.projector(ops, ops.map("gelu_exact", x))
-
 
 def _read_hf(keys: Keys, vision: Keys, d_text: int) -> VisionConfig:
     rope = vision.value("rope_parameters") or {}

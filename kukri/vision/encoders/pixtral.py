@@ -67,7 +67,6 @@ class Pixtral(RotatedEncoder):
         return from_squares(squares, grid, self.config.merge)
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
         x = ops.activations(batch, self.width)
         x = self.hidden(ops, self.merger(ops, x) if self.merges else x)
         return self.projector(ops, ops.map("gelu_exact", x))

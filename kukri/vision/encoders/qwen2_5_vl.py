@@ -6,12 +6,10 @@ Heads rotate by row and column; squares of patches, side by side, go through an 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.op_set import Tensor
 from kukri.models.keys import Keys
 from kukri.models.layers import Linear, RMSNorm
 from kukri.models.weights import WeightSource
@@ -49,11 +47,6 @@ class Qwen25Vision(RotatedEncoder):
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
         order, _ = self._windows(grid)
         return super().unmerged(grad[order], grid)
-
-    def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
-        x = self.hidden(ops, ops.activations(batch, self.width))
-        return self.projector(ops, ops.map("gelu_exact", x))
 
     def _windows(self, grid: tuple[int, int]) -> tuple[IntArray, list[int]]:
         """The numbers of the rows of embeddings window by window, and how many each has."""

@@ -53,7 +53,6 @@ class Qwen3Vision(PlacedEncoder):
         self.mergers = [_Merger(source, name, self.width, config.d_text, eps) for name in names]
 
     def project(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.project."""
         widths = (self.width,) * len(self.mergers)
         parts = ops.split(ops.activations(batch, sum(widths)), widths)
         rows = [merger(ops, part) for merger, part in zip(self.mergers, parts, strict=True)]

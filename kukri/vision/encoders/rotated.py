@@ -14,13 +14,12 @@ from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.op_set import Tensor
 from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models.keys import Keys
-from kukri.models.layers import Linear
 from kukri.models.llama import Block
 from kukri.models.rope import inverse_frequencies
-from kukri.models.weights import Parameter, WeightSource
+from kukri.models.weights import WeightSource
 from kukri.vision.config import VisionConfig, read_blocks
 from kukri.vision.encoder import ImagePart
-from kukri.vision.encoders.siglip import SiglipAttention, from_squares, squares_of
+from kukri.vision.encoders.siglip import PatchEncoder, SiglipAttention, from_squares, squares_of
 from kukri.vision.image import ImageInput
 
 MOST_PATCHES = 1 << 15  # that are computed at once
@@ -51,28 +50,23 @@ class RotatedBlock(Block):
     attention_norm_name, mlp_norm_name, attention_name = "norm1", "norm2", "attn"
 
 
-class RotatedEncoder:
-    """The encoder without its projector: see `VisionModel`.
+class RotatedEncoder(PatchEncoder):
+    """An encoder whose rows are the merged states of a square of patches, which `hidden` and `projector`,
+    an MLP that subclasses make, project.
 
     Patches are ordered by the squares that become one row of embeddings, or with `by_rows` row by row.
     """
 
-    parameters: Sequence[Parameter] = ()
-    block_type: Callable[..., Any]
-    norm_type: Callable[..., Any]
+    hidden: Callable[..., Tensor]
+    projector: Callable[..., Tensor]
     by_rows = False
     adds_places = False  # True: learned embeddings of a patch's place stand after its values
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
-        self.config, encoder = config, config.encoder
-        self.width = config.merge**2 * encoder.d_model
-        self.patches = Linear(source, ["model.embed_patches"], (encoder.d_model,), config.patch_values)
-        self.blocks = [self.block_type(source, encoder, layer) for layer in range(encoder.n_layers)]
-        self.norm = self.norm_type(source, "model.norm", encoder.d_model, encoder.norm_eps)
-        self.cache_layer = self.blocks[0].attention.cache_layer
+        super().__init__(config, source)
+        self.width = config.merge**2 * config.encoder.d_model
 
     def encode(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.encode."""
         if not self.adds_places:
             patches = self.patches(ops, ops.activations(batch, self.config.patch_values))
             return self.through_blocks(ops, patches, batch)
@@ -80,30 +74,25 @@ class RotatedEncoder:
         patches, places = ops.split(ops.activations(batch, sum(widths)), widths)
         return self.through_blocks(ops, ops.add(self.patches(ops, patches), places), batch)
 
-    def through_blocks(self, ops: Any, x: Tensor, batch: Any) -> Tensor:
-        """Embeddings of patches [T, D] -> hidden states after the last norm."""
-        x = ops.tap("hook_embed", None, x)
-        for block in self.blocks:
-            x = block(ops, x, batch)
-        return ops.tap("ln_final.hook_normalized", None, self.norm(ops, x))
-
     def merged(self, hidden: FloatArray, grid: tuple[int, int]) -> FloatArray:
         """A square's hidden states side by side."""
         squares = squares_of(hidden, grid, self.config.merge) if self.by_rows else hidden
         return squares.reshape(-1, self.width)
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """See VisionModel.unmerged."""
         if self.by_rows:
             return from_squares(grad, grid, self.config.merge)
         return grad.reshape(-1, self.config.encoder.d_model)
+
+    def project(self, ops: Any, batch: Any) -> Tensor:
+        x = self.hidden(ops, ops.activations(batch, self.width))
+        return self.projector(ops, ops.map("gelu_exact", x))
 
     def grids(self, image: ImageInput) -> Sequence[tuple[int, int]]:
         """The (height, width) of each part of an image in patches; none if that cannot be."""
         return [image.grid[1:]] if len(image.grid) == 3 and image.grid[0] == 1 else []
 
     def check(self, image: ImageInput) -> None:
-        """See VisionModel.check."""
         merge, values, grids = self.config.merge, self.config.patch_values, self.grids(image)
         sizes = [height * width for height, width in grids]
         is_whole = bool(grids) and all(side > 0 and side % merge == 0 for grid in grids for side in grid)

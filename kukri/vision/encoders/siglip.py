@@ -5,7 +5,7 @@ A family that uses this encoder is a subclass, which says what is done with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kukri.models.layers import MLP, Attention, Embedding, LayerNorm, Linear
 from kukri.models.llama import Block
 from kukri.models.weights import Parameter, WeightSource
 from kukri.vision.config import VisionConfig
-from kukri.vision.encoder import ImagePart
+from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
 
 
@@ -40,25 +40,19 @@ class SiglipBlock(Block):
     attention_norm_name, mlp_norm_name = "layer_norm1", "layer_norm2"
 
 
-class Siglip:
-    """The encoder without its projector: see `VisionModel`."""
+class PatchEncoder(VisionModel):
+    """A vision transformer: a matrix embeds patches, which go through blocks and a norm."""
 
     parameters: Sequence[Parameter] = ()
+    block_type: Callable[..., Any]
+    norm_type: Callable[..., Any]
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         self.config, encoder = config, config.encoder
-        d_model = encoder.d_model
-        self.patches = Linear(source, ["model.embed_patches"], (d_model,), config.patch_values)
-        learned = Embedding(source, "model.embed_positions", encoder.n_positions, d_model).weight
-        self.positions = replace(learned, stored=learned.stored[self.places()])
-        self.blocks = [SiglipBlock(source, encoder, layer) for layer in range(encoder.n_layers)]
-        self.norm = LayerNorm(source, "model.norm", d_model, encoder.norm_eps)
+        self.patches = Linear(source, ["model.embed_patches"], (encoder.d_model,), config.patch_values)
+        self.blocks = [self.block_type(source, encoder, layer) for layer in range(encoder.n_layers)]
+        self.norm = self.norm_type(source, "model.norm", encoder.d_model, encoder.norm_eps)
         self.cache_layer = self.blocks[0].attention.cache_layer
-
-    def encode(self, ops: Any, batch: Any) -> Tensor:
-        """See VisionModel.encode."""
-        patches = self.patches(ops, ops.activations(batch, self.config.patch_values))
-        return self.through_blocks(ops, ops.embed(self.positions, batch, "positions", patches), batch)
 
     def through_blocks(self, ops: Any, x: Tensor, batch: Any) -> Tensor:
         """Embeddings of patches [T, D] -> hidden states after the last norm."""
@@ -67,12 +61,27 @@ class Siglip:
             x = block(ops, x, batch)
         return ops.tap("ln_final.hook_normalized", None, self.norm(ops, x))
 
+
+class Siglip(PatchEncoder):
+    """The encoder without its projector."""
+
+    block_type, norm_type = SiglipBlock, LayerNorm
+
+    def __init__(self, config: VisionConfig, source: WeightSource) -> None:
+        super().__init__(config, source)
+        n_positions, d_model = config.encoder.n_positions, config.encoder.d_model
+        learned = Embedding(source, "model.embed_positions", n_positions, d_model).weight
+        self.positions = replace(learned, stored=learned.stored[self.places()])
+
+    def encode(self, ops: Any, batch: Any) -> Tensor:
+        patches = self.patches(ops, ops.activations(batch, self.config.patch_values))
+        return self.through_blocks(ops, ops.embed(self.positions, batch, "positions", patches), batch)
+
     def places(self) -> IntArray:
         """The row of the learned positions for each patch of a tile [T]."""
         return np.arange(self.config.side**2, dtype=np.int32)
 
     def check(self, image: ImageInput) -> None:
-        """See VisionModel.check."""
         size = self.config.image_size
         n_tokens = len(image.pixels) * self.config.tile_tokens
         if image.pixels.shape[1:] != (3, size, size) or image.n_tokens != n_tokens:
