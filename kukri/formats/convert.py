@@ -6,10 +6,10 @@ before anything is written. The file appears under its name when it is complete.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,16 @@ from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.rope_keys import rope_tensors
 from kukri.formats.gguf.tensor_names import gguf_name, hf_name
 from kukri.formats.gguf.writer import TensorSource, write_gguf
-from kukri.formats.head_matrices import head_shape, joined_heads, parts_of_heads
-from kukri.formats.huggingface.safetensors import SafetensorsFile, open_files
-from kukri.formats.huggingface.weights import (
-    SafetensorsWeights,
-    canonical_name,
-    expert_tensors,
-    first_row,
-    follows_from_config,
-    is_of_images,
-    model_prefix,
-    of_next_token,
-    parts_of,
-)
+from kukri.formats.head_matrices import joined_heads, joined_shape
 from kukri.formats.imatrix import ImportanceMatrix
-from kukri.formats.tensor_forms import gguf_form, hf_form, inverse, row_factors, row_of, table, taken
+from kukri.formats.tensor_forms import gguf_form, inverse, row_factors, row_of, taken
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.quantize import requantize
-from kukri.kernels.weight_handles import Experts
-from kukri.models import ARCHITECTURES
-from kukri.models.next_token import is_after_last
+from kukri.kernels.weight_handles import Experts, Weight
+from kukri.models import ARCHITECTURES, load_model
+from kukri.models.llama import Llama
+from kukri.models.next_token import has_next_token_layer, take_next_token_layer
+from kukri.models.weights import TakenWeights, WeightSource
 from kukri.quant.blocks import ByteArray, FloatArray, dequantize
 from kukri.quant.mixes import MIXES, file_type
 from kukri.quant.per_token import ACTIVATIONS_KEY, PER_TOKEN
@@ -129,13 +119,17 @@ def _hf_name(name: str, architecture: str) -> str:
 
 
 def of_directory(
-    path: Path, config: ModelConfig, text: Mapping[str, Any], others: Mapping[str, FloatArray]
+    path: Path,
+    config: ModelConfig,
+    source: WeightSource,
+    text: Mapping[str, Any],
+    others: Mapping[str, FloatArray],
 ) -> Conversion:
-    """The tensors of a safetensors directory as they are, named as in GGUF; `text` are its tokenizer's keys.
+    """The tensors of a safetensors directory as they are, named as in GGUF: those that its model takes.
 
-    `others` are tensors from elsewhere, by GGUF's names.
-
-    Raises UnsupportedError for tensors and configurations that GGUF has no name for.
+    `source` has the directory's weights, and `text` its tokenizer's keys. `others` are tensors from
+    elsewhere, by GGUF's names. Raises UnsupportedError for tensors and configurations that GGUF has no name
+    for, and what `load_model` raises.
     """
     architecture = ARCHITECTURES[config.architecture]
     if not architecture.in_gguf:
@@ -143,82 +137,58 @@ def of_directory(
             f"{path}: {architecture.name} is not supported in GGUF, where no other program would read it: "
             "pack weights while loading, with --quantize"
         )
+    weights = TakenWeights(source)
+    model = load_model(weights, config)
+    has_next_token = bool(architecture.next_token) and has_next_token_layer(weights, config)
+    if has_next_token:
+        assert isinstance(model, Llama), "the architecture has such layers"
+        take_next_token_layer(weights, model)
+    for name in [*weights.stacks]:
+        joined = joined_heads(name)
+        if joined and "self_attn.k_b_proj" not in architecture.tensor_names:  # GGUF has both in one tensor
+            weights.matrix(joined, joined_shape(config))
+            del weights.stacks[name]
     steps = [_of_array(name, values) for name, values in {**rope_tensors(config), **others}.items()]
-    files = open_files(path)
-    prefix = model_prefix(files, architecture)
-    stacks: dict[str, None] = {}
-    has_next_token = False
-    for name, file in files.items():
-        canonical = of_next_token(canonical_name(name, prefix, architecture), config.n_layers)
-        has_next_token |= architecture.next_token != "" and is_after_last(canonical, config.n_layers)
-        is_unused = config.head.kind == "none" and re.fullmatch(architecture.unused, canonical)
-        if follows_from_config(name, config.tie_embeddings) or is_unused or is_of_images(name):
-            continue
-        if row_of(canonical, architecture.name).gguf_key:
-            continue
-        if "self_attn.k_b_proj" in architecture.tensor_names and (heads := parts_of_heads(canonical)):
-            stacks |= dict.fromkeys(heads)
-            continue
-        parts = parts_of(canonical, architecture)
-        if experts := [stack for part in parts for stack in expert_tensors(part)]:
-            stacks |= dict.fromkeys(experts)
-            continue
-        for i, part in enumerate(parts):
-            stored_name = gguf_name(part, config.architecture)
-            steps.append(_of_safetensors(config, file, name, stored_name, i, len(parts)))
-        if canonical == f"{architecture.embedding}.weight" and _is_head_multiplied(config):
-            head = gguf_name("lm_head.weight", config.architecture)
-            steps.append(_of_safetensors(config, file, name, head, 0, 1))
-    steps += _of_experts(path, config, stacks)
+    lists: dict[str, list[FloatArray]] = {}  # numbers of each layer that are a key in GGUF
+    for name, values in weights.vectors.items():
+        if key := row_of(name, architecture.name).gguf_key:
+            lists.setdefault(key, []).append(values)
+        else:
+            numbers = values.view(np.uint8).reshape(len(values), -1)
+            steps.append(_of_tensor(config, name, values.shape, _F32, partial(taken, numbers, None)))
+    for name, weight in weights.matrices.items():
+        steps.append(_of_matrix(config, name, weight))
+        if name == f"{architecture.embedding}.weight" and _is_head_multiplied(config):
+            steps.append(_of_matrix(config, "lm_head.weight", weight))
+    for name, biases in weights.stacked_vectors.items():
+        steps.append(_of_array(gguf_name(name, config.architecture), biases))
+    steps += _of_stacks(config, weights.stacks)
     steps.sort(key=_place)
-    metadata = {**model_metadata(config, has_next_token=has_next_token), **text, **_lists(path, config)}
+    listed = {key: np.concatenate(numbers) for key, numbers in lists.items()}
+    metadata = {**model_metadata(config, has_next_token=has_next_token), **text, **listed}
     return Conversion(config, metadata, tuple(steps))
 
 
-def _lists(path: Path, config: ModelConfig) -> dict[str, FloatArray]:
-    """The keys that list a number of each layer which is a tensor in the directory."""
-    source = SafetensorsWeights(path, config)
-    return {
-        row.gguf_key: np.concatenate(
-            [source.vector(f"model.layers.{i}.{module}.weight", 1) for i in range(config.n_layers)]
-        )
-        for module, row in table(config.architecture).items()
-        if row.gguf_key
-    }
+def _of_matrix(config: ModelConfig, name: str, weight: Weight) -> Step:
+    return _of_tensor(config, name, weight.shape, weight.type, lambda: weight.data)
 
 
-def _of_safetensors(
-    config: ModelConfig, file: SafetensorsFile, name: str, stored_name: str, part: int, n_parts: int
+def _of_tensor(
+    config: ModelConfig, name: str, shape: tuple[int, ...], type: QuantType, read: Callable[[], ByteArray]
 ) -> Step:
-    """Return the step of part `part` of the `n_parts` equal parts of a tensor."""
-    tensor = file.tensors[name]
-    if tensor.dtype not in ("F32", "F16", "BF16"):
-        raise UnsupportedError(
-            f"{file.path}: tensor {name!r} must be of type F32, F16 or BF16, not {tensor.dtype}"
-        )
-    type, first = QUANT_TYPES[tensor.dtype], first_row(name, ARCHITECTURES[config.architecture])
-    n_rows = (tensor.shape[0] - first) // n_parts
-    model_name = hf_name(stored_name, config.architecture)
-    hf, gguf = (form(model_name, config, n_rows) for form in (hf_form, gguf_form))
-    shape = hf.transform.load_shape((n_rows, *tensor.shape[1:]))
-    load, store = hf.transform.load, gguf.transform.store
+    """Return the step of a matrix or vector, whose rows `read` gives: uint8 [rows, bytes of a row]."""
+    form, row = gguf_form(name, config, shape[0]), row_of(name, config.architecture)
+    stored_name, store = gguf_name(name, config.architecture), form.transform.store
+    stored_shape = form.transform.store_shape(shape, config.recurrent)
+    target = _F32 if len(shape) == 1 or row.is_small else type
 
-    def read() -> ByteArray:
-        rows: ByteArray = file.data(tensor).reshape(first + n_parts * n_rows, -1)
-        rows = taken(taken(rows[first + part * n_rows :][:n_rows], hf.rows), inverse(gguf.rows))
-        numbers = taken(rows.view(f"u{type.block_bytes}"), None, inverse(gguf.columns))
-        return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(rows) if len(shape) > 1 else 1, -1)
+    def stored() -> ByteArray:
+        rows: ByteArray = taken(read(), inverse(form.rows))
+        numbers = taken(rows.view(f"u{type.block_bytes}"), None, inverse(form.columns))
+        rows = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(rows) if len(shape) > 1 else 1, -1)
+        return rows if store is None else store(dequantize(rows, type)).view(np.uint8)
 
-    def read_changed() -> ByteArray:
-        values = dequantize(read(), type)
-        values = values if load is None else load(values)
-        return (values if store is None else store(values)).view(np.uint8)
-
-    is_small = len(shape) == 1 or row_of(model_name, config.architecture).is_small
-    target, stored_shape = _F32 if is_small else type, gguf.transform.store_shape(shape, config.recurrent)
-    if load is not None or store is not None:
-        return Step(stored_name, stored_shape, _F32, target, read_changed, name)
-    return Step(stored_name, stored_shape, type, target, read, name)
+    return Step(stored_name, stored_shape, type if store is None else _F32, target, stored, name)
 
 
 def _is_head_multiplied(config: ModelConfig) -> bool:
@@ -234,46 +204,22 @@ def _of_array(name: str, values: FloatArray) -> Step:
     return Step(name, values.shape, _F32, _F32, lambda: rows)
 
 
-def _of_experts(path: Path, config: ModelConfig, names: Iterable[str]) -> Iterator[Step]:
-    """The steps of experts, each the matrices of all of a layer."""
-    source, keys = SafetensorsWeights(path, config), ARCHITECTURES[config.architecture].experts
-    for name in names:
-        if joined_heads(name):
-            yield _of_stack(name, config, source.experts(name, head_shape(name, config)))
-            continue
-        assert config.mixture is not None, "its tensors were taken"
-        assert keys is not None, "a mixture has keys"
-        shape = (config.mixture.d_ffn, config.d_model)
-        if ".down_proj." in name:
-            shape = (config.d_model, config.mixture.d_ffn)
-        if name.endswith(".bias"):
-            biases = source.expert_vectors(name, (config.mixture.n_experts, shape[0]))
-            yield _of_array(gguf_name(name, config.architecture), biases)
-            continue
-        parts = [name]
-        if keys.gguf_fused and ".down_proj." not in name:
-            if ".up_proj." in name:
-                continue  # gate's tensor has it
-            parts.append(name.replace(".gate_proj.", ".up_proj."))
-            name = name.replace(".gate_proj.", ".gate_up_proj.")
-        n = config.mixture.n_experts
-        stacks = [source.experts(part, (n, *shape)) for part in parts]
+def _of_stacks(config: ModelConfig, stacks: Mapping[str, Experts]) -> Iterator[Step]:
+    """The steps of experts and of heads' matrices, each the matrices of all of a layer."""
+    keys = ARCHITECTURES[config.architecture].experts
+    for name, stack in stacks.items():
+        parts, stored = [stack], name
+        if keys is not None and keys.gguf_fused and ".gate_proj." in name:
+            parts.append(stacks[name.replace(".gate_proj.", ".up_proj.")])
+            stored = name.replace(".gate_proj.", ".gate_up_proj.")
+        elif keys is not None and keys.gguf_fused and ".up_proj." in name:
+            continue  # gate's tensor has it
+        shape, type = (len(stack.weights), sum(p.shape[1] for p in parts), stack.shape[2]), stack.type
 
-        def read(stacks: list[Experts] = stacks) -> ByteArray:
-            return np.concatenate(
-                [w.data for of_one in zip(*(each.weights for each in stacks)) for w in of_one]
-            )
+        def read(parts: list[Experts] = parts) -> ByteArray:
+            return np.concatenate([w.data for of_one in zip(*(p.weights for p in parts)) for w in of_one])
 
-        stored_name, type = gguf_name(name, config.architecture), stacks[0].type
-        yield Step(stored_name, (n, len(stacks) * shape[0], shape[1]), type, type, read, name)
-
-
-def _of_stack(name: str, config: ModelConfig, stack: Experts) -> Step:
-    """The step of matrices that are one tensor."""
-    stored_name, type = gguf_name(name, config.architecture), stack.type
-    return Step(
-        stored_name, stack.shape, type, type, lambda: np.concatenate([w.data for w in stack.weights]), name
-    )
+        yield Step(gguf_name(stored, config.architecture), shape, type, type, read, stored)
 
 
 def _place(step: Step) -> tuple[int, str]:

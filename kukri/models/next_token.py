@@ -118,6 +118,19 @@ def has_next_token_layer(source: WeightSource, config: ModelConfig) -> bool:
     return source.has(f"model.layers.{config.n_layers}.eh_proj.weight")
 
 
+def take_next_token_layer(source: WeightSource, model: Llama) -> None:
+    """Take all tensors of a checkpoint's layer, also an embedding and a head of its own, which nothing reads.
+
+    Raises UnsupportedError as `NextTokenLayer` does.
+    """
+    NextTokenLayer(source, model)
+    config = model.config
+    for module in ("embed_tokens", "shared_head.head"):
+        name = f"model.layers.{config.n_layers}.{module}.weight"
+        if source.has(name):
+            source.matrix(name, (config.n_vocab, config.d_model))
+
+
 def _first_rows(model: Llama, n: int) -> tuple[Weight, Vector | None]:
     """Return the first rows of a model's head, and of its bias."""
     head = model.head

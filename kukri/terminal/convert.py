@@ -178,7 +178,6 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
     from kukri.tokenizer.gguf_writer import tokenizer_metadata
 
     with open_checkpoint(source) as checkpoint:
-        load_model(checkpoint.weights(checkpoint.config), checkpoint.config)  # all tensors there, none left
         assert isinstance(checkpoint.tokenizer, TokenizerFiles)
         config, dense = checkpoint.config, checkpoint.dense
         text = tokenizer_metadata(checkpoint.tokenizer) | gguf_keys(config, checkpoint.embedding, dense)
@@ -186,7 +185,7 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         if checkpoint.vision is not None and checkpoint.vision.deep_layers:  # whose rows llama.cpp adds
             text |= deep_keys(config, len(checkpoint.vision.deep_layers))
         _note_losses(checkpoint, "gguf")
-        yield of_directory(source, config, text, dense_tensors(config, dense))
+        yield of_directory(source, config, checkpoint.weights(config), text, dense_tensors(config, dense))
 
 
 def _usual_type(conversion: Conversion) -> str:

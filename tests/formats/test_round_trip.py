@@ -17,6 +17,7 @@ from kukri.formats.convert import of_directory, write
 from kukri.formats.gguf.config import model_config, model_metadata
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import directory_config
+from kukri.formats.huggingface.weights import SafetensorsWeights
 from kukri.formats.huggingface.writer import write_directory
 from kukri.formats.losses import losses
 from kukri.models import load_model
@@ -40,7 +41,7 @@ def through_a_directory(source: Path, target: Path) -> tuple[ModelConfig, list[s
         write_directory(folder, checkpoint.config, weights, "F32", {}, lambda name: None)
         config = checkpoint.config
     again = directory_config(folder, json.loads((folder / "config.json").read_text()))
-    write(of_directory(folder, again, {}, {}), target, lambda step: None)
+    write(of_directory(folder, again, SafetensorsWeights(folder, again), {}, {}), target, lambda step: None)
     return config, losses(config, EmbeddingConfig(), "hf")
 
 

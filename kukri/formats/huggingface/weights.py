@@ -47,10 +47,6 @@ PACKED_TYPES = tuple(type.name for type in WRITTEN)  # while loading
 
 # Experts' gate and up as one tensor of all experts, gate first, which transformers 5 calls them in memory.
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-_EXPERTS = re.compile(
-    r"(?P<layer>.+\.mlp\.experts)\.(?:\d+\.)?"
-    r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight|_blocks|_scales|(?P<bias>_bias))?"
-)
 # Packing leaves them as they are: routers, which are small and of which an error chooses other experts;
 # convolutions; a table of all layers' embeddings, which stays in the file, and their projections.
 _UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router|conv|\w*conv1d)\.weight|.+per_layer.+")
@@ -279,15 +275,6 @@ def stored_data(file: SafetensorsFile, name: str, dtypes: tuple[str, ...]) -> By
     return data.copy() if tensor.offset % DTYPE_BYTES[tensor.dtype] else data
 
 
-def expert_tensors(name: str) -> list[str]:
-    """The names that a tensor of experts has a part of (see `WeightSource.experts`); none for any other."""
-    match = _EXPERTS.fullmatch(name)
-    if match is None:
-        return []
-    parts = [part for part, fused in _FUSED.items() if fused == match["part"]] or [match["part"]]
-    return [f"{match['layer']}.{part}.{'bias' if match['bias'] else 'weight'}" for part in parts]
-
-
 _IN_LAYER = re.compile(r"(?P<layer>.+\.layers\.\d+\.)(?P<module>.+)\.(?P<kind>weight|bias)")
 
 
@@ -402,15 +389,6 @@ def mtp_name(name: str) -> str:
     """The name in safetensors of a tensor of the layer after the last, where "mtp" is that layer's name."""
     module, dot, kind = name.split(".", 3)[3].rpartition(".")
     return f"mtp.{_MTP[module]}.{kind}" if module in _MTP else f"mtp.layers.0.{module}{dot}{kind}"
-
-
-def of_next_token(name: str, n_layers: int) -> str:
-    """Invert `mtp_name`, for a model of `n_layers` layers; other names stay."""
-    if not name.startswith("mtp."):
-        return name
-    module, _, kind = name.removeprefix("mtp.").rpartition(".")
-    module = {stored: own for own, stored in _MTP.items()}.get(module, module.removeprefix("layers.0."))
-    return f"model.layers.{n_layers}.{module}.{kind}"
 
 
 def canonical_name(name: str, prefix: str, architecture: Architecture) -> str:
