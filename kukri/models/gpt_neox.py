@@ -4,15 +4,13 @@ LayerNorm of its own.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture
-from kukri.models.keys import Keys
 from kukri.models.layers import MLP, LayerNorm
-from kukri.models.lenses import Format, Lens
+from kukri.models.lenses import Number
 from kukri.models.llama import Block, Llama
 from kukri.models.phi import PhiAttention, PhiBlock
 from kukri.models.weights import WeightSource
@@ -52,17 +50,13 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
     keys["rotary_emb_base"] = keys.pop("rope_theta")
 
 
-class _Order(Lens):
-    """Whether MLPs read the stream before attention adds to it."""
-
-    def keys(self, form: Format) -> Set[str]:
-        return {_PARALLEL}
-
-    def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
-        facts["is_reordered"] = not keys.flag(_PARALLEL, True)
-
-    def write(self, config: ModelConfig, form: Format, keys: dict[str, Any]) -> None:
-        keys[_PARALLEL] = not config.is_reordered
+_ORDER = Number(  # MLPs read the stream before attention adds to it, or after
+    *("is_reordered", _PARALLEL, _PARALLEL),
+    kind=bool,
+    load=lambda stated, facts: not stated,
+    store=lambda ours, config: not ours,
+    alike=True,
+)
 
 
 GPT_NEOX = Architecture(
@@ -106,9 +100,10 @@ GPT_NEOX = Architecture(
     ignores={"head_dim", "num_key_value_heads"},
     defaults={
         **{"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
-        **{"attention_bias": True},
+        **{"attention_bias": True, _PARALLEL: True},
     },
+    gguf_defaults={_PARALLEL: True},
     biases={"self_attn": "attention_bias", "attention": "attention_bias", "mlp": True},
     write_hf=_write_hf,
-    lenses=(_Order(),),
+    lenses=(_ORDER,),
 )

@@ -17,15 +17,21 @@ class PhiAttention(Attention):
     """Attention whose output matrix has another name, with norms of heads if the checkpoint has them."""
 
     out_name = "dense"
+    head_norm_type: Callable[..., Any] = LayerNorm
+    has_norm_per_head = False  # False: one norm for all query heads, one for all key heads
 
     def norms(self, source: WeightSource, name: str, config: ModelConfig) -> tuple[Any, Any]:
-        """One norm for all query heads, one for all key heads."""
+        """The LayerNorms of query heads and of key heads."""
 
         def norm(part: str, n_heads: int) -> Any:
-            if not source.has(f"{name}.{part}_layernorm.weight"):
+            names = [f"{name}.{part}_layernorm"] * n_heads
+            if self.has_norm_per_head:
+                names = [f"{own}.norms.{head}" for head, own in enumerate(names)]
+            if not source.has(f"{names[0]}.weight"):
                 return None
-            own = LayerNorm(source, f"{name}.{part}_layernorm", self.spec.d_head, config.norm_eps)
-            return HeadLayerNorms([own] * n_heads)
+            size, eps = self.spec.d_head, config.norm_eps
+            made = {own: self.head_norm_type(source, own, size, eps) for own in dict.fromkeys(names)}
+            return HeadLayerNorms([made[own] for own in names])
 
         return norm("q", self.spec.n_heads), norm("k", self.spec.n_kv_heads)
 
