@@ -56,32 +56,17 @@ Found = Mapping[Source, FloatArray]
 _NOTHING: Found = {}
 
 
-def _wanted(
-    spans: Spans, start: int, n_tokens: int, chosen: npt.NDArray[np.bool_] | None
-) -> npt.NDArray[np.bool_]:
-    """Return which tokens from `start` on an edit changes, [n_tokens]: those at its places and `chosen`."""
-    wanted = spans.mask(start, n_tokens)
-    if chosen is not None:
-        wanted &= chosen
-    return wanted
-
-
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """A change of a tap's rows at some positions. Columns None are all."""
+    """A change of a tap's rows at some positions, where its condition holds."""
 
-    op: Op
     tap: str
     spans: Spans
-    columns: npt.NDArray[np.int64] | None
-    vector: FloatArray | None
-    strength: float
-    matches_norm: bool = False
-    when: When | None = None
+    when: When | None
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The hooks that the edit reads: none."""
+        """The hooks that the edit reads."""
         return ()
 
     def __call__(
@@ -93,22 +78,42 @@ class Edit:
         found: Found = _NOTHING,
     ) -> None:
         """Edits x in place: rows of `n_tokens` tokens from `start` on, of the tokens `chosen` alone."""
-        wanted = _wanted(self.spans, start, n_tokens, chosen)
+        wanted = self.spans.mask(start, n_tokens)
+        if chosen is not None:
+            wanted &= chosen
         if not wanted.any():
             return
         of_tokens = x.reshape(n_tokens, -1, x.shape[1])  # a mixture has a row for each expert it uses
         rows = x if wanted.all() else of_tokens[wanted].reshape(-1, x.shape[1])  # a copy
         with np.errstate(all="ignore"):  # logits that are not numbers end the request
-            if self.columns is None:
-                self._edit(rows)
-            else:
-                part = rows[:, self.columns]
-                self._edit(part)
-                rows[:, self.columns] = part
+            self._edit(rows, {source: found[source][..., wanted, :] for source in self.sources})
         if rows is not x:
             of_tokens[wanted] = rows.reshape(-1, *of_tokens.shape[1:])
 
-    def _edit(self, x: FloatArray) -> None:
+    def _edit(self, x: FloatArray, found: Found) -> None:
+        """Edits rows x in place; `found` has the sources of the same rows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class RowEdit(Edit):
+    """A change of rows by a vector or a factor. Columns None are all."""
+
+    op: Op
+    columns: npt.NDArray[np.int64] | None
+    vector: FloatArray | None
+    strength: float
+    matches_norm: bool = False
+
+    def _edit(self, x: FloatArray, found: Found) -> None:
+        if self.columns is None:
+            self._edit_columns(x)
+        else:
+            part = x[:, self.columns]
+            self._edit_columns(part)
+            x[:, self.columns] = part
+
+    def _edit_columns(self, x: FloatArray) -> None:
         vector = self.vector
         if vector is None:
             x *= np.float32(self.strength if self.op == "scale" else 0)
@@ -126,7 +131,7 @@ class Edit:
 
 
 @dataclass(frozen=True, eq=False)
-class FeatureEdit:
+class FeatureEdit(Edit):
     """A change of some features, written to a tap: x += (target - feature) * decoder.
 
     `decoders` are [n, width]. The activations come from `source`, or from the rows themselves by `own`; "add"
@@ -134,43 +139,25 @@ class FeatureEdit:
     """
 
     op: Op
-    tap: str
-    spans: Spans
     decoders: FloatArray
     strength: float
     scale: Choose
     own: Choose | None = None
     source: Source | None = None
-    when: When | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The hooks that the edit reads."""
         return () if self.source is None else (self.source,)
 
-    def __call__(
-        self,
-        x: FloatArray,
-        start: int,
-        n_tokens: int,
-        chosen: npt.NDArray[np.bool_] | None = None,
-        found: Found = _NOTHING,
-    ) -> None:
-        """Edits x in place: see Edit."""
-        wanted = _wanted(self.spans, start, n_tokens, chosen)
-        if not wanted.any():
-            return
-        rows = x[wanted]
-        with np.errstate(all="ignore"):
-            if self.source is not None:
-                change = self._change(found[self.source][wanted])
-            elif self.own is not None:
-                change = self._change(self.own(rows)) * self.scale(rows)
-            else:
-                change = np.float32(self.strength) * np.repeat(self.scale(rows), len(self.decoders), axis=1)
-            for i, decoder in enumerate(self.decoders):
-                rows += change[:, i, None] * decoder
-        x[wanted] = rows
+    def _edit(self, x: FloatArray, found: Found) -> None:
+        if self.source is not None:
+            change = self._change(found[self.source])
+        elif self.own is not None:
+            change = self._change(self.own(x)) * self.scale(x)
+        else:
+            change = np.float32(self.strength) * np.repeat(self.scale(x), len(self.decoders), axis=1)
+        for i, decoder in enumerate(self.decoders):
+            x += change[:, i, None] * decoder
 
     def _change(self, now: FloatArray) -> FloatArray:
         """The targets of activations less these."""
@@ -179,43 +166,25 @@ class FeatureEdit:
 
 
 @dataclass(frozen=True, eq=False)
-class Replacement:
+class Replacement(Edit):
     """A tap's rows replaced by what features give, which comes from the rows themselves or from `parts`.
 
     Each part is a source, and which of the hooks that its reader writes this tap is. Products are of all rows
     of a step, so the last bits may depend on how a prompt is cut into steps.
     """
 
-    tap: str
-    spans: Spans
     reader: FeatureReader
     parts: tuple[tuple[Source, int], ...] = ()
-    when: When | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The hooks that the edit reads."""
         return tuple(source for source, _ in self.parts)
 
-    def __call__(
-        self,
-        x: FloatArray,
-        start: int,
-        n_tokens: int,
-        chosen: npt.NDArray[np.bool_] | None = None,
-        found: Found = _NOTHING,
-    ) -> None:
-        """Edits x in place: see Edit."""
-        wanted = _wanted(self.spans, start, n_tokens, chosen)
-        if not wanted.any():
-            return
+    def _edit(self, x: FloatArray, found: Found) -> None:
         if self.parts:
-            x[wanted] = sum(found[source][i][wanted] for source, i in self.parts)
+            x[...] = sum(found[source][i] for source, i in self.parts)
         else:
-            x[wanted] = self.reader.reconstruct(x[wanted])[0]
-
-
-AnyEdit = Edit | FeatureEdit | Replacement
+            x[...] = self.reader.reconstruct(x)[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,12 +20,12 @@ from kukri.interp.hooks.hook_names import Point, find, full_name
 from kukri.interp.hooks.hook_values import Model
 from kukri.interp.interventions.catalog import Catalog
 from kukri.interp.interventions.edits import (
-    AnyEdit,
     Edit,
     FeatureEdit,
     Op,
     Reading,
     Replacement,
+    RowEdit,
     Source,
     When,
 )
@@ -102,7 +102,7 @@ _DEFAULTS = {one.name: one.default for one in fields(Intervention)}
 class Resolved:
     """A request's interventions, resolved for a model."""
 
-    edits: list[AnyEdit]
+    edits: list[Edit]
     captures: list[tuple[Point, Spans]]
     readings: list[Reading]
 
@@ -237,7 +237,7 @@ def _make_edit(
     if vector is not None and one.op == "add":
         vector = vector * np.float32(strength)
     when = _condition(one.when, tap, model, catalog)
-    return Edit(one.op, tap, spans, columns, vector, strength, one.match_norm, when)
+    return RowEdit(tap, spans, when, one.op, columns, vector, strength, one.match_norm)
 
 
 def _strength(one: Intervention) -> float:
@@ -247,7 +247,7 @@ def _strength(one: Intervention) -> float:
     return float(strength)
 
 
-def _of_features(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[AnyEdit]:
+def _of_features(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[Edit]:
     """Return edits of an autoencoder's or a transcoder's features, or by their output."""
     if (one.sae is None) == (one.transcoder is None):
         raise RequestError(f"{one.op} requires either an sae or a transcoder, not both")
@@ -273,17 +273,17 @@ def _of_features(one: Intervention, model: Model, catalog: Catalog, spans: Spans
         when = _condition(one.when, tap, model, catalog)
         _check_order(source, tap, model)
         yield FeatureEdit(
-            one.op, tap, spans, decoders[:, i], _strength(one), reader.output_scale, own, source, when
+            tap, spans, when, one.op, decoders[:, i], _strength(one), reader.output_scale, own, source
         )
 
 
-def _replacements(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[AnyEdit]:
+def _replacements(one: Intervention, model: Model, catalog: Catalog, spans: Spans) -> Iterator[Edit]:
     """Replace a hook by its autoencoder's output, or MLPs' outputs by transcoders' outputs."""
     if one.sae is not None:
         reader = catalog.feature_reader(one.sae, None, None)
         reader.decoders([0])  # an error if there are none
         tap = _editable(reader.name, model).tap
-        yield Replacement(tap, spans, reader, when=_condition(one.when, tap, model, catalog))
+        yield Replacement(tap, spans, _condition(one.when, tap, model, catalog), reader)
         return
     found: Transcoders = catalog.known("transcoder", one.transcoder)
     first, last = _first_and_last(one.layers, model)
@@ -301,7 +301,7 @@ def _replacements(one: Intervention, model: Model, catalog: Catalog, spans: Span
                     sources[i] = Source(find(other.name, model.points), spans, other.reconstruct)
                 parts.append((sources[i], layer - i))
                 _check_order(sources[i], tap, model)
-        yield Replacement(tap, spans, reader, tuple(parts), _condition(one.when, tap, model, catalog))
+        yield Replacement(tap, spans, _condition(one.when, tap, model, catalog), reader, tuple(parts))
 
 
 def _check_order(source: Source | None, tap: str, model: Model) -> None:

@@ -14,7 +14,7 @@ from kukri.interp.cache import ActivationCache
 from kukri.interp.hooks.hook_names import POS_AXIS, Point
 from kukri.interp.hooks.hook_values import Model, Rows
 from kukri.interp.hooks.listening import Listening, StepListener
-from kukri.interp.interventions.edits import AnyEdit, Source, When
+from kukri.interp.interventions.edits import Edit, Source, When
 from kukri.interp.interventions.intervention import Resolved
 from kukri.interp.interventions.read_limiter import ReadLimiter
 from kukri.kernels.arrays import FloatArray
@@ -134,7 +134,7 @@ class InterventionTaps:
         self._model, self._readings, self._max_bytes = model, resolved.readings, max_bytes
         self._positions = {point.name: spans for point, spans in resolved.captures}
         self._captured = RequestTaps(model, [point for point, _ in resolved.captures], max_bytes=max_bytes)
-        self._edits: dict[str, list[AnyEdit]] = {}
+        self._edits: dict[str, list[Edit]] = {}
         for edit in resolved.edits:
             self._edits.setdefault(edit.tap, []).append(edit)
         self._conditions: dict[str, list[When]] = {}
