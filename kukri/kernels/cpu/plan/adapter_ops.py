@@ -70,7 +70,6 @@ class AdapterRuns(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
-            "batch": at.batch,
             "rows": row_count(self.rows, at),
             "indices": 0 if self.rows == "T" else at.batch + LOGIT_ROWS,
             "runs": at.of(self.y),
@@ -87,7 +86,6 @@ class ExpertRuns(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
-            "batch": at.batch,
             "n_experts": self.table.routing.n_experts,
             "n_used": self.table.routing.n_used,
             "experts": at.of(self.table) + self.table.experts,
@@ -108,16 +106,11 @@ class AdapterDown(Op):
     def record(self, at: Addresses) -> dict[str, int]:
         rows = self.y.rows
         return {
-            "runs": at.of(self.runs),
             "updates": at.of_array(self.updates.records),
             "n_parts": self.updates.n_parts,
             "rank_tiles": self.updates.rank_tiles,
             "repeats": rows.routing.n_used if isinstance(rows, RouteTable) and self.x.rows == "T" else 1,
-            "x": at.of(self.x),
-            "x_stride": self.x.stride,
             "n_inputs": self.x.width,
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
         }
 
 
@@ -135,15 +128,12 @@ class AdapterUp(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
-            "runs": at.of(self.runs),
             "updates": at.of_array(self.updates.records),
             "n_parts": self.updates.n_parts,
             "rank_tiles": self.updates.rank_tiles,
             "parts": at.of_array(self.updates.parts),
             "x": at.of(self.inner),
             "x_stride": self.inner.stride,
-            "residual": 0 if self.residual is None else at.of(self.residual),
-            "residual_stride": 0 if self.residual is None else self.residual.stride,
             "y": at.of(self.target),
             "y_stride": self.target.stride,
         }

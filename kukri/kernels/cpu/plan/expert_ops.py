@@ -15,7 +15,6 @@ from kukri.kernels.cpu.plan.ops import (
     RouteTable,
     Value,
     row_count,
-    rows_of,
     whole_vectors,
 )
 from kukri.kernels.specs import Routing
@@ -24,26 +23,15 @@ from kukri.kernels.weight_handles import Vector
 
 @dataclass(eq=False)
 class Route(Op):
-    """The weights of the experts that each token uses, by a router's logits; 0 for the others."""
+    """The weights of the experts that each token uses, by a router's logits x; 0 for the others."""
 
-    logits: Value
+    x: Value
     y: Value
-    routing: Routing
+    spec: Routing
     kernel = "route"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return rows_of(self.logits, at) | {
-            "n_used": self.routing.n_used,
-            "normalized": int(self.routing.normalized),
-            "by_sigmoid": int(self.routing.by_sigmoid),
-            "bias": 0 if self.routing.bias is None else at.of_array(self.routing.bias.data),
-            "n_groups": self.routing.n_groups,
-            "n_groups_used": self.routing.n_groups_used,
-            "n_best": self.routing.n_best,
-            "tolerance": float_bits(self.routing.tolerance),
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
-        }
+        return {"tolerance": float_bits(self.spec.tolerance)}
 
 
 @dataclass(eq=False)
@@ -56,8 +44,8 @@ class ScaleWeights(Op):
     kernel = "gated_itself"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        scales = {"other": at.of_array(whole_vectors(self.scales)), "other_stride": 0, "a": 0, "b": 0}
-        return rows_of(self.x, at) | scales | {"y": at.of(self.y), "y_stride": self.y.stride, "panels": 0}
+        scales = at.of_array(whole_vectors(self.scales))
+        return {"other": scales, "other_stride": 0, "a": 0, "b": 0, "panels": 0}
 
 
 @dataclass(eq=False)
@@ -71,8 +59,6 @@ class Dispatch(Op):
     def record(self, at: Addresses) -> dict[str, int]:
         table = at.of(self.y)
         return {
-            "batch": at.batch,
-            "weights": 0 if self.weights is None else at.of(self.weights),
             "stride": 0 if self.weights is None else self.weights.stride,
             "n_experts": self.y.routing.n_experts,
             "n_used": self.y.routing.n_used,
@@ -101,7 +87,7 @@ class QuantizeForExperts(Op):
     def record(self, at: Addresses) -> dict[str, int]:
         table = at.of(self.table)
         is_per_token = self.x.rows == "T"
-        return rows_of(self.x, at) | {
+        return {
             "rows": table,
             "slots": table + self.table.slots,
             "experts": table + self.table.experts,
@@ -130,7 +116,6 @@ class ExpertLinear(Op):
     def record(self, at: Addresses) -> dict[str, int]:
         table, start = at.of(self.table), 4 * self.column
         return {
-            "table": table,
             "entries": table + self.table.entries,
             "rows_of_slots": table + self.table.rows,
             "w": at.of_array(self.weight.tiles),
@@ -139,7 +124,6 @@ class ExpertLinear(Op):
             "n_row_tiles": self.weight.n_row_tiles,
             "n_blocks": self.weight.n_blocks,
             "y": at.of(self.y) + start,
-            "y_stride": self.y.stride,
             "bias": 0 if self.bias is None else at.of_array(self.bias) + start,
             "bias_stride": 0 if self.bias is None else self.bias.strides[0],
         }
@@ -159,15 +143,6 @@ class Combine(Op):
     def record(self, at: Addresses) -> dict[str, int]:
         return {
             "rows": row_count("T", at),
-            "x": at.of(self.x),
-            "x_stride": self.x.stride,
-            "n": self.x.width,
-            "weights": at.of(self.weights),
-            "weights_stride": self.weights.stride,
             "n_used": self.table.routing.n_used,
             "experts": at.of(self.table) + self.table.experts,
-            "residual": 0 if self.residual is None else at.of(self.residual),
-            "residual_stride": 0 if self.residual is None else self.residual.stride,
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
         }

@@ -1,14 +1,15 @@
 """Typed ops of a recorded plan: each is one kernel call, on values whose addresses are not known yet.
 
 An op is a dataclass. Its fields of type `Value` and `Buffer` are the memory that it uses: it writes `y`
-without reading it, and edits the fields that `in_place` names. `kernel` is the kernel's name, `record` the
-numbers and addresses that the kernel takes.
+without reading it, and edits the fields that `in_place` names. `kernel` is the kernel's name. The kernel's
+parameters are the fields of their names, and what `record` adds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -114,10 +115,31 @@ class Op:
     in_place: ClassVar[tuple[str, ...]] = ()  # fields of values that it edits
 
     kernel: Any  # the name of its kernel, or a property that gives it
+    spec: Any  # the facts of its layer, if it needs some
 
     def record(self, at: Addresses) -> dict[str, int]:
-        """The kernel's parameters by name."""
-        raise NotImplementedError
+        """Those of the kernel's parameters that no field says, or that are floats, by name."""
+        return {}
+
+    def argument(self, name: str, at: Addresses) -> int:
+        """A parameter of the kernel that `record` lacks.
+
+        It is the address or the stride of a value, 0 for None, or a whole number: a field of the op, or of
+        its `spec`. `rows` and `n` are the numbers of x, `batch` is the step's. Raises TypeError for others.
+        """
+        fields = vars(self)
+        if name in ("rows", "n"):
+            return row_count(fields["x"].rows, at) if name == "rows" else fields["x"].width
+        if name == "batch":
+            return at.batch
+        if (of := name.removesuffix("_stride")) != name:
+            return 0 if fields[of] is None else fields[of].stride
+        value = fields[name] if name in fields else getattr(self.spec, name)
+        if isinstance(value, Value | Buffer):
+            return at.of(value)
+        if isinstance(value, Vector):
+            return at.of_array(whole_vectors(value))
+        return 0 if value is None else index(value)
 
     def streams(self, at: Addresses) -> tuple[int, int]:
         """Address and bytes of the weights that it streams from memory."""
@@ -153,14 +175,6 @@ class Producer(Op):
     y: Value | None
     panels: Buffer | None = field(default=None, kw_only=True)
 
-    def outputs(self, at: Addresses) -> dict[str, int]:
-        """Return the parameters of its results, with 0 for results that nothing reads."""
-        return {
-            "y": 0 if self.y is None else at.of(self.y),
-            "y_stride": 0 if self.y is None else self.y.stride,
-            "panels": 0 if self.panels is None else at.of(self.panels),
-        }
-
 
 @dataclass(eq=False)
 class Embed(Op):
@@ -177,14 +191,9 @@ class Embed(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         return {
-            "batch": at.batch,
             "indices": at.batch + _INDICES[self.by],
-            "residual": 0 if self.residual is None else at.of(self.residual),
-            "residual_stride": 0 if self.residual is None else self.residual.stride,
             "w": at.of_array(self.weight.data),
             "n_blocks": self.weight.shape[1] // self.weight.type.block_size,
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
         }
 
 
@@ -202,10 +211,7 @@ class RMSNorm(Producer):
         return "rms_norm" if self.residual is None else "rms_norm_add"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        norm = {"weight": at.of_array(whole_vectors(self.weight)), "eps": float_bits(self.eps)}
-        if self.residual is not None:
-            norm |= {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
-        return rows_of(self.x, at) | self.outputs(at) | norm
+        return {"eps": float_bits(self.eps)}
 
 
 @dataclass(eq=False)
@@ -218,8 +224,7 @@ class Scale(Op):
     kernel = "scale"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        result = {"y": at.of(self.y), "y_stride": self.y.stride}
-        return rows_of(self.x, at) | result | {"factor": float_bits(self.factor)}
+        return {"factor": float_bits(self.factor)}
 
 
 @dataclass(eq=False)
@@ -232,8 +237,7 @@ class Add(Producer):
     kernel = "add"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        added = {"residual": at.of(self.residual), "residual_stride": self.residual.stride}
-        return rows_of(self.x, at) | self.outputs(at) | added | {"scale": float_bits(self.scale)}
+        return {"scale": float_bits(self.scale)}
 
 
 @dataclass(eq=False)
@@ -247,8 +251,7 @@ class LayerNorm(Producer):
     kernel = "layer_norm"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        arrays = {name: at.of_array(whole_vectors(getattr(self, name))) for name in ("weight", "bias")}
-        return rows_of(self.x, at) | self.outputs(at) | arrays | {"eps": float_bits(self.eps)}
+        return {"eps": float_bits(self.eps)}
 
 
 @dataclass(eq=False)
@@ -268,8 +271,6 @@ class Elementwise(Producer):
             "other_stride": other.stride,
             "a": float_bits(self.a),
             "b": float_bits(self.b),
-            **rows_of(self.x, at),
-            **self.outputs(at),
         }
 
 
@@ -284,12 +285,8 @@ class HeadNorm(Op):
     in_place = ("x",)
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return rows_of(self.x, at) | {
-            "n_heads": self.x.width // len(self.weight),
-            "d_head": len(self.weight),
-            "weight": at.of_array(self.weight.data),
-            "eps": float_bits(self.eps),
-        }
+        d_head = len(self.weight)
+        return {"n_heads": self.x.width // d_head, "d_head": d_head, "eps": float_bits(self.eps)}
 
 
 @dataclass(eq=False)
@@ -308,12 +305,9 @@ class FitHeads(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         d_head, d_target = self.x.width // self.n_heads, self.y.width // self.n_heads
-        return rows_of(self.x, at) | {
-            "n_heads": self.n_heads,
+        return {
             "d_head": d_head,
             "x_step": 4 * (self.x_step or d_head),
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
             "d_target": d_target,
             "y_step": 4 * (self.y_step or d_target),
         }
@@ -327,10 +321,6 @@ class Repeat(Op):
     y: Value
     times: int
     kernel = "repeat"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        y = {"y": at.of(self.y), "y_stride": self.y.stride}
-        return rows_of(self.x, at) | {"n": self.x.width, "times": self.times} | y
 
 
 @dataclass(eq=False)
@@ -346,7 +336,7 @@ class Quantize(Op):
         return f"panel_{self.kind}"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return rows_of(self.x, at) | {"panels": at.of(self.y)}
+        return {"panels": at.of(self.y)}
 
 
 @dataclass(eq=False)
@@ -374,10 +364,8 @@ class Linear(Op):
             "n_row_tiles": self.weight.n_row_tiles,
             "n_blocks": self.weight.n_blocks,
             "y": at.of(self.y) + start,
-            "y_stride": self.y.stride,
             "bias": 0 if self.bias is None else at.of_array(self.bias) + start,
             "residual": 0 if self.residual is None else at.of(self.residual) + start,
-            "residual_stride": 0 if self.residual is None else self.residual.stride,
         }
 
     def streams(self, at: Addresses) -> tuple[int, int]:
@@ -410,13 +398,10 @@ class RopeStore(Op):
         k, key_range = self.k or self.q, spec.key_range
         return {
             "batch": at.batch_of(spec),
-            "q": at.of(self.q),
             "k": at.of(k),
             "v": at.of(self.v or k),
             "stride": self.q.stride,
-            "n_heads": spec.n_heads,
             "n_kv_heads": spec.n_kv_heads if self.k else 0,
-            "d_head": spec.d_head,
             "page_stride": cache.page_stride(spec.kv_layer),
             "cos": 0 if rope is None else at.of_array(rope.cos),
             "sin": 0 if rope is None else at.of_array(rope.sin),
@@ -470,13 +455,12 @@ class Attend(Op):
             biases = self.spec.biases(np.arange(-self.most_tokens, self.most_tokens + CHUNK_TOKENS))
             assert biases is not None
             distances, stride = at.of_array(biases) + 4 * self.most_tokens, 4 * biases.shape[-1]
-        return _attention(self.q, self.y, self.spec, at) | {
+        return _attention(self.spec, at) | {
             "busy_entries": _BUSY_ENTRIES_PER_THREAD * at.n_threads,
             "distances": distances,
             "distance_stride": stride,
             "window": cut_of(self.spec).window,
             "n_ahead": cut_of(self.spec).n_ahead,
-            "partials": at.of(self.partials),
         }
 
 
@@ -497,13 +481,9 @@ class AttendFinish(Producer):
     def record(self, at: Addresses) -> dict[str, int]:
         return {
             "batch": at.batch_of(self.spec),
-            "group": self.spec.group,
-            "n_kv_heads": self.spec.n_kv_heads,
-            "d_head": self.spec.d_head,
             "sinks": _sinks(self.spec, at),
-            "partials": at.of(self.partials),
             "part_bytes": part_bytes(self.spec),
-        } | self.outputs(at)
+        }
 
 
 @dataclass(eq=False)
@@ -519,7 +499,7 @@ class AttendMasked(Op):
         return f"attend_masked[{self.spec.d_head}]"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return _attention(self.q, self.y, self.spec, at) | {"n_heads": self.spec.n_heads}
+        return _attention(self.spec, at)
 
 
 @dataclass(eq=False)
@@ -531,12 +511,7 @@ class GatherRows(Op):
     kernel = "gather_rows"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return rows_of(self.x, at) | {
-            "rows": row_count("N", at),
-            "indices": at.batch + LOGIT_ROWS,
-            "y": at.of(self.y),
-            "y_stride": self.y.stride,
-        }
+        return {"rows": row_count("N", at), "indices": at.batch + LOGIT_ROWS}
 
 
 ACTIVATIONS = "activations"  # the name of the stop where a step's activations are copied in
@@ -584,30 +559,20 @@ def row_count(rows: Rows, at: Addresses) -> int:
     return at.batch + (N_TOKENS if rows == "T" else N_LOGIT_ROWS)
 
 
-def rows_of(x: Value, at: Addresses) -> dict[str, int]:
-    """A kernel's parameters for the rows of x: their number, address, stride and width."""
-    return {"rows": row_count(x.rows, at), "x": at.of(x), "x_stride": x.stride, "n": x.width}
-
-
 def whole_vectors(constant: Vector) -> FloatArray:
     """A constant as kernels load it: zeros after it up to 16 n numbers."""
     return np.pad(constant.data, (0, -len(constant) % ROWS)) if len(constant) % ROWS else constant.data
 
 
-def _attention(q: Value, y: Value, spec: AttentionSpec, at: Addresses) -> dict[str, int]:
+def _attention(spec: AttentionSpec, at: Addresses) -> dict[str, int]:
     return {
         "batch": at.batch_of(spec),
-        "q": at.of(q),
-        "q_stride": q.stride,
         "scale": float_bits(spec.scale),
         "softcap": 0 if spec.softcap is None else float_bits(spec.softcap),
-        "n_kv_heads": spec.n_kv_heads,
         "keys": address_of(at.cache.keys[spec.kv_layer]),
         "values": address_of(at.cache.values[spec.kv_layer]),
         "page_stride": at.cache.page_stride(spec.kv_layer),
         "sinks": _sinks(spec, at),
-        "y": at.of(y),
-        "y_stride": y.stride,
     }
 
 

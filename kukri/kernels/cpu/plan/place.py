@@ -108,8 +108,8 @@ class Plan(Addresses):
         return rows.reshape(n_rows, value.stride // 4)[:, column : column + value.width]
 
     def _record(self, op: Op, parameters: Sequence[str]) -> list[int]:
-        fields = op.record(self)
-        return [fields[name] for name in parameters]
+        own = op.record(self)
+        return [own[name] if name in own else op.argument(name, self) for name in parameters]
 
 
 def place(ops: Sequence[Op], result: Value) -> tuple[ByteArray, dict[Buffer, int]]:

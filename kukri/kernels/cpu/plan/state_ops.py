@@ -20,8 +20,7 @@ class Conv(Op):
     kernel = "conv"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        state = state_of(at, self.spec.layer, "conv")
-        return _conv_fields(self, at) | state | {"is_activated": int(self.spec.is_activated)}
+        return state_of(at, self.spec.layer, "conv")
 
 
 @dataclass(eq=False)
@@ -32,25 +31,6 @@ class ConvBothWays(Op):
     y: Value
     spec: ConvSpec
     kernel = "conv_both_ways"
-
-    def record(self, at: Addresses) -> dict[str, int]:
-        return _conv_fields(self, at) | {"n_after": self.spec.n_after or 0}
-
-
-def _conv_fields(op: Conv | ConvBothWays, at: Addresses) -> dict[str, int]:
-    """What both convolutions have in their records."""
-    spec = op.spec
-    return {
-        "batch": at.batch,
-        "x": at.of(op.x),
-        "x_stride": op.x.stride,
-        "n": op.x.width,
-        "taps": at.of_array(spec.taps.data),
-        "bias": 0 if spec.bias is None else at.of_array(spec.bias.data),
-        "n_taps": spec.n_taps,
-        "y": at.of(op.y),
-        "y_stride": op.y.stride,
-    }
 
 
 @dataclass(eq=False)
@@ -66,23 +46,8 @@ class Scan(Op):
     kernel = "scan"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        spec, (least, most) = self.spec, self.spec.limits
-        return (
-            {
-                "batch": at.batch,
-                "n_heads": spec.n_heads,
-                "n_groups": spec.n_groups,
-                "d_state": spec.d_state,
-                "d_head": spec.d_head,
-                "a": at.of_array(spec.a.data),
-                "d": at.of_array(spec.d.data),
-                "dt_bias": at.of_array(spec.dt_bias.data),
-                "least": float_bits(least),
-                "most": float_bits(most),
-            }
-            | _named(at, x=self.x, b=self.b, c=self.c, dt=self.dt, y=self.y)
-            | state_of(at, spec.layer, "scan")
-        )
+        least, most = map(float_bits, self.spec.limits)
+        return {"least": least, "most": most} | state_of(at, self.spec.layer, "scan")
 
 
 @dataclass(eq=False)
@@ -99,27 +64,7 @@ class DeltaRule(Op):
     kernel = "delta_rule"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        spec = self.spec
-        return (
-            {
-                "batch": at.batch,
-                "n_heads": spec.n_heads,
-                "n_groups": spec.n_groups,
-                "are_tiled": int(spec.are_tiled),
-                "d_state": spec.d_state,
-                "d_head": spec.d_head,
-                "a": at.of_array(spec.a.data),
-                "dt_bias": at.of_array(spec.dt_bias.data),
-            }
-            | _named(at, q=self.q, k=self.k, v=self.v, decay=self.decay, beta=self.beta, y=self.y)
-            | state_of(at, spec.layer, "delta")
-        )
-
-
-def _named(at: Addresses, **values: Value) -> dict[str, int]:
-    """A kernel's parameters for values by name: their addresses and strides."""
-    addresses = {name: at.of(value) for name, value in values.items()}
-    return addresses | {f"{name}_stride": value.stride for name, value in values.items()}
+        return state_of(at, self.spec.layer, "delta")
 
 
 def state_of(at: Addresses, layer: int, name: str) -> dict[str, int]:
