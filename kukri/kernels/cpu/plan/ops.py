@@ -116,6 +116,7 @@ class Op:
 
     kernel: Any  # the name of its kernel, or a property that gives it
     spec: Any  # the facts of its layer, if it needs some
+    y: Any  # its result
 
     def record(self, at: Addresses) -> dict[str, int]:
         """Those of the kernel's parameters that no field says, or that are floats, by name."""

@@ -93,9 +93,7 @@ class Recorder(StageOps):
             self.n_positions = min(self.n_positions, weight.shape[0])
         else:
             self.n_types = weight.shape[0]
-        y = self._value("T", weight.shape[1])
-        self._add(ops.Embed(weight, y, by, residual))
-        return y
+        return self._made(ops.Embed(weight, self._value("T", weight.shape[1]), by, residual))
 
     def activations(self, batch: Any, width: int) -> Value:
         """The program copies them in at this stop of the plan."""
@@ -104,45 +102,35 @@ class Recorder(StageOps):
         return y
 
     def rms_norm(self, x: Value, weight: Vector, eps: float) -> Value:
-        y = self._like(x)
-        self._add(ops.RMSNorm(y, x, weight, eps))
-        return y
+        return self._made(ops.RMSNorm(self._like(x), x, weight, eps))
 
     def head_norm(self, x: Value, weight: Vector, eps: float) -> Value:
         self._add(ops.HeadNorm(x, weight, eps))
         return x
 
     def layer_norm(self, x: Value, weight: Vector, bias: Vector, eps: float) -> Value:
-        y = self._like(x)
-        self._add(ops.LayerNorm(y, x, weight, bias, eps))
-        return y
+        return self._made(ops.LayerNorm(self._like(x), x, weight, bias, eps))
 
     def map(self, name: str, x: Value, other: Value | None = None, a: float = 0.0, b: float = 0.0) -> Value:
-        y = self._like(x)
-        self._add(ops.Elementwise(y, x, name, other, a, b))
-        return y
+        return self._made(ops.Elementwise(self._like(x), x, name, other, a, b))
 
     def conv(self, x: Value, spec: ConvSpec, batch: Any) -> Value:
         _require_multiple("the channels of a convolution", x.width, 16)
-        y = self._like(x)
-        self._add((state_ops.Conv if spec.n_after is None else state_ops.ConvBothWays)(x, y, spec))
-        return y
+        return self._made(
+            (state_ops.Conv if spec.n_after is None else state_ops.ConvBothWays)(x, self._like(x), spec)
+        )
 
     def scan(self, x: Value, b: Value, c: Value, dt: Value, spec: ScanSpec, batch: Any) -> Value:
         _require_multiple("the head size of a state", spec.d_head, 16)
         _require_multiple("the width of a state", spec.d_state, 8)
-        y = self._value("T", x.width)
-        self._add(state_ops.Scan(x, b, c, dt, y, spec))
-        return y
+        return self._made(state_ops.Scan(x, b, c, dt, self._value("T", x.width), spec))
 
     def delta_rule(
         self, q: Value, k: Value, v: Value, decay: Value, beta: Value, spec: DeltaSpec, batch: Any
     ) -> Value:
         _require_multiple("the head size of a state", spec.d_head, 16)
         _require_multiple("the width of a state", spec.d_state, 4)
-        y = self._value("T", v.width)
-        self._add(state_ops.DeltaRule(q, k, v, decay, beta, y, spec))
-        return y
+        return self._made(state_ops.DeltaRule(q, k, v, decay, beta, self._value("T", v.width), spec))
 
     def linear(
         self,
@@ -211,14 +199,10 @@ class Recorder(StageOps):
         self._add(AdapterUp(inner, self._runs[rows], updates, y, residual))
 
     def add(self, x: Value, residual: Value) -> Value:
-        y = self._like(x)
-        self._add(ops.Add(y, x, residual))
-        return y
+        return self._made(ops.Add(self._like(x), x, residual))
 
     def scale(self, x: Value, factor: float) -> Value:
-        y = self._value(x.rows, x.width)
-        self._add(ops.Scale(y, x, factor))
-        return y
+        return self._made(ops.Scale(self._value(x.rows, x.width), x, factor))
 
     def split(self, x: Value, widths: Sequence[int]) -> tuple[Value, ...]:
         if sum(widths) != x.width:
@@ -244,9 +228,7 @@ class Recorder(StageOps):
         return y
 
     def repeat(self, x: Value, times: int) -> Value:
-        y = self._value(x.rows, times * x.width)
-        self._add(ops.Repeat(x, y, times))
-        return y
+        return self._made(ops.Repeat(x, self._value(x.rows, times * x.width), times))
 
     def head_linear(self, x: Value, heads: Experts) -> Value:
         """A product of experts, each of which gets a row of every token."""
@@ -399,9 +381,7 @@ class Recorder(StageOps):
         return y
 
     def logit_rows(self, x: Value, batch: Any) -> Value:
-        y = self._value("N", x.width)
-        self._add(ops.GatherRows(x, y))
-        return y
+        return self._made(ops.GatherRows(x, self._value("N", x.width)))
 
     def tap(self, name: str, layer: int | None, x: Value) -> Value:
         full_name = tap_name(name, layer)
@@ -414,6 +394,12 @@ class Recorder(StageOps):
         # what was derived from a buffer is no longer that once the buffer is edited
         if edited := op.edited():
             self._panels = {key: one for key, one in self._panels.items() if key[0].buffer not in edited}
+
+    def _made(self, op: Op) -> Value:
+        """Add an op, and return its result."""
+        self._add(op)
+        made: Value = op.y
+        return made
 
     def _add_rope_store(self, op: ops.RopeStore) -> None:
         strides = {value.stride for value in (op.q, op.k, op.v) if value is not None}
