@@ -35,7 +35,7 @@ class XieluMLP(UngatedMLP):
             raise UnsupportedError(f"'{name}.act_fn.eps' must be at least -1e-05, not {eps:g}")
         self.high, self.low = _softplus(alpha_p), self.beta + _softplus(alpha_n)
 
-    def activate(self, ops: Ops, x: Tensor) -> Tensor:
+    def activate(self, ops: Ops, x: Tensor, up: Tensor | None) -> Tensor:
         """beta x, and above 0 high x^2, below it low (exp(x) - 1 - x)."""
         return ops.add(ops.map("xielu", x, None, self.high, self.low), ops.scale(x, self.beta))
 

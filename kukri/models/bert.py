@@ -26,19 +26,12 @@ class BertAttention(Attention):
     out_name = "output.dense"
 
 
-class BertMLP(MLP):
-    """The MLP under BERT's names."""
-
-    up_name = "intermediate.dense"
-    down_name = "output.dense"
-
-
 class BertBlock(Block):
     """One layer: attention and MLP, each added to its input, and each sum normalized."""
 
     list_name = "model.encoder.layer"
     attention_type: Callable[..., Any] = BertAttention
-    mlp_type: Callable[..., Any] = BertMLP
+    mlp_type: Callable[..., Any] = MLP.of(in_names=("intermediate.dense",), out_name="output.dense")
     attention_name, mlp_name = "attention", ""
     attention_norm_name, mlp_norm_name = "attention.output.LayerNorm", "output.LayerNorm"
 

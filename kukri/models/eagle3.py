@@ -24,16 +24,10 @@ from kukri.models.weights import TakenWeights, WeightSource
 N_ROWS = 3  # rows of the model's stream that are joined
 
 
-class _JoinedAttention(Attention):
-    """Attention that reads the embedding and the row, side by side."""
-
-    n_inputs = 2
-
-
 class _JoinedBlock(Block):
     """The layer. With `norms_residual` the row is normed before the layer's results are added to it."""
 
-    attention_type = _JoinedAttention
+    attention_type = Attention.of(n_inputs=2)  # the embedding and the row, side by side
 
     def __init__(self, source: WeightSource, config: ModelConfig, *, norms_residual: bool) -> None:
         super().__init__(source, config, 0)

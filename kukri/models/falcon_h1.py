@@ -69,7 +69,7 @@ class FalconMLP(GatedMLP):
         self.gate_factor = config.multipliers.gate
         self.down = _last(self.down, config.multipliers.down)
 
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
         """silu(factor * gate) * up."""
         return super().activate(ops, _scaled(ops, gate, self.gate_factor), up)
 

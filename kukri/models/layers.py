@@ -342,64 +342,49 @@ class GatedMLP(Composite):
     linear_type: Callable[..., Any] = Linear
     in_names: tuple[str, ...] = ("gate_proj", "up_proj")
     out_name = "down_proj"
+    is_gated = True  # False: down(f(up(x)))
+    post_tap, out_tap = "mlp.hook_post", "hook_mlp_out"
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
-        self.layer, self.activation = layer, f"gated_{config.activation}"
+        self.layer, self.activation = layer, config.activation
         names = [f"{name}.{part}" for part in self.in_names]
         d_ffn = self.width(config, layer)
-        self.gate_up = self.linear_type(source, names, (d_ffn, d_ffn), config.d_model)
+        widths: tuple[int, ...] = (d_ffn,)
+        if self.is_gated:
+            self.activation, widths = f"gated_{config.activation}", (d_ffn, d_ffn)
+        self.gate_up = self.linear_type(source, names, widths, config.d_model)
         self.down: Callable[..., Tensor]
         self.down = self.linear_type(source, [f"{name}.{self.out_name}"], (config.d_model,), d_ffn)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
         """residual + mlp(x), both [T, D]."""
-        gate, up = self.gate_up.parts(ops, x)
+        gate, *rest = self.gate_up.parts(ops, x)
         gate = ops.tap("mlp.hook_pre", self.layer, gate)
-        up = ops.tap("mlp.hook_pre_linear", self.layer, up)
-        hidden = ops.tap("mlp.hook_post", self.layer, self.activate(ops, gate, up))
-        return self.down(ops, hidden, residual, ("hook_mlp_out", self.layer))
-
-    def width(self, config: ModelConfig, layer: int) -> int:
-        """The width of what the activation makes."""
-        return config.mlp_width(layer)
-
-    def activate(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """The row `activation` of both."""
-        return ops.map(self.activation, up, gate)
-
-
-class MLP(Composite):
-    """down(f(up(x))), f being the model's activation, under the names that the architecture gives the two."""
-
-    up_name = "fc1"
-    down_name = "fc2"
-    post_tap, out_tap = "mlp.hook_post", "hook_mlp_out"
-
-    def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
-        self.layer, self.activation = layer, config.activation
-        d_ffn = self.width(config, layer)
-        self.up = Linear(source, [f"{name}.{self.up_name}"], (d_ffn,), config.d_model)
-        self.down = Linear(source, [f"{name}.{self.down_name}"], (config.d_model,), d_ffn)
-
-    def __call__(self, ops: Ops, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + mlp(x), both [T, D]."""
-        hidden = ops.tap("mlp.hook_pre", self.layer, self.up(ops, x))
-        hidden = ops.tap(self.post_tap, self.layer, self.activate(ops, hidden))
+        up = ops.tap("mlp.hook_pre_linear", self.layer, rest[0]) if rest else None
+        hidden = ops.tap(self.post_tap, self.layer, self.activate(ops, gate, up))
         return self.down(ops, hidden, residual, (self.out_tap, self.layer))
 
     def width(self, config: ModelConfig, layer: int) -> int:
         """The width of what the activation makes."""
         return config.mlp_width(layer)
 
-    def activate(self, ops: Ops, x: Tensor) -> Tensor:
-        """The row `activation` of x."""
-        return ops.map(self.activation, x)
+    def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
+        """The row `activation` of both, or of the only one."""
+        return activated(ops, self.activation, gate, up)
 
 
-class UngatedMLP(MLP):
-    """An MLP under the names that a gated one has."""
+def activated(ops: Ops, name: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    """The activation of an MLP's gate and up, or of the only value if it has no gate."""
+    return ops.map(name, gate) if up is None else ops.map(name, up, gate)
 
-    up_name, down_name = "up_proj", "down_proj"
+
+MLP = GatedMLP.of(in_names=("fc1",), out_name="fc2", is_gated=False)
+
+
+class UngatedMLP(GatedMLP):
+    """An MLP without a gate under the names that one with a gate has."""
+
+    in_names, is_gated = ("up_proj",), False
 
 
 def _vector(source: WeightSource, name: str, size: int) -> Vector:

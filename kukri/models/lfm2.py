@@ -51,24 +51,14 @@ class ShortConv:
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 
-class Lfm2Attention(Qwen3Attention):
-    """Qwen3's attention under other names."""
-
-    out_name = "out_proj"
-    q_norm_name, k_norm_name = "q_layernorm", "k_layernorm"
-
-
-class Lfm2MLP(GatedMLP):
-    """The gated MLP under other names."""
-
-    in_names = ("w1", "w3")
-    out_name = "w2"
+_ATTENTION = Qwen3Attention.of(out_name="out_proj", q_norm_name="q_layernorm", k_norm_name="k_layernorm")
+Lfm2MLP = GatedMLP.of(in_names=("w1", "w3"), out_name="w2")
 
 
 class Lfm2Block(Block):
     """A layer: a convolution or attention, and an MLP, each after its norm."""
 
-    attention_type, recurrent_type = Lfm2Attention, ShortConv
+    attention_type, recurrent_type = _ATTENTION, ShortConv
     mlp_type: Callable[..., Any] = Lfm2MLP
     attention_norm_name, mlp_norm_name = "operator_norm", "ffn_norm"
     recurrent_name, mlp_name = "conv", "feed_forward"

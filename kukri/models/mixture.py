@@ -15,7 +15,7 @@ from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import Routing
 from kukri.kernels.weight_handles import Experts, Vector, Weight
-from kukri.models.layers import Composite, GatedMLP, Linear
+from kukri.models.layers import Composite, GatedMLP, Linear, activated
 from kukri.models.weights import WeightSource
 from kukri.quant.types import QUANT_TYPES
 
@@ -160,4 +160,4 @@ class Mixture(Composite):
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
         """The activation of an expert, of both [T * n_used, F], if it has both."""
-        return ops.map(self.activation, gate) if up is None else ops.map(self.activation, up, gate)
+        return activated(ops, self.activation, gate, up)

@@ -12,11 +12,7 @@ from kukri.models.layers import Attention, Embedding, GatedMLP, NoNorm, NormedEm
 from kukri.models.llama import Block, Llama
 from kukri.models.weights import WeightSource
 
-
-class ModernBertAttention(Attention):
-    """Attention under ModernBERT's names."""
-
-    fused_name, out_name = "Wqkv", "Wo"
+_ATTENTION = Attention.of(fused_name="Wqkv", out_name="Wo")
 
 
 class ModernBertMLP(GatedMLP):
@@ -33,7 +29,7 @@ class ModernBertBlock(Block):
         name, size = f"model.layers.{layer}", (config.d_model, config.norm_eps)
         self.layer = layer
         self.attention_norm = PlainLayerNorm(source, f"{name}.attn_norm", *size) if layer else NoNorm()
-        self.attention = ModernBertAttention(source, f"{name}.attn", config, layer)
+        self.attention = _ATTENTION(source, f"{name}.attn", config, layer)
         self.mlp_norm = PlainLayerNorm(source, f"{name}.mlp_norm", *size)
         self.mlp = ModernBertMLP(source, f"{name}.mlp", config, layer)
 

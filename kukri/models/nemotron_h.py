@@ -39,11 +39,7 @@ class SharedUngatedMLP(UngatedMLP):
         return config.mixture.d_shared
 
 
-class UngatedMixture(Mixture):
-    """A mixture whose experts have no gate."""
-
-    in_names = ("up_proj",)
-    shared_type = SharedUngatedMLP
+_UNGATED = Mixture.of(in_names=("up_proj",), shared_type=SharedUngatedMLP)
 
 
 class NemotronBlock(Composite):
@@ -219,7 +215,7 @@ NEMOTRON_H = Architecture(
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
     name="nemotron_h_moe",
-    model=NemotronH.of(block_type=NemotronBlock.of(mlp_type=UngatedMixture)),
+    model=NemotronH.of(block_type=NemotronBlock.of(mlp_type=_UNGATED)),
     hf_type="nemotron_h",
     hf_when=_has_mixture,
     gguf="nemotron_h_moe",

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kukri.models.bert import BERT, Bert, BertBlock
 from kukri.models.layers import Attention, GatedMLP
-
-
-class NomicBertAttention(Attention):
-    """Attention under the names of Nomic's files."""
-
-    fused_name = "Wqkv"
-    out_name = "out_proj"
-
-
-class NomicBertMLP(GatedMLP):
-    """The gated MLP under the names of Nomic's files."""
-
-    in_names = ("fc12", "fc11")
-    out_name = "fc2"
 
 
 class NomicBertBlock(BertBlock):
     """One layer: BERT's order, with this attention and MLP."""
 
     list_name = "model.encoder.layers"
-    attention_type, attention_name = NomicBertAttention, "attn"
+    attention_type: Any = Attention.of(fused_name="Wqkv", out_name="out_proj")
     attention_norm_name, mlp_norm_name = "norm1", "norm2"
-    mlp_type, mlp_name = NomicBertMLP, "mlp"
+    mlp_type: Any = GatedMLP.of(in_names=("fc12", "fc11"), out_name="fc2")
+    attention_name, mlp_name = "attn", "mlp"
 
 
 NOMIC_BERT = replace(

@@ -10,12 +10,7 @@ from kukri.models.architecture import Architecture
 from kukri.models.layers import GatedMLP
 from kukri.models.llama import Block, Llama
 
-
-class Phi3MLP(GatedMLP):
-    """A gated MLP whose gate and up are one matrix, gate first."""
-
-    in_names = ("gate_up_proj",)
-
+Phi3MLP = GatedMLP.of(in_names=("gate_up_proj",))  # one matrix for both, gate first
 
 PHI3 = Architecture(
     "phi3",

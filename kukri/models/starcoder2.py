@@ -8,7 +8,7 @@ from kukri.models.llama import Block, Llama
 
 STARCODER2 = Architecture(
     "starcoder2",
-    Llama.of(block_type=Block.of(norm_type=LayerNorm, mlp_type=MLP.of(up_name="c_fc", down_name="c_proj"))),
+    Llama.of(block_type=Block.of(norm_type=LayerNorm, mlp_type=MLP.of(in_names=["c_fc"], out_name="c_proj"))),
     "Starcoder2ForCausalLM",
     gguf_epsilon="attention.layer_norm_epsilon",
     tensor_names={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},

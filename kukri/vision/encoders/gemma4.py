@@ -43,18 +43,13 @@ class _Attention(Gemma4Attention, RotatedAttention):
             norm.weight = Vector(norm.weight.data[order[: config.d_head]], norm.weight.name)
 
 
-class _MLP(GatedMLP):
-    linear_type = ClampedLinear
-
-
-class _Block(Gemma2Block):
-    attention_type, mlp_type = _Attention, _MLP
+_BLOCK = Gemma2Block.of(attention_type=_Attention, mlp_type=GatedMLP.of(linear_type=ClampedLinear))
 
 
 class Gemma4Vision(Gemma4Rows):
     """The encoder, the last of whose states are not normed, and its projector."""
 
-    block_type, norm_type = _Block, NoNorm
+    block_type, norm_type = _BLOCK, NoNorm
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)

@@ -23,12 +23,8 @@ from kukri.vision.encoders.rotated import (
 )
 
 
-class _Attention(RotatedAttention):
-    out_name = "out_proj"
-
-
 class _Block(RotatedBlock):
-    norm_type, attention_type, mlp_type = LayerNorm, _Attention, MLP
+    norm_type, attention_type, mlp_type = LayerNorm, RotatedAttention.of(out_name="out_proj"), MLP
     attention_norm_name, mlp_norm_name, attention_name = "layer_norm1", "layer_norm2", "self_attn"
 
 

@@ -24,12 +24,8 @@ from kukri.vision.encoders.rotated import RotatedAttention, RotatedBlock, Rotate
 from kukri.vision.encoders.siglip import from_squares, squares_of
 
 
-class _Attention(RotatedAttention):
-    out_name, takes_turns = "o_proj", True
-
-
 class _Block(RotatedBlock):
-    norm_type, attention_type = RMSNorm, _Attention
+    norm_type, attention_type = RMSNorm, RotatedAttention.of(out_name="o_proj", takes_turns=True)
     attention_norm_name, mlp_norm_name = "attention_norm", "ffn_norm"
     attention_name, mlp_name = "attention", "feed_forward"
 

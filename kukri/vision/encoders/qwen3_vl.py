@@ -18,13 +18,7 @@ from kukri.vision.encoder import VisionFamily
 from kukri.vision.encoders.placed import PlacedEncoder
 from kukri.vision.encoders.rotated import RotatedBlock, read_rotated
 
-
-class _TwoMatrices(MLP):
-    up_name, down_name = "linear_fc1", "linear_fc2"
-
-
-class _Block(RotatedBlock):
-    norm_type, mlp_type = LayerNorm, _TwoMatrices
+_MLP = MLP.of(in_names=("linear_fc1",), out_name="linear_fc2")
 
 
 class _Merger:
@@ -44,7 +38,8 @@ class _Merger:
 class Qwen3Vision(PlacedEncoder):
     """The encoder and its mergers."""
 
-    block_type, norm_type, aligned = _Block, LayerNorm, "corners"
+    block_type = RotatedBlock.of(norm_type=LayerNorm, mlp_type=_MLP)
+    norm_type, aligned = LayerNorm, "corners"
 
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         super().__init__(config, source)
