@@ -31,7 +31,7 @@ from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts, Weight
 from kukri.llm import LLM
 from kukri.models import Model, load_model
-from kukri.models.weights import WeightSource
+from kukri.models.weights import TakenWeights, WeightSource
 from kukri.quant.blocks import dequantize
 from kukri.quant.mixes import is_quantized
 from kukri.quant.types import QuantType, fitting_type
@@ -220,7 +220,7 @@ class _Trials:
         self._ids, self._n_threads = ids, n_threads
         parameters = load_model(self._source, self._config).parameters
         self.n_bytes = sum(parameter.n_bytes for parameter in parameters)
-        self.weights = self._source.weights
+        self.weights = self._source.matrices
 
     def losses(self, types: Mapping[str, QuantType]) -> Iterator[tuple[str, float]]:
         """(name, mean KL) of each weight quantized to its type, the others as they are.
@@ -280,39 +280,16 @@ class _Reference:
         return kl
 
 
-class _Changeable:
+class _Changeable(TakenWeights):
     """A `WeightSource` that gives the same Weight for a name each time, or the one in `changed`."""
 
     def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self.weights: dict[str, Weight] = {}
+        super().__init__(source)
         self.changed: dict[str, Weight] = {}
-        self._experts: dict[str, Experts] = {}
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix as it is stored, or changed."""
-        if name not in self.weights:
-            self.weights[name] = self._source.matrix(name, shape)
-        return self.changed.get(name, self.weights[name])
+        stored = self.matrices.get(name) or super().matrix(name, shape)
+        return self.changed.get(name, stored)
 
     def experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
-        """Matrices of experts, which keep their type."""
-        if name not in self._experts:
-            self._experts[name] = self._source.experts(name, shape)
-        return self._experts[name]
-
-    def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        """Biases of experts, float32 (experts, out)."""
-        return self._source.expert_vectors(name, shape)
-
-    def vector(self, name: str, size: int) -> FloatArray:
-        """A vector as float32 [size]."""
-        return self._source.vector(name, size)
-
-    def has(self, name: str) -> bool:
-        """True if there is such a tensor."""
-        return self._source.has(name)
-
-    def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors that no layer took."""
-        self._source.done()
+        return self.stacks.get(name) or super().experts(name, shape)

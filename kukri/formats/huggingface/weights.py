@@ -45,8 +45,6 @@ _IGNORABLE = re.compile(
 
 PACKED_TYPES = tuple(type.name for type in WRITTEN)  # while loading
 
-# Experts' gate and up as one tensor of all experts, gate first, which transformers 5 calls them in memory.
-_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 # Packing leaves them as they are: routers, which are small and of which an error chooses other experts;
 # convolutions; a table of all layers' embeddings, which stays in the file, and their projections.
 _UNPACKED = re.compile(r".+\.(?:mlp\.gate|mlp\.router|conv|\w*conv1d)\.weight|.+per_layer.+")
@@ -137,7 +135,7 @@ class SafetensorsWeights(WeightSource):
         n, n_out, n_in = shape
         fused, part, n_parts = joined_name(name, self._architecture)
         if fused == name:
-            fused, part, n_parts = _fused(name)
+            fused, part, n_parts = _fused(name.removesuffix(".weight"))
         is_apart = self._stored_name(fused) not in self._files and not is_stacked(name, self._architecture)
         if is_apart:
             weights = tuple(self.matrix(expert_name(name, i), (n_out, n_in)) for i in range(n))
@@ -154,8 +152,8 @@ class SafetensorsWeights(WeightSource):
     def _interleaved_experts(self, name: str, shape: tuple[int, int, int]) -> Experts:
         """Experts of one tensor (experts, in, out), or of MXFP4's blocks and scales, as rows: copies."""
         n, n_out, n_in = shape
-        fused, turn = _turn(name.removesuffix(".weight"))
-        n_rows = n_out if turn == slice(None) else 2 * n_out
+        fused, part, n_parts = _fused(name.removesuffix(".weight"))
+        n_rows, turn = n_parts * n_out, slice(part, None, n_parts)
         if self._stored_name(f"{fused}_blocks") in self._files:
             blocks, _ = self._take(f"{fused}_blocks", (n, n_rows, n_in // 32, 16), _BYTES)
             scales, _ = self._take(f"{fused}_scales", (n, n_rows, n_in // 32), _BYTES)
@@ -173,10 +171,9 @@ class SafetensorsWeights(WeightSource):
         return Experts(tuple(weights), name)
 
     def expert_vectors(self, name: str, shape: tuple[int, int]) -> FloatArray:
-        fused, turn = _turn(name.removesuffix(".bias"))
-        n_rows = shape[1] if turn == slice(None) else 2 * shape[1]
-        data, kind = self._take(f"{fused}_bias", (shape[0], n_rows))
-        return np.ascontiguousarray(dequantize(data.reshape(shape[0], -1), kind)[:, turn])
+        fused, part, n_parts = _fused(name.removesuffix(".bias"))
+        data, kind = self._take(f"{fused}_bias", (shape[0], n_parts * shape[1]))
+        return np.ascontiguousarray(dequantize(data.reshape(shape[0], -1), kind)[:, part::n_parts])
 
     def vector(self, name: str, size: int) -> FloatArray:
         form = hf_form(name, self._config, size)
@@ -320,17 +317,10 @@ def first_row(name: str, architecture: Architecture) -> int:
     return architecture.first_position if name.endswith(".position_embeddings.weight") else 0
 
 
-def _fused(name: str) -> tuple[str, int, int]:
-    """As `joined_name`, of experts under the names that transformers 5 has in memory."""
-    layer, _, part = name.removesuffix(".weight").rpartition(".")
-    return f"{layer}.{_FUSED.get(part, part)}", int(part == "up_proj"), 1 if part == "down_proj" else 2
-
-
-def _turn(module: str) -> tuple[str, slice]:
-    """The name of an interleaved tensor of experts, and which of its outputs are a module's."""
+def _fused(module: str) -> tuple[str, int, int]:
+    """As `joined_name`, of a module of experts whose gate and up are one tensor, gate first."""
     layer, _, part = module.rpartition(".")
-    turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
-    return f"{layer}.{_FUSED.get(part, part)}", turns.get(part, slice(None))
+    return (module, 0, 1) if part == "down_proj" else (f"{layer}.gate_up_proj", int(part == "up_proj"), 2)
 
 
 def mxfp4_rows(blocks: ByteArray, scales: ByteArray) -> ByteArray:
