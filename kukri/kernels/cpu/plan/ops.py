@@ -119,14 +119,14 @@ class Op:
     y: Any  # its result
 
     def record(self, at: Addresses) -> dict[str, int]:
-        """Those of the kernel's parameters that no field says, or that are floats, by name."""
+        """Return the kernel's parameters that no field says, or that are floats, by name."""
         return {}
 
     def argument(self, name: str, at: Addresses) -> int:
-        """A parameter of the kernel that `record` lacks.
+        """Return a parameter of the kernel that `record` lacks, by its name.
 
-        It is the address or the stride of a value, 0 for None, or a whole number: a field of the op, or of
-        its `spec`. `rows` and `n` are the numbers of x, `batch` is the step's. Raises TypeError for others.
+        It is the address or the stride of a value, 0 for None, or an integer: a field of the op, or of its
+        `spec`. `rows` and `n` are the size of x, and `batch` is the step's. Raises TypeError for a float.
         """
         fields = vars(self)
         if name in ("rows", "n"):
