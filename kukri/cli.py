@@ -27,6 +27,7 @@ from kukri.terminal.options import (
     HideReasoning,
     InspectOptions,
     Json,
+    LaunchOptions,
     LoadOptions,
     LoadTestOptions,
     ManyOptions,
@@ -218,6 +219,30 @@ def serve(
     from kukri.terminal.serve import serve_models
 
     serve_models(named.names, serving, given(loading) | given(readers))
+
+
+@command(app)
+def launch(
+    *,
+    agent: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[AGENT]", help="Agent, or with --env any program. [default: list the agents]"
+        ),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS]...", help="Arguments of the agent, after --.")
+    ] = None,
+    options: LaunchOptions,
+) -> None:
+    """Run a coding agent with a model of this machine.
+
+    The agents of a model share a server, which starts with the first and ends when it is idle for half an
+    hour. Requires the extra `serve`, but for --url and --print.
+    """
+    from kukri.terminal.launch import launch_agent
+
+    launch_agent(agent, arguments or [], options)
 
 
 @command(app)

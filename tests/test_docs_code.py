@@ -245,8 +245,13 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def options_of(words: list[str]) -> tuple[Any, set[str], set[str]]:
-    """The command that words begin with (taken from them), its options, and those that the words name."""
+    """The command that words begin with (taken from them), its options, and those that the words name.
+
+    What comes after `--` is for another program.
+    """
     command: Any = GROUP
+    if "--" in words:
+        del words[words.index("--") :]
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
     known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}

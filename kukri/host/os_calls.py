@@ -81,23 +81,43 @@ def locked(path: Path, *, wait: bool = True, create: bool = False) -> Iterator[b
     if sys.platform == "win32":
         yield None
         return
-    import fcntl
-
-    if create:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    else:
-        descriptor = os.open(path, os.O_RDONLY)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC if create else os.O_RDONLY
+    descriptor = os.open(path, flags, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            is_held: bool | None = True
-        except BlockingIOError:
-            is_held = False
-        except OSError:  # a file system without
-            is_held = None
-        yield is_held
+        yield _lock(descriptor, wait=wait)
     finally:
         os.close(descriptor)
+
+
+def lock_file(path: Path, *, is_shared: bool = False, wait: bool = True) -> int | None:
+    """Lock a file, which is made for this user, and return its descriptor.
+
+    The lock is held as long as any process has the descriptor. None if another process holds the lock, or
+    there are no locks here. Raises OSError.
+    """
+    if sys.platform == "win32":
+        return None
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if _lock(descriptor, is_shared=is_shared, wait=wait):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _lock(descriptor: int, *, is_shared: bool = False, wait: bool) -> bool | None:
+    """Lock an open file, and return as `locked` yields."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without
+        return None
+    return True
 
 
 HAS_FORK = sys.platform != "win32"

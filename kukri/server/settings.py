@@ -215,6 +215,10 @@ class ServerSettings:
     stream_interval: int = _count("Tokens per stream chunk, after the first.", 1)
     drain_s: float = _time("Time after SIGTERM for running answers to finish.", "--drain", 60.0)
     idle_connection_s: float = _time("Time to keep an idle connection open.", "--keep-alive-timeout", 75.0)
+    idle_exit_s: float | None = _time(
+        "End the server after this long without a request, such as 30m.", "--idle-exit"
+    )
+    in_use: Path | None = _path("With --idle-exit: stay while another process locks this file.")
     has_page: bool = declared(
         as_switch, "Do not serve the chat page at /.", "server", flag="--no-page", default=True
     )

@@ -404,6 +404,24 @@ class LoadTestOptions:
 
 
 @dataclass(eq=False, repr=False)
+class LaunchOptions:
+    """Options of `kukri launch`."""
+
+    model: str | None = option(_MODEL_HELP, "--model", "-m", metavar="MODEL", autocompletion=_model_names)
+    env: list[str] | None = option(
+        "Variable for the agent, for any program too; {url}, {key}, {model} and {context} in it are filled "
+        "in; repeatable.",
+        metavar="NAME=VALUE",
+    )
+    serve: str | None = option(
+        "Further options of `kukri serve`, in one text; paths must be absolute.", metavar="TEXT"
+    )
+    print_only: bool = option("Print what would be run, and run nothing.", "--print", default=False)
+    url: str | None = option("Use this running server, which is not started.", metavar="URL")
+    api_key: str | None = option("API key, with --url.", metavar="KEY", envvar="KUKRI_API_KEY")
+
+
+@dataclass(eq=False, repr=False)
 class EmbedOptions:
     """Options of `kukri embed`, as `LLM.embed` has them."""
 

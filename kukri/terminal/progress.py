@@ -43,6 +43,37 @@ def _byte_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
 
 
 @contextmanager
+def waiting(title: str) -> Iterator[Callable[[str], None]]:
+    """Yields a function of what was said last, which shows that and the seconds since the first call.
+
+    Without a terminal, the first call prints the title.
+    """
+    with ExitStack() as stack:
+        shows: list[Callable[[str], None]] = []
+
+        def show(said: str) -> None:
+            if not shows and sys.stderr.isatty():
+                shows.append(_seconds(stack, title))
+            elif not shows:
+                print(title, file=sys.stderr, flush=True)
+                shows.append(lambda said: None)
+            shows[0](said)
+
+        yield show
+
+
+def _seconds(stack: ExitStack, title: str) -> Callable[[str], None]:
+    """Shows a title, seconds and a text until the stack is closed; the function given changes the text."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(title), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+    task = bar.add_task("", total=None)
+    return lambda said: bar.update(task, description=printable(said))
+
+
+@contextmanager
 def counting_bar(what: str = "tokens") -> Iterator[Callable[[int, int], None]]:
     """Yields a function of (tokens done, all of them), which moves a bar on a terminal."""
     if not sys.stderr.isatty():

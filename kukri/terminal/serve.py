@@ -20,6 +20,7 @@ from kukri.host.files import remove_file
 from kukri.host.installed import needs_package
 from kukri.host.os_calls import on_hangup, unix_socket
 from kukri.terminal.files import read_text
+from kukri.terminal.idle_exit import IdleExit
 from kukri.terminal.progress import loading_bar
 from kukri.terminal.serve_options import ServeOptions
 
@@ -283,6 +284,11 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
             self.force_exit = self.should_exit
             self.should_exit = True
 
+        async def on_tick(self, counter: int) -> bool:
+            """Ends, too, when the server is idle for long."""
+            return await super().on_tick(counter) or idle.is_over(self.server_state.total_requests)
+
+    idle = IdleExit(app.state.registry, settings)
     if settings.api_key_file is not None:
         on_hangup(lambda: reread_keys(app, settings.api_key_file))
     config = uvicorn.Config(app, **uvicorn_options(settings))

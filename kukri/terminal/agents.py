@@ -1,0 +1,153 @@
+"""The agents that `kukri launch` knows: how each is installed, and what makes it use a server.
+
+Each row was tried with the version that it names. Its texts may hold the names of `FILLED` in braces, which
+are filled in when the agent runs. No text but those of variables and files may hold the key, because
+arguments can be seen by other users.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kukri.errors import ConfigError, brief, close_matches
+
+FILLED = ("url", "key", "model", "context", "answer", "home")
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent's program, and its settings for a server.
+
+    `environment` are variables, None for one that is taken away; `files` are contents by path below the
+    directory `{home}`, which only this user may read; `context` is the least number of tokens that the
+    agent's own instructions and a short task need.
+    """
+
+    program: str
+    install: str = ""
+    version: str = ""
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    context: int = 0
+
+    def filled(self, facts: Mapping[str, str]) -> Agent:
+        """Return the agent with the values of `FILLED` in its texts."""
+
+        def fill(text: str) -> str:
+            for name in FILLED:
+                text = text.replace(f"{{{name}}}", facts[name])
+            return text
+
+        variables = {name: None if text is None else fill(text) for name, text in self.environment.items()}
+        return replace(
+            self,
+            arguments=tuple(map(fill, self.arguments)),
+            environment=variables,
+            files={fill(path): fill(text) for path, text in self.files.items()},
+        )
+
+
+def _codex() -> tuple[str, ...]:
+    """Codex takes settings from arguments, as TOML."""
+    provider = {
+        "name": "kukri", "base_url": "{url}/v1", "wire_api": "responses", "env_key": "KUKRI_API_KEY",
+    }  # fmt: skip
+    settings: dict[str, Any] = {"model": "{model}", "model_provider": "kukri"}
+    settings |= {f"model_providers.kukri.{name}": value for name, value in provider.items()}
+    arguments = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    arguments += ["model_context_window={context}", "model_providers.kukri.stream_idle_timeout_ms=3600000"]
+    return tuple(part for text in arguments for part in ("-c", text))
+
+
+_PI = """\
+export default function (pi) {
+  pi.registerProvider("kukri", {
+    baseUrl: "{url}/v1", apiKey: "KUKRI_API_KEY", api: "openai-completions",
+    models: [{
+      id: "{model}", name: "{model}", reasoning: false, input: ["text"],
+      cost: { input: 0, output: 0, cacheRead: 0, cacheWrite: 0 },
+      contextWindow: {context}, maxTokens: {answer},
+    }],
+  });
+}
+"""
+
+AGENTS = {
+    "aider": Agent(
+        "aider",
+        "python3 -m pip install aider-chat",
+        "0.86.2",
+        ("--model", "openai/{model}"),
+        {"OPENAI_API_KEY": "{key}", "OPENAI_API_BASE": "{url}/v1"},
+        context=2048,
+    ),
+    "claude": Agent(
+        "claude",
+        "npm install -g @anthropic-ai/claude-code",
+        "2.1.332",
+        environment={
+            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_AUTH_TOKEN": "{key}",
+            "ANTHROPIC_API_KEY": None,  # it would be sent too
+            "ANTHROPIC_MODEL": "{model}",
+            "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "{context}",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{answer}",
+            "API_TIMEOUT_MS": "3600000",
+        },
+        context=4096,
+    ),
+    "codex": Agent(
+        "codex",
+        "npm install -g @openai/codex",
+        "0.171.0",
+        _codex(),
+        {"KUKRI_API_KEY": "{key}"},
+        context=12288,
+    ),
+    "mini-swe-agent": Agent(
+        "mini",
+        "python3 -m pip install mini-swe-agent",
+        "2.4.6",
+        ("--model", "openai/{model}"),
+        {
+            "OPENAI_API_KEY": "{key}",
+            "OPENAI_API_BASE": "{url}/v1",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+        },
+        context=2048,
+    ),
+    "pi": Agent(
+        "pi",
+        "npm install -g @mariozechner/pi-coding-agent",
+        "0.73.1",
+        ("--extension", "{home}/pi.ts", "--provider", "kukri", "--model", "{model}"),
+        {"KUKRI_API_KEY": "{key}"},
+        {"pi.ts": _PI},
+        context=4096,
+    ),
+}
+
+
+def agent_of(name: str, variables: list[str]) -> Agent:
+    """Return the row of an agent, or any program with `variables` (NAME=VALUE), which come last.
+
+    Raises ConfigError for a program that is neither an agent nor has variables, and for a wrong variable.
+    """
+    given: dict[str, str | None] = {}
+    for text in variables:
+        variable, separator, value = text.partition("=")
+        if not (variable and separator):
+            raise ConfigError(f"--env {brief(text)} must be NAME=VALUE")
+        given[variable] = value
+    if name not in AGENTS and not given:
+        hint = close_matches(name, AGENTS) or f": use one of {', '.join(AGENTS)}, or give --env NAME=VALUE"
+        raise ConfigError(f"the agent {brief(name)} was not found{hint}")
+    row = AGENTS.get(name, Agent(name))
+    return replace(row, environment={**row.environment, **given})
