@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import gc
+import pkgutil
 import random
 import signal
 import threading
@@ -339,22 +340,48 @@ def test_a_request_that_cannot_fit_is_refused_to_its_own_thread(tmp_path: Path) 
         assert_idle(llm)
 
 
+@pytest.mark.parametrize("error", [CapacityError("no room: shorten it"), KeyError("no room")])
 def test_a_request_refused_while_it_is_queued_ends_its_own_call(
-    slow: LLM, monkeypatch: pytest.MonkeyPatch
+    slow: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Catches a command that raises: whichever thread holds the turn would get another call's error."""
     add, params = slow.engine.add_request, SamplingParams(temperature=0, max_tokens=24, n=2)
 
     def full(request: Any) -> None:
         if request.n_prompt == 5:
-            raise CapacityError("no room: shorten it")
+            raise error
         add(request)
 
     monkeypatch.setattr(slow.engine, "add_request", full)
     answer = in_thread(lambda: slow.generate([40, 41, 42], params).text)
     refused = [in_thread(lambda: slow.generate([1, 2, 3, 4, 5], params)) for _ in range(3)]
     for one in refused:
-        with pytest.raises(CapacityError, match="no room"):
+        with pytest.raises(KukriError, match="no room"):
             one.result(TIMEOUT_S)
+    with pytest.raises(KukriError, match="no room"):
+        slow.calls.compute([slow.engine.maker.make_output_request([1, 2, 3, 4, 5], output="hidden")])
     assert isinstance(answer.result(TIMEOUT_S), str)
+    assert_idle(slow)
+
+
+@pytest.mark.parametrize("where", ["calls.answer.Answer.push", "calls.engine_calls.Call.advance"])
+def test_a_text_that_raises_ends_its_own_call(slow: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Catches a fault in reading one answer that ends the calls of the step, or takes their tokens."""
+    want = slow.generate([40, 41, 42], GREEDY).token_ids
+    place, name = f"kukri.{where}".rsplit(".", 1)
+    method = getattr(pkgutil.resolve_name(place), name)
+
+    def broken(self: Any, *args: Any) -> Any:
+        answer = args[0] if name == "advance" else self
+        if answer.request.n_prompt == 5 and answer.n_tokens >= 2:
+            raise KeyError("a part")
+        return method(self, *args)
+
+    monkeypatch.setattr(f"kukri.{where}", broken)
+    answers = [in_thread(lambda: slow.generate([40, 41, 42], GREEDY).token_ids) for _ in range(2)]
+    refused = [in_thread(lambda: slow.generate([1, 2, 3, 4, 5], GREEDY)) for _ in range(3)]
+    for one in refused:
+        with pytest.raises(KukriError, match="the text of the answer failed: KeyError"):
+            one.result(TIMEOUT_S)
+    assert [one.result(TIMEOUT_S) for one in answers] == [want] * 2
     assert_idle(slow)

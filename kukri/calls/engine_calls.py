@@ -18,7 +18,7 @@ from kukri.calls.results import Chunk, FinishReason, Output, Result, ToolCall, U
 from kukri.calls.turn import Turn
 from kukri.engine import Engine, Request
 from kukri.engine.turns import EngineTurns
-from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches
+from kukri.errors import KukriError, RequestError, UnsupportedError, close_matches, failure_of
 from kukri.kernels.arrays import FloatArray
 from kukri.models.spans import SpanPrompt
 from kukri.opening.loading import LoadedModel
@@ -261,9 +261,9 @@ class EngineCalls:
                 for answer in call.answers:
                     self._engine.add_request(answer.request)
                     self._running[answer.request.id] = answer, call
-            except KukriError as error:  # this call fails: the thread that runs the step may wait for another
+            except Exception as error:  # this call fails: the thread that runs the step may wait for another
                 self.end([call])
-                call.fail(error)
+                call.fail(failure_of("queueing the request", error))
 
     def _add_batch(self, batch: _OutputBatch) -> None:
         if self._engine is None:
@@ -273,8 +273,8 @@ class EngineCalls:
         for request in batch.requests:
             try:
                 self._engine.add_request(request)
-            except KukriError as error:
-                batch.error = error
+            except Exception as error:
+                batch.error = failure_of("queueing the request", error)
                 self._end_batch(batch)
                 return
 
@@ -310,7 +310,11 @@ class EngineCalls:
             answer, call = self._running.get(request.id, (None, None))
             if answer is None or call is None:  # ended by a stop string earlier in the step
                 continue
-            stop = answer.push(token, finish_reason)
+            try:
+                stop = answer.push(token, finish_reason)
+            except BaseException as error:
+                self._break_off(call, error)
+                continue
             if stop is not None and finish_reason is None:
                 engine.finish(request, "stop", stop)
             if answer.finish_reason is not None:
@@ -318,7 +322,16 @@ class EngineCalls:
             if call.streams or answer.finish_reason is not None:
                 touched[answer] = call
         for answer, call in touched.items():
-            call.advance(answer)
+            try:
+                call.advance(answer)
+            except BaseException as error:
+                self._break_off(call, error)
+
+    def _break_off(self, call: Call, error: BaseException) -> None:
+        """Ends one call by what its text raised; the step goes on for the calls of other threads."""
+        failure = failure_of("the text of the answer", error)
+        self.end([call])
+        call.fail(failure)
 
     def _fail_ended(self, error: BaseException | None = None) -> bool:
         """Fails the calls whose requests ended without an output, by `error` if given; False if none did."""

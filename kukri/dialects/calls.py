@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 from kukri.dialects.feed import EndOfText, Feed, Marks, Reading
 from kukri.dialects.signatures import Signatures
 from kukri.dialects.values import (
+    KEYWORD_ENDS,
+    POSITIONAL_ENDS,
+    Ends,
     Malformed,
     Write,
     as_json,
     begin_object,
     end_object,
     ending,
+    gap,
     ignore,
     plain_text,
     read_key,
@@ -163,7 +167,7 @@ def read_object_call(feed: Feed, call: Call, depth: int = 0) -> Reading[None]:
             raise EndOfText
         if key in ARGUMENT_KEYS and not has_arguments:
             has_arguments = True
-            yield from _read_arguments(feed, call, may_be_schema=describes)
+            yield from read_arguments(feed, call, may_be_schema=describes)
         elif key in NAME_KEYS and call.name is None:
             yield from _read_name(feed, call, depth)
         elif call.is_own or key in (*OTHER_KEYS, *NAME_KEYS, *_DESCRIBING_KEYS):
@@ -188,8 +192,10 @@ def _read_name(feed: Feed, call: Call, depth: int) -> Reading[None]:
         yield from read_value(feed, ignore)
 
 
-def _read_arguments(feed: Feed, call: Call, *, may_be_schema: bool) -> Reading[None]:
-    """Read an object, or a text that holds one, as in OpenAI's API.
+def read_arguments(
+    feed: Feed, call: Call, *, may_be_schema: bool = False, ends: Sequence[str] = ()
+) -> Reading[None]:
+    """Read an object, or a text that holds one, as in OpenAI's API; a bare text ends at one of `ends`.
 
     A call of a tool without parameters with the tool's empty schema has no arguments, unless the text
     `may_be_schema`, which belongs to a description.
@@ -207,11 +213,15 @@ def _read_arguments(feed: Feed, call: Call, *, may_be_schema: bool) -> Reading[N
         call.grow(_as_object((yield from read_text(feed)), call))
     else:
         pieces: list[str] = []
-        yield from read_value(feed, pieces.append)
+        if ends:
+            yield from feed.until(Marks(ends), pieces.append)
+        else:
+            yield from read_value(feed, pieces.append)
         value = "".join(pieces).strip()
         if value in ("null", "[]"):
             value = ""
-        call.grow(_as_object(json.loads(value) if value.startswith('"') else value, call))
+        is_text = not ends and value.startswith('"')
+        call.grow(_as_object(json.loads(value) if is_text else value, call))
 
 
 def _as_object(text: str, call: Call) -> str:
@@ -246,7 +256,8 @@ def _but_no_schema(call: Call) -> Write:
 def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[bool]:
     """A name and its arguments: name{…}, name(key=value) or name<arg_key>…, or a name alone before an end.
 
-    Returns True for name(key=value), which another may follow without a mark.
+    After a mark that stands between both, any text is the arguments of a tool that is known. Returns True for
+    name(key=value), which another may follow without a mark.
     """
     yield from feed.takes(_BEFORE_NAMES)
     name = yield from feed.run(_NAME)
@@ -255,22 +266,23 @@ def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[boo
     yield from feed.space()
     if (yield from feed.takes(("[CALL_ID]",))):
         yield from feed.run(_WORD)
-    yield from feed.takes(_AFTER_NAMES)
+    is_marked = bool((yield from feed.takes(_AFTER_NAMES)))
     yield from feed.space()
     is_fenced = bool((yield from feed.takes(("```json", "```"))))
     yield from feed.space()
     if not name or len(name) > _MAX_NAME:
         raise Malformed
     begin = yield from feed.starts(("{", "(", "<arg_key>"))
-    if not begin and not (yield from feed.starts(ends)):
+    is_alone = not begin and bool((yield from feed.starts(ends)))
+    if not (begin or is_alone or is_marked or is_fenced):
         raise Malformed
     call.begin(name, must_be_known=not begin)
-    if begin == "{":
-        yield from read_value(feed, call.grow)
-    elif begin == "(":
+    if begin == "(":
         yield from _read_python_arguments(feed, call)
-    elif begin:
+    elif begin == "<arg_key>":
         yield from _read_keys(feed, call)
+    elif not is_alone:
+        yield from read_arguments(feed, call, ends=(*ends, "```"))
     call.end()
     if is_fenced:
         yield from feed.space()
@@ -284,7 +296,7 @@ def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
     names = iter(call.tools.parameters(call.name or ""))
     begin = "{"
     while True:
-        yield from feed.space()
+        yield from gap(feed)
         char = yield from feed.peek()
         if not char:
             raise EndOfText
@@ -302,21 +314,21 @@ def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
         if word.isidentifier() and after[:1] == "=" and after != "==":
             feed.take(1)
             yield from feed.space()
-            key, word = word, ""
+            key, begun, ends = word, "", KEYWORD_ENDS
         else:
-            key = next(names, "")
+            key, begun, ends = next(names, ""), word and word + space, POSITIONAL_ENDS
             if not key:
                 raise Malformed
         call.grow(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
         begin = ", "
-        yield from _read_rest(feed, call, word + space if word else "")
+        yield from _read_rest(feed, call, begun, ends)
     call.grow("{}" if begin == "{" else "}")
 
 
-def _read_rest(feed: Feed, call: Call, begun: str) -> Reading[None]:
+def _read_rest(feed: Feed, call: Call, begun: str, ends: Ends) -> Reading[None]:
     """A value of which some characters have been taken."""
     if not begun:
-        return (yield from read_value(feed, call.grow, ends=",)"))
+        return (yield from read_value(feed, call.grow, ends=ends))
     pieces = [begun]
     if not (yield from feed.until(_ARGUMENT_ENDS, pieces.append)):
         raise EndOfText
@@ -395,5 +407,6 @@ def _read_keys(feed: Feed, call: Call) -> Reading[None]:
 
 def _check_more(feed: Feed, tag: str) -> Reading[None]:
     """Raises EndOfText if the text ends before it is known whether a tag comes."""
-    if len((yield from feed.ahead(len(tag)))) < len(tag):
+    rest = yield from feed.ahead(len(tag))
+    if len(rest) < len(tag) and tag.startswith(rest):
         raise EndOfText

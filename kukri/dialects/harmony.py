@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from kukri.dialects.calls import Call, CallDelta, merged
+from kukri.dialects.calls import Call, CallDelta, merged, read_arguments
 from kukri.dialects.feed import EndOfText, Feed, Marks, Reading
 from kukri.dialects.signatures import Signatures
 from kukri.dialects.thoughts import Thought
-from kukri.dialects.values import Malformed, ignore, read_value
+from kukri.dialects.values import Malformed, ignore
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _HEADER_MARKS = ("<|start|>", "<|channel|>")
-_MESSAGE, _ENDS = Marks(["<|message|>"]), Marks([mark for mark in MARKS if mark != "<|message|>"])
+_END_MARKS = tuple(mark for mark in MARKS if mark != "<|message|>")
+_MESSAGE, _ENDS = Marks(["<|message|>"]), Marks(_END_MARKS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
 
@@ -131,7 +132,7 @@ class HarmonyParser:
             call.begin(recipient)
             yield from feed.space()
             if not (yield from feed.starts(MARKS)):
-                yield from read_value(feed, call.grow)
+                yield from read_arguments(feed, call, ends=_END_MARKS)
             call.end()
         except EndOfText:
             if not self._is_cut:

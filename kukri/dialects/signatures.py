@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MAX_REFERENCES = 8  # that lead from one to the next
+_MAX_REFERENCES = 8  # that lead from one to the next, and alternatives within alternatives
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
 
 
@@ -32,10 +32,10 @@ class Signatures:
         return types_of(schema, root)
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+def types_of(schema: Any, root: Mapping[str, Any], n_within: int = 0) -> set[str]:
     """The types that a schema names, through references within `root` and alternatives; none if unknown."""
     schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or n_within > _MAX_REFERENCES:
         return set()
     named = schema.get("type")
     types = {named} if isinstance(named, str) else {t for t in named or () if isinstance(t, str)}
@@ -45,8 +45,8 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     for key in ("anyOf", "oneOf", "allOf"):
         alternatives = schema.get(key)
         for alternative in alternatives if isinstance(alternatives, list) else ():
-            if isinstance(alternative, Mapping) and alternative is not schema:
-                types |= _own_types(alternative, root)
+            if resolved(alternative, root) is not schema:
+                types |= types_of(alternative, root, n_within + 1)
     return types
 
 
@@ -62,11 +62,3 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
                 schema.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
             )
     return schema
-
-
-def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
-    """The types of an alternative, without alternatives within it."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
-        return set()
-    return types_of({key: schema[key] for key in ("type", "enum", "const") if key in schema}, root)

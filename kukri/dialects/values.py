@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Container
+from typing import NamedTuple
 
 from kukri.dialects.feed import EndOfText, Feed, Marks, Reading, whole
 
@@ -26,20 +27,30 @@ _PLAIN = {
 _BARE_KEY = re.compile(r"(?:[^\s:=,{}\[\]()\"']| )*")  # Gemma writes all keys so, and some have spaces
 _WORD = re.compile(r"[^,\[\]{}()\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_BETWEEN = ("//", "/*", r"\n", r"\t", r"\r")  # what models write between values besides white space
-_COMMENT_ENDS = {"//": Marks(["\n"]), "/*": Marks(["*/"])}
+_COMMENT_ENDS = {"//": Marks(["\n"]), "/*": Marks(["*/"]), "# ": Marks(["\n"])}
+_BETWEEN = (*_COMMENT_ENDS, r"\n", r"\t", r"\r")  # what models write between values besides white space
 _SPACES = re.compile(r"^(?:\s|\\[ntr])*")
 _MAX_KEY = 100  # characters
-_OBJECT_ENDS = ",}"  # the characters that may follow a text in an object
 # the next key of an object after a text, and the beginning of one
-_NEXT_KEY = re.compile(r""",?(?:\s|\\[ntr])*(?:(["'])[^"'\n]*\1|\w+)\s*[:=]|,\s*[}\]]""")
-_NEXT_KEY_BEGINS = re.compile(r""",?(?:\s|\\[ntr])*\\?(?:(["'])[^"'\n]*(?:\1\s*)?|\w*\s*)""")
+_NEXT_KEY = re.compile(r""",?(?:\s|\\[ntr])*(?:(["'])[^"'\n]*\1|\w+)\s*[:=]|,\s*(?:[}\]]|//|/\*|# )""")
+_NEXT_KEY_BEGINS = re.compile(r""",?(?:\s|\\[ntr])*(?:[/#]|\\?(?:(["'])[^"'\n]*(?:\1\s*)?|\w*\s*))""")
 _TOKEN = re.compile(r"""[{}\[\],:]|"(?:[^"\\]|\\.)*("?)|[^\s{}\[\],:"]+""", re.DOTALL)
 _HEX = re.compile(r"[0-9a-fA-F]+")
 _WORDS = {
     "true": "true", "True": "true", "false": "false", "False": "false",
     "null": "null", "None": "null", "undefined": "null",
 }  # fmt: skip
+
+
+class Ends(NamedTuple):
+    """The characters that may follow a text; with `has_keys` a comma must come before a key."""
+
+    chars: str = ""
+    has_keys: bool = False
+
+
+_NO_ENDS, _OBJECT_ENDS = Ends(), Ends(",}", has_keys=True)
+KEYWORD_ENDS, POSITIONAL_ENDS = Ends(",)", has_keys=True), Ends(",)")
 
 
 class Malformed(Exception):
@@ -55,8 +66,8 @@ def ignore(_: str) -> None:
     """Writes nothing."""
 
 
-def read_value(feed: Feed, write: Write, depth: int = 0, ends: str = "") -> Reading[None]:
-    """Reads one value, whose first character has come; `ends` are the characters that may follow a text.
+def read_value(feed: Feed, write: Write, depth: int = 0, ends: Ends = _NO_ENDS) -> Reading[None]:
+    """Reads one value, whose first character has come; `ends` is what may follow a text.
 
     Raises EndOfText and Malformed.
     """
@@ -66,7 +77,7 @@ def read_value(feed: Feed, write: Write, depth: int = 0, ends: str = "") -> Read
     if begin == "{":
         yield from _read_object(feed, write, depth)
     elif begin in _OTHER_BRACKET:
-        yield from _read_list(feed, write, depth)
+        yield from _read_list(feed, write, depth, ends.chars.replace(",", ""))
     elif quote := (yield from feed.takes(_QUOTES)):
         write('"')
         yield from _read_string(feed, write, quote, ends)
@@ -140,12 +151,12 @@ def typed_json(text: str, types: Container[str]) -> str:
     if "string" not in types:
         is_number = "integer" in types or "number" in types
         return json.dumps(text, ensure_ascii=False) if is_number and word.startswith("+") else read
-    kinds = {"{": ("object",), "[": ("array",), "n": ("null",), "t": ("boolean",), "f": ("boolean",)}
-    is_allowed = any(kind in types for kind in kinds.get(read[:1], ("integer", "number")))
-    is_same = read[:1] in "{[" or json.dumps(json.loads(read)) == text or (read == "null" and word == "None")
-    if is_allowed and is_same and not read.startswith('"'):
-        return read
-    return json.dumps(text, ensure_ascii=False)
+    value = json.loads(read)
+    is_same = word[:1] == read[:1] in "{[" or json.dumps(value) == text or (value is None and word == "None")
+    number = ("integer", "number") if isinstance(value, int) else ("number",)
+    kinds = {"{": ("object",), "[": ("array",), '"': (), "n": ("null",), "t": ("boolean",), "f": ("boolean",)}
+    is_allowed = any(kind in types for kind in kinds.get(read[:1], number))
+    return read if is_allowed and is_same else json.dumps(text, ensure_ascii=False)
 
 
 def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
@@ -155,7 +166,7 @@ def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
     comma = ""  # not yet written: one before the end is dropped
     is_after_value = False
     while True:
-        space = yield from _gap(feed)
+        space = yield from gap(feed)
         begin = yield from feed.peek()
         if begin == "}":
             write(space + "}")
@@ -174,12 +185,12 @@ def _read_object(feed: Feed, write: Write, depth: int) -> Reading[None]:
         write(comma + space)
         comma, is_after_value = "", True
         write(json.dumps((yield from read_key(feed)), ensure_ascii=False))
-        write((yield from _gap(feed)))
+        write((yield from gap(feed)))
         if (yield from feed.peek()) in (":", "="):
             feed.take(1)
         elif not (yield from feed.starts(_QUOTES)):
             raise Malformed
-        write(":" + (yield from _gap(feed)))
+        write(":" + (yield from gap(feed)))
         if (yield from feed.starts((",", "}"))):
             write('""')  # Gemma writes an empty text as nothing
         else:
@@ -211,16 +222,16 @@ def read_key(feed: Feed) -> Reading[str]:
     return word
 
 
-def _read_list(feed: Feed, write: Write, depth: int) -> Reading[None]:
-    """[value, …], or a tuple of Python."""
+def _read_list(feed: Feed, write: Write, depth: int, outer: str) -> Reading[None]:
+    """[value, …], or a tuple of Python; one of `outer`, which ends what is around, ends it too."""
     end = _OTHER_BRACKET[feed.take(1)]
     write("[")
     comma = ""
     is_after_value = False
     while True:
-        space = yield from _gap(feed)
+        space = yield from gap(feed)
         begin = yield from feed.peek()
-        if begin == end or (begin == "}" and depth):  # the latter ends the object around it
+        if begin and begin in end + outer:
             feed.take(begin == end)
             write(space + "]")
             return
@@ -233,10 +244,10 @@ def _read_list(feed: Feed, write: Write, depth: int) -> Reading[None]:
             raise Malformed
         write(comma + space)
         comma, is_after_value = "", True
-        yield from read_value(feed, write, depth + 1, f",{end}}}")
+        yield from read_value(feed, write, depth + 1, Ends(f",{end}{outer}"))
 
 
-def _gap(feed: Feed) -> Reading[str]:
+def gap(feed: Feed) -> Reading[str]:
     """Take the text between values, and return its white space without comments and escapes."""
     space = yield from feed.space()
     while begin := (yield from feed.takes(_BETWEEN)):
@@ -264,7 +275,7 @@ def _read_parentheses(feed: Feed) -> Reading[str]:
             return "".join(pieces)
 
 
-def _read_string(feed: Feed, write: Write, quote: str, ends: str = "") -> Reading[None]:
+def _read_string(feed: Feed, write: Write, quote: str, ends: Ends = _NO_ENDS) -> Reading[None]:
     """The rest of a string, up to and with its closing quote, as JSON between quotes.
 
     A quote after which none of `ends` comes is a part of the text: models forget to escape those in code.
@@ -278,7 +289,7 @@ def _read_string(feed: Feed, write: Write, quote: str, ends: str = "") -> Readin
         char = yield from feed.peek()
         if not char:
             raise EndOfText
-        if (yield from feed.starts((quote,))) and (not ends or (yield from _is_end(feed, quote, ends))):
+        if (yield from feed.starts((quote,))) and (not ends.chars or (yield from _is_end(feed, quote, ends))):
             feed.take(len(quote))
             return
         if char == "\\":
@@ -287,9 +298,10 @@ def _read_string(feed: Feed, write: Write, quote: str, ends: str = "") -> Readin
             write(json_text(feed.take(1)))
 
 
-def _is_end(feed: Feed, quote: str, ends: str) -> Reading[bool]:
+def _is_end(feed: Feed, quote: str, ends: Ends) -> Reading[bool]:
     """Return True if the next quote ends a text: one of `ends`, or the next key, follows it."""
     n = len(quote) + 1
+    comments = (*_COMMENT_ENDS, "</", "\n<") if ")" in ends.chars else ("//", "/*", "</", "\n<")
     while True:
         text = yield from feed.ahead(n)
         after = _SPACES.sub("", text[len(quote) :])
@@ -297,17 +309,20 @@ def _is_end(feed: Feed, quote: str, ends: str) -> Reading[bool]:
         if not after:
             if is_whole:
                 return True
-        elif after[0] in ends and (after[0] != "," or ends != _OBJECT_ENDS):
+        elif after[0] == ")" and ")" in ends.chars:  # print("a") in a text has both too
+            if is_whole or len(after) > 1:
+                return after[1:2] != quote[0]
+        elif after[0] in ends.chars and not (after[0] == "," and ends.has_keys):
             return True
-        elif after[0] in "\"'," and ends == _OBJECT_ENDS:  # a comma may be missing
+        elif after[0] in "\"'," and ends.has_keys:  # a comma may be missing
             key = _NEXT_KEY.match(after)
             if key is not None or is_whole or n > _MAX_KEY:
                 return key is not None or is_whole
             if not _NEXT_KEY_BEGINS.fullmatch(after):
                 return False
-        elif after.startswith(("//", "/*", "</", "\n<")):
+        elif after.startswith(comments):
             return True
-        elif is_whole or after not in ("/", "<", "\\"):
+        elif is_whole or after not in ("/", "<", "\\", "#"):
             return False
         n += 1
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kukri.dialects.answer_parser import parser_of
 from kukri.dialects.calls import CallDelta
-from kukri.dialects.families import HERMES
+from kukri.dialects.dialect import Dialect
+from kukri.dialects.families import DIALECTS, HERMES
 from kukri.dialects.signatures import Signatures
 from kukri.dialects.values import ending
 from tests.dialects.test_families import everywhere, split
@@ -34,6 +35,7 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "array not closed": ('{"path": ["a", "b"}', {"path": ["a", "b"]}),
     "object not closed in an array": ('{"path": [{"a": 1]}', {"path": [{"a": 1}]}),
     "comment": ('{"path": "a" // x\n}', {"path": "a"}),
+    "comment after a comma": ('{"path": "a", // x\n "text": "b"}', {"path": "a", "text": "b"}),
     "comment within": ('{"path": /* the "file" */ "a"}', {"path": "a"}),
     "call in value": ('{"path": os.path.join("a", ")")}', {"path": 'os.path.join("a", ")")'}),
     "hex": ('{"path": 0x1F}', {"path": 31}),
@@ -62,6 +64,57 @@ def test_arguments_are_an_object_and_texts_are_whole(name: str) -> None:
     _, content, calls, *_ = everywhere(HERMES, f"First.\n{call(written)}\nLast.", tools=TOOLS)
     assert content == "First.\nLast."
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [("write", meant)]
+
+
+def called(form: Dialect, arguments: str) -> str:
+    """A call of `write` in a form whose arguments are JSON."""
+    around = form.around
+    if form.body == "harmony":
+        return f"<|channel|>commentary to=functions.write <|constrain|>json<|message|>{arguments}<|call|>"
+    if form.body == "named":
+        made = f"{around.head}write{around.neck}{arguments}{around.tail}"
+    else:
+        made = f'{{"name": "write", "{form.arguments_key}": {arguments}}}'
+    return "".join((around.before, around.open, made, around.close, around.after))
+
+
+JSON_FORMS = {form.name: form for form in DIALECTS if form.body in ("harmony", "named", "json")}
+
+
+@pytest.mark.parametrize("form", JSON_FORMS)
+def test_arguments_are_an_object_in_every_form(form: str) -> None:
+    """Catches a text that is lost, or comes as no object, in the form of one family alone."""
+    faults = []
+    for name, (written, meant) in BROKEN.items():
+        text = called(JSON_FORMS[form], written)
+        _, content, calls, *_ = whole = split(JSON_FORMS[form], [text], tools=TOOLS)
+        assert split(JSON_FORMS[form], text, tools=TOOLS) == whole
+        if (content.strip(), [(name, json.loads(given)) for name, given in calls]) != (
+            "",
+            [("write", meant)],
+        ):
+            faults.append(f"{name}: {calls!r}, content {content!r}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("form", [form.name for form in DIALECTS if form.body == "python"])
+def test_arguments_in_python_are_whole_too(form: str) -> None:
+    """Catches quotes, comments and lists without an end that are read in JSON alone."""
+    dialect = next(one for one in DIALECTS if one.name == form)
+    for written, meant in (
+        ('text="say "hi" now"', {"text": 'say "hi" now'}),
+        ('text="print("a", "b")", path="x"', {"text": 'print("a", "b")', "path": "x"}),
+        ("text='it's late', path=\"x\"", {"text": "it's late", "path": "x"}),
+        ('"a", "b"', {"path": "a", "text": "b"}),
+        ('path=["a", "b"', {"path": ["a", "b"]}),
+        ('path="a", # the file\n text="b"  # so\n', {"path": "a", "text": "b"}),
+        ('path="a",\\n text="b"', {"path": "a", "text": "b"}),
+        ('path=os.path.join("a", "b")', {"path": 'os.path.join("a", "b")'}),
+    ):
+        around = dialect.around
+        text = f"{around.before}write({written}){around.after}"
+        _, content, calls, *_ = everywhere(dialect, text, tools=TOOLS)
+        assert (content, [json.loads(given) for _, given in calls]) == ("", [meant]), written
 
 
 NOW = Signatures([{"name": "now", "parameters": {"type": "object", "properties": {}}}, {"name": "write"}])

@@ -6,6 +6,7 @@ import pytest
 
 from kukri import LLM
 from tests.server.bodies import check_chat, check_response, events
+from tests.server.forcing import force
 from tests.server.live_server import ASK, CHAT, MODEL, RESPONSE, serving
 
 
@@ -70,3 +71,25 @@ def test_thoughts_are_an_item_of_a_response(thinking):
     ) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
     assert text == answer.output[0].content[0].text
+
+
+def test_stop_strings_count_after_the_thoughts_in_every_api(served, monkeypatch):
+    """Catches an API in which a thought that mentions a stop string leaves no answer."""
+    force(served.served, monkeypatch, "<think>A Question: who?</think>Rome. Question: next")
+    told, stop = {"model": MODEL, "messages": ASK[CHAT]["messages"], "stream": False}, ["Question:"]
+    with served.http() as http:
+        ask = lambda path, body: http.post(path, json=told | body).json()  # noqa: E731
+        message = ask(CHAT, {"stop": stop})["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Rome. ", "A Question: who?")
+        answer = ask("/v1/messages", {"stop_sequences": stop, "max_tokens": 50})
+        assert [one.get("text") for one in answer["content"]] == [None, "Rome. "]
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "Question:")
+        answer = ask("/api/chat", {"options": {"stop": stop}})["message"]
+        assert (answer["content"], answer["thinking"]) == ("Rome. ", "A Question: who?")
+        plain = {"model": MODEL, "prompt": "Hi", "stream": False}
+        answer = http.post("/api/generate", json=plain | {"options": {"stop": stop}}).json()
+        assert (answer["response"], answer["thinking"]) == ("Rome. ", "A Question: who?")
+        answer = http.post("/v1/completions", json=plain | {"stop": stop, "max_tokens": 50}).json()
+        assert answer["choices"][0]["text"] == "<think>A ", "a plain text has no thoughts"
+        answer = http.post("/completion", json=plain | {"stop": stop, "n_predict": 50}).json()
+        assert answer["content"] == "<think>A "
