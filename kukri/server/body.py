@@ -28,10 +28,11 @@ class Body(BaseModel):
     """A JSON object of exactly these fields; others are errors unless they are null or in `ignored`.
 
     `refused` has fields that cannot be honoured, the values that ask for nothing, and the reason; `aliases`
-    has other servers' names of fields.
+    has other servers' names of fields. `place` is where errors find an object that is within a body.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    place: ClassVar[str] = ""
     refused: ClassVar[Refused] = {}
     aliases: ClassVar[Aliases] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -45,7 +46,8 @@ class Body(BaseModel):
         data = renamed(data, cls.aliases)
         for name, (neutral, reason) in cls.refused.items():
             if name in data and data[name] is not None and data[name] not in neutral:
-                raise RequestError.of(name, f"is not supported: {reason}", code="unsupported_parameter")
+                param = f"{cls.place}{name}"
+                raise RequestError.of(param, f"is not supported: {reason}", code="unsupported_parameter")
         known = cls._names() - cls.refused.keys() - cls.unused
         first = next(cls._unknown(data), None)  # one error is enough
         return {name: value for name, value in data.items() if name in known or name == first}

@@ -24,13 +24,14 @@ LATE = "deadline_exceeded"  # the code of a DeadlineError
 # the JSON of an error, by its message, status, request's id and code
 ErrorForm = Callable[[str, int, str | None, str | None], dict[str, Any]]
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# other servers' names of fields, and their names here
-_NAMES_HERE = {
-    "grammar": "structured_outputs.grammar", "guided_choice": "structured_outputs.choice",
-    "guided_grammar": "structured_outputs.grammar", "guided_json": "structured_outputs.json",
-    "guided_regex": "structured_outputs.regex", "json_schema": "structured_outputs.json",
-    "n_predict": "max_tokens", "num_predict": "max_tokens", "max_new_tokens": "max_tokens",
-    "n_probs": "logprobs",
+# other servers' names of fields, and their names here, of which a body has one or none
+_LIMITS = ("max_tokens", "max_output_tokens", "n_predict")
+NAMES_HERE: Mapping[str, tuple[str, ...]] = {
+    "grammar": ("structured_outputs.grammar",), "guided_choice": ("structured_outputs.choice",),
+    "guided_grammar": ("structured_outputs.grammar",), "guided_json": ("structured_outputs.json",),
+    "guided_regex": ("structured_outputs.regex",), "json_schema": ("structured_outputs.json",),
+    **dict.fromkeys((*_LIMITS, "num_predict", "max_new_tokens"), _LIMITS),
+    "n_probs": ("top_logprobs",),
 }  # fmt: skip
 _BRANCH = re.compile(r"@|(list|nullable|tagged-union|union)(\[|$)|function(-\w+)?\[")  # branches of a union
 # what a value must be or have, by pydantic's type of error
@@ -202,7 +203,8 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     if kind == "json_invalid":
         return error_response("the body is not JSON", 400, code="invalid_json")
     if kind == "extra_forbidden" and param is not None:
-        return response_of(unknown_field(param))
+        field = getattr(request.scope.get("route"), "body_field", None)
+        return response_of(unknown_field(param, field and field.field_info.annotation))
     if kind == "missing" and param is not None:
         return error_response(f"{param!r} is required", 400, param=param, code="missing_required_parameter")
     problem = _problem(first)
@@ -221,9 +223,11 @@ def _problem(error: Mapping[str, Any]) -> str:
     return f"is wrong: {error['msg']}" if said is None else f"must {said.format(**error.get('ctx', {}))}"
 
 
-def unknown_field(param: str) -> RequestError:
-    """Return the error of a field that is not known."""
-    remedy = f": use {_NAMES_HERE[param]!r}" if param in _NAMES_HERE else ""
+def unknown_field(param: str, body: Any) -> RequestError:
+    """Return the error of a field that a class of bodies lacks, with the field that it has for the same."""
+    fields = getattr(body, "model_fields", ())
+    here = next((name for name in NAMES_HERE.get(param, ()) if name.partition(".")[0] in fields), None)
+    remedy = "" if here is None else f": use {here!r}"
     return RequestError.of(param, f"is not supported{remedy}", code="unknown_parameter")
 
 

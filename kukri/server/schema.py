@@ -436,6 +436,7 @@ ToolChoice = Annotated[
 class ReasoningOption(Body):
     """Whether and how much to reason, as OpenRouter spells it."""
 
+    place = "reasoning."
     refused: ClassVar[Refused] = {"exclude": ((False,), "reasoning is always shown")}
     ignored = frozenset({"summary"})
     effort: Effort | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kukri.engine import Request
+from kukri.engine import Request, step_sampler
 from kukri.errors import CapacityError
 from tests.engine.driving import SIZES, add, any_events, finish, greedy, play, prompt_of, rows_of
 from tests.engine.fake_model import (
@@ -93,6 +95,21 @@ def test_any_order_of_events_gives_every_request_its_rows(
         else:
             check(request, prompt, first_row)
     assert engine.pool.n_free == n_pages
+
+
+def test_pooled_rows_are_added_one_after_another() -> None:
+    """Catches a sum that depends on the chunks of a prompt, as NumPy states no order for `sum`."""
+    rows = np.random.default_rng(0).standard_normal((500, 3)).astype(np.float32)
+    total = np.zeros(3, np.float32)
+    for row in rows:
+        total += row
+    for cuts in ([0, 500], [0, 1, 130, 499, 500]):
+        request: Any = SimpleNamespace(answer=SimpleNamespace(rows=None), output="pooled", first_row=0)
+        request.stop_row = 500
+        for start, stop in pairwise(cuts):
+            chunk: Any = SimpleNamespace(request=request, start=start, n_tokens=stop - start)
+            step_sampler._keep_rows(chunk, np.asfortranarray(rows[start:stop]))
+        np.testing.assert_array_equal(request.answer.rows, total / np.float32(500))
 
 
 def test_rows_use_the_prefix_before_the_first_that_is_wanted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -340,3 +341,12 @@ def test_buffers_in_use_together_never_share_memory():
             apart = starts[a] + a.n_bytes <= starts[b] or starts[b] + b.n_bytes <= starts[a]
             assert apart or not together
         assert memory.nbytes < sum(buffer.n_bytes for buffer in starts)
+
+
+def test_biases_by_distance_are_made_where_there_are_some(monkeypatch):
+    """Catches an array of twice the context for every attention layer, of which none has biases."""
+    spec = AttentionSpec(0, n_heads=1, n_kv_heads=1, d_head=32, scale=1.0)
+    monkeypatch.setattr(ops, "_attention", lambda *_: {})
+    attend = ops.Attend(None, None, spec, "f16", None, most_tokens=1 << 45)  # too many for any memory
+    made = attend.record(SimpleNamespace(n_threads=1, of=lambda buffer: 0))
+    assert (made["distances"], made["distance_stride"]) == (0, 0)

@@ -90,7 +90,7 @@ def test_a_context_and_usage_are_heard():
         ({"n_predict": 7, "max_tokens": 8}, "'n_predict' cannot be combined with 'max_tokens'"),
         ({"repeat_penalty": 2, "repetition_penalty": 1}, "'repeat_penalty' cannot be combined"),
         ({"reasoning_format": "none"}, "'reasoning_format' is not supported"),
-        ({"reasoning": {"exclude": True}}, "'exclude' is not supported"),
+        ({"reasoning": {"exclude": True}}, "'reasoning.exclude' is not supported"),
         ({"lora": [{"id": 0, "scale": 1.0}]}, "'lora' is not supported: use the adapter's name"),
         ({"t_max_predict_ms": 500}, "'t_max_predict_ms' is not supported"),
     ],

@@ -8,6 +8,7 @@ from importlib import import_module
 
 import pytest
 
+from kukri.server.errors import NAMES_HERE
 from kukri.server.openai.responses_schema import ResponseBody
 from kukri.server.schema import ChatBody, CompletionBody
 from tests.lazy_imports import lazy_imports
@@ -206,6 +207,23 @@ def test_names_of_other_servers_are_translated(served):
                 name, here = f"guided_{name}", f"structured_outputs.{name}"
                 message = check_error(http.post(path, json=ASK[path] | {name: 1}), 400, name)
                 assert message == f"{name!r} is not supported: use {here!r}"
+
+
+def test_what_an_error_says_to_use_is_there(served):
+    """Catches advice that is refused itself, such as 'max_tokens' for a response."""
+    bodies = ASK | {"/v1/messages": ASK[CHAT], "/completion": {"prompt": "Hi"}}
+    n_advised = 0
+    with served.http() as http:
+        for path, body in bodies.items():
+            for name in NAMES_HERE.keys() - body.keys():
+                said = http.post(path, json=body | {name: "x"}).json()["error"]["message"]
+                found = re.search(r"use '([\w.]+)'$", said)
+                if found is not None:
+                    n_advised += 1
+                    first = found[1].partition(".")[0]
+                    again = http.post(path, json=body | {first: [[]] if first == found[1] else {}})
+                    assert "is not supported" not in again.text, f"{path}: {said}, then {again.text}"
+    assert n_advised > 10
 
 
 WRONG = [

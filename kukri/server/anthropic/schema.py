@@ -250,7 +250,7 @@ class PromptBody(Body):
     def check_known(self, http: Request) -> None:
         """Raise RequestError for an unknown field; of a beta, have it named in the log and a header."""
         if self._left_out and http.query_params.get("beta") != "true":
-            raise unknown_field(self._left_out[0])
+            raise unknown_field(self._left_out[0], type(self))
         http.scope["kukri.left_out"]["x-fields-left-out"] = self._left_out
 
 

@@ -41,6 +41,7 @@ class Lenient(Body):
 class Options(Lenient):
     """Sampling options, and the context that a client counts on; those of loading a model are ignored."""
 
+    place = "options."
     refused: ClassVar[Refused] = {
         "tfs_z": ((1, 1.0), "use 'top_p'"),
         "penalize_newline": ((True,), "penalties apply to all tokens"),

@@ -113,6 +113,21 @@ def test_gradients_on_pytorch_are_those_of_numpy(name):
         np.testing.assert_allclose(grads[key], expected[key], atol=1e-4 * scale, err_msg=key)
 
 
+def test_heads_rotate_by_the_positions_of_images():
+    """Catches a tape that rotates by the places of tokens, where a text with images has other positions."""
+    session, ids = tl_models.session("qwen2", "torch"), IDS[:4].astype(np.int32)
+    found = {}
+    for name, positions in (("places", [0, 1, 2, 3]), ("none", None), ("an image", [0, 7, 7, 8])):
+        rows = TextRows.of([ids], None if positions is None else np.array(positions, np.int32))
+        tape = session.tape()
+        found[name] = tape.values(tape.run(session.model, rows))
+    np.testing.assert_array_equal(found["none"], found["places"])
+    assert np.abs(found["an image"] - found["none"]).max() > 1e-3
+    tape = session.array_tape()
+    rows = TextRows.of([ids], np.array([0, 7, 7, 8], np.int32))
+    np.testing.assert_allclose(found["an image"], tape.run(session.model, rows).x, atol=1e-4)
+
+
 FINITE = {
     "smollm3": [
         *(f"blocks.1.{tap}" for tap in ("attn.hook_q", "attn.hook_rot_k", "attn.hook_v", "mlp.hook_pre")),
