@@ -328,7 +328,7 @@ class EngineCalls:
                 self._break_off(call, error)
 
     def _break_off(self, call: Call, error: BaseException) -> None:
-        """Ends one call by what its text raised; the step goes on for the calls of other threads."""
+        """End a call by an error in its text; the other calls continue."""
         failure = failure_of("the text of the answer", error)
         self.end([call])
         call.fail(failure)

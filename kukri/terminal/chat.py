@@ -74,12 +74,16 @@ def talk(
     def opened(name: str | None) -> tuple[LLM, SamplingParams]:
         with loading_bar() as progress:
             llm = LLM(name, progress=progress, **loading)
-        if llm.chat_template.source is None:
+        try:
+            llm.calls.check_generates()
+            if llm.chat_template.source is None:
+                raise RequestError(
+                    f"{llm.path.name} does not support chat, as it has no chat template: continue a text "
+                    'with `kukri run -m MODEL --raw "…"`, or use the instruct version'
+                )
+        except KukriError:
             llm.close()
-            raise RequestError(
-                f"{llm.path.name} does not support chat, because it has no chat template: continue a text "
-                'with `kukri run -m MODEL --raw "…"`, or use the instruct version'
-            )
+            raise
         return llm, llm.default_params.replace(**given)
 
     llm, params = opened(model)

@@ -123,6 +123,7 @@ def answer_prompt(
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
     with llm:
+        llm.calls.check_generates()  # before a template is missed that has no use
         if not raw and llm.chat_template.source is None:
             if system not in ("", DEFAULT_SYSTEM):
                 raise RequestError("--system requires a chat template, which the model does not have")

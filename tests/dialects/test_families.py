@@ -178,6 +178,32 @@ def test_calls_survive_the_template(family):
         assert calls == [(function["name"], json.loads(function["arguments"])) for function in sent]
 
 
+UNIONS = {
+    "a": (["string", "null"], None), "b": (["string", "number"], "007"), "c": (["string", "integer"], 5),
+    "d": (["array", "null"], ["x", None]), "e": (["object", "null"], {"f": True}),
+    "h": (["null", "boolean"], True),
+    "i": (["string", "null"], "true"), "j": (["string", "null"], "a\nb"), "l": (["number", "string"], 1.5),
+    "m": (["string", "null"], ""), "n": (["string"], "None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_values_of_several_types_survive_the_template(family):
+    """Catches an Optional[str] that is the text 'null' after a turn, and a text that becomes a number."""
+    form, template = dialect(family), ChatTemplate(family.template, "<bos>")
+    given = {key: value for key, (_, value) in UNIONS.items()}
+    history = history_of(family)[:2]
+    history[1]["tool_calls"] = history[1]["tool_calls"][:1]
+    history[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(given)
+    told = readable(history, None, form, family.template, reads_code=False)
+    prompt = template.render(told[:1])
+    answer = template.render(told, add_generation_prompt=False).removeprefix(prompt)
+    schema = {key: {"anyOf": [{"type": kind} for kind in kinds]} for key, (kinds, _) in UNIONS.items()}
+    tools = Signatures([{"name": "get_weather", "parameters": {"type": "object", "properties": schema}}])
+    if not form.begins_bare:
+        assert [json.loads(one) for _, one in split(form, answer, prompt, tools=tools)[2]] == [given]
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_nothing_is_called_without_tools(family):
     """Catches calls where there are no tools, and thoughts that only tools keep out of the answer."""

@@ -13,13 +13,14 @@ import pytest
 
 from kukri import LLM, Grammar
 from kukri.calls.system_message import DEFAULT_SYSTEM, opening
-from kukri.errors import ConfigError, RequestError
+from kukri.errors import ConfigError, RequestError, UnsupportedError
 from kukri.formats.hub import DEFAULT_MODEL
 from kukri.interp import ControlVector
 from kukri.terminal.answer_form import answer_form, compiled_in_time
 from kukri.terminal.chat import talk
 from kukri.terminal.options import FormOptions, SteeringOptions
 from kukri.terminal.run import answer_prompt, is_model
+from tests.models.tiny_encoders import save
 from tests.tiny_gguf import TEMPLATE, write_tiny
 
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -83,6 +84,22 @@ def test_a_model_without_a_template_continues_the_text(tmp_path, capsys):
         answer("Hello", path, system="Be brief.")
     with pytest.raises(RequestError, match=r"no chat template.*--raw"):
         talk(model=str(path), system="", sampling={}, loading={"backend": "reference"})
+
+
+@pytest.mark.full
+def test_a_model_for_embeddings_is_refused_for_what_it_is(tmp_path, capsys):
+    """Catches the advice to continue a text with a model that generates nothing."""
+    save(tmp_path / "vectors", "bert")
+    for ask in (
+        lambda: answer("Hello", tmp_path / "vectors"),
+        lambda: answer("Hello", tmp_path / "vectors", system="Be brief."),
+        lambda: talk(
+            model=str(tmp_path / "vectors"), system="", sampling={}, loading={"backend": "reference"}
+        ),
+    ):
+        with pytest.raises(UnsupportedError, match="does not support generation: use embed"):
+            ask()
+    assert "chat template" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
