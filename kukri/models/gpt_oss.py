@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, ExpertKeys
-from kukri.models.layers import Attention
+from kukri.models.layers import Attention, stored_vector
 from kukri.models.lenses import Number
 from kukri.models.llama import Block, Llama
 from kukri.models.mixture import Mixture
@@ -25,9 +24,8 @@ class GptOssAttention(Attention):
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         super().__init__(source, name, config, layer)
-        sinks = f"{name}.sinks.weight"
-        vector = Vector(source.vector(sinks, config.n_heads), sinks)
-        self.spec = replace(self.spec, sinks=vector, key_range=None)
+        sinks = stored_vector(source, f"{name}.sinks.weight", config.n_heads)
+        self.spec = replace(self.spec, sinks=sinks, key_range=None)
 
 
 class GptOssMixture(Mixture):

@@ -22,7 +22,7 @@ from kukri.models.architecture import ExpertKeys, RecurrentKeys
 from kukri.models.granite import GRANITE, Granite, GraniteBlock
 from kukri.models.granitemoe import GraniteMoeBlock, ScaledMixture
 from kukri.models.keys import Keys
-from kukri.models.layers import Linear
+from kukri.models.layers import Linear, stored_vector
 from kukri.models.lenses import Format, Lens, set_rotating, state_rotating
 from kukri.models.mixture import SharedMLP
 from kukri.models.recurrent import STATE_KEYS, Convolution, state_layer
@@ -54,7 +54,7 @@ class Mamba2:
         self.into = Linear(source, [f"{name}.in_proj"], widths, config.d_model)
         self.conv = Convolution(source, {f"{name}.conv1d": widths[1]}, own.n_taps, entry, own.activation)
         a, d, dt_bias = (
-            Vector(source.vector(f"{name}.{part}", n_heads), f"{name}.{part}")
+            stored_vector(source, f"{name}.{part}", n_heads)
             for part in ("A_log.weight", "D.weight", "dt_proj.bias")
         )
         sizes = (n_heads, own.n_groups, own.d_state, own.d_head)

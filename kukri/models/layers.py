@@ -118,7 +118,7 @@ class RMSNorm:
     """x / rms(x) * weight."""
 
     def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
-        self.weight, self.eps = _vector(source, f"{name}.weight", size), eps
+        self.weight, self.eps = stored_vector(source, f"{name}.weight", size), eps
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [R, size] -> the same shape."""
@@ -139,9 +139,9 @@ class LayerNorm:
     has_bias = True
 
     def __init__(self, source: WeightSource, name: str, size: int, eps: float) -> None:
-        self.weight, self.eps = _vector(source, f"{name}.weight", size), eps
+        self.weight, self.eps = stored_vector(source, f"{name}.weight", size), eps
         zeros = Vector(np.zeros(size, np.float32))
-        self.bias = _vector(source, f"{name}.bias", size) if self.has_bias else zeros
+        self.bias = stored_vector(source, f"{name}.bias", size) if self.has_bias else zeros
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """x [R, size] -> the same shape."""
@@ -387,10 +387,11 @@ class UngatedMLP(GatedMLP):
     in_names, is_gated = ("up_proj",), False
 
 
-def _vector(source: WeightSource, name: str, size: int) -> Vector:
+def stored_vector(source: WeightSource, name: str, size: int) -> Vector:
+    """Return a vector [size] of the checkpoint."""
     return Vector(source.vector(name, size), name)
 
 
 def optional_bias(source: WeightSource, name: str, n_out: int) -> Vector | None:
     """Return a module's bias [out], None if the checkpoint has none."""
-    return _vector(source, f"{name}.bias", n_out) if source.has(f"{name}.bias") else None
+    return stored_vector(source, f"{name}.bias", n_out) if source.has(f"{name}.bias") else None

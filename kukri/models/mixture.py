@@ -15,7 +15,7 @@ from kukri.config import ModelConfig
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import Routing
 from kukri.kernels.weight_handles import Experts, Vector, Weight
-from kukri.models.layers import Composite, GatedMLP, Linear, activated
+from kukri.models.layers import Composite, GatedMLP, Linear, activated, stored_vector
 from kukri.models.weights import WeightSource
 from kukri.quant.types import QUANT_TYPES
 
@@ -112,8 +112,7 @@ class Mixture(Composite):
         self.layer, self.activation = layer, f"gated_{config.activation}" if is_gated else config.activation
         bias: Vector | None = None
         if mixture.has_bias:
-            biases = f"{name}.gate.e_score_correction.bias"
-            bias = Vector(source.vector(biases, n), biases)
+            bias = stored_vector(source, f"{name}.gate.e_score_correction.bias", n)
         self.routing = Routing(
             n,
             mixture.n_used,

@@ -16,7 +16,7 @@ from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import DeltaSpec
 from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture, RecurrentKeys
-from kukri.models.layers import HeadNorm, Linear
+from kukri.models.layers import HeadNorm, Linear, stored_vector
 from kukri.models.lenses import Given, Stated
 from kukri.models.llama import Block, Llama
 from kukri.models.qwen3 import Qwen3Attention
@@ -65,8 +65,8 @@ class GatedDeltaNet:
         parts = (self.outs[0],) if len(self.conv_names) == 1 else self.widths
         convs = {f"{name}.{part}": n for part, n in zip(self.conv_names, parts, strict=True)}
         self.conv = Convolution(source, convs, own.n_taps, layer, own.activation)
-        a = Vector(source.vector(f"{name}.A_log.weight", own.n_heads), f"{name}.A_log.weight")
-        dt_bias = Vector(source.vector(f"{name}.dt_proj.bias", own.n_heads), f"{name}.dt_proj.bias")
+        a = stored_vector(source, f"{name}.A_log.weight", own.n_heads)
+        dt_bias = stored_vector(source, f"{name}.dt_proj.bias", own.n_heads)
         self.spec = DeltaSpec(
             layer, own.n_heads, own.n_groups, own.d_state, own.d_head, a, dt_bias, own.are_tiled
         )

@@ -13,6 +13,7 @@ from kukri.kernels.cache import StateLayer
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ConvSpec
 from kukri.kernels.weight_handles import Vector
+from kukri.models.layers import optional_bias
 from kukri.models.weights import WeightSource
 from kukri.quant.blocks import dequantize
 
@@ -43,9 +44,7 @@ class Convolution:
         weights = [source.matrix(f"{part}.weight", (width, n_taps)) for part, width in widths.items()]
         rows = np.concatenate([dequantize(weight.data, weight.type) for weight in weights])
         taps = np.ascontiguousarray(rows.T).reshape(-1)
-        bias: Vector | None = None
-        if source.has(f"{name}.bias"):
-            bias = Vector(source.vector(f"{name}.bias", n), f"{name}.bias")
+        bias = optional_bias(source, name, n)
         self.spec = ConvSpec(layer, n_taps, Vector(taps, f"{name}.weight"), bias, activation == "silu")
         self.states = (("conv", (n_taps - 1, n)),)
         self.activation = "" if activation == "silu" else activation
