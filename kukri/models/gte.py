@@ -35,6 +35,7 @@ GTE = replace(
     ),
     hf_class="GteModel",
     hf_prefix="new.",
+    gguf="",
     in_gguf=False,  # the gguf package has no names for it
     has_rope=True,
     tensor_names={
