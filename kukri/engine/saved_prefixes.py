@@ -186,8 +186,7 @@ class SavedPrefixes:
         except (OSError, ConfigError) as error:
             self.n_damaged += 1
             logger.warning("a saved prefix is removed and computed again: %s", error)
-            with suppress(OSError):
-                remove_file(path)
+            clear(path)
         else:
             with suppress(OSError):
                 os.utime(path, (used_s, used_s))  # for the next process

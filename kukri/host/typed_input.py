@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 
 _HISTORY_LINES = 1000
 _LONGEST_LINE = 10_000  # characters of a line of the history file
@@ -47,12 +48,13 @@ def drop_typed(descriptor: int, wait_s: float) -> None:
 
 def marks_pastes() -> bool:
     """Return whether readline is told where a paste begins and ends: GNU's is, on most terminals."""
+    readline = sys.modules.get("readline")
     is_dumb = os.environ.get("TERM", "dumb") == "dumb"
-    return "readline" in sys.modules and not _is_libedit() and not is_dumb and sys.stdout.isatty()
+    return readline is not None and not _is_libedit(readline) and not is_dumb and sys.stdout.isatty()
 
 
-def _is_libedit() -> bool:
-    return "libedit" in (sys.modules["readline"].__doc__ or "")
+def _is_libedit(readline: ModuleType) -> bool:
+    return "libedit" in (readline.__doc__ or "")
 
 
 def input_again(prompt: str, text: str) -> str | None:
@@ -88,7 +90,7 @@ def line_editing(history: Path, complete: Callable[[str, int], str | None]) -> I
     readline.set_history_length(_HISTORY_LINES)
     readline.set_completer(complete)
     readline.set_completer_delims(" \t\n")
-    readline.parse_and_bind("bind ^I rl_complete" if _is_libedit() else "tab: complete")
+    readline.parse_and_bind("bind ^I rl_complete" if _is_libedit(readline) else "tab: complete")
     if marks_pastes():
         readline.parse_and_bind("set enable-bracketed-paste on")
     try:

@@ -17,7 +17,7 @@ def read_text(file: Path, max_bytes: int | None = None, *, holds: str = "") -> s
     try:
         if max_bytes is not None and file.stat().st_size > max_bytes:
             raise ConfigError(f"{file} must be at most {max_bytes} bytes")
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # editors of Windows mark UTF-8
     except (OSError, UnicodeDecodeError) as error:
         wanted = f"{holds}: " if holds else ""
         raise ConfigError(f"{wanted}{file} cannot be read: {error}") from None

@@ -135,6 +135,8 @@ def test_a_terminal_without_line_editing(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert not typed_input.has_typed(0, 0.0)
         typed_input.drop_typed(0, 0.0)
     assert typed_input.input_again("> ", "text") is None
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert not typed_input.marks_pastes()
     assert list(tmp_path.iterdir()) == []
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from kukri.cli import app
 from kukri.errors import ConfigError
 from kukri.terminal.command import command, given
+from kukri.terminal.files import read_text
 from kukri.terminal.options import ManyOptions, ReaderOptions, SteeringOptions
 from kukri.terminal.serve import server_settings
 from kukri.terminal.serve_options import ServeOptions
@@ -202,3 +203,10 @@ def test_control_vectors_of_run_and_chat():
     for wrong in (SteeringOptions(None, "1-2"), SteeringOptions(["a.gguf"], "1")):
         with pytest.raises(ConfigError):
             wrong.files_and_interventions()
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Catches the first line of a configuration or of keys refused because an editor of Windows saved it."""
+    path = tmp_path / "kukri.toml"
+    path.write_bytes(b"\xef\xbb\xbfmax-tokens = 5\r\n")
+    assert read_text(path) == "max-tokens = 5\n"
