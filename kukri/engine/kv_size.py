@@ -11,6 +11,7 @@ from kukri.engine.pages import most_pages, pages_for
 from kukri.errors import ConfigError
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import CacheLayout, KVType, pool_layouts, pool_windows
+from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
 
 _SHARE = 0.7  # share of the memory that the weights leave: the rest is for activations and other programs
 _MOST_PAGES = 1 << 28  # more pages than a request can have: windows hold any
@@ -31,9 +32,20 @@ class KVCost:
     @classmethod
     def of(cls, backend: Backend, layout: CacheLayout, kv_type: KVType, step_tokens: int) -> KVCost:
         """The cost of a cache on a backend. Raises UnsupportedError as `Backend.page_bytes` does."""
+        n_bytes = [backend.page_bytes(layers, kv_type) for layers in pool_layouts(layout)]
+        return cls._of(layout, n_bytes, backend.page_tokens, step_tokens)
+
+    @classmethod
+    def on_host(cls, layout: CacheLayout, kv_type: KVType, step_tokens: int) -> KVCost:
+        """The cost of a cache on the CPU, before its model is open. Raises UnsupportedError as `of` does."""
+        n_bytes = [page_bytes(layers, kv_type) for layers in pool_layouts(layout)]
+        return cls._of(layout, n_bytes, PAGE_TOKENS, step_tokens)
+
+    @classmethod
+    def _of(cls, layout: CacheLayout, n_bytes: list[int], page_tokens: int, step_tokens: int) -> KVCost:
         # a model that never attends has pages of no bytes, which count its tokens all the same
-        page_bytes = [max(backend.page_bytes(layers, kv_type), 1) for layers in pool_layouts(layout)]
-        return cls(tuple(zip(pool_windows(layout), page_bytes)), backend.page_tokens, step_tokens)
+        pools = zip(pool_windows(layout), (max(n, 1) for n in n_bytes))
+        return cls(tuple(pools), page_tokens, step_tokens)
 
     @property
     def page_bytes(self) -> int:

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kukri.config import RopeScaling
+from kukri.config import EngineConfig, RopeScaling
+from kukri.engine.kv_size import KVCost
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats.facts import SCALING_FIELDS
 from kukri.formats.gguf.reader import GGUFFile
@@ -145,14 +146,14 @@ def _config_report(headers: Headers) -> dict[str, Any]:
         layout = headers.cache_layout
     except KukriError:  # a layer that is larger than the model: `unsupported` says what is wrong
         layout = ()
-    kv_bytes = token_bytes(layout, "f16")
+    kv_bytes, cost = token_bytes(layout, "f16"), KVCost.on_host(layout, "f16", EngineConfig.max_step_tokens)
     return {
         "config": asdict(config),
         "rope_layers": "".join("R" if layer.use_rope else "N" for layer in config.layers),
         "window_layers": "".join("." if layer.window is None else "w" for layer in config.layers),
         "rope_scaling": None if scaling is None else _scaling_report(scaling),
         "kv_bytes_per_token": kv_bytes,
-        "kv_bytes_full_context": kv_bytes * config.max_context,
+        "kv_bytes_full_context": cost.n_bytes(cost.wanted(1, config.max_context)),
         "kv_bytes_per_token_mha": kv_bytes * config.n_heads // config.n_kv_heads,
         "recurrent_layers": "".join(
             "S" if layer.is_recurrent else "B" if layer.has_state else "M" if layer.is_mlp else "A"

@@ -24,8 +24,8 @@ from kukri.formats.huggingface.weights import packed_type
 from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
-from kukri.kernels.cache import pool_layouts, pool_windows, without_windows
-from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, state_bytes
+from kukri.kernels.cache import without_windows
+from kukri.kernels.paged_kv import state_bytes
 from kukri.models import Model, load_model
 from kukri.models.rope import with_scaling
 from kukri.opening.model_options import READERS, ModelOptions
@@ -394,9 +394,7 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
         layout = without_windows(layout)
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
-        sizes = [page_bytes(layers_of_pool, options.kv_type) for layers_of_pool in pool_layouts(layout)]
-        pools = tuple(zip(pool_windows(layout), sizes))
-        cost = KVCost(pools, PAGE_TOKENS, EngineConfig.max_step_tokens)
+        cost = KVCost.on_host(layout, options.kv_type, options.max_step_tokens)
         kv_bytes = cost.n_bytes(cost.wanted(n_requests, context))
         kv_bytes = kv_bytes if most_kv_bytes is None else min(kv_bytes, most_kv_bytes)
     weight_bytes = _weight_bytes(headers, options.quantize)

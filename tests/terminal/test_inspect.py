@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import pytest
 from typer.testing import CliRunner
 
 from kukri.cli import app
+from kukri.config import EngineConfig
+from kukri.engine import Engine
+from kukri.engine.kv_size import KVCost
 from kukri.formats.gguf.writer import write_gguf
+from kukri.kernels import make_backend
+from kukri.models import load_model
+from kukri.opening.loading import memory_need
+from kukri.opening.model_options import ModelOptions
 from kukri.quant.types import QUANT_TYPES
 from tests.lazy_imports import lazy_imports
 from tests.models.made_models import make
@@ -301,6 +309,29 @@ def test_gigabytes_are_not_read(tmp_path: Path) -> None:
     layer = report["modules"]["modules"]["model"]["modules"]["layers"]["modules"]["35"]
     q = layer["modules"]["self_attn"]["modules"]["q_proj"]
     assert q["tensors"] == {"weight": {"type": "BF16", "shape": [2048, 2048], "n_parameters": 2048**2}}
+
+
+def test_layers_with_windows_do_not_keep_the_whole_context(tmp_path: Path) -> None:
+    """Catches memory of whole contexts for layers that see a window: five times what Gemma 3 270M takes."""
+    with torch.device("meta"):
+        sizes = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "head_dim": 256}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144}
+        sizes |= {"sliding_window": 512, "max_position_embeddings": 32768}
+        model = tr.Gemma3ForCausalLM(tr.Gemma3TextConfig(**sizes))
+    write_sparse(tmp_path, model)
+    told = report_on(tmp_path)["kv_bytes_full_context"]
+    assert told == memory_need(ModelOptions(model=str(tmp_path), max_requests=1)).kv_bytes
+    assert round(told / 1e6) == 125
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v2"])
+def test_the_memory_is_what_the_engine_takes(name: str) -> None:
+    """Catches an estimate that counts pages otherwise than the engine allocates them."""
+    _, config, source = make(name)
+    model = load_model(source, replace(config, max_context=4096))
+    engine = Engine(model, make_backend("cpu", n_threads=1), EngineConfig(max_requests=1))
+    cost = KVCost.on_host(model.cache_layout, "f16", EngineConfig.max_step_tokens)
+    assert engine.runner.cache.n_bytes == cost.n_bytes(cost.wanted(1, 4096))
 
 
 def test_nor_are_those_of_a_gguf_file(tmp_path: Path) -> None:
