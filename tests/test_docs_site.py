@@ -45,7 +45,7 @@ def test_no_page_is_long() -> None:
 def test_forty_questions_have_their_answers() -> None:
     """Catches a reader who is sent to a page that says nothing of it, or that has no place."""
     text = (ROOT / "docs" / "questions.md").read_text("utf-8")
-    row = re.compile(r"^\| (.+\?) \| \[.+\]\((.+?)(?:#.*)?\) \| (.+) \|$", re.M)
+    row = re.compile(r"^- (.+\?) \[.+\]\((.+?)(?:#.*)?\): (.+)$", re.M)
     readers = [row.findall(section) for section in text.split("\n## ")[1:]]
     assert [len(questions) for questions in readers] == [10, 10, 10, 10]
     named = set(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) | {"../CONTRIBUTING.md"}
