@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,6 +297,14 @@ def test_responses_outlive_the_server(tmp_path, caplog):
     assert [path.stem for path in sorted((tmp_path / "responses").glob("*.json"))] == ["resp_0"]
     assert last.find(owner, "resp_0").response["id"] == "resp_0", "which was used last"
     assert "resp_1.json is damaged" in caplog.text
+
+
+def test_a_response_that_cannot_be_written_is_logged(tmp_path, caplog):
+    """Catches a fault other than the disk's that nobody hears of, as nobody waits for the outcome."""
+    files = ResponseFiles(tmp_path / "responses", KeyRing([]))
+    files.save(SimpleNamespace(id="resp_0"))  # of another class
+    files.close()
+    assert "TypeError" in caplog.text
 
 
 def test_a_directory_that_others_may_write_to_keeps_no_responses(tmp_path):

@@ -100,8 +100,8 @@ class ResponseFiles:
         def run() -> None:
             try:
                 work()
-            except OSError as error:
-                log.warning("responses in %s: %s", self.directory, error)
+            except Exception as error:  # nobody asks for the outcome
+                log.warning("responses in %s: %r", self.directory, error)
 
         self._thread.submit(run)
 
