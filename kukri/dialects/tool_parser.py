@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ _BARE = ("{", "[")
 _TAG, _NAME = "a tag", "a name"
 _ANY = (*_BARE, _NAME)  # what may come after an opener, besides tags
 _CODE_END = Marks([CODE_END])
+_EXTRA = re.compile(r"""["'}]*""")  # what models close once more at the end of a call
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ class ToolParser:
                 is_text = not (yield from self._call(kind, is_own))
                 if is_text:
                     break
+                yield from feed.run(_EXTRA)
                 may_come = (kind,) if is_list or self._may_repeat else ()
             else:
                 break

@@ -48,6 +48,8 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "a text": ('"a.txt"', {"path": "a.txt"}),
     "a text that is an object": (r'"{\"path\": \"a\"}"', {"path": "a"}),
     "escapes outside of texts": ('{"path": "a", \\n"text": "b"\\n}', {"path": "a", "text": "b"}),
+    "closed twice": ('{"path": "a"}}', {"path": "a"}),
+    "empty and quotes": ('{}""', {}),
     "nothing": ("null", {}),
     "an empty list": ("[]", {}),
 }
