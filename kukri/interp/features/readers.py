@@ -30,42 +30,32 @@ class FeatureReader(Protocol):
     `writes`, all of `width` numbers. An autoencoder writes where it reads.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def n_features(self) -> int: ...
-    @property
-    def writes(self) -> tuple[str, ...]: ...
+    name: str
+    width: int
+    n_features: int
+    writes: tuple[str, ...]
 
     def prepare(self, backend: Backend | None) -> None:
         """Keeps what `features` multiplies by in memory, for a backend's kernels in the place of BLAS if one
         is given. Any thread may call it.
         """
-        ...
 
     def features(self, x: FloatArray) -> FloatArray:
         """Return the activations of the features [rows, n_features] for x [rows, width]."""
-        ...
 
     def chooser(self, features: Sequence[int]) -> Choose:
         """Return a function that computes only these features, each row by itself."""
-        ...
 
     def decoders(self, features: Sequence[int]) -> FloatArray:
         """The directions of features, [n, writes, width]."""
-        ...
 
     def output_scale(self, x: FloatArray) -> FloatArray:
         """Return the factor of each row's output, [rows, 1], which is 1 unless inputs are normalized."""
-        ...
 
     def reconstruct(self, x: FloatArray) -> FloatArray:
         """Return the reader's output for the hooks that it writes, [writes, rows, width]. For hooks after the
         first it is only this reader's part.
         """
-        ...
 
 
 def keep_largest(x: FloatArray, k: int) -> None:
@@ -128,7 +118,7 @@ class Probe:
         return found
 
 
-class SparseAutoencoder:
+class SparseAutoencoder(FeatureReader):
     """An autoencoder as SAELens saves it: a directory with cfg.json and sae_weights.safetensors.
 
     Attributes: name (of the hook), kind, width, n_features. The architectures are standard, gated, topk and
@@ -162,7 +152,7 @@ class SparseAutoencoder:
                 raise ConfigError(f"{part} must fit W_enc: its shape is {list(arrays[part].shape)}")
         if kind == "topk" and not 1 <= k <= self.n_features:
             raise ConfigError(f"k must be from 1 to {self.n_features} features, not {k}")
-        self.name, self.kind, self._k = name, kind, k
+        self.name, self.writes, self.kind, self._k = name, (name,), kind, k
         self._arrays = {part: arrays[part] for part in arrays if part in needed | {"W_dec"}}
         if rescales:
             lengths = np.linalg.norm(arrays["W_dec"], axis=1)
@@ -226,12 +216,10 @@ class SparseAutoencoder:
             )  # fmt: skip
 
     def prepare(self, backend: Backend | None) -> None:
-        """See FeatureReader."""
         if backend is not None and self._product is None:
             self._product = Product(backend, self._arrays["W_enc"].T, "F32")
 
     def features(self, x: FloatArray) -> FloatArray:
-        """The activations of its features [rows, n_features] for x [rows, width]."""
         found = self._rectified(x)
         return np.tanh(found) if self._activation == "tanh-relu" else found
 
@@ -251,13 +239,8 @@ class SparseAutoencoder:
             keep_largest(found, self._k)
         return np.maximum(found, 0)
 
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """The hook that it reads."""
-        return (self.name,)
-
     def chooser(self, features: Sequence[int]) -> Choose:
-        """See FeatureReader. The bits of a row depend on no other row, unless the kind is topk, where the
+        """The bits of a row depend on no other row, unless the kind is topk, where the
         largest of all features are found by one product.
         """
         chosen = np.asarray(features)
@@ -275,13 +258,12 @@ class SparseAutoencoder:
         return lambda x: np.concatenate([own.features(row) for row in x[:, None]])
 
     def decoders(self, features: Sequence[int]) -> FloatArray:
-        """See FeatureReader. Raises RequestError if its file has no decoder."""
+        """Raises RequestError if its file has no decoder."""
         if "W_dec" not in self._arrays:
             raise RequestError("the features cannot be steered, only read: the autoencoder has no W_dec")
         return self._arrays["W_dec"][np.asarray(features), None]
 
     def output_scale(self, x: FloatArray) -> FloatArray:
-        """See FeatureReader."""
         if self._normalization == "constant_norm_rescale":
             length: FloatArray = np.linalg.norm(x, axis=1, keepdims=True)
             return length / np.float32(self.width**0.5)
@@ -291,7 +273,6 @@ class SparseAutoencoder:
         return np.ones((len(x), 1), np.float32)
 
     def reconstruct(self, x: FloatArray) -> FloatArray:
-        """See FeatureReader."""
         found = sparse_product(self.features(x), self.decoders) + self._arrays["b_dec"]
         found *= self.output_scale(x)
         if self._normalization == "layer_norm":

@@ -23,7 +23,7 @@ from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, read
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json
 from kukri.interp.features.feature_products import Product
-from kukri.interp.features.readers import Choose, as_floats, keep_largest, sparse_product
+from kukri.interp.features.readers import Choose, FeatureReader, as_floats, keep_largest, sparse_product
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 
@@ -274,8 +274,8 @@ class Transcoders:
             )
 
 
-class TranscoderReader:
-    """A layer's features, to read and to steer by: a `kukri.interp.features.readers.FeatureReader`.
+class TranscoderReader(FeatureReader):
+    """A layer's features, to read and to steer by.
 
     Its encoder is kept in memory once all features were asked for.
     """
@@ -287,28 +287,22 @@ class TranscoderReader:
         self.width, self.n_features = self.layer.width, self.layer.n_features
 
     def prepare(self, backend: Backend | None) -> None:
-        """See FeatureReader."""
         self.layer.keep_encoder(backend)
 
     def features(self, x: FloatArray) -> FloatArray:
-        """See FeatureReader."""
         self.layer.keep_encoder()
         return self.layer.features(x)
 
     def chooser(self, features: Sequence[int]) -> Choose:
-        """See FeatureReader."""
         return self.layer.chooser(features)
 
     def decoders(self, features: Sequence[int]) -> FloatArray:
-        """See FeatureReader."""
         return self.layer.decoders(np.asarray(features))
 
     def output_scale(self, x: FloatArray) -> FloatArray:
-        """See FeatureReader."""
         return np.ones((len(x), 1), np.float32)
 
     def reconstruct(self, x: FloatArray) -> FloatArray:
-        """See FeatureReader."""
         self.layer.keep_encoder()
         return self.layer.reconstruct(x)
 
