@@ -102,7 +102,7 @@ class AnswerBeginning:
         return held[:n], held[n:] if self._has_begun else ""
 
 
-class MarkParser:
+class MarkParser(AnswerParser):
     """Splits by marks: first the reasoning, then the calls in the rest.
 
     Calls at the end of unclosed reasoning are calls too, because models forget the closer before them.
@@ -119,15 +119,12 @@ class MarkParser:
 
     @property
     def n_settled(self) -> int:
-        """Characters whose part is known."""
         return self._reasoning.n_settled
 
     def push(self, text: str) -> list[Piece]:
-        """The new pieces, in order."""
         return self._split(self._reasoning.push(text))
 
     def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[Piece]:
-        """See AnswerParser.flush."""
         pieces = self._split(self._reasoning.flush())
         if self._calls is None:
             return pieces

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
+from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
 from kukri.kernels.kv_types import KV_TYPES
 
 PAGE_TOKENS = 16  # tokens of a page: one SIMD vector of scores
@@ -19,7 +19,7 @@ PAGE_TOKENS = 16  # tokens of a page: one SIMD vector of scores
 _Form = tuple[np.dtype[Any], tuple[int, ...]]  # dtype and shape of an array
 
 
-class PagedKV:
+class PagedKV(Cache):
     """Keys and values of the KV layers by page, arrays of the state layers by slot, under a layer's number.
 
     Pages are of pools (`pool_windows`): `pool_of[layer]` is the number of a layer's.
@@ -84,22 +84,18 @@ class PagedKV:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes reserved."""
         pages = sum(array.nbytes for array in (*self._keys, *self._values))
         return pages + self.n_states * state_bytes(self.layout)
 
     def copy_page(self, source: int, target: int, pool: int = 0) -> None:
-        """Copies a page's keys and values, of all layers of its pool."""
         for array in (self._keys[pool], self._values[pool]):
             array[target] = array[source]
 
     def page_data(self, pages: Sequence[int]) -> bytes:
-        """A copy of the bytes of pages, one of each pool: its keys, then its values."""
         halves = zip(self._keys, self._values, pages, strict=True)
         return b"".join(array[page].tobytes() for *both, page in halves for array in both)
 
     def set_page_data(self, pages: Sequence[int], data: bytes | memoryview) -> None:
-        """Fills pages, one of each pool, with the bytes of others."""
         found, start = np.frombuffer(data, np.uint8), 0
         for keys, values, page in zip(self._keys, self._values, pages, strict=True):
             half = keys.shape[1]
@@ -107,17 +103,14 @@ class PagedKV:
             start += 2 * half
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copies a slot's state, of all layers."""
         for arrays in self.states.values():
             for array in arrays.values():
                 array[target] = array[source]
 
     def state_data(self, slot: int) -> bytes:
-        """A copy of a slot's state, of all layers."""
         return b"".join(array[slot].tobytes() for arrays in self.states.values() for array in arrays.values())
 
     def set_state_data(self, slot: int, data: bytes | memoryview) -> None:
-        """Fills a slot with the state of another."""
         found, start = np.frombuffer(data, np.float32), 0
         for arrays in self.states.values():
             for array in arrays.values():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kukri.kernels.cache import CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
+from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
 from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, pages_of_pools, state_bytes
 from kukri.kernels.pytorch.kv_types import TENSOR_TYPES
@@ -34,7 +34,7 @@ class LayerKV:
         return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
 
 
-class TensorCache:
+class TensorCache(Cache):
     """See `cache.Cache`. Numbers beyond float16 (fp8: beyond 448) are clamped when stored; NaN stays.
 
     `kv[layer]` and `states[layer]` have the tensors of KV and state layers, `pool_of[layer]` the number of a
@@ -84,24 +84,20 @@ class TensorCache:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes reserved."""
         pages = sum(tensor.nbytes for tensor in (*self._keys, *self._values))
         return pages + (self.n_states + 1) * state_bytes(self.layout)
 
     def copy_page(self, source: int, target: int, pool: int = 0) -> None:
-        """Copies a page's keys and values, of all layers of its pool."""
         for tensor in (self._keys[pool], self._values[pool]):
             tensor[target] = tensor[source]
 
     def page_data(self, pages: Sequence[int]) -> bytes:
-        """A copy of the bytes of pages, one of each pool: its keys, then its values."""
         halves = zip(self._keys, self._values, pages, strict=True)
         data = torch.cat([tensor[page] for *both, page in halves for tensor in both])
         found: bytes = data.cpu().numpy().tobytes()
         return found
 
     def set_page_data(self, pages: Sequence[int], data: bytes | memoryview) -> None:
-        """Fills pages, one of each pool, with the bytes of others."""
         found = torch.from_numpy(np.array(np.frombuffer(data, np.uint8))).to(self._keys[0].device)
         start = 0
         for keys, values, page in zip(self._keys, self._values, pages, strict=True):
@@ -110,18 +106,15 @@ class TensorCache:
             start += 2 * half
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copies a slot's state, of all layers."""
         for arrays in self.states.values():
             for array in arrays.values():
                 array[target] = array[source]
 
     def state_data(self, slot: int) -> bytes:
-        """A copy of a slot's state, of all layers."""
         arrays = [array[slot] for arrays in self.states.values() for array in arrays.values()]
         return b"".join(array.cpu().numpy().tobytes() for array in arrays)
 
     def set_state_data(self, slot: int, data: bytes | memoryview) -> None:
-        """Fills a slot with the state of another."""
         found, start = torch.from_numpy(np.array(np.frombuffer(data, np.float32))), 0
         for arrays in self.states.values():
             for array in arrays.values():
