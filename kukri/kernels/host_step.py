@@ -21,12 +21,10 @@ class HostLogits(Logits):
         self._array = array
 
     def __len__(self) -> int:
-        """N."""
         return len(self._array)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, V)."""
         return self._array.shape
 
     def take(self, rows: Sequence[int]) -> HostLogits:

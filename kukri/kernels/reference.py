@@ -148,18 +148,15 @@ class ReferenceOps(ArrayOps):
         return rows if residual is None else rows + residual
 
     def rms_norm(self, x: FloatArray, weight: Vector, eps: float) -> FloatArray:
-        """x / sqrt(mean(x^2) + eps) * weight, along each row."""
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
         y: FloatArray = x / np.sqrt(mean_square + np.float32(eps)) * weight.data
         return y
 
     def layer_norm(self, x: FloatArray, weight: Vector, bias: Vector, eps: float) -> FloatArray:
-        """(x - mean) / sqrt(var + eps) * weight + bias, along each row."""
         centred = x - np.mean(x, axis=-1, keepdims=True)
         return self.rms_norm(centred, weight, eps) + bias.data
 
     def product(self, x: FloatArray, weights: Sequence[Weight]) -> FloatArray:
-        """x [R, in] times each weight [out_i, in] transposed, side by side."""
         y = np.empty((len(x), sum(weight.shape[0] for weight in weights)), np.float32)
         start = 0
         for weight in weights:

@@ -57,7 +57,6 @@ class AfmoeBlock(Gemma2Block):
     post_norm_names = ("post_attention_layernorm", "post_mlp_layernorm")
 
     def norm_mlp(self, norm: RMSNorm) -> None:
-        """Has the result normed before it joins the stream."""
         if isinstance(self.mlp, Mixture):
             self.mlp.finish = partial(_normed, norm, self.layer)
         else:

@@ -45,7 +45,6 @@ class BertBlock(Block):
         self.mlp_norm = LayerNorm(source, f"{name}.{self.mlp_norm_name}", *size)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
-        """x [T, D] -> [T, D]."""
         x = ops.tap("hook_resid_pre", self.layer, x)
         x = ops.tap("ln1.hook_in", self.layer, self.attention(ops, x, x, batch))
         x = ops.tap("ln1.hook_normalized", self.layer, self.attention_norm(ops, x))

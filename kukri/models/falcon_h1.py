@@ -85,7 +85,6 @@ class FalconBlock(Block):
         self.mamba = FalconMamba(source, f"model.layers.{layer}.mamba", config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
-        """x [T, D] -> [T, D]."""
         x = ops.tap("hook_resid_pre", self.layer, x)
         normed = ops.tap("ln1.hook_normalized", self.layer, self.attention_norm(ops, x))
         x = self.mamba(ops, normed, x, batch)

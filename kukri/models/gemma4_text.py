@@ -189,7 +189,6 @@ class Gemma4(Gemma2):
         self.row_tables = () if self.inputs is None else self.inputs.tables
 
     def through_blocks(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
-        """The residual stream after the last block [T, D]."""
         given = [None] * len(self.blocks) if self.inputs is None else self.inputs(ops, x, batch)
         for block, own in zip(self.blocks, given):
             x = block(ops, x, batch, own)

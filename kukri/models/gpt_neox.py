@@ -27,7 +27,6 @@ class NeoXBlock(PhiBlock):
         self.mlp_norm = LayerNorm(source, name, config.d_model, config.norm_eps)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
-        """x [T, D] -> [T, D]."""
         x = ops.tap("hook_resid_pre", self.layer, x)
         normed = ops.tap("ln1.hook_normalized", self.layer, self.norm(ops, x))
         for_mlp = ops.tap("ln2.hook_normalized", self.layer, self.mlp_norm(ops, x))

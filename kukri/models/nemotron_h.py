@@ -78,7 +78,6 @@ class NemotronH(Llama):
 
     @property
     def cache_layout(self) -> tuple[KVLayer | StateLayer, ...]:
-        """The cache entry of each layer."""
         return tuple(block.cache_layer for block in self.blocks)
 
 

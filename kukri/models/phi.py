@@ -21,7 +21,6 @@ class PhiAttention(Attention):
     has_norm_per_head = False  # False: one norm for all query heads, one for all key heads
 
     def norms(self, source: WeightSource, name: str, config: ModelConfig) -> tuple[Any, Any]:
-        """The LayerNorms of query heads and of key heads."""
 
         def norm(part: str, n_heads: int) -> Any:
             names = [f"{name}.{part}_layernorm"] * n_heads

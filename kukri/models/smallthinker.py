@@ -24,7 +24,6 @@ class SmallThinkerBlock(Block):
     mlp_type = Mixture
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
-        """x [T, D] -> [T, D]."""
         x = ops.tap("hook_resid_pre", self.layer, x)
         logits = self.mlp.router(ops, x)
         normed = ops.tap("ln1.hook_normalized", self.layer, self.attention_norm(ops, x))

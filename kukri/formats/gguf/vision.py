@@ -191,7 +191,6 @@ class MmprojWeights(EncoderWeights):
         return stored_name(name, self._config) in self._file.tensors
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors of images that no layer took."""
         left = [name for name in self._file.tensors if name not in self._taken | self._clip.unread]
         unused = [name for name in left if not name.startswith(("a.", "mm.a."))]  # tensors of sound
         if unused:

@@ -99,7 +99,6 @@ class VisionWeights(EncoderWeights):
         return self._stored_name(name) in self._files
 
     def done(self) -> None:
-        """Raises UnusedTensorError listing the tensors of images that no layer took."""
         left = [name for name in self._files if is_of_images(name) and name not in self._taken]
         unused = [name for name in left if not re.fullmatch(self._family.unused, name)]
         if unused:

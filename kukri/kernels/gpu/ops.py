@@ -318,7 +318,6 @@ class TritonOps(TorchOps):
         return super().tap(name, layer, self.floats(x))
 
     def floats(self, x: Any) -> Tensor:
-        """A value as float32, computed if it was put off."""
         floats: Tensor = x.floats if isinstance(x, Deferred | Rotated) else x
         return floats
 

@@ -92,16 +92,13 @@ class TorchOps(ArrayOps):
         return rows if residual is None else rows + residual
 
     def rms_norm(self, x: Tensor, weight: Vector, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight, along each row."""
         root = torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
         return x / root * self.vector(weight)
 
     def layer_norm(self, x: Tensor, weight: Vector, bias: Vector, eps: float) -> Tensor:
-        """(x - mean) / sqrt(var + eps) * weight + bias, along each row."""
         return self.rms_norm(x - x.mean(-1, keepdim=True), weight, eps) + self.vector(bias)
 
     def product(self, x: Tensor, weights: Sequence[Weight]) -> Tensor:
-        """x [R, in] times each weight [out_i, in] transposed, side by side."""
         narrow = x.to(self.constants.dtype)
         pieces = [F.linear(narrow, rows) for w in weights for rows in self.constants.matrix(w).chunks()]
         return torch.cat(pieces, -1).float()

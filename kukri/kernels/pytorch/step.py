@@ -190,12 +190,10 @@ class TensorLogits(Logits):
         self._on_host: FloatArray | None = None
 
     def __len__(self) -> int:
-        """N."""
         return len(self.tensor)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, V)."""
         return tuple(self.tensor.shape)
 
     def take(self, rows: Sequence[int]) -> TensorLogits:

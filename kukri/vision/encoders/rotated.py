@@ -105,7 +105,6 @@ class RotatedEncoder(PatchEncoder):
             )
 
     def parts(self, image: ImageInput) -> Iterator[ImagePart]:
-        """The image's parts, one after another."""
         first, rotates = 0, self.config.encoder.layers[0].use_rope
         for grid in self.grids(image):
             patches = image.pixels[first : first + grid[0] * grid[1]]

@@ -27,7 +27,6 @@ class Gemma3Processor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The processor of a checkpoint."""
         if stated.get("do_pan_and_scan"):
             raise FormatError("an image processor that crops (do_pan_and_scan) is not supported")
         size = size_of(stated, "size")

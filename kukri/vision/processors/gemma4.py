@@ -29,7 +29,6 @@ class Gemma4Processor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The one of a checkpoint."""
         return cls(
             patch=integer(stated, "patch_size", 16),
             pool=integer(stated, "pooling_kernel_size", 3, 64),
@@ -80,6 +79,5 @@ class Gemma4UnifiedProcessor(Gemma4Processor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The one of a checkpoint."""
         made = super().of(stated, processor, model)
         return replace(made, patch=made.patch * made.pool, pool=1)

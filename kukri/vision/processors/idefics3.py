@@ -32,7 +32,6 @@ class Idefics3Processor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The processor of a checkpoint."""
         vision = model.get("vision_config") or {}
         edge = integer(size_of(stated, "max_image_size"), "longest_edge", 364)
         patches = integer(vision, "image_size", edge) // integer(vision, "patch_size", 16)

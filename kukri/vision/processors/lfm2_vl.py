@@ -47,7 +47,6 @@ class Lfm2VlProcessor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The processor of a checkpoint."""
         tolerance = stated.get("max_pixels_tolerance", 2.0)
         if not isinstance(tolerance, int | float) or not 0 < tolerance < 1e6:
             raise FormatError("'max_pixels_tolerance' of the image processor must be a number above 0")

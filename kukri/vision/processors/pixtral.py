@@ -36,7 +36,6 @@ class PixtralProcessor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """The processor of a checkpoint."""
         vision = model.get("vision_config") or {}
         return cls(
             patch=integer(processor, "patch_size", integer(vision, "patch_size", 16)),
