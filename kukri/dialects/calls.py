@@ -213,15 +213,11 @@ def read_arguments(
         call.grow(_as_object((yield from read_text(feed)), call))
     else:
         pieces: list[str] = []
-        if ends:
-            yield from feed.until(Marks(ends), pieces.append)
-        else:
-            yield from read_value(feed, pieces.append)
+        yield from (feed.until(Marks(ends), pieces.append) if ends else read_value(feed, pieces.append))
         value = "".join(pieces).strip()
         if value in ("null", "[]"):
             value = ""
-        is_text = not ends and value.startswith('"')
-        call.grow(_as_object(json.loads(value) if is_text else value, call))
+        call.grow(_as_object(json.loads(value) if value.startswith('"') else value, call))
 
 
 def _as_object(text: str, call: Call) -> str:
