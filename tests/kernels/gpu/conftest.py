@@ -8,6 +8,8 @@ tests. Other tests of the process, and programs that they start, do not see it.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +38,34 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         for prototype in ("delta_chunks", "persistent"):
             import_module(f"benchmarks.prototypes.{prototype}")
         import_module("kukri.kernels.gpu.ops")
+    if IS_INTERPRETED:
+        _hasten_interpreter()
+
+
+def _hasten_interpreter() -> None:
+    """Leaves out what Triton's interpreter does again and again, or for nothing: most of its time.
+
+    It replaces Triton's language for each call of a device function and not only for a launch, and computes
+    whether integers overflow although nothing looks at the result.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    replace_language = interpreter._patch_lang
+
+    @cache
+    def languages(fn):
+        return [one for one in (language, language.core) if any(one is x for x in fn.__globals__.values())]
+
+    def replace_once(fn):
+        if any(language.core.is_builtin(one.load) for one in languages(fn)):
+            return replace_language(fn)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = replace_once
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug, "overflow would fail a test"
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 class _WithoutTriton(pytest.Module):
