@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from kukri.errors import UnsupportedError, reading
 from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.tokenizer.gguf_keys import TokenizerKeys
 from kukri.tokenizer.huggingface_reader import Parts, load_tokenizer, steps_of
-from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS
+from kukri.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from kukri.tokenizer.tokenizer import Tokenizer, merges_from_scores
 from kukri.tokenizer.unigram import unigram
 from kukri.tokenizer.vocabulary import (
@@ -154,10 +155,10 @@ def _unigram_keys(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFile
     charsmap = b64decode(next(compiled, None) or "")
     scores = np.array(parts.scores, np.float32)
     if text.pre_tokenizer is not None:
-        cut = [_cut(text.pre_tokenizer, probe, text.normalizer) for probe in _PROBES]
+        cut = _cut(text.pre_tokenizer, text.normalizer)
         for adds, joins in product((True, False), repeat=2):
             made = unigram(parts.vocabulary, scores, charsmap, adds_space=adds, joins_spaces=joins)
-            if cut == [_cut(made.pre_tokenizer, probe, made.normalizer) for probe in _PROBES]:
+            if cut == _cut(made.pre_tokenizer, made.normalizer):
                 return {
                     "pre": "default",
                     "scores": scores,
@@ -178,13 +179,10 @@ def _pre_tokenizer(text: tokenizers.Tokenizer, parts: Parts, files: TokenizerFil
     """The name of the pre-tokenizer that cuts text as this tokenizer does."""
     ignores_merges = parts.model.get("ignore_merges") is True
     if text.pre_tokenizer is not None:
-        cut = [_cut(text.pre_tokenizer, probe, text.normalizer) for probe in _PROBES]
+        cut = _cut(text.pre_tokenizer, text.normalizer)
         named: dict[bool, str] = {}
         for name, known in PRE_TOKENIZERS.items():
-            normalizer = tokenizers.normalizers.NFC() if known.nfc else None
-            if known.ignore_merges not in named and cut == [
-                _cut(known.build(), probe, normalizer) for probe in _PROBES
-            ]:
+            if known.ignore_merges not in named and cut == _known_cut(known):
                 named[known.ignore_merges] = name
         if ignores_merges in named:
             return named[ignores_merges]
@@ -204,9 +202,15 @@ def _merges_reach_all(parts: Parts) -> bool:
     return all([found.id for found in model.tokenize(token)] == [i] for token, i in words)
 
 
-def _cut(pre_tokenizer: Any, probe: str, normalizer: Any) -> list[str]:
-    normal = probe if normalizer is None else normalizer.normalize_str(probe)
-    return [word for word, _ in pre_tokenizer.pre_tokenize_str(normal)]
+def _cut(pre_tokenizer: Any, normalizer: Any) -> list[list[str]]:
+    """Return the words of each probe."""
+    texts = _PROBES if normalizer is None else map(normalizer.normalize_str, _PROBES)
+    return [[word for word, _ in pre_tokenizer.pre_tokenize_str(text)] for text in texts]
+
+
+@cache
+def _known_cut(known: PreTokenizer) -> list[list[str]]:
+    return _cut(known.build(), tokenizers.normalizers.NFC() if known.nfc else None)
 
 
 def _stored_text(vocabulary: Vocabulary, i: int) -> str:
