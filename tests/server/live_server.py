@@ -16,7 +16,9 @@ import uvicorn
 
 from kukri import LLM
 from kukri.formats.hub import DEFAULT_MODEL, MODELS
+from kukri.server import body_check
 from kukri.server.app import create_app
+from kukri.server.chat import grammar_check
 from kukri.server.connection import uvicorn_options
 from kukri.server.models.registry import ModelRegistry
 from kukri.server.models.served_model import ServedModel
@@ -47,6 +49,10 @@ Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
+
+# Two processes of a server start when they are needed, and not for each server that runs for some seconds,
+# because they take a second of processor time.
+body_check._SETTLE_S = grammar_check._SETTLE_S = 1e6
 
 
 @dataclass

@@ -77,14 +77,19 @@ def test_an_idle_connection_stays_open_for_the_next_request(tiny):
 
 @pytest.mark.full
 def test_a_grammar_does_not_wait_for_ever(tiny, monkeypatch):
-    """Catches a request that hangs with the process that checks its grammar, and a server that stays so."""
+    """Catches a request that hangs with the process that checks its grammar, and a server that stays so; a
+    process that starts only with the first grammar.
+    """
     pytest.importorskip("llguidance")
 
     async def scenario() -> None:
         check = grammar_check.GrammarCheck(tiny.tokenizer)
         try:
-            await check.check(Grammar.regex("a+"))
+            monkeypatch.setattr(grammar_check, "_SETTLE_S", 0.0)
+            check.start_soon()
+            await check._start
             assert check._process is not None
+            await check.check(Grammar.regex("a+"))
             os.kill(check._process.pid, signal.SIGSTOP)
             monkeypatch.setattr(grammar_check, "_ANSWER_S", 0.5)
             with pytest.raises(CapacityError, match="too many grammars"):
