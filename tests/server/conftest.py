@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -47,9 +48,12 @@ def tooled(smollm2_path: Path) -> Iterator[Served]:
             yield server
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """The system's Chromium: its absence is a failure where CI is set, a reason to skip elsewhere."""
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[tuple[Any, Any]]:
+    """The system's Chromium, and Playwright's event loop, which rests outside of `browser`.
+
+    Without Chromium tests fail where CI is set, and are skipped elsewhere.
+    """
     from playwright import sync_api as playwright
 
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -58,8 +62,20 @@ def browser() -> Iterator[Any]:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
+        loop = asyncio.get_running_loop()
+        asyncio._set_running_loop(None)
+        yield browser, loop
+        asyncio._set_running_loop(loop)
         browser.close()
+
+
+@pytest.fixture
+def browser(chromium) -> Iterator[Any]:
+    """Chromium for one test. Playwright's loop counts as running in it, while others run their own."""
+    browser, loop = chromium
+    asyncio._set_running_loop(loop)
+    yield browser
+    asyncio._set_running_loop(None)
 
 
 @pytest.fixture
