@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from kukri.kernels.cpu.compile import compiling
 from tests.kernels.gpu.device import IS_INTERPRETED
 
 EXPENSIVE = {"torch", "transformers", "anthropic", "openai", "numba"}  # packages that take seconds to import
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
+# Helpers compile what a test needs, and not also the kernel of sampling that an answer would need next.
+compiling._SOON = ()
 # Test processes are busy already when kernels are missing: helpers would import Numba for every few kernels.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    from kukri.kernels.cpu.compile import compiling
-
     compiling._MOST_HELPERS = 0
 
 # Triton's own functions are interpreted or compiled for good when it is imported, which torch does somewhere:
