@@ -23,7 +23,8 @@ class Agent:
 
     `environment` are variables, None for one that is taken away; `files` are contents by path below the
     directory `{home}`, which only this user may read; `context` is the least number of tokens that the
-    agent's own instructions and a short task need.
+    agent's own instructions and a short task need. `own` are the file below the user's home, and the settings
+    in JSON, that `--install` adds to the agent's own configuration.
     """
 
     program: str
@@ -33,6 +34,7 @@ class Agent:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     context: int = 0
+    own: tuple[str, str] | None = None
 
     def filled(self, facts: Mapping[str, str]) -> Agent:
         """Return the agent with the values of `FILLED` in its texts."""
@@ -48,6 +50,7 @@ class Agent:
             arguments=tuple(map(fill, self.arguments)),
             environment=variables,
             files={fill(path): fill(text) for path, text in self.files.items()},
+            own=None if self.own is None else (self.own[0], fill(self.own[1])),
         )
 
 
@@ -63,6 +66,28 @@ def _codex() -> tuple[str, ...]:
     return tuple(part for text in arguments for part in ("-c", text))
 
 
+_CLINE = """\
+{
+  "version": 1,
+  "lastUsedProvider": "openai-compatible",
+  "modes": {},
+  "providers": {
+    "openai-compatible": {
+      "settings": {
+        "provider": "openai-compatible", "apiKey": "{key}", "model": "{model}", "baseUrl": "{url}/v1"
+      },
+      "updatedAt": "2026-11-30T00:00:00.000Z",
+      "tokenSource": "manual"
+    }
+  }
+}
+"""
+_LIMITS = '{"context": {context}, "output": {answer}}'
+_OPENCODE = (
+    '{"provider": {"kukri": {"npm": "@ai-sdk/openai-compatible", "name": "kukri", "options": '
+    '{"baseURL": "{url}/v1", "apiKey": "{key}"}, "models": {"{model}": {"limit": ' + _LIMITS + "}}}}, "
+    '"model": "kukri/{model}", "small_model": "kukri/{model}", "autoupdate": false}'
+)
 _PI = """\
 export default function (pi) {
   pi.registerProvider("kukri", {
@@ -75,6 +100,18 @@ export default function (pi) {
   });
 }
 """
+
+_CLAUDE: dict[str, str | None] = {
+    "ANTHROPIC_BASE_URL": "{url}",
+    "ANTHROPIC_AUTH_TOKEN": "{key}",
+    "ANTHROPIC_API_KEY": None,  # it would be sent too
+    "ANTHROPIC_MODEL": "{model}",
+    "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "{context}",
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{answer}",
+    "API_TIMEOUT_MS": "3600000",
+}
 
 AGENTS = {
     "aider": Agent(
@@ -89,18 +126,20 @@ AGENTS = {
         "claude",
         "npm install -g @anthropic-ai/claude-code",
         "2.1.332",
-        environment={
-            "ANTHROPIC_BASE_URL": "{url}",
-            "ANTHROPIC_AUTH_TOKEN": "{key}",
-            "ANTHROPIC_API_KEY": None,  # it would be sent too
-            "ANTHROPIC_MODEL": "{model}",
-            "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "{context}",
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{answer}",
-            "API_TIMEOUT_MS": "3600000",
-        },
+        environment=_CLAUDE,
         context=4096,
+        own=(
+            ".claude/settings.json",
+            json.dumps({"env": {n: v for n, v in _CLAUDE.items() if v is not None}}),
+        ),
+    ),
+    "cline": Agent(
+        "cline",
+        "npm install -g cline",
+        "3.0.65",
+        ("--data-dir", "{home}/cline", "--provider", "openai-compatible", "--model", "{model}"),
+        files={"cline/settings/providers.json": _CLINE},
+        context=8192,
     ),
     "codex": Agent(
         "codex",
@@ -123,6 +162,14 @@ AGENTS = {
         },
         context=2048,
     ),
+    "opencode": Agent(
+        "opencode",
+        "npm install -g opencode-ai",
+        "1.18.33",
+        environment={"OPENCODE_CONFIG_CONTENT": _OPENCODE},
+        own=(".config/opencode/opencode.json", _OPENCODE),
+        context=10240,
+    ),
     "pi": Agent(
         "pi",
         "npm install -g @mariozechner/pi-coding-agent",
@@ -131,6 +178,19 @@ AGENTS = {
         {"KUKRI_API_KEY": "{key}"},
         {"pi.ts": _PI},
         context=4096,
+    ),
+    "qwen-code": Agent(
+        "qwen",
+        "npm install -g @qwen-code/qwen-code",
+        "0.24.4",
+        ("--auth-type", "openai"),
+        {
+            "OPENAI_API_KEY": "{key}",
+            "OPENAI_BASE_URL": "{url}/v1",
+            "OPENAI_MODEL": "{model}",
+            "QWEN_STREAM_IDLE_TIMEOUT_MS": "3600000",
+        },
+        context=20480,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from kukri.terminal.launched_server import (
     state_directory,
 )
 from kukri.terminal.options import LaunchOptions
+from kukri.terminal.own_settings import install, uninstall
 
 _ANSWER_SHARE = 8  # part of the context that an answer may take
 _MOST_ANSWER = 8192  # tokens
@@ -41,6 +43,9 @@ def launch_agent(name: str | None, arguments: Sequence[str], options: LaunchOpti
         raise ConfigError(f"--serve {brief(options.serve)} must be options of a command: {error}") from None
     if options.print_only:
         _print(agent, arguments, serve, options)
+        return
+    if options.install or options.uninstall:
+        _change_own(agent, options)
         return
     program = shutil.which(agent.program)
     if program is None:
@@ -73,6 +78,23 @@ def _facts(server: LaunchedServer, home: Path) -> dict[str, str]:
         "url": server.url, "key": server.key, "model": server.model, "context": str(server.context),
         "answer": str(answer), "home": str(home),
     }  # fmt: skip
+
+
+def _change_own(agent: Agent, options: LaunchOptions) -> None:
+    """Adds an agent's settings to the user's own configuration, or takes them back. Raises ConfigError."""
+    if agent.own is None:
+        raise ConfigError(f"--install is not supported for {agent.program}: run it by `kukri launch`")
+    file = Path.home() / agent.own[0]
+    if options.uninstall:
+        uninstall(file, json.loads(agent.own[1].replace("{context}", "0").replace("{answer}", "0")))
+        print(f"{file} is as it was")
+        return
+    if options.url is None:
+        raise ConfigError("--url is required by --install: servers that launch starts have changing ports")
+    server = running_server(options.url, options.api_key, options.model)
+    own = agent.filled(_facts(server, state_directory())).own
+    assert own is not None, "it has one"
+    print(f"{file} is changed; {install(file, json.loads(own[1]))} is the file as it was")
 
 
 def _list_agents() -> None:

@@ -419,6 +419,12 @@ class LaunchOptions:
     print_only: bool = option("Print what would be run, and run nothing.", "--print", default=False)
     url: str | None = option("Use this running server, which is not started.", metavar="URL")
     api_key: str | None = option("API key, with --url.", metavar="KEY", envvar="KUKRI_API_KEY")
+    install: bool = option(
+        "With --url: add the settings to the agent's own configuration, of which a backup is kept.",
+        "--install",
+        default=False,
+    )
+    uninstall: bool = option("Take back what --install added.", "--uninstall", default=False)
 
 
 @dataclass(eq=False, repr=False)

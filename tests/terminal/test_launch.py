@@ -68,6 +68,13 @@ def test_settings_in_json_and_toml_can_be_read():
     import tomllib
 
     facts = FACTS | {"context": "8192", "answer": "1024"}
+    settings = json.loads(AGENTS["opencode"].filled(facts).environment["OPENCODE_CONFIG_CONTENT"])
+    assert settings["provider"]["kukri"]["models"] == {
+        "<model>": {"limit": {"context": 8192, "output": 1024}}
+    }
+    assert settings["model"] == "kukri/<model>"
+    cline = AGENTS["cline"].filled(facts).files["cline/settings/providers.json"]
+    assert "<key>" in json.dumps(json.loads(cline))
     codex = AGENTS["codex"].filled(facts).arguments
     assert codex[::2] == ("-c",) * (len(codex) // 2)
     found = tomllib.loads("\n".join(codex[1::2]))
@@ -218,6 +225,51 @@ def test_a_server_that_cannot_be_used_is_an_error(listed, state, monkeypatch, tm
     said = call("codex", *url, "--api-key", "secret").stderr
     assert re.search(r"the context of 'tiny' must be at least \d+ tokens for codex, not 512", said)
     assert not state.exists()
+
+
+# --- the user's own configuration
+
+
+@pytest.mark.parametrize("old", [None, {"theme": "dark"}, {"env": {"A": "1", "ANTHROPIC_MODEL": "opus"}}])
+def test_own_settings_are_added_and_taken_back(old, listed, state, monkeypatch, tmp_path):
+    """Catches a user's setting that is lost, a backup that is overwritten, and a key that others may read."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".claude/settings.json"
+    if old is not None:
+        file.parent.mkdir()
+        file.write_text(json.dumps(old))
+    install = ("claude", "--install", "--url", listed, "--api-key", "secret")
+    assert call(*install).exit_code == 0
+    added = json.loads(file.read_text())
+    assert added["env"].items() >= {**(old or {}).get("env", {}), "ANTHROPIC_MODEL": "tiny"}.items()
+    assert added["env"]["ANTHROPIC_AUTH_TOKEN"] == "secret"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "must not be overwritten" in call(*install).stderr
+    assert json.loads(file.read_text()) == added
+    file.write_text(json.dumps({**added, "later": 1, "env": {**added["env"], "B": "2"}}))
+    assert call("claude", "--uninstall").exit_code == 0
+    env = {**(old or {}).get("env", {}), "B": "2"}
+    assert json.loads(file.read_text()) == {**(old or {}), "later": 1, "env": env}
+    assert [one.name for one in file.parent.iterdir()] == ["settings.json"]
+
+
+def test_own_settings_that_cannot_be_changed(listed, state, monkeypatch, tmp_path):
+    """Catches a file with comments that loses them, and a file that nobody had and stays."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".config/opencode/opencode.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("{} // mine")
+    install = ("opencode", "--install", "--url", listed, "--api-key", "secret")
+    assert "must be JSON without comments" in call(*install).stderr
+    assert file.read_text() == "{} // mine"
+    file.unlink()
+    assert call(*install).exit_code == 0
+    assert json.loads(file.read_text())["model"] == "kukri/tiny"
+    assert call("opencode", "--uninstall").exit_code == 0
+    assert list(file.parent.iterdir()) == []
+    assert "was not found" in call("opencode", "--uninstall").stderr
+    assert "--url is required" in call("opencode", "--install").stderr
+    assert "--install is not supported for codex" in call("codex", "--install").stderr
 
 
 # --- a server that is started
