@@ -93,6 +93,12 @@ def _ray_stages(n_stages: int) -> "StagePlacer":
     return placer
 
 
+def _by_name(what: str, flag: str, file: str) -> Any:
+    """The option for files that requests use by name."""
+    text = f"{what} for requests to use by name; repeatable."
+    return declared(_readers, text, "readers", flag=flag, metavar=f"NAME={file}", repeats=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """All options of `LLM`, from which any process can open the same model.
@@ -251,37 +257,11 @@ class ModelOptions:
         "Return answers as raw text, with reasoning and tool calls unparsed.",
         default=False,
     )
-    control_vectors: Mapping[str, Any] | None = declared(
-        _readers,
-        "Control vector (GGUF) for requests to use by name; repeatable.",
-        "readers",
-        flag="--control-vector",
-        metavar="NAME=FILE",
-        repeats=True,
-    )
-    probes: Mapping[str, Any] | None = declared(
-        _readers,
-        "Linear probe (.safetensors) for requests to use by name; repeatable.",
-        "readers",
-        flag="--probe",
-        metavar="NAME=FILE",
-        repeats=True,
-    )
-    saes: Mapping[str, Any] | None = declared(
-        _readers,
-        "SAELens sparse autoencoder for requests to use by name; repeatable.",
-        "readers",
-        flag="--sae",
-        metavar="NAME=DIR",
-        repeats=True,
-    )
-    transcoders: Mapping[str, Any] | None = declared(
-        _readers,
-        "Transcoders of one or more layers for requests to use by name; repeatable.",
-        "readers",
-        flag="--transcoder",
-        metavar="NAME=DIR",
-        repeats=True,
+    control_vectors: Mapping[str, Any] | None = _by_name("Control vector (GGUF)", "--control-vector", "FILE")
+    probes: Mapping[str, Any] | None = _by_name("Linear probe (.safetensors)", "--probe", "FILE")
+    saes: Mapping[str, Any] | None = _by_name("SAELens sparse autoencoder", "--sae", "DIR")
+    transcoders: Mapping[str, Any] | None = _by_name(
+        "Transcoders of one or more layers", "--transcoder", "DIR"
     )
 
     @property
