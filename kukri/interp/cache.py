@@ -150,24 +150,20 @@ class ActivationCache(Mapping[str, Any]):
         """
         n_layers = self._model.config.n_layers
         layer = self._layer(layer)
-        parts: list[FloatArray] = []
-        labels: list[str] = []
+        parts: dict[str, FloatArray] = {}  # by label
         for i in range(layer + 1):
             if i == n_layers:
-                parts.append(self["resid_post", n_layers - 1])
-                labels.append("final_post")
+                parts["final_post"] = self["resid_post", n_layers - 1]
                 continue
-            parts.append(self["resid_pre", i])
-            labels.append(f"{i}_pre")
+            parts[f"{i}_pre"] = self["resid_pre", i]
             if (incl_mid and i < layer) or (mlp_input and i == layer):
-                parts.append(self["resid_mid", i])
-                labels.append(f"{i}_mid")
-        stack = np.stack([_at(x, pos_slice) for x in parts])
+                parts[f"{i}_mid"] = self["resid_mid", i]
+        stack = np.stack([_at(x, pos_slice) for x in parts.values()])
         if apply_ln and layer == n_layers:
             stack = apply_norm(self._final_norm, stack)
         elif apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input, pos_slice=pos_slice)
-        return (stack, labels) if return_labels else stack
+        return (stack, [*parts]) if return_labels else stack
 
     def decompose_resid(
         self,
@@ -187,23 +183,17 @@ class ActivationCache(Mapping[str, Any]):
         if mode not in ("all", "attn", "mlp"):
             raise RequestError.of("mode", f"must be all, attn or mlp, not {mode!r}")
         layer = self._layer(layer)
-        parts: list[FloatArray] = []
-        labels: list[str] = []
-        if incl_embeds:
-            parts.append(self["embed"])
-            labels.append("embed")
+        parts = {"embed": self["embed"]} if incl_embeds else {}  # by label
         for i in range(layer):
             for part, name in (("attn", self._mixer(i)), ("mlp", "mlp_out")):
                 if mode in ("all", part):
-                    parts.append(self[name, i])
-                    labels.append(f"{i}_{name}")
+                    parts[f"{i}_{name}"] = self[name, i]
         if mlp_input and mode in ("all", "attn"):
-            parts.append(self[self._mixer(layer), layer])
-            labels.append(f"{layer}_{self._mixer(layer)}")
-        stack = np.stack([_at(x, pos_slice) for x in parts])
+            parts[f"{layer}_{self._mixer(layer)}"] = self[self._mixer(layer), layer]
+        stack = np.stack([_at(x, pos_slice) for x in parts.values()])
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, mlp_input=mlp_input, pos_slice=pos_slice)
-        return (stack, labels) if return_labels else stack
+        return (stack, [*parts]) if return_labels else stack
 
     def _stack(
         self,
