@@ -64,13 +64,7 @@ class Lfm2Block(Block):
     recurrent_name, mlp_name = "conv", "feed_forward"
 
 
-class Lfm2(Llama):
-    """The whole model."""
-
-    block_type = Lfm2Block
-    norm_name = "model.embedding_norm"
-
-
+Lfm2 = Llama.of(block_type=Lfm2Block, norm_name="model.embedding_norm")
 _ADJUSTS, _MULTIPLIER, _STEP = "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"
 _ATTENDING = "full_attn_idxs"
 

@@ -35,10 +35,8 @@ class OlmoRecurrentBlock(Block):
     attention_norm_name, mlp_norm_name = "attention_layer_norm", "feedforward_layer_norm"
 
 
-class OlmoRenamedBlock(Olmo2Block):
-    """A layer that attends, its norm renamed as transformers does when it saves."""
-
-    attention_norm_name = OlmoRecurrentBlock.mlp_norm_name
+# a layer that attends, its norm renamed as transformers does when it saves
+OlmoRenamedBlock = Olmo2Block.of(attention_norm_name=OlmoRecurrentBlock.mlp_norm_name)
 
 
 class OlmoHybrid(Llama):

@@ -94,11 +94,10 @@ class GatedDeltaNet:
         return self.out(ops, y, residual, ("hook_mixer_out", self.layer))
 
 
-class Qwen35Block(Block):
-    """A layer: the delta rule or attention, and an MLP, each after its norm."""
-
-    attention_type, recurrent_type, recurrent_name = GatedAttention, GatedDeltaNet, "linear_attn"
-
+# a layer: the delta rule or attention, and an MLP, each after its norm
+Qwen35Block = Block.of(
+    attention_type=GatedAttention, recurrent_type=GatedDeltaNet, recurrent_name="linear_attn"
+)
 
 # In GGUF the value heads that read one key head lie n_groups apart.
 
