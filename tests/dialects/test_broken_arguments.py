@@ -69,11 +69,13 @@ def test_arguments_are_an_object_and_texts_are_whole(name: str) -> None:
 
 
 def called(form: Dialect, arguments: str) -> str:
-    """A call of `write` in a form whose arguments are JSON."""
+    """A call of `write` in a form whose arguments are JSON, or in Python with them as the first one."""
     around = form.around
     if form.body == "harmony":
         return f"<|channel|>commentary to=functions.write <|constrain|>json<|message|>{arguments}<|call|>"
-    if form.body == "named":
+    if form.body == "python":
+        made = f"write({arguments})"
+    elif form.body == "named":
         made = f"{around.head}write{around.neck}{arguments}{around.tail}"
     else:
         made = f'{{"name": "write", "{form.arguments_key}": {arguments}}}'
@@ -152,12 +154,16 @@ def test_what_a_stop_string_leaves_of_a_call_is_no_content() -> None:
     assert "".join(one for one in found if isinstance(one, str)) == "Done < {x}"
 
 
-@given(st.text("{}[]\"\\:,'a1 \n/("))  # what arguments are made of
-def test_whatever_is_written_is_json(written: str) -> None:
+@given(
+    st.sampled_from([form for form in DIALECTS if form.body in ("harmony", "named", "json", "python")]),
+    st.text("{}[]\"\\:,'a1 \n/(#)="),  # what arguments are made of
+)
+def test_whatever_is_written_is_json(form: Dialect, written: str) -> None:
     """Catches a call that has ended and whose arguments are the beginning of an object."""
-    for text in (call(written), call(f'{{"path": {written}}}'), call(f'{{"path": "{written}"}}')):
-        whole = split(HERMES, [text], tools=TOOLS)
-        assert split(HERMES, text, tools=TOOLS) == whole
+    for arguments in (written, f'{{"path": {written}}}', f'{{"path": "{written}"}}', f'text="{written}"'):
+        text = called(form, arguments)
+        whole = split(form, [text], tools=TOOLS)
+        assert split(form, text, tools=TOOLS) == whole
         for _, arguments in whole[2]:
             assert isinstance(json.loads(arguments), dict), (text, arguments)
 
