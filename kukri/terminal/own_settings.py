@@ -80,7 +80,7 @@ def _merged(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, An
 def _restored(now: Mapping[str, Any], settings: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     restored = dict(now)
     for name, value in settings.items():
-        mine = now.get(name)
+        mine: Any = now.get(name)
         is_shared = isinstance(value, Mapping) and isinstance(mine, Mapping)
         if name not in old and not (is_shared and mine.keys() - value.keys()):
             restored.pop(name, None)
