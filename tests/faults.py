@@ -101,7 +101,7 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
         '"done_reason": "stop",',
     ),
     (
-        'kukri/terminal/chat.py',
+        'kukri/host/typed_input.py',
         '            os.chmod(history, 0o600)  # prompts are private\n',
         '',
     ),
