@@ -48,11 +48,12 @@ def tooled(smollm2_path: Path) -> Iterator[Served]:
             yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[tuple[Any, Any]]:
     """The system's Chromium, and Playwright's event loop, which rests outside of `browser`.
 
-    Without Chromium tests fail where CI is set, and are skipped elsewhere.
+    Without Chromium tests fail where CI is set, and are skipped elsewhere. It ends with the folder, because
+    counting the processor time of its many threads takes 3 ms for each later test.
     """
     from playwright import sync_api as playwright
 
