@@ -296,6 +296,8 @@ class ModelConfig:
     sees_later: bool = True  # False: an encoder whose tokens see earlier ones alone
     n_token_types: int = 0  # embeddings that tell the texts of a pair apart; 0: none
     n_positions: int = 0  # rows of an embedding of positions; 0: none
+    n_sound: int = 0  # places of a sound, with which each sequence then begins; 0: none
+    n_sound_rows: int = 0  # how many of them hold rows that the text attends to
     # MLPs read what attention added to, where they usually read what attention reads, or the other way round
     is_reordered: bool = False
     is_rounded: bool = False  # files hold weights that are rounded to ternary ones as they are loaded

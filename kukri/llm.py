@@ -19,7 +19,7 @@ from kukri.calls.engine_calls import EngineCalls, Message, Prompt, is_chat, is_m
 from kukri.calls.results import Chunk, Result
 from kukri.config import Pooling
 from kukri.engine import Engine
-from kukri.errors import HookError, KukriError, RequestError, close_matches
+from kukri.errors import HookError, KukriError, RequestError, UnsupportedError, close_matches
 from kukri.formats.adapters import read_adapter
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from kukri.calls.conversation import Approve, Conversation, Tool
     from kukri.calls.decide import Decision, Normalization
     from kukri.calls.engine_calls import Call, Intervene
+    from kukri.calls.speech import Speech, SpeechKeywords, Transcription
+    from kukri.calls.transcribe import Sound
     from kukri.interp.cache import ActivationCache
     from kukri.interp.features.transcoders import Transcoders
     from kukri.interp.gradients.circuits import AttributionGraph
@@ -74,6 +76,7 @@ class LLM:
         default_params: Sampling parameters of calls without `params`: as the model's files advise
             (generation_config.json, general.sampling.* of GGUF), else kukri's own defaults.
         image_processor: Prepares images for the model; None for one that reads text alone.
+        speech: How the model transcribes sound; None for one that does not hear.
         calls: Calls in progress.
         text_encoder: Turns texts into vectors and scores, as the model's files say.
     """
@@ -93,6 +96,11 @@ class LLM:
         self.default_params, self.text_encoder = loaded.default_params, loaded.text_encoder
         self._backend = loaded.backend
         self.image_processor = loaded.image_processor
+        self.speech: Speech | None = None
+        if loaded.sound is not None:
+            from kukri.calls.speech import Speech
+
+            self.speech = Speech.of(self.path, self.tokenizer, self.config, loaded.sound.n_bands)
         self.calls = EngineCalls(loaded, keeps_raw=self.options.raw_answers)
         if self.options.has_readers:
             _ = self.interp  # which checks them
@@ -268,6 +276,30 @@ class LLM:
                 return
             conversation.answer_calls(asked)
             call = conversation.next_call()
+
+    @overload
+    def transcribe(self, sound: Sound, **options: Unpack[SpeechKeywords]) -> Transcription: ...
+
+    @overload
+    def transcribe(self, sound: list[Any], **options: Unpack[SpeechKeywords]) -> list[Transcription]: ...
+
+    def transcribe(
+        self, sound: Sound | list[Any], **options: Unpack[SpeechKeywords]
+    ) -> Transcription | list[Transcription]:
+        """What is said in a sound: the path of a WAV file, or samples from -1 to 1, of one channel at 16 kHz.
+
+        A list of sounds is one batch. `options` are the fields of `kukri.calls.speech.SpeechOptions`. Raises
+        UnsupportedError for a model that does not hear, RequestError on a sound or options that do not work.
+        """
+        from kukri.calls.speech import SpeechOptions
+        from kukri.calls.transcribe import read_sound, transcribe
+
+        if self.speech is None:
+            raise UnsupportedError(f"sound is not supported by {self.path}: load a model such as Whisper")
+        many = sound if isinstance(sound, list) else [sound]
+        asked = SpeechOptions.of(options)
+        found = transcribe(self.calls, self.speech, [read_sound(one) for one in many], asked)
+        return found if isinstance(sound, list) else found[0]
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Loads a LoRA adapter, a PEFT directory or a GGUF file, under a name by which requests choose it.

@@ -19,7 +19,7 @@ PACKAGE = Path(kukri.__file__).parent
 # Each part may import itself and these; `__init__` is the face of the package and imports lazily.
 LAYERS = (
     *("errors", "host", "config", "quant", "kernels"),
-    *("models", "vision", "formats", "engine", "tasks", "late_interaction", "stages"),
+    *("models", "vision", "sound", "formats", "engine", "tasks", "late_interaction", "stages"),
     *("opening", "interp"),
     *("calls", "llm", "async_llm"),
 )

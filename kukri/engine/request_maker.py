@@ -267,6 +267,11 @@ class RequestMaker:
             )
         if len(ids) > self.max_context:
             raise ContextLengthError(len(ids), self.max_context)
+        n_sound = self._model_config.n_sound
+        if n_sound and (spanned is None or tuple(spanned.spans[0]) != (0, n_sound, 0) or len(ids) == n_sound):
+            raise RequestError(
+                "a sound is required before the text of this model: use transcribe()", param="prompt"
+            )
         return ids.astype(np.int32), spanned
 
 

@@ -17,7 +17,7 @@ from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import Hooks, TapListener, in_turn
 from kukri.kernels.weight_handles import AdapterSlots
 from kukri.models import Model
-from kukri.models.both_ways import BothWays, BothWaysLayers
+from kukri.models.both_ways import BothWays, BothWaysLayers, RowKeeper
 
 _N_KEPT = 4  # programs with taps that are kept besides the plain one, each with its own buffers
 _N_SPARE_TAPS = 32  # extra taps that a compiled step may stop at, which costs about 20 us each
@@ -126,7 +126,10 @@ class Runner:
         limits, has_adapters = self.limits, variant.has_adapters
         if variant.kind == "hidden":  # its rows are small: there is room for all tokens of a step
             model, limits = self.model.hidden, replace(limits, max_logit_rows=limits.max_tokens)
-        if variant.attends_both_ways:
+        if variant.attends_both_ways == "cross":
+            assert isinstance(self.model, RowKeeper), "no other model has such spans"
+            model = self.model.keep_rows
+        elif variant.attends_both_ways:
             model = BothWays(model, variant.attends_both_ways)
         adapters = self.adapters if has_adapters else ()
         program = self.backend.compile(model, self.cache, limits, taps, adapters)

@@ -27,6 +27,7 @@ from kukri.models.keys import Keys
 from kukri.models.weights import WeightSource
 
 if TYPE_CHECKING:  # what only models that see need is imported where it is made
+    from kukri.sound.whisper import WhisperEncoder
     from kukri.vision.config import VisionConfig
     from kukri.vision.encoder import VisionModel
     from kukri.vision.processors import ImageProcessor
@@ -47,6 +48,7 @@ class Checkpoint:
     dense: tuple[DenseLayer, ...] = ()  # on top of pooled vectors
     vision: VisionConfig | None = None  # the encoder of images, if one runs
     load_vision: Callable[[], VisionModel | None] = lambda: None
+    load_sound: Callable[[], WhisperEncoder | None] = lambda: None  # the encoder of sound, if there is one
     image_processor: Callable[[], ImageProcessor | None] = lambda: None
     mmproj: Path | None = None  # the file of the encoder, if it has one of its own
 
@@ -167,8 +169,27 @@ def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
             if family is None or vision is None
             else load_vision(VisionWeights(directory, family, quantize), family, vision)
         ),
+        load_sound=lambda: _load_sound(directory, whole, config, quantize),
         image_processor=lambda: None if vision is None else read_image_processor(directory),
     )
+
+
+def _load_sound(
+    directory: Path, stated: Mapping[str, Any], config: ModelConfig, quantize: str | None
+) -> WhisperEncoder | None:
+    """The encoder of sound in a directory whose config.json holds `stated`; None for a model without one."""
+    if not config.n_sound:
+        return None
+    from kukri.formats.huggingface.vision import VisionWeights
+    from kukri.sound.whisper import FAMILY, WhisperEncoder
+    from kukri.vision.encoder import load_vision
+
+    keys = Keys(stated, directory / "config.json", defaults=ARCHITECTURES[config.architecture].defaults)
+    with keys.reading():
+        made = FAMILY.read_hf(keys, keys, config.d_model)
+    encoder = load_vision(VisionWeights(directory, FAMILY, quantize), FAMILY, made)
+    assert isinstance(encoder, WhisperEncoder), "the family makes it"
+    return encoder
 
 
 def _weights(

@@ -226,9 +226,10 @@ class ReferenceOps(ArrayOps):
             keys, values = read_pages(self.cache, spec.kv_layer, page_table, n_context)
             for t in range(start, stop):
                 position = int(batch.positions[t])
-                first = 0 if spec.window is None else max(0, position + 1 - spec.window)
+                first = 0 if spec.window is None else position + 1 - spec.window
+                first = max(first, spec.first_key)
                 n_ahead = n_context if spec.n_ahead is None else spec.n_ahead
-                n_visible = min(n_context, position + 1 + n_ahead)
+                n_visible = min(n_context, position + 1 + n_ahead, spec.stop_key or n_context)
                 heads = q[t].reshape(
                     spec.n_kv_heads, -1, spec.d_head
                 )  # [G, H/G, K]: query heads by their KV head

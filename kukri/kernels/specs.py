@@ -66,7 +66,9 @@ class AttentionSpec:
     later ones too, or with `sees_all_ahead` all later ones. `sinks` [H], if there are any, are scores that
     take their share of each head's softmax and add nothing.
 
-    A layer that `reads` another's keys and values has none of its own, and stores nothing.
+    A layer that `reads` another's keys and values has none of its own, and stores nothing. Of a context whose
+    beginning is of another kind, such as sound before its text, keys before `first_key` are not seen, nor
+    those from `stop_key` on.
 
     `distances` [H * 2R], if there are any, are added to scores: of each head the numbers of keys that are R
     tokens before a query to R - 1 after it. Keys further off have those of the ends.
@@ -85,6 +87,8 @@ class AttentionSpec:
     distances: Vector | None = None
     sees_all_ahead: bool = False
     key_range: KeyRange | None = None  # never with a softcap or sinks, which see all of a score
+    first_key: int = 0
+    stop_key: int | None = None  # None: no bound
 
     def __post_init__(self) -> None:
         """Raises ValueError on a range of keys with a softcap or sinks."""

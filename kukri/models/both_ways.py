@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from kukri.kernels.op_set import Ops, Program, Tensor
 from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.weight_handles import RopeFrequencies
 
-BothWaysLayers = Literal[
-    "", "all", "windows"
-]  # layers in which tokens of a run see each other: none, all, some
+# layers in which tokens of a run see each other: none, all, some; "cross": the text sees a run by another
+# attention than itself, so the run's rows only store keys and values (`RowKeeper`)
+BothWaysLayers = Literal["", "all", "windows", "cross"]
+
+
+@runtime_checkable
+class RowKeeper(Protocol):
+    """A model that attends to rows which are no tokens of its text."""
+
+    def keep_rows(self, ops: Ops, batch: Any) -> Tensor:
+        """The program that stores the keys and values of such rows."""
 
 
 class BothWays:

@@ -51,7 +51,7 @@ class Block(Composite):
             self.attention = self.attention_type(source, f"{name}.{self.attention_name}", config, layer)
         self.mlp_norm = self.norm_type(source, f"{name}.{self.mlp_norm_name}", config.d_model, eps)
         mlp_type = self.dense_type if config.layers[layer].is_dense else self.mlp_type
-        self.mlp = mlp_type(source, f"{name}.{self.mlp_name}", config, layer)
+        self.mlp = mlp_type(source, f"{name}.{self.mlp_name}".rstrip("."), config, layer)
 
     def __call__(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         """x [T, D] -> [T, D]."""

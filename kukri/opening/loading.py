@@ -38,6 +38,7 @@ from kukri.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
     from kukri.engine.draft_model import DraftSource
     from kukri.engine.spans.encoder import SpanEncoder
+    from kukri.sound.whisper import WhisperEncoder
     from kukri.stages.backend import StagedBackend
     from kukri.vision.encoder import VisionModel
     from kukri.vision.processors import ImageProcessor
@@ -64,6 +65,7 @@ class ReadModel:
     tokenizer: Tokenizer
     model: Model
     vision: VisionModel | None  # the encoder of images, of a model that sees
+    sound: WhisperEncoder | None  # the encoder of sound, of a model that hears
     image_processor: ImageProcessor | None  # which prepares images for it
     mmproj: Path | None  # the encoder's file, if it is a separate one
     default_params: SamplingParams  # as the files advise
@@ -175,6 +177,10 @@ def _on_backend(
 
 def _encoders(read: ReadModel, backend: Backend) -> list[SpanEncoder]:
     """The encoders of what the model reads besides text."""
+    if read.sound is not None:
+        from kukri.engine.spans.sounds import SoundEncoder
+
+        return [SoundEncoder(read.sound, backend)]
     if read.vision is None:
         return []
     from kukri.engine.spans.images import ImageEncoder
@@ -202,11 +208,12 @@ def read_model(options: ModelOptions) -> ReadModel:
         model = load_model(checkpoint.weights(used), used)
         vision = checkpoint.load_vision()
         image_processor = None if vision is None else checkpoint.image_processor()
+        sound = checkpoint.load_sound()
         text_encoder = TextEncoder(
             model, tokenizer, checkpoint.embedding, checkpoint.dense, options.max_context
         )
     return ReadModel(
-        *(path, config, tokenizer, model, vision, image_processor, checkpoint.mmproj, defaults),
+        *(path, config, tokenizer, model, vision, sound, image_processor, checkpoint.mmproj, defaults),
         text_encoder,
     )
 

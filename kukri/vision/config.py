@@ -55,6 +55,11 @@ class VisionConfig:
         return self.image_size // self.patch_size
 
     @property
+    def n_patches(self) -> int:
+        """Patches of a tile."""
+        return self.side**2
+
+    @property
     def patch_values(self) -> int:
         """Numbers of a patch: its red, green and blue."""
         return 3 * self.n_frames * self.patch_size**2

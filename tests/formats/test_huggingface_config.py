@@ -22,7 +22,7 @@ PATH = Path("dir/config.json")
 KINDS = [
     name
     for name, architecture in ARCHITECTURES.items()
-    if architecture.is_causal and not architecture.hf_type
+    if architecture.is_causal and not architecture.hf_type and name != "whisper"  # tests/sound
 ]
 # whose heads and rotation differ by layer: tests/models/test_gemma4.py; whose layers are of one part
 ALIKE = [kind for kind in KINDS if kind not in ("gemma4_text", "nemotron_h", "mamba2", "smallthinker")]

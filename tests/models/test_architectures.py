@@ -257,7 +257,7 @@ def test_longrope_takes_its_short_factors_below_the_original_context(reference: 
 def test_the_tiny_models_exercise_what_they_claim() -> None:
     """A config whose special trait is not there, so that its parity would prove nothing."""
     decoders = {name for name, architecture in ARCHITECTURES.items() if architecture.is_causal}
-    assert {name.split("-")[0] for name in TINY} == decoders
+    assert {name.split("-")[0] for name in TINY} == decoders - {"whisper"}  # tests/sound
     configs = {name: make(name)[1] for name in TINY}
     for name in ("smollm3", "smollm3-listed"):
         assert {layer.use_rope for layer in configs[name].layers} == {True, False}

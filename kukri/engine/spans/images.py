@@ -19,6 +19,7 @@ from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.step import StepLimits, plain_batch, rows_batch
+from kukri.models.spans import SpanInput
 from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
 
@@ -30,7 +31,7 @@ _CUT_FROM = 1.5  # slices as long as an MLP's that a layer's attention takes at 
 class ImageEncoder(SpanEncoder):
     """Makes the rows of images. Attributes: model."""
 
-    input_type = ImageInput
+    input_type: type[SpanInput] = ImageInput
 
     def __init__(self, model: VisionModel, backend: Backend) -> None:
         config = model.config
@@ -127,7 +128,7 @@ class _EncoderPrograms:
         self._model, self._backend, self.taps = model, backend, taps
         self._compiled: tuple[CompiledProgram, CompiledProgram] | None = None
         config = model.config
-        self._n_patches, self._n_windows = config.side**2, 1  # capacity: patches and windows
+        self._n_patches, self._n_windows = config.n_patches, 1  # capacity: patches and windows
         layers = range(config.encoder.n_layers)
         places = ("hook_resid_pre", "hook_resid_mid")
         # a part may be cut where the residual stream is all that later layers read

@@ -77,6 +77,7 @@ def seen_keys(spec: AttentionSpec, n_tokens: int) -> npt.NDArray[np.bool_]:
     """Which keys of a text of n_tokens a query sees, [query, key]."""
     query, key = np.arange(n_tokens)[:, None], np.arange(n_tokens)
     seen = key <= query if spec.is_causal else np.ones((n_tokens, n_tokens), np.bool_)
+    seen = seen & (key >= spec.first_key) & (key < (spec.stop_key or n_tokens))
     return seen if spec.window is None else seen & (abs(query - key) < spec.window)
 
 

@@ -195,7 +195,8 @@ class TritonOps(TorchOps):
 
     def _by_pytorch(self, spec: AttentionSpec, batch: DeviceBatch) -> bool:
         """True for attention that has no kernel."""
-        return batch.mask is not None or not spec.is_causal or batch.has_unseen
+        is_bounded = spec.first_key > 0 or spec.stop_key is not None
+        return batch.mask is not None or not spec.is_causal or batch.has_unseen or is_bounded
 
     def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec, batch: DeviceBatch) -> Tensor:
         """A launch if all decode, two if a context is long, else another that stores."""

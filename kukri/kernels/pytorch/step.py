@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class DeviceBatch(StepArrays[Tensor]):
         self.kept: dict[object, Tensor] = {}  # what layers have in common
         self.mask = None if batch.mask is None else torch.from_numpy(batch.mask).to(device)
         self._device = device
-        self._groups: dict[tuple[int | None, int | None, int], list[AttentionGroup]] = {}
+        self._groups: dict[tuple[_Seen, int], list[AttentionGroup]] = {}
 
     @cached_property
     def has_unseen(self) -> bool:
@@ -101,22 +102,25 @@ class DeviceBatch(StepArrays[Tensor]):
 
         Windows count unless the step has a mask in their place.
         """
-        bounds = (spec.n_ahead, spec.window) if self.mask is None else (0 if spec.is_causal else None, None)
-        key = *bounds, pool
+        if self.mask is None:
+            key = _Seen(spec.n_ahead, spec.window, spec.first_key, spec.stop_key), pool
+        else:
+            key = _Seen(0 if spec.is_causal else None, None), pool
         if key not in self._groups:
             self._groups[key] = self._attention_groups(*key)
         return self._groups[key]
 
-    def _attention_groups(self, n_ahead: int | None, window: int | None, pool: int) -> list[AttentionGroup]:
-        batch = self.host
+    def _attention_groups(self, bounds: _Seen, pool: int) -> list[AttentionGroup]:
+        batch, window = self.host, bounds.window
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
         ends = (batch.positions[batch.query_start[1:] - 1] + 1).tolist()  # tokens, seen or not
 
         def group(sequences: list[int], first: list[int], n: int, seen: list[int]) -> AttentionGroup:
             """n tokens of each sequence, from `first` on; `seen` are those up to the last of them."""
             ends_at = [contexts[s] for s in sequences]
-            n_keys = [min(n, end) for n, end in zip(seen, ends_at)] if n_ahead == 0 else ends_at
-            first_keys = [max(context - n + 1 - (window or context), 0) for context in seen]
+            n_keys = [min(n, end) for n, end in zip(seen, ends_at)] if bounds.n_ahead == 0 else ends_at
+            n_keys = [min(n, bounds.stop_key or n) for n in n_keys]
+            first_keys = [max(context - n + 1 - (window or context), bounds.first_key) for context in seen]
             first_page = min(first_keys) // PAGE_TOKENS
             rows = torch.tensor(sequences, device=self._device)
             pages = self.pools[pool][1][rows, first_page : -(-max(n_keys) // PAGE_TOKENS)]
@@ -124,7 +128,7 @@ class DeviceBatch(StepArrays[Tensor]):
             on_device = partial(torch.tensor, device=self._device)
             return AttentionGroup(
                 *(on_device(tokens), on_device(seen), on_device(first_keys), on_device(n_keys)),
-                *(pages.long(), first_page * PAGE_TOKENS, window, n_ahead),
+                *(pages.long(), first_page * PAGE_TOKENS, window, bounds.n_ahead),
             )
 
         groups = []
@@ -140,6 +144,15 @@ class DeviceBatch(StepArrays[Tensor]):
                     last = min(stop, first + _QUERY_TOKENS)
                     groups.append(group([s], [first], last - first, [ends[s] - (stop - last)]))
         return groups
+
+
+class _Seen(NamedTuple):
+    """The facts of an `AttentionSpec` that say which keys a token sees."""
+
+    n_ahead: int | None
+    window: int | None
+    first_key: int = 0
+    stop_key: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

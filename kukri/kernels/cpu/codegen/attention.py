@@ -367,7 +367,7 @@ def _make_attend(cached: CachedNumbers, ending: str, group: int, d_head: int) ->
 
     def attend(
         tile, batch, q, q_stride, scale, softcap, n_kv_heads, busy_entries, keys, values, page_stride, window,
-        n_ahead, distances, distance_stride, sinks, partials, y, y_stride,
+        n_ahead, first_key, stop_key, distances, distance_stride, sinks, partials, y, y_stride,
     ):  # fmt: skip
         n_work = load_i64(batch + N_WORK)
         n_parts = n_kv_heads if n_work < busy_entries else 1
@@ -382,6 +382,7 @@ def _make_attend(cached: CachedNumbers, ending: str, group: int, d_head: int) ->
                 batch, entry, head, q, q_stride, splat(f32_of_bits(scale)), splat(f32_of_bits(softcap)),
                 keys + head * head_bytes, values + head * head_bytes,
                 keys + min(head + 1, stop - 1) * head_bytes, page_stride, window, n_ahead,
+                first_key, stop_key,
                 distances, distance_stride, sinks, partial, y, y_stride,
             )  # fmt: skip
             n_tokens = load_i64(entry + WORK_N_TOKENS)

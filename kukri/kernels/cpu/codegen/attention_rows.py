@@ -52,6 +52,8 @@ class Work(NamedTuple):
     page_stride: Any
     window: Any
     n_ahead: Any
+    first_key: Any
+    stop_key: Any
     distances: Any  # the first head's for a distance of 0; then a head's bytes
     distance_stride: Any
     sinks: Any
@@ -71,6 +73,7 @@ def make_load_rows(group: int, d_head: int) -> Any:
         n_tokens = load_i64(work.entry + WORK_N_TOKENS)
         positions = load_i64(work.batch + POSITIONS)
         last = load_i32(load_i64(work.batch + CONTEXT_LEN) + 4 * load_i64(work.entry + WORK_SEQUENCE)) - 1
+        last = min(last, work.stop_key - 1)
         first_visible = load_i32(positions + 4 * token)
         for row in range(rows):
             t = token + min(row // group, n_tokens - 1)  # rows past the end repeat the last token
@@ -78,7 +81,7 @@ def make_load_rows(group: int, d_head: int) -> Any:
             for i in range(0, row_bytes, 64):
                 store_f32x16(rows_q + row * row_bytes + i, load_f32x16(source + i) * work.scale)
             position = load_i32(positions + 4 * t)
-            first = max(position - work.window + 1, 0)
+            first = max(position - work.window + 1, work.first_key)
             first_visible = min(first_visible, first)
             place = ranges + RANGE_BYTES * row
             store_i64(place, first)

@@ -119,8 +119,8 @@ def _add_work(batch, n_work, sequence, token, n_tokens, chunk, chunk_stop, parti
 
 
 @device
-def _context(batch, sequence):
-    return load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence)
+def _context(batch, sequence, stop_key):
+    return min(load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence), stop_key)
 
 
 @device
@@ -130,21 +130,22 @@ def _n_new(batch, sequence):
 
 
 @device
-def _first_chunk(batch, token, window):
+def _first_chunk(batch, token, window, first_key):
     """The chunk of the first key that a token sees."""
     position = load_i32(load_i64(batch + POSITIONS) + 4 * token)
-    return max(position - window + 1, 0) // CHUNK_TOKENS
+    return max(position - window + 1, first_key) // CHUNK_TOKENS
 
 
 @device
-def _same_chunks(batch, a, b, begin, most):
+def _same_chunks(batch, a, b, begin, most, stop_key):
     """Chunks from `begin` on, at most `most`, that two sequences read from the same pages, and past which
     both see more.
     """
     row_bytes = 4 * load_i64(batch + MAX_PAGES)
     a_pages = load_i64(batch + PAGE_TABLE) + a * row_bytes
     b_pages = load_i64(batch + PAGE_TABLE) + b * row_bytes
-    stop = min(begin + most, min(_context(batch, a), _context(batch, b)) // CHUNK_TOKENS)
+    both = min(_context(batch, a, stop_key), _context(batch, b, stop_key))
+    stop = min(begin + most, both // CHUNK_TOKENS)
     for page in range(begin * CHUNK_PAGES, stop * CHUNK_PAGES):
         if load_i32(a_pages + 4 * page) != load_i32(b_pages + 4 * page):
             return page // CHUNK_PAGES - begin
@@ -152,7 +153,7 @@ def _same_chunks(batch, a, b, begin, most):
 
 
 @device
-def _sharing(batch, first, group_tokens, window):
+def _sharing(batch, first, group_tokens, window, first_key, stop_key):
     """(sequences from `first` on that decode from a common prefix, its chunks): where it saves most reads.
 
     (1, 0) if no prefix is shared. Sequences are taken `group_tokens` at a time, the last time more than half.
@@ -162,14 +163,14 @@ def _sharing(batch, first, group_tokens, window):
     shared = 0
     starts = load_i64(batch + QUERY_START)
     if group_tokens > 1 and _n_new(batch, first) == 1:
-        begin = _first_chunk(batch, load_i32(starts + 4 * first), window)
-        most = _context(batch, first)
+        begin = _first_chunk(batch, load_i32(starts + 4 * first), window, first_key)
+        most = _context(batch, first, stop_key)
         for sequence in range(first + 1, load_i64(batch + N_SEQUENCES)):
             if _n_new(batch, sequence) != 1:
                 break
-            if _first_chunk(batch, load_i32(starts + 4 * sequence), window) != begin:
+            if _first_chunk(batch, load_i32(starts + 4 * sequence), window, first_key) != begin:
                 break
-            same = _same_chunks(batch, first, sequence, begin, most)
+            same = _same_chunks(batch, first, sequence, begin, most, stop_key)
             if same * members <= shared * (members - 1):
                 break
             shared = same
@@ -204,16 +205,19 @@ def _add_shared_work(batch, n_work, n_partials, first, members, begin, shared, g
     return n_work
 
 
-def attention_work(tile, batch, group_tokens, most_tokens, n_ahead, window, least_entries):
+def attention_work(
+    tile, batch, group_tokens, most_tokens, n_ahead, window, first_key, stop_key, least_entries
+):
     """Cuts the step into work entries of `group_tokens` to `most_tokens` tokens, several for each sequence.
 
     A sequence has `least_entries` or more, about equal in size, if it has the tokens: threads share them. Up
     to `group_tokens` of a sequence with a long context are cut by chunk.
 
-    A token sees `window` tokens up to itself, and `n_ahead` after it: entries begin at the first chunk that
-    holds one of them, as a partial result without scores would change no bit. Sequences that decode from the
-    same prefix share its entries: its keys and values are read once for several. A chunk is cut at the same
-    positions and summed in the same order either way, so no bit depends on it.
+    A token sees `window` tokens up to itself, and `n_ahead` after it, of those from `first_key` to
+    `stop_key` - 1: entries begin at the first chunk that holds one of them, as a partial result without
+    scores would change no bit. Sequences that decode from the same prefix share its entries: its keys and
+    values are read once for several. A chunk is cut at the same positions and summed in the same order either
+    way, so no bit depends on it.
     """
     if tile < 0:
         return 1
@@ -225,9 +229,9 @@ def attention_work(tile, batch, group_tokens, most_tokens, n_ahead, window, leas
         start = load_i32(load_i64(batch + QUERY_START) + 4 * sequence)
         stop = start + _n_new(batch, sequence)
         if members == 0:
-            members, shared = _sharing(batch, sequence, group_tokens, window)
+            members, shared = _sharing(batch, sequence, group_tokens, window, first_key, stop_key)
             if shared > 0:
-                begin = _first_chunk(batch, start, window)
+                begin = _first_chunk(batch, start, window, first_key)
                 n_work = _add_shared_work(
                     batch, n_work, n_partials, sequence, members, begin, shared, group_tokens
                 )
@@ -239,8 +243,8 @@ def attention_work(tile, batch, group_tokens, most_tokens, n_ahead, window, leas
         for token in range(start, stop, entry_tokens):
             n_tokens = min(entry_tokens, stop - token)
             last = load_i32(load_i64(batch + POSITIONS) + 4 * (token + n_tokens - 1))
-            visible = min(_context(batch, sequence), last + 1 + n_ahead)
-            first_chunk = _first_chunk(batch, token, window)
+            visible = min(_context(batch, sequence, stop_key), last + 1 + n_ahead)
+            first_chunk = _first_chunk(batch, token, window, first_key)
             chunk_stop = (visible + CHUNK_TOKENS - 1) // CHUNK_TOKENS
             is_split = stop - start <= group_tokens and chunk_stop - first_chunk > 1
             for t in range(token, token + n_tokens):

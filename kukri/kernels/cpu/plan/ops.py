@@ -460,8 +460,7 @@ class Attend(Op):
             "busy_entries": _BUSY_ENTRIES_PER_THREAD * at.n_threads,
             "distances": distances,
             "distance_stride": stride,
-            "window": cut_of(self.spec).window,
-            "n_ahead": cut_of(self.spec).n_ahead,
+            **cut_of(self.spec).seen(),
         }
 
 
@@ -539,13 +538,19 @@ class Cut(NamedTuple):
     most_tokens: int  # new tokens of a sequence that a work entry may have
     n_ahead: int  # later tokens that a token sees
     window: int  # tokens up to itself that it sees
+    first_key: int  # keys before it are not seen
+    stop_key: int  # nor those from it on
+
+    def seen(self) -> dict[str, int]:
+        """The facts that say which keys a token sees, by the names of kernels' parameters."""
+        return {name: getattr(self, name) for name in ("window", "n_ahead", "first_key", "stop_key")}
 
 
 def cut_of(spec: AttentionSpec) -> Cut:
     """Return how a layer's attention is cut."""
     window, n_ahead = spec.window or _ALL, _ALL if spec.n_ahead is None else spec.n_ahead
     tokens = query_tokens(spec.group), prompt_tokens(spec.group, spec.d_head)
-    return Cut(*tokens, n_ahead, window)
+    return Cut(*tokens, n_ahead, window, spec.first_key, spec.stop_key or _ALL)
 
 
 def part_bytes(spec: AttentionSpec) -> int:

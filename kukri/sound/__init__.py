@@ -1,0 +1,1 @@
+"""Sound: files to samples, samples to features, and the encoder of features."""

@@ -1,0 +1,202 @@
+"""Whisper: rows, logits and greedy answers next to transformers' on random models, alone and in a batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tr
+
+from kukri import LLM
+from kukri.errors import RequestError, UnsupportedError
+from kukri.sound.features import RATE, log_mel
+from kukri.sound.prompt import SoundInput, SoundPrompt
+from tests.sound.tiny_whisper import CONTROLS, LANGUAGES, N_ROWS, TIMES, id_of, save_tiny, tiny_model
+from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bands": {"num_mel_bins": 128, "decoder_layers": 1},
+    "odd": {"d_model": 72, "encoder_attention_heads": 2, "decoder_attention_heads": 3, "decoder_ffn_dim": 88},
+    "whole-pages": {"max_source_positions": 48, "encoder_layers": 1},
+}
+
+
+def saved(directory: Path, **changes: Any) -> tuple[Path, Any]:
+    model = tiny_model(**changes)
+    return save_tiny(directory, model), model
+
+
+def noise(seconds: float, seed: int = 0) -> Any:
+    """A tone that rises, in noise."""
+    random, n = np.random.default_rng(seed), int(seconds * RATE)
+    tone = np.sin(np.arange(n) ** 1.2 * (0.01 + 0.02 * seed)) * 0.4
+    return (tone + random.normal(0, 0.05, n)).astype(np.float32)
+
+
+def extractor(n_bands=80):
+    return tr.WhisperFeatureExtractor(feature_size=n_bands, chunk_length=1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return saved(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[Path, Any]) -> Iterator[LLM]:
+    with LLM(pair[0], backend="cpu", max_requests=16, n_threads=2) as opened:
+        yield opened
+
+
+@pytest.mark.full(but=["80"])
+@pytest.mark.parametrize("n_bands", [80, 128])
+def test_features_are_those_of_transformers(n_bands: int) -> None:
+    for seconds in (1, 0.999, 0.3, 1 / RATE):
+        samples = noise(seconds)
+        theirs = extractor(n_bands)(samples, sampling_rate=RATE, return_tensors="np").input_features[0].T
+        np.testing.assert_allclose(
+            log_mel(samples, 100, n_bands), theirs, rtol=0, atol=1e-4
+        )  # theirs: float32
+
+
+@pytest.mark.full(but=["cpu-*-odd", "reference-*-whole-pages"])
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(("backend", "limit"), [("reference", 1e-4), ("cpu", 2e-3)])
+def test_logits_are_those_of_transformers(kind: str, backend: Any, limit: float, tmp_path: Path) -> None:
+    """Catches swapped frames, positions from another place, keys of the padding, and a bias of keys."""
+    path, theirs = saved(tmp_path, **OPTIONS[kind])
+    config = theirs.config
+    shape = (2 * config.max_source_positions, config.num_mel_bins)
+    features = np.random.default_rng(1).normal(0, 0.5, shape).astype(np.float32)
+    text = [257, 258, *range(60, 80)]
+    with torch.no_grad():
+        tensors = torch.from_numpy(features.T[None].copy()), torch.tensor([text])
+        want = theirs(tensors[0], decoder_input_ids=tensors[1]).logits[0].numpy()
+    with LLM(path, backend=backend) as llm:
+        sound = SoundInput(features, llm.config.n_sound, bytes(32))
+        request = llm.engine.maker.make_output_request(
+            SoundPrompt.of(sound, text), "logits", first_row=llm.config.n_sound
+        )
+        (found,) = llm.calls.compute([request])
+    assert want.std() > 0.5
+    np.testing.assert_allclose(found, want, rtol=0, atol=limit)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("timestamps", [False, True])
+def test_greedy_answers_are_those_of_transformers(timestamps: bool, tmp_path: Path) -> None:
+    """Catches rules of timestamps and suppressed tokens that differ, and windows of other samples."""
+    theirs = tiny_model()
+    if not timestamps:  # which would be no text
+        theirs.generation_config.suppress_tokens += [*map(id_of, TIMES)]
+    path = save_tiny(tmp_path, theirs)
+    sounds = [noise(seconds, seed) for seed, seconds in enumerate((1, 0.7, 0.4))]
+    with LLM(path, backend="reference", max_requests=4) as llm:
+        found = llm.transcribe(sounds, language="de", timestamps=timestamps)
+    for samples, ours in zip(sounds, found):
+        given = extractor()(samples, sampling_rate=RATE, return_tensors="pt").input_features
+        want = theirs.generate(
+            given, language="de", task="transcribe", return_timestamps=timestamps, do_sample=False,
+            num_beams=1, return_dict_in_generate=True,
+        )  # fmt: skip
+        ids = [i for i in want["sequences"][0].tolist() if i not in map(id_of, CONTROLS)]
+        first = ours.segments[0].token_ids
+        assert len(first) > 2
+        assert list(first) == ids[: len(first)]
+        texts = [i for segment in ours.segments for i in segment.token_ids if i < 256]
+        assert texts == [i for i in ids if i < 256][: len(texts)]  # theirs goes on, into the silence
+
+
+@pytest.mark.full
+def test_sixteen_sounds_at_once_have_the_bits_of_each_alone(llm: LLM) -> None:
+    """Also catches places of one sound in another's, and answers that depend on what was kept."""
+    sounds = [noise(0.3 + 0.04 * i, seed=i) for i in range(16)]
+    together = llm.transcribe(sounds)
+    n_encoded = llm.engine.encodings.n_encoded
+    again = [llm.transcribe(one) for one in sounds]
+    assert llm.engine.encodings.n_encoded == n_encoded
+    assert together == again
+    assert len({each.text for each in together}) > 8
+    llm.engine.check_integrity()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4"])
+def test_answers_about_one_sound_share_its_pages(kv_type: Any, tmp_path: Path) -> None:
+    """Catches work entries that a sequence shares beyond the sound, and rotated keys of the sound alone."""
+    path, _ = saved(tmp_path, max_source_positions=150)
+    sound = SoundInput.of(log_mel(noise(3), 300, 80), 160)
+    prompts: Any = [SoundPrompt.of(sound, [257, 258 + i, 300]) for i in range(3)]
+    options: Any = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 3}
+    answers = {}
+    for backend in ("cpu", "reference"):
+        with LLM(path, backend=backend, kv_type=kv_type, max_requests=4, speculation="off") as llm:
+            alone = [llm.generate(prompt, **options) for prompt in prompts]
+            llm.engine.allocator.forget()
+            together = llm.generate(prompts, **options)
+            assert [one.logprobs for one in together] == [one.logprobs for one in alone]
+            assert llm.engine.encodings.n_encoded == 1
+            answers[backend] = [one.logprobs[0].logprob for one in alone]
+    np.testing.assert_allclose(answers["cpu"], answers["reference"], rtol=0, atol=0.02)
+
+
+def test_a_long_sound_continues_where_a_segment_ended(llm: LLM) -> None:
+    found = llm.transcribe(noise(3.5, seed=3), language="fr")
+    assert found.language == "fr"
+    assert found.duration_s == 3.5
+    starts = [segment.start_s for segment in found.segments]
+    assert starts == sorted(starts)
+    assert starts[-1] >= 1
+    assert all(0 <= s.start_s <= s.end_s <= 3.5 for s in found.segments)
+
+
+def test_a_language_is_detected(llm: LLM) -> None:
+    assert llm.transcribe(noise(0.5)).language in LANGUAGES
+
+
+@pytest.mark.parametrize(
+    ("sound", "options", "message"),
+    [
+        (noise(0.1), {"language": "xx"}, "'language' must be one of de, en, fr"),
+        (noise(0.1), {"task": "sing"}, "'task' must be transcribe or translate"),
+        (noise(0.1), {"lang": "en"}, "'lang' is not supported"),
+        (noise(2), {"timestamps": False}, "'timestamps' are required for more than 1 seconds"),
+        ([np.zeros((2, 2))], {}, "'samples' must be numbers"),
+        ([np.zeros(0)], {}, "'samples' must have at least one number"),
+        ([np.array([0.5, np.nan])], {}, "'samples' must be finite"),
+        ([np.array([1, 2])], {}, "'samples' must be floats"),
+        ("/absent.wav", {}, "'sound' cannot be read"),
+    ],
+)
+def test_what_cannot_be_transcribed_is_named(sound: Any, options: Any, message: str, llm: LLM) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        llm.transcribe(sound, **options)
+
+
+def test_texts_need_a_sound(llm: LLM, pair: Any) -> None:
+    with pytest.raises(RequestError, match="a sound is required"):
+        llm.generate("Hello")
+    with pytest.raises(RequestError, match="a sound is required"):
+        llm.embed("Hello")
+    with pytest.raises(UnsupportedError, match="forward"):
+        llm.model.forward([[1, 2]])
+    sound = SoundInput.of(log_mel(noise(0.2), 2 * N_ROWS, 80), llm.config.n_sound)
+    with pytest.raises(RequestError, match="'sounds' must have features"):
+        llm.generate(SoundPrompt.of(replace(sound, features=np.zeros((98, 80), np.float32)), [257]))
+
+
+def test_other_models_hear_nothing(tmp_path: Path) -> None:
+    config = tiny_config()
+    path = write_tiny(tmp_path / "tiny.gguf", config, random_arrays(config))
+    with (
+        LLM(path, backend="reference") as llm,
+        pytest.raises(UnsupportedError, match="sound is not supported"),
+    ):
+        llm.transcribe(noise(0.1))
