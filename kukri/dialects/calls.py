@@ -87,11 +87,21 @@ class Call:
 
     With `is_own` the form is the model's own, so any name is taken and passed on at once. In other forms only
     names of tools are taken, and only when the arguments begin, because text may quote a tool's description.
+    With `takes_any` the form may be the model's own or other JSON, so any name with arguments is taken.
     """
 
     def __init__(
-        self, place: int, tools: Signatures, tell: Callable[[CallDelta], None], *, is_own: bool
+        self,
+        feed: Feed,
+        place: int,
+        tools: Signatures,
+        tell: Callable[[CallDelta], None],
+        *,
+        is_own: bool,
+        takes_any: bool = False,
     ) -> None:
+        self._takes_any = is_own or takes_any
+        self._feed, self._n_settled = feed, feed.n_read  # characters that the arguments or the form have
         self.place, self.tools, self.is_own = place, tools, is_own
         self.name: str | None = None
         self.is_told = False
@@ -104,9 +114,10 @@ class Call:
         """Sets the name. Raises Malformed if it cannot be one, or must be a tool's and is not."""
         if name not in self.tools and name.startswith("functions."):
             name = name.removeprefix("functions.")
-        if not name or (name not in self.tools and (must_be_known or not self.is_own)):
+        if not name or (name not in self.tools and (must_be_known or not self._takes_any)):
             raise Malformed
         self.name = name
+        self.settle()
         if self.is_own or self._waiting:
             self._tell_name()
 
@@ -115,6 +126,7 @@ class Call:
         if not text:
             return
         self._has_arguments = True
+        self.settle()
         if self.name is None:
             self._waiting.append(text)
             return
@@ -124,15 +136,28 @@ class Call:
         self._tell(CallDelta(self.place, None, text))
 
     def end(self) -> None:
-        """The call is whole: its arguments are {} if none came. Raises Malformed without a name."""
-        if self.name is None:
+        """The call is whole: its arguments are {} if none came.
+
+        Raises Malformed without a name, and without arguments for a name that other JSON may have.
+        """
+        if self.name is None or not (self._has_arguments or self.is_own or self.name in self.tools):
             raise Malformed
         if not self._has_arguments:
             self.grow("{}")
 
-    def complete(self, rest: str = "") -> None:
-        """Makes JSON of the arguments where the answer ends in them, or cannot be read on from `rest`."""
-        self.grow(ending("".join(self._told), rest))
+    def settle(self, n_ahead: int = 0) -> None:
+        """Note that what was taken is in the arguments or the call's form, but for `n_ahead` characters."""
+        self._n_settled = self._feed.n_read - n_ahead
+
+    def complete(self) -> str:
+        """Make JSON of arguments that cannot be read on, with the text that was taken and is not in them yet.
+
+        Returns this text where the arguments are whole.
+        """
+        told, rest = "".join(self._told), self._feed.since(self._n_settled)
+        added = ending(told, rest) if self._has_arguments else _as_object(rest, self)
+        self.grow(added)
+        return "" if added else rest
 
     def _tell_name(self) -> None:
         self.is_told = True
@@ -148,6 +173,7 @@ def read_object_call(feed: Feed, call: Call, depth: int = 0) -> Reading[None]:
     """
     is_doubled = yield from begin_object(feed)
     has_arguments = describes = False
+    others: list[str] = []  # keys that are arguments where nothing else is
     while True:
         yield from feed.space()
         begin = yield from feed.peek()
@@ -170,11 +196,18 @@ def read_object_call(feed: Feed, call: Call, depth: int = 0) -> Reading[None]:
             yield from read_arguments(feed, call, may_be_schema=describes)
         elif key in NAME_KEYS and call.name is None:
             yield from _read_name(feed, call, depth)
-        elif call.is_own or key in (*OTHER_KEYS, *NAME_KEYS, *_DESCRIBING_KEYS):
+        elif key in (*OTHER_KEYS, *NAME_KEYS, *_DESCRIBING_KEYS):
             describes = describes or key in _DESCRIBING_KEYS
             yield from read_value(feed, ignore)
+            call.settle()
+        elif call.is_own:
+            value: list[str] = []
+            yield from read_value(feed, value.append)
+            others.append(f"{json.dumps(key, ensure_ascii=False)}: {''.join(value)}")
         else:
             raise Malformed
+    if others and not has_arguments:
+        call.grow("{" + ", ".join(others) + "}")
     if describes and not has_arguments and not call.is_own:
         raise Malformed
     if depth == 0:
@@ -200,6 +233,7 @@ def read_arguments(
     A call of a tool without parameters with the tool's empty schema has no arguments, unless the text
     `may_be_schema`, which belongs to a description.
     """
+    call.settle()
     begin = yield from feed.peek()
     name = call.name or ""
     if begin == "{" and name in call.tools and not call.tools.parameters(name) and not may_be_schema:
@@ -215,14 +249,12 @@ def read_arguments(
         pieces: list[str] = []
         yield from (feed.until(Marks(ends), pieces.append) if ends else read_value(feed, pieces.append))
         value = "".join(pieces).strip()
-        if value in ("null", "[]"):
-            value = ""
         call.grow(_as_object(json.loads(value) if value.startswith('"') else value, call))
 
 
 def _as_object(text: str, call: Call) -> str:
     """Arguments that came as a text: the object in it, or else the text as the first of the parameters."""
-    if not text.strip():
+    if text.strip() in ("", "null", "[]"):
         return "{}"
     read = as_json(text)
     if read.startswith("{"):
@@ -287,9 +319,10 @@ def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[boo
 
 
 def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
-    """(key=value, …) as an object; values without a key belong to the tool's parameters in order."""
+    """(key=value, …) as an object; values without a key belong to the tool's other parameters in order."""
     feed.take(1)
-    names = iter(call.tools.parameters(call.name or ""))
+    call.settle()
+    names = call.tools.parameters(call.name or "")
     begin = "{"
     while True:
         yield from gap(feed)
@@ -312,10 +345,12 @@ def _read_python_arguments(feed: Feed, call: Call) -> Reading[None]:
             yield from feed.space()
             key, begun, ends = word, "", KEYWORD_ENDS
         else:
-            key, begun, ends = next(names, ""), word and word + space, POSITIONAL_ENDS
+            key, begun, ends = next(iter(names), ""), word and word + space, POSITIONAL_ENDS
             if not key:
                 raise Malformed
+        names = [name for name in names if name != key]
         call.grow(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
+        call.settle(len(begun))
         begin = ", "
         yield from _read_rest(feed, call, begun, ends)
     call.grow("{}" if begin == "{" else "}")

@@ -69,6 +69,11 @@ class Feed:
         kept, self._kept = self._kept or [], None
         return "".join(kept)
 
+    def since(self, n_read: int) -> str:
+        """Return what was taken after the first `n_read` characters, if that was kept."""
+        kept = "".join(self._kept or ())
+        return kept[len(kept) - (self.n_read - n_read) :]
+
     def take(self, n: int) -> str:
         """Takes the next `n` characters, or as many as have come."""
         taken = self._text[self._at : self._at + n]

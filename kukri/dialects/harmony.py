@@ -127,22 +127,19 @@ class HarmonyParser:
     def _call(self, recipient: str, tools: Signatures) -> Reading[None]:
         """The arguments of a call."""
         feed = self._feed
-        call = Call(self._n_calls, tools, self._tell, is_own=True)
+        feed.keep()
+        call = Call(feed, self._n_calls, tools, self._tell, is_own=True)
         try:
             call.begin(recipient)
             yield from feed.space()
             if not (yield from feed.starts(MARKS)):
                 yield from read_arguments(feed, call, ends=_END_MARKS)
-            call.end()
-        except EndOfText:
-            if not self._is_cut:
-                call.complete()
-        except Malformed:
-            rest: list[str] = []
-            mark = yield from feed.until(_ENDS, rest.append)
-            if call.is_told and (mark or not self._is_cut):
-                call.complete("".join(rest))
-            elif not call.is_told:
+        except (EndOfText, Malformed):
+            if not call.is_told:
                 self.missed.append("<|call|>")
+        mark = yield from feed.until(_ENDS, ignore)
+        if call.is_told and (mark or not self._is_cut):
+            left = call.complete()
+            self._events += [left] * any(map(str.isalnum, left))
         self._n_calls += call.is_told
-        yield from feed.until(_ENDS, ignore)
+        feed.kept()

@@ -24,7 +24,7 @@ from kukri.dialects.calls import (
 )
 from kukri.dialects.feed import EndOfText, Feed, Marks, Reading
 from kukri.dialects.signatures import Signatures
-from kukri.dialects.values import Malformed
+from kukri.dialects.values import Malformed, ignore
 
 CODE, CODE_END = "<code>", "</code>"
 FENCE = "```"
@@ -127,10 +127,10 @@ class ToolParser:
 
     def _read(self) -> Reading[None]:
         feed = self._feed
-        yield from self._line(is_own=self._marks.begins_bare)
+        yield from self._line(takes_any=self._marks.begins_bare)
         while found := (yield from feed.until(self._finds, self._say)):
             if found == "\n":
-                yield from self._line(is_own=False)
+                yield from self._line(takes_any=False)
             elif found == FENCE:
                 yield from self._fenced()
             elif found == CODE:
@@ -140,12 +140,12 @@ class ToolParser:
         if not self._is_after_call and self._held:
             self._events.append("".join(self._held))
 
-    def _line(self, *, is_own: bool) -> Reading[None]:
+    def _line(self, *, takes_any: bool) -> Reading[None]:
         """The beginning of a line: { or [ may be calls."""
         self._say((yield from self._feed.space()))
         begin = yield from self._feed.starts((*self._marks.openers, *_BARE))
         if begin in _BARE:
-            yield from self._calls(begin, is_own=is_own)
+            yield from self._calls(begin, takes_any=takes_any)
 
     def _fenced(self) -> Reading[None]:
         """Calls in a fence of Markdown."""
@@ -175,7 +175,7 @@ class ToolParser:
             self._tell(CallDelta(self._n_calls, name, json.dumps(arguments)))
             self._n_calls += 1
 
-    def _calls(self, begin: str, *, is_own: bool = False, is_kept: bool = False) -> Reading[bool]:
+    def _calls(self, begin: str, *, takes_any: bool = False, is_kept: bool = False) -> Reading[bool]:
         """Read calls from a mark, { or [ on, with the text between and around them.
 
         Text that turns out to be no call is emitted. Returns False if there are no calls.
@@ -183,7 +183,7 @@ class ToolParser:
         feed, n_before = self._feed, self._n_calls
         if not is_kept:
             feed.keep()
-        is_own = is_own or begin in self._marks.own
+        is_own = begin in self._marks.own
         may_come: tuple[str, ...] = _BARE if begin in _BARE else ()  # how the next call may begin
         is_list = False
         is_text = True  # the kept characters are text unless a call comes
@@ -211,7 +211,7 @@ class ToolParser:
                 feed.take(1)
                 is_list, may_come = True, ("{", _NAME)
             elif kind in may_come or kind == _TAG:
-                is_text = not (yield from self._call(kind, is_own))
+                is_text = not (yield from self._call(kind, is_own, takes_any))
                 if is_text:
                     break
                 yield from feed.run(_EXTRA)
@@ -234,11 +234,12 @@ class ToolParser:
             return _NAME
         return " " if char.isspace() else "," if char == ";" else char
 
-    def _call(self, kind: str, is_own: bool) -> Reading[bool]:
+    def _call(self, kind: str, is_own: bool, takes_any: bool) -> Reading[bool]:
         """One call; False if it turns out not to be one."""
         feed = self._feed
-        call = Call(self._n_calls, self._tools, self._tell, is_own=is_own)
+        call = Call(feed, self._n_calls, self._tools, self._tell, is_own=is_own, takes_any=takes_any)
         self._may_repeat = True
+        left = ""  # text for which the arguments have no place
         try:
             if kind == "{":
                 yield from read_object_call(feed, call)
@@ -249,13 +250,16 @@ class ToolParser:
                 self._may_repeat = yield from read_headed_call(feed, call, self._marks.closers)
         except EndOfText:
             if call.is_told and not self._is_cut:
-                call.complete()
+                left = call.complete()
         except Malformed:
-            if call.is_told:  # it is too late to take it back
-                rest: list[str] = []
-                if (yield from feed.until(self._after, rest.append)) or not self._is_cut:
-                    call.complete("".join(rest))
+            # it is too late to take back what is told
+            if call.is_told and ((yield from feed.until(self._after, ignore)) or not self._is_cut):
+                left = call.complete()
         self._n_calls += call.is_told
+        for mark in self._inner:
+            left = left.replace(mark, "")
+        if any(map(str.isalnum, left)):
+            self._say(left)
         return call.is_told
 
 

@@ -311,7 +311,7 @@ def _is_end(feed: Feed, quote: str, ends: Ends) -> Reading[bool]:
                 return True
         elif after[0] == ")" and ")" in ends.chars:  # print("a") in a text has both too
             if is_whole or len(after) > 1:
-                return after[1:2] != quote[0]
+                return after[1:2] != quote[0] and (after[1:2] != ")" or ends.chars != KEYWORD_ENDS.chars)
         elif after[0] in ends.chars and not (after[0] == "," and ends.has_keys):
             return True
         elif after[0] in "\"'," and ends.has_keys:  # a comma may be missing
@@ -330,7 +330,8 @@ def _is_end(feed: Feed, quote: str, ends: Ends) -> Reading[bool]:
 def ending(written: str, rest: str = "") -> str:
     """What makes an object of its beginning, which is JSON so far; `rest` is text that could not be read.
 
-    The rest becomes the value that is missing, or else one under the key "text", so that nothing is lost.
+    The rest becomes the value that is missing, or else one under the key "text" (or "text_", where that is
+    there), so that nothing is lost.
     """
     expected, ends, is_open = "value", [], False
     for match in _TOKEN.finditer(written):
@@ -348,7 +349,9 @@ def ending(written: str, rest: str = "") -> str:
         else:
             is_open = match[1] == ""  # no quote ends the text
             expected = "colon" if expected == "key" else "nothing"
-    rest = rest.strip()
+    rest, key = rest.strip(), "text"
+    while f'"{key}"' in written:
+        key += "_"
     added = json_text(rest) + '"' if is_open else ""
     value = "" if is_open else json.dumps(rest, ensure_ascii=False) if rest else ""
     if expected == "colon":
@@ -356,9 +359,9 @@ def ending(written: str, rest: str = "") -> str:
     elif expected == "value" and (value or written):
         added += value or "null"
     elif expected == "key" and (value or written.rstrip().endswith(",")):
-        added += f'"text": {value or "null"}'
+        added += f'"{key}": {value or "null"}'
     elif expected == "nothing" and value and ends:
-        added += f', "text": {value}' if ends[-1] == "}" else f", {value}"
+        added += f', "{key}": {value}' if ends[-1] == "}" else f", {value}"
     if not ends and not written:
         return f'{{"text": {value}}}' if value else "{}"
     return added + "".join(reversed(ends))

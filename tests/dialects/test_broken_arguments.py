@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from kukri.dialects.dialect import Dialect
 from kukri.dialects.families import DIALECTS, HERMES
 from kukri.dialects.signatures import Signatures
 from kukri.dialects.values import ending
-from tests.dialects.test_families import everywhere, split
+from tests.dialects.families import FAMILIES
+from tests.dialects.test_families import dialect, everywhere, split
 
 TEXTS = {"path": {"type": "string"}, "text": {"type": "string"}}
 TOOLS = Signatures([{"name": "write", "parameters": {"type": "object", "properties": TEXTS}}])
@@ -104,7 +106,7 @@ def test_arguments_are_an_object_in_every_form(form: str) -> None:
 @pytest.mark.parametrize("form", [form.name for form in DIALECTS if form.body == "python"])
 def test_arguments_in_python_are_whole_too(form: str) -> None:
     """Catches quotes, comments and lists without an end that are read in JSON alone."""
-    dialect = next(one for one in DIALECTS if one.name == form)
+    python = next(one for one in DIALECTS if one.name == form)
     for written, meant in (
         ('text="say "hi" now"', {"text": 'say "hi" now'}),
         ('text="print("a", "b")", path="x"', {"text": 'print("a", "b")', "path": "x"}),
@@ -115,10 +117,43 @@ def test_arguments_in_python_are_whole_too(form: str) -> None:
         ('path="a",\\n text="b"', {"path": "a", "text": "b"}),
         ('path=os.path.join("a", "b")', {"path": 'os.path.join("a", "b")'}),
     ):
-        around = dialect.around
+        around = python.around
         text = f"{around.before}write({written}){around.after}"
-        _, content, calls, *_ = everywhere(dialect, text, tools=TOOLS)
+        _, content, calls, *_ = everywhere(python, text, tools=TOOLS)
         assert (content, [json.loads(given) for _, given in calls]) == ("", [meant]), written
+
+
+# Arguments, or values of one, that are none in any form. "zebra" must not be lost.
+RAW = ("zebra", "'zebra", "5, zebra", "(zebra)", "zebra)", "[zebra", "{zebra", "zebra: a", "'a', 'zebra'",
+       "path='a' zebra", "path=(1, 'zebra'", "path={'a', 'zebra'}", "x y=zebra", "1, 2, 'zebra'",
+       "path==zebra", "path='a' if zebra else 'b'", "path='x', zebra='y'", '{"path": "a"} zebra',
+       '{"path" zebra}', '{"path": {"zebra"}}', '{"path": ["a" zebra]}', '"path": "zebra"')  # fmt: skip
+WRITTEN = ('{"path": "MARK"}', "path='MARK'", "path:MARK", "\nMARK\n</parameter>", ">MARK</", "MARK")
+
+
+@pytest.mark.full(but=["qwen", "gpt_oss", "lfm2"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_loses_what_it_cannot_read(name: str) -> None:
+    """Catches text that a reader took before it gave up, and arguments that are JSON but no object."""
+    family, wrong = FAMILIES[name], []
+    form, whole = dialect(family), family.write([("write", {"path": "MARK"})]).replace('<|"|>', "")
+    value = next(one for one in ("'MARK'", '"MARK"', "MARK") if one in whole)
+    bare = Signatures([{"name": "write"}])
+    for raw, tools in product(RAW, (TOOLS, bare)):
+        for place in (next(one for one in WRITTEN if one in whole), value):
+            text = "First.\n" * bool(family.before and family.most_calls > 1) + whole.replace(place, raw)
+            _, content, calls, *_ = found = split(form, [text], tools=tools)
+            told = [content, *(arguments for _, arguments in calls)]
+            is_right = all(isinstance(json.loads(one), dict) for one in told[1:])
+            if not (is_right and "zebra" in "".join(told) and split(form, text, tools=tools) == found):
+                wrong.append(f"{text!r}: {told}")
+    assert not wrong, "\n".join(wrong[:9])
+
+
+def test_a_key_that_is_there_is_not_written_again() -> None:
+    """Catches a parameter called text that the rest of broken arguments replaces."""
+    ((_, arguments),) = split(HERMES, [call('{"text": "a", "path": 5 ]zebra}')], tools=TOOLS)[2]
+    assert json.loads(arguments) == {"text": "a", "path": 5, "text_": "]zebra}}"}
 
 
 NOW = Signatures([{"name": "now", "parameters": {"type": "object", "properties": {}}}, {"name": "write"}])
