@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kukri.errors import ConfigError, brief, close_matches
@@ -39,63 +39,45 @@ class Agent:
     def filled(self, facts: Mapping[str, str]) -> Agent:
         """Return the agent with the values of `FILLED` in its texts."""
 
-        def fill(text: str) -> str:
-            for name in FILLED:
-                text = text.replace(f"{{{name}}}", facts[name])
-            return text
+        def fill(value: Any) -> Any:
+            if isinstance(value, str):
+                for name in FILLED:
+                    value = value.replace(f"{{{name}}}", facts[name])
+            elif isinstance(value, Mapping):
+                value = {name: fill(one) for name, one in value.items()}
+            elif isinstance(value, tuple):
+                value = tuple(map(fill, value))
+            return value
 
-        variables = {name: None if text is None else fill(text) for name, text in self.environment.items()}
-        return replace(
-            self,
-            arguments=tuple(map(fill, self.arguments)),
-            environment=variables,
-            files={fill(path): fill(text) for path, text in self.files.items()},
-            own=None if self.own is None else (self.own[0], fill(self.own[1])),
-        )
+        return replace(self, **{one.name: fill(getattr(self, one.name)) for one in fields(self)})
 
 
-def _codex() -> tuple[str, ...]:
-    """Codex takes settings from arguments, as TOML."""
-    provider = {
-        "name": "kukri", "base_url": "{url}/v1", "wire_api": "responses", "env_key": "KUKRI_API_KEY",
-    }  # fmt: skip
-    settings: dict[str, Any] = {"model": "{model}", "model_provider": "kukri"}
-    settings |= {f"model_providers.kukri.{name}": value for name, value in provider.items()}
-    arguments = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-    arguments += ["model_context_window={context}", "model_providers.kukri.stream_idle_timeout_ms=3600000"]
-    return tuple(part for text in arguments for part in ("-c", text))
-
-
-_CLINE = """\
-{
-  "version": 1,
-  "lastUsedProvider": "openai-compatible",
-  "modes": {},
-  "providers": {
-    "openai-compatible": {
-      "settings": {
-        "provider": "openai-compatible", "apiKey": "{key}", "model": "{model}", "baseUrl": "{url}/v1"
-      },
-      "updatedAt": "2026-11-30T00:00:00.000Z",
-      "tokenSource": "manual"
-    }
-  }
-}
-"""
-_LIMITS = '{"context": {context}, "output": {answer}}'
+# in TOML, for codex' option -c
+_CODEX = (
+    'model="{model}"',
+    'model_provider="kukri"',
+    "model_context_window={context}",
+    'model_providers.kukri={name="kukri", base_url="{url}/v1", wire_api="responses", '
+    'env_key="KUKRI_API_KEY", stream_idle_timeout_ms=3600000}',
+)
+_CLINE = (
+    '{"version": 1, "lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": {"settings": '
+    '{"provider": "openai-compatible", "apiKey": "{key}", "model": "{model}", "baseUrl": "{url}/v1"}, '
+    '"updatedAt": "2026-11-30T00:00:00.000Z", "tokenSource": "manual"}}}'
+)
 _OPENCODE = (
     '{"provider": {"kukri": {"npm": "@ai-sdk/openai-compatible", "name": "kukri", "options": '
-    '{"baseURL": "{url}/v1", "apiKey": "{key}"}, "models": {"{model}": {"limit": ' + _LIMITS + "}}}}, "
-    '"model": "kukri/{model}", "small_model": "kukri/{model}", "autoupdate": false}'
+    '{"baseURL": "{url}/v1", "apiKey": "{key}"}, "models": {"{model}": {"limit": '
+    '{"context": {context}, "output": {answer}}}}}}, "model": "kukri/{model}", '
+    '"small_model": "kukri/{model}", "autoupdate": false}'
 )
 _PI = """\
 export default function (pi) {
   pi.registerProvider("kukri", {
     baseUrl: "{url}/v1", apiKey: "KUKRI_API_KEY", api: "openai-completions",
     models: [{
-      id: "{model}", name: "{model}", reasoning: false, input: ["text"],
-      cost: { input: 0, output: 0, cacheRead: 0, cacheWrite: 0 },
-      contextWindow: {context}, maxTokens: {answer},
+      id: "{model}", name: "{model}", reasoning: false, input: ["text"], contextWindow: {context},
+      maxTokens: {answer}, cost: { input: 0, output: 0, cacheRead: 0, cacheWrite: 0 },
     }],
   });
 }
@@ -145,7 +127,7 @@ AGENTS = {
         "codex",
         "npm install -g @openai/codex",
         "0.171.0",
-        _codex(),
+        tuple(part for setting in _CODEX for part in ("-c", setting)),
         {"KUKRI_API_KEY": "{key}"},
         context=12288,
     ),

@@ -74,10 +74,8 @@ def launch_agent(name: str | None, arguments: Sequence[str], options: LaunchOpti
 
 def _facts(server: LaunchedServer, home: Path) -> dict[str, str]:
     answer = min(server.context // _ANSWER_SHARE, _MOST_ANSWER)
-    return {
-        "url": server.url, "key": server.key, "model": server.model, "context": str(server.context),
-        "answer": str(answer), "home": str(home),
-    }  # fmt: skip
+    numbers = {"context": str(server.context), "answer": str(answer)}
+    return numbers | {"url": server.url, "key": server.key, "model": server.model, "home": str(home)}
 
 
 def _change_own(agent: Agent, options: LaunchOptions) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.errors import ConfigError
+from kukri.host.files import remove_file
 from kukri.host.private_files import write_private
 from kukri.terminal.files import read_text
 
@@ -49,8 +50,8 @@ def uninstall(file: Path, settings: Mapping[str, Any]) -> None:
     if restored or had_file:
         _write(file, restored)
     else:
-        file.unlink(missing_ok=True)
-    backup.unlink()
+        remove_file(file)
+    remove_file(backup)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -72,8 +73,8 @@ def _write(file: Path, settings: Mapping[str, Any]) -> None:
 def _merged(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(own)
     for name, value in settings.items():
-        both = isinstance(value, Mapping) and isinstance(own.get(name), Mapping)
-        merged[name] = _merged(own[name], value) if both else value
+        are_objects = isinstance(value, Mapping) and isinstance(own.get(name), Mapping)
+        merged[name] = _merged(own[name], value) if are_objects else value
     return merged
 
 

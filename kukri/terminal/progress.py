@@ -44,33 +44,33 @@ def _byte_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
 
 @contextmanager
 def waiting(title: str) -> Iterator[Callable[[str], None]]:
-    """Yields a function of what was said last, which shows that and the seconds since the first call.
+    """Yields a function of a text, which shows the title, seconds since its first call and the text.
 
     Without a terminal, the first call prints the title.
     """
     with ExitStack() as stack:
         shows: list[Callable[[str], None]] = []
 
-        def show(said: str) -> None:
-            if not shows and sys.stderr.isatty():
+        def show(text: str) -> None:
+            if not shows:
                 shows.append(_seconds(stack, title))
-            elif not shows:
-                print(title, file=sys.stderr, flush=True)
-                shows.append(lambda said: None)
-            shows[0](said)
+            shows[0](text)
 
         yield show
 
 
 def _seconds(stack: ExitStack, title: str) -> Callable[[str], None]:
     """Shows a title, seconds and a text until the stack is closed; the function given changes the text."""
+    if not sys.stderr.isatty():
+        print(title, file=sys.stderr, flush=True)
+        return lambda text: None
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn(title), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
     task = bar.add_task("", total=None)
-    return lambda said: bar.update(task, description=printable(said))
+    return lambda text: bar.update(task, description=printable(text))
 
 
 @contextmanager
