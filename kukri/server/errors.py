@@ -220,6 +220,8 @@ def _problem(error: Mapping[str, Any]) -> str:
     if error["type"] == "list_type" and error["loc"][-1] == TEXT_OR_LIST:
         return "must be a text or a list"
     said = _PROBLEMS.get(error["type"])
+    if said is None and error["msg"].startswith("must "):
+        return str(error["msg"])
     return f"is wrong: {error['msg']}" if said is None else f"must {said.format(**error.get('ctx', {}))}"
 
 

@@ -310,6 +310,7 @@ def test_no_error_names_a_class(served):
         (CHAT, {"response_format": 5}, "response_format", "must be an object"),
         (CHAT, {"metadata": 5}, "metadata", "must be an object"),
         (RESPONSE, {"input": [inside]}, "input[0].content", text),
+        (RESPONSE, {"input": [{"type": "sonnet"}]}, "input[0]", "must be an item of type message"),
         ("/v1/messages", {"messages": [inside], "max_tokens": 1}, "messages[0].content", text),
         ("/completion", {"prompt": {"prompt_string": 5}}, "prompt.prompt_string", "must be"),
         ("/v1/rerank", {"query": "a", "documents": [{"id": 5}]}, "documents[0].text", "is required"),

@@ -143,8 +143,8 @@ Item = Annotated[
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="An item is of type message, reasoning, function_call, function_call_output, "
-        "custom_tool_call, custom_tool_call_output or item_reference",
+        custom_error_message="must be an item of type message, reasoning, function_call, "
+        "function_call_output, custom_tool_call, custom_tool_call_output or item_reference",
     ),
 ]
 
