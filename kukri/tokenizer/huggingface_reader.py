@@ -174,6 +174,8 @@ class Parts:
         inside = [i for i, special in enumerate(around.special_tokens_mask) if not special]
         first, last = (inside[0], inside[-1] + 1) if inside else (len(around.ids), len(around.ids))
         before, after = around.ids[:first], around.ids[last:]
+        if before and before[0] == self.vocabulary.id_of.get("<|startoftranscript|>"):
+            return False, False  # the prompt of each sound says how its text begins
         if before not in ([], [bos]) or after not in ([], [eos]):
             raise UnsupportedError(
                 f"{self.files.path}: the post-processor adds {before}, {after}, but only BOS and EOS are "

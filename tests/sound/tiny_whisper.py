@@ -28,6 +28,10 @@ def tokenizer():
     inner.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tk.decoders.ByteLevel()
     inner.add_special_tokens([tk.AddedToken(text, special=True) for text in CONTROLS])
+    around = [(text, inner.token_to_id(text)) for text in (*CONTROLS[:2], CONTROLS[-1])]
+    inner.post_processor = tk.processors.TemplateProcessing(
+        "<|startoftranscript|> <|notimestamps|> $A <|endoftext|>", None, around
+    )
     inner.add_tokens([tk.AddedToken(text, special=False) for text in TIMES])
     return tr.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=CONTROLS[0])
 
