@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 Task = Literal["transcribe", "translate"]
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _TIMES_PER_S = 50  # timestamps
-_SILENT, _UNLIKELY = (
-    0.6,
-    -1.0,
-)  # a window is skipped if it is silent by this, and its text as unlikely as that
+# A window is skipped if it is silent with more than this probability and its text is less likely than this.
+_SILENT, _UNLIKELY = 0.6, -1.0
 
 
 @dataclass(frozen=True)
