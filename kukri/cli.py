@@ -46,6 +46,7 @@ from kukri.terminal.options import (
     TextOptions,
     Threads,
     ToolOptions,
+    TranscribeOptions,
     TuneOptions,
     cluster_options,
     one_model,
@@ -380,6 +381,27 @@ def rerank(
 
     model, texts = model_and_texts(named.model_option, [named.model, query, *(documents or [])])
     show_ranking(texts, model, options, given(loading), as_json=json)
+
+
+@command(app)
+def transcribe(
+    *,
+    named: ModelName,
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="WAV files; - is standard input.")
+    ] = None,
+    options: TranscribeOptions,
+    loading: ModelOptions,
+    json: Json = False,
+) -> None:
+    """Write what is said in sound files, by a Whisper model."""
+    from kukri.terminal.embed import model_and_texts
+    from kukri.terminal.transcribe import transcribe_files
+
+    model, files = model_and_texts(named.model_option, [named.model, *(files or [])])
+    if json:
+        options.format = "json"
+    transcribe_files(files, model, options, given(loading))
 
 
 @command(app)

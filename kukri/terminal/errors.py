@@ -21,7 +21,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 # the commands under the headings of `kukri --help`
 HEADINGS = {
     "Answer and serve": ("run", "chat", "serve", "launch", "batch", "ps", "cluster", "stage"),
-    "Vectors and activations": ("embed", "rerank", "activations", "circuit", "plot"),
+    "Vectors and activations": ("embed", "rerank", "transcribe", "activations", "circuit", "plot"),
     "Models": ("pull", "list", "rm", "show", "inspect"),
     "Files": ("convert", "quantize", "imatrix", "tune-recipe", "merge"),
     "Measure": ("bench", "perplexity", "compare", "doctor"),

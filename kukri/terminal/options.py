@@ -448,6 +448,19 @@ class RerankOptions:
 
 
 @dataclass(eq=False, repr=False)
+class TranscribeOptions:
+    """Options of `kukri transcribe`."""
+
+    format: Literal["text", "srt", "vtt", "json"] = option(
+        "Form of the output; json is a line per file.", "-f", "--format", default="text"
+    )
+    out: Path | None = option("Directory to write a file to for each sound.", "-o", "--out", metavar="DIR")
+    language: str | None = option("Language spoken, such as en. [default: detected]", metavar="CODE")
+    translate: bool = option("Translate into English.", "--translate", default=False)
+    prompt: str | None = option("Words and spellings to expect.", metavar="TEXT")
+
+
+@dataclass(eq=False, repr=False)
 class StoreOptions:
     """Options of `kukri activations`."""
 
