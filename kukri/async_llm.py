@@ -73,6 +73,7 @@ class AsyncLLM:
     extract = _in_thread(LLM.extract)
     classify = _in_thread(LLM.classify)
     classify_tokens = _in_thread(LLM.classify_tokens)
+    transcribe = _in_thread(LLM.transcribe)
     load_adapter = _in_thread(LLM.load_adapter)
     unload_adapter = _in_thread(LLM.unload_adapter)
 

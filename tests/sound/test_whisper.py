@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 import transformers as tr
 
-from kukri import LLM
+from kukri import LLM, AsyncLLM
 from kukri.errors import RequestError, UnsupportedError
 from kukri.sound.features import RATE, log_mel
 from kukri.sound.prompt import SoundInput, SoundPrompt
@@ -200,3 +201,12 @@ def test_other_models_hear_nothing(tmp_path: Path) -> None:
         pytest.raises(UnsupportedError, match="sound is not supported"),
     ):
         llm.transcribe(noise(0.1))
+
+
+def test_asyncio_gives_the_same(llm: LLM) -> None:
+    """Catches a call that only the blocking face has."""
+
+    async def transcribe() -> Any:
+        return await AsyncLLM(llm).transcribe(noise(0.6), timestamps=False)
+
+    assert asyncio.run(transcribe()) == llm.transcribe(noise(0.6), timestamps=False)
