@@ -77,8 +77,8 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
     ),
     (
         'kukri/kernels/reference.py',
-        'first = 0 if spec.window is None else max(0, position + 1 - spec.window)',
-        'first = 0 if spec.window is None else max(0, position - spec.window)',
+        'first = 0 if spec.window is None else position + 1 - spec.window',
+        'first = 0 if spec.window is None else position - spec.window',
     ),
     (
         'kukri/server/chat/image_urls.py',

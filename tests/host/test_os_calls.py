@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import select
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,12 +42,21 @@ EXCEPT = {"tokenizer/sandbox.py": {"resource", "setitimer", "ITIMER_PROF"}}
 # What host/files.py does as Windows allows it
 FILE_CALLS = {"os.replace", "os.rename", "os.remove"}
 FILE_METHODS = {"unlink", "rmtree", "write_text"}
+FILE_WORDS = re.compile("|".join([*FILE_METHODS, *FILE_CALLS, "fdopen", "read_text"]))
+
+
+@cache
+def source_of(path: Path) -> str:
+    return path.read_text("utf-8")
 
 
 def used_in(path: Path) -> set[str]:
     """Return the names above that a file uses."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    found: set[str] = set()
+    source = source_of(path)
+    if not any(name in source for name in (*MODULES, *NAMES)):
+        return found
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & MODULES
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("kukri."):
@@ -68,7 +79,9 @@ def test_what_a_system_may_lack_is_used_in_one_folder() -> None:
 
 def file_faults(source: str) -> list[str]:
     """Return the calls that delete, replace or write files as only some systems do, each with its line."""
-    found = []
+    found: list[str] = []
+    if not FILE_WORDS.search(source):
+        return found
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -85,7 +98,7 @@ def test_files_are_handled_in_one_folder() -> None:
     found = {
         path.relative_to(PACKAGE).as_posix(): faults
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.parent.name != "host" and (faults := file_faults(path.read_text("utf-8")))
+        if path.parent.name != "host" and (faults := file_faults(source_of(path)))
     }
     assert not found
     for call in (

@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers as tr
 
 from kukri import LLM, AsyncLLM
 from kukri.errors import RequestError, UnsupportedError
 from kukri.sound.features import RATE, log_mel
 from kukri.sound.prompt import SoundInput, SoundPrompt
+from tests.lazy_imports import lazy_imports
 from tests.sound.tiny_whisper import CONTROLS, LANGUAGES, N_ROWS, TIMES, id_of, save_tiny, tiny_model
 from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers as tk
-import torch
-import transformers as tr
+
+from tests.lazy_imports import lazy_imports
+
+with lazy_imports():
+    import torch
+    import transformers as tr
 
 LANGUAGES = ("en", "de", "fr")
 CONTROLS = (

@@ -30,6 +30,7 @@ class FakeLLM:
         self.config = SimpleNamespace(name="fake", max_context=8)
         self.path, self.options = Path("fake.gguf"), SimpleNamespace(prefix_dir=None)
         self.engine_config = SimpleNamespace(max_context=None)
+        self.calls = SimpleNamespace(check_generates=lambda: None)
 
     def stream(self, messages, params, adapter=None, interventions=()):
         self.adapter = adapter

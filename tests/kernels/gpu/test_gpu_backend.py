@@ -153,7 +153,7 @@ def test_logits_are_those_of_the_reference(name, monkeypatch):
 def test_attention_has_the_fields_that_its_kernels_know():
     """A kind of attention that plain ops compute and kernels leave out without a word."""
     known = {"layer", "n_heads", "n_kv_heads", "d_head", "scale", "window", "softcap", "sinks", "reads"}
-    left_to_plain_ops = {"is_causal", "sees_all_ahead", "distances", "key_range"}
+    left_to_plain_ops = {"is_causal", "sees_all_ahead", "distances", "key_range", "first_key", "stop_key"}
     assert {field.name for field in fields(AttentionSpec)} == known | left_to_plain_ops
 
 
