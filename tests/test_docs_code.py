@@ -72,6 +72,7 @@ OURS = {
     "qwen3-1.7b": "smollm2-135m",
     "path/to/SmolVLM-256M-Instruct": "seeing",
     "path/to/colbert": "colbert",
+    "path/to/whisper-base": "hearing",
     "path/to/adapter": "adapter",
     "path/to/third": "adapter",
     "path/to/oracle": "adapter",
@@ -158,6 +159,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models and files that the pages name."""
     from kukri.interp import ControlVector
     from tests.models.tiny_colbert import save_late
+    from tests.sound.tiny_whisper import save_noise, save_tiny, tiny_model
     from tests.vision.seeing import save_seeing
 
     folder = tmp_path_factory.mktemp("pages")
@@ -192,6 +194,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_seeing(folder / "seeing", n_layers=10)
     for name in ("cat.jpg", "dog.jpg"):
         Image.fromarray(picture(30, 40)).save(folder / name)
+    save_tiny(folder / "hearing", tiny_model())
+    save_noise(folder / "speech.wav")
     save_late(folder / "colbert", "bert", document_length=64, query_length=40)
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions"}
     body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}

@@ -17,7 +17,16 @@ from kukri.errors import RequestError, UnsupportedError
 from kukri.sound.features import RATE, log_mel
 from kukri.sound.prompt import SoundInput, SoundPrompt
 from tests.lazy_imports import lazy_imports
-from tests.sound.tiny_whisper import CONTROLS, LANGUAGES, N_ROWS, TIMES, id_of, save_tiny, tiny_model
+from tests.sound.tiny_whisper import (
+    CONTROLS,
+    LANGUAGES,
+    N_ROWS,
+    TIMES,
+    id_of,
+    noise,
+    save_tiny,
+    tiny_model,
+)
 from tests.tiny_gguf import random_arrays, tiny_config, write_tiny
 
 with lazy_imports():
@@ -35,13 +44,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def saved(directory: Path, **changes: Any) -> tuple[Path, Any]:
     model = tiny_model(**changes)
     return save_tiny(directory, model), model
-
-
-def noise(seconds: float, seed: int = 0) -> Any:
-    """A tone that rises, in noise."""
-    random, n = np.random.default_rng(seed), int(seconds * RATE)
-    tone = np.sin(np.arange(n) ** 1.2 * (0.01 + 0.02 * seed)) * 0.4
-    return (tone + random.normal(0, 0.05, n)).astype(np.float32)
 
 
 def extractor(n_bands=80):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import wave
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers as tk
 
+from kukri.sound.features import RATE
 from tests.lazy_imports import lazy_imports
 
 with lazy_imports():
@@ -87,3 +90,20 @@ def save_tiny(directory: Path, model: Any) -> Path:
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return directory
+
+
+def noise(seconds: float, seed: int = 0) -> Any:
+    """A tone that rises, in noise."""
+    random, n = np.random.default_rng(seed), int(seconds * RATE)
+    tone = np.sin(np.arange(n) ** 1.2 * (0.01 + 0.02 * seed)) * 0.4
+    return (tone + random.normal(0, 0.05, n)).astype(np.float32)
+
+
+def save_noise(path: Path, seed: int = 0) -> Path:
+    """A WAV file of less than a window."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes((noise(0.8, seed) * 20_000).astype("<i2").tobytes())
+    return path

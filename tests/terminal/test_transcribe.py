@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import wave
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from kukri import LLM
 from kukri.calls.speech import Segment, Transcription
 from kukri.cli import app
 from kukri.terminal.transcribe import _FORMS
-from tests.sound.test_whisper import noise
-from tests.sound.tiny_whisper import save_tiny, tiny_model
+from tests.sound.tiny_whisper import save_noise, save_tiny, tiny_model
 
 FOUND = Transcription(
     "One. Two --> three.",
@@ -42,16 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("whisper"), tiny_model())
 
 
-def sound(path: Path, seed: int) -> Path:
-    samples = (noise(0.8, seed) * 20_000).astype("<i2")
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(16_000)
-        file.writeframes(samples.tobytes())
-    return path
-
-
 def said(*arguments: str | Path, stdin: bytes | None = None) -> tuple[int, str, str]:
     done = CliRunner().invoke(app, ["transcribe", *map(str, arguments)], input=stdin)
     return done.exit_code, done.stdout, done.stderr
@@ -60,7 +48,7 @@ def said(*arguments: str | Path, stdin: bytes | None = None) -> tuple[int, str, 
 @pytest.mark.representative(3)
 def test_files_become_texts_and_a_broken_one_stops_no_other(model: Path, tmp_path: Path) -> None:
     """Catches a text of another file, an answer that `LLM.transcribe` does not give, and a lost error."""
-    first, second = sound(tmp_path / "a.wav", 1), sound(tmp_path / "b.wav", 2)
+    first, second = save_noise(tmp_path / "a.wav", 1), save_noise(tmp_path / "b.wav", 2)
     broken = tmp_path / "c.mp3"
     broken.write_bytes(b"ID3")
     with LLM(model) as llm:
@@ -81,7 +69,7 @@ def test_files_become_texts_and_a_broken_one_stops_no_other(model: Path, tmp_pat
 @pytest.mark.full
 def test_no_file_is_overwritten(model: Path, tmp_path: Path) -> None:
     """Catches a target that exists, before anything is transcribed."""
-    path, out = sound(tmp_path / "a.wav", 1), tmp_path / "texts"
+    path, out = save_noise(tmp_path / "a.wav", 1), tmp_path / "texts"
     assert said(model, path, "-f", "vtt", "-o", out)[0] == 0
     written = (out / "a.vtt").read_text()
     assert written.startswith("WEBVTT\n")
