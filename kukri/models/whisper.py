@@ -1,7 +1,7 @@
 """Whisper's decoder (Radford et al. 2022): a text that attends to a sound, and to itself.
 
 A sequence begins with the sound: its first `n_sound` places in the cache hold, in each layer, the keys and
-values that the layer's cross-attention reads, and the places after them those of the text. So a sound is
+values that the layer's cross-attention reads, and the places after them belong to the text. So a sound is
 found again by its pages, and shared, as any prefix is. `keep_rows` fills the places of a sound from the rows
 of the encoder (`kukri.sound.whisper`); the program itself computes text alone.
 """
@@ -121,7 +121,7 @@ def sound_places(n_rows: int) -> int:
 
 
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:
-    """The places of the sound come before those of the text."""
+    """The places of the sound come before the places of the text."""
     n_rows = keys.whole("max_source_positions", most=MAX_SOUND)
     facts["n_sound_rows"], facts["n_sound"] = n_rows, sound_places(n_rows)
     facts["max_context"] += facts["n_sound"]

@@ -1,7 +1,7 @@
 """The agents that `kukri launch` knows: how each is installed, and what makes it use a server.
 
 Each row was tried with the version that it names. Its texts may hold the names of `FILLED` in braces, which
-are filled in when the agent runs. No text but those of variables and files may hold the key, because
+are filled in when the agent runs. Only texts of variables and files may hold the key, because
 arguments can be seen by other users.
 """
 

@@ -116,7 +116,7 @@ def started_server(model: str | None, more: Sequence[str]) -> LaunchedServer:
     with waiting("the server for agents starts") as show:
         is_ours = False
         while True:
-            with locked(directory):  # so that a log is that of the server which holds the lock
+            with locked(directory):  # so that a log belongs to the server which holds the lock
                 mine = lock_file(lock, wait=False)
                 if mine is not None and not is_ours:
                     _user_key()

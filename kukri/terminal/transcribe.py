@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kukri.calls.speech import Task, Transcription
 from kukri.calls.transcribe import read_sound
 from kukri.errors import ConfigError, RequestError
@@ -38,7 +36,9 @@ def transcribe_files(
     write, suffix = _FORMS[options.format]
     if options.out is None and len(files) > 1 and suffix in (".srt", ".vtt"):
         raise ConfigError(f"--out is required for the {options.format} of several files")
-    targets = {file: _target(file, options.out, suffix) for file in files}
+    targets = {file: _target(file, options.out, suffix) for file in dict.fromkeys(files)}
+    if options.out is not None and len(set(targets.values())) < len(targets):
+        raise ConfigError("files of one name in several directories cannot be combined with --out")
     failed: list[str] = []
     with loading_bar() as progress:
         llm = LLM(model, progress=progress, **loading)
@@ -77,7 +77,7 @@ def _transcribed(
         for file in files[begin : begin + _AT_ONCE]:
             try:
                 data = sys.stdin.buffer.read(MAX_FILE_BYTES + 1) if file == "-" else file
-                sounds[file] = np.asarray(read_sound(data))
+                sounds[file] = read_sound(data)
             except RequestError as error:
                 failed.append(f"{file}: {error}")
         found = llm.transcribe(

@@ -78,4 +78,7 @@ def test_no_file_is_overwritten(model: Path, tmp_path: Path) -> None:
     assert "must not exist" in err
     assert (out / "a.vtt").read_text() == written
     assert "--out" in said(model, path, path, "-f", "srt")[2]
+    (tmp_path / "other").mkdir()
+    other = save_noise(tmp_path / "other" / "a.wav", 2)
+    assert "cannot be combined" in said(model, path, other, "-o", tmp_path / "both")[2]
     assert "model is required" in said(path)[2]

@@ -17,7 +17,7 @@ from kukri.sound.whisper import WhisperEncoder, neighbours
 
 
 class SoundEncoder(ImageEncoder):
-    """Makes the rows of sounds, in slices as those of images. Rows of zeros fill the last page."""
+    """Makes the rows of sounds, in slices as the rows of images. Rows of zeros fill the last page."""
 
     input_type = SoundInput
 
