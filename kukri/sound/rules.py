@@ -17,7 +17,7 @@ _NEVER = np.float32(-np.inf)
 class TextRules:
     """A logits processor for an answer whose prompt has `n_prompt` tokens.
 
-    Tokens of `suppressed` never come, and tokens of `not_first` do not come first. From `first_time` on tokens
+    Tokens of `suppressed` never come, and tokens of `not_first` do not come first. From `first_time` on they
     are timestamps, a fiftieth of a second from one to the next; the token before it says that there are none.
     With `writes_times` the first token is one, up to `latest_start`.
     """

@@ -114,3 +114,11 @@ def test_no_mutation_of_a_file_raises_anything_else() -> None:
         except RequestError:
             continue
         assert np.isfinite(found).all()
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such device")
+def test_a_device_without_an_end_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a limit that is asked of the size that a file states."""
+    monkeypatch.setattr("kukri.sound.wav.MAX_FILE_BYTES", 1 << 20)
+    with pytest.raises(RequestError, match="must have at most 1 MiB"):
+        read_wav(Path("/dev/zero"))
