@@ -22,7 +22,7 @@ from tests.kernels.gpu.device import IS_INTERPRETED
 
 EXPENSIVE = {"torch", "transformers", "anthropic", "openai", "numba"}  # packages that take seconds to import
 IMPORTED_TO_COLLECT = pytest.StashKey[set[str]]()
-pytest_plugins = ["tests.tiers", "tests.processor_time"]
+pytest_plugins = ["tests.tiers", "tests.processor_time", "tests.draws"]
 
 if TYPE_CHECKING:
     from kukri import LLM
