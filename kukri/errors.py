@@ -7,7 +7,6 @@ KukriError
 │   └── UnusedTensorError    a checkpoint holds tensors that no layer took
 ├── UnsupportedError         valid, but not something kukri runs; says what is supported
 │   └── MissingKernelError   a backend has no kernel for an op and type
-│       └── KernelSizeError  … for a size, such as a head's
 ├── RequestError             the caller's request is wrong (HTTP 400)
 │   ├── ContextLengthError   the prompt does not fit into the context
 │   └── ActivationLimitError the activations wanted are larger than allowed (HTTP 413)
@@ -116,10 +115,6 @@ class UnsupportedError(KukriError):
 
 class MissingKernelError(UnsupportedError):
     """A backend has no kernel for this op and weight type."""
-
-
-class KernelSizeError(MissingKernelError):
-    """A backend's kernels do not take a size of the model's."""
 
 
 class RequestError(KukriError):

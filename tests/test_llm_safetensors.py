@@ -22,6 +22,7 @@ from kukri import LLM, SamplingParams
 from kukri.errors import ConfigError, FormatError, UnsupportedError, UnusedTensorError
 from kukri.formats.checkpoint import open_checkpoint
 from kukri.kernels import make_backend
+from kukri.kernels.cache import KVType
 from kukri.kernels.quantize import quantize
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.models import ARCHITECTURES, load_model
@@ -566,8 +567,14 @@ def theirs(model: Any, ids: list[int]) -> np.ndarray:
         return model(torch.tensor([ids])).logits[0].float().numpy()
 
 
-def exact_logits(directory: Path, ids: list[int], max_context: int | None = None) -> np.ndarray:
-    """Logits [T, V] on the reference backend with a float32 cache, which LLM does not have.
+def exact_logits(
+    directory: Path,
+    ids: list[int],
+    max_context: int | None = None,
+    backend_name: str = "reference",
+    kv_type: KVType = "f32",
+) -> np.ndarray:
+    """Logits [T, V] on the reference backend with a float32 cache, which LLM does not have, or on another.
 
     RoPE is that of a model loaded for `max_context` tokens; None: the checkpoint's.
     """
@@ -575,9 +582,9 @@ def exact_logits(directory: Path, ids: list[int], max_context: int | None = None
         config = checkpoint.config
         config = replace(config, max_context=max_context or config.max_context)
         model = load_model(checkpoint.weights(config), config)
-    n, backend = len(ids), make_backend("reference")
+    n, backend = len(ids), make_backend(backend_name)
     n_pages = -(-n // backend.page_tokens)
-    cache = backend.new_cache(model.cache_layout, n_pages, 1, "f32")
+    cache = backend.new_cache(model.cache_layout, n_pages, 1, kv_type)
     program = backend.compile(model, cache, StepLimits(n, 1, n, n_pages))
     steps = np.arange(n, dtype=np.int32)
     ends = np.array([0, n], np.int32)

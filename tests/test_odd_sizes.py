@@ -11,7 +11,7 @@ import pytest
 
 from kukri import LLM
 from kukri.config import RopeConfig
-from tests.test_llm_safetensors import CHECKPOINTS, make
+from tests.test_llm_safetensors import CHECKPOINTS, exact_logits, make, theirs
 from tests.tiny_gguf import tiny_config, write_tiny
 
 _SIZES: list[dict[str, Any]] = [
@@ -73,6 +73,34 @@ def test_a_model_without_attention_runs(tmp_path: Path, monkeypatch: pytest.Monk
         np.testing.assert_allclose(llm.logits(prompt), want, atol=1e-3 * np.abs(want).max())
         once = llm.generate(prompt, max_tokens=8, temperature=0).token_ids
         assert llm.generate(prompt, max_tokens=8, temperature=0).token_ids == once
+
+
+ODD_STATES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"mamba_d_state": 20, "mamba_n_heads": 16},
+    "nemotron_h": {"ssm_state_size": 9, "mamba_head_dim": 5},
+    "qwen3_5_text": {"linear_key_head_dim": 12, "linear_value_head_dim": 21},
+    "lfm2": {"hidden_size": 72},
+    "deepseek_v2": {"v_head_dim": 10, "kv_lora_rank": 24, "qk_nope_head_dim": 6},
+}
+
+
+@pytest.mark.full(but=["nemotron_h"])
+@pytest.mark.parametrize("kind", ODD_STATES)
+def test_odd_states_and_heads_with_matrices_run_on_the_cpu_backend(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a kernel that reads a state's rows past their end, or writes a head over the next one."""
+    name, facts = CHECKPOINTS[kind]
+    monkeypatch.setitem(CHECKPOINTS, kind, (name, {**facts, **ODD_STATES[kind]}))
+    directory, model = make(tmp_path, kind)
+    ids = list(range(40))
+    want = theirs(model, ids)
+    np.testing.assert_allclose(exact_logits(directory, ids), want, atol=1e-4 * max(1, np.abs(want).max() / 7))
+    cpu, reference = (exact_logits(directory, ids, None, name, "f16") for name in ("cpu", "reference"))
+    np.testing.assert_allclose(cpu, reference, atol=2e-3 * max(1, np.abs(want).max() / 7))
+    with LLM(directory, backend="cpu") as llm:
+        together = llm.generate([ids, ids[:9]], max_tokens=8, temperature=0)
+        assert together[1].token_ids == llm.generate(ids[:9], max_tokens=8, temperature=0).token_ids
 
 
 def test_taps_of_odd_heads_have_their_size(tmp_path: Path) -> None:

@@ -38,9 +38,7 @@ ALLOWED = re.compile(
     r"|`\d{4}-\d\d-\d\d-[\w-]+`"  # names of entries of the log
 )
 # Errors whose text tells callers what a subject must be, or that it is not supported, was not found …
-FOR_CALLERS = re.compile(
-    r"(Request|Config|Unsupported|NotFound|Forbidden|Hook|MissingKernel|KernelSize)Error$"
-)
+FOR_CALLERS = re.compile(r"(Request|Config|Unsupported|NotFound|Forbidden|Hook|MissingKernel)Error$")
 VERB = re.compile(
     r"\b(must|cannot|requires?|(is|are) required|(is|are) (not )?supported|(does|do) not support"
     r"|(was|were) not found|(is|are) disabled|already|failed)\b"

@@ -15,13 +15,12 @@ from kukri.engine import Engine
 from kukri.engine.engine import cache_type, engine_layout, state_slots
 from kukri.engine.kv_size import KVCost, choose_kv_size
 from kukri.engine.model_identity import model_identity, weights_identity
-from kukri.errors import ConfigError, FormatError, KernelSizeError, UnsupportedError
+from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats import hub
 from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import Checkpoint, check_packing, open_checkpoint
 from kukri.formats.headers import Headers, read_headers
 from kukri.formats.huggingface.weights import packed_type
-from kukri.host.hardware import available_bytes
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import without_windows
@@ -126,14 +125,7 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
     draft = None if options.draft_model is None else _draft_source(options.draft_model, options, read)
     if not read.config.is_causal:
         engine_config = replace(engine_config, max_requests=options.max_requests or _MAX_TEXTS)
-    try:
-        return _on_backend(options, read, draft, engine_config, progress)
-    except KernelSizeError as error:
-        backend_bytes = 4 * read.model.n_parameters
-        if options.backend is not None or backend_bytes > available_bytes() // 2:
-            raise
-        logger.warning("%s: this model runs on the reference backend, which is slow", error)
-    return _on_backend(options, read, draft, replace(engine_config, backend="reference"), None)
+    return _on_backend(options, read, draft, engine_config, progress)
 
 
 def _on_backend(

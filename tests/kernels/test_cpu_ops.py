@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kukri.errors import CapacityError, MissingKernelError, ShapeError
+from kukri.errors import CapacityError, ShapeError
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
-from kukri.kernels.specs import AttentionSpec, ConvSpec
+from kukri.kernels.specs import AttentionSpec
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.weight_handles import RopeFrequencies, Vector
 from kukri.quant.types import RUN
@@ -371,15 +371,3 @@ def test_limits_are_checked(backend):
         compiled(plain_batch(17))
     with pytest.raises(CapacityError):
         compiled(plain_batch(8))
-
-
-def test_shapes_without_a_kernel_are_refused(backend):
-    """Would catch widths that the vector loops would run past."""
-    rows = f32_weight(np.zeros((4, 24)))
-    spec = ConvSpec(0, 2, Vector(np.ones(48, np.float32)))
-
-    def program(ops, batch):
-        return ops.logit_rows(ops.conv(ops.embed(rows, batch), spec, batch), batch)
-
-    with pytest.raises(MissingKernelError, match="a convolution must be a multiple of 16"):
-        run(backend, program, plain_batch(4))

@@ -66,6 +66,9 @@ CASES = {
     "delta": delta,
     "delta-tiled": lambda rng: delta(rng, are_tiled=True),
     "delta-equal": lambda rng: delta(rng, 3, 3, 32, 32),
+    "conv-odd": lambda rng: conv(rng, 37),
+    "scan-odd": lambda rng: scan(rng, 6, 2, 5, 19),
+    "delta-odd": lambda rng: delta(rng, 4, 2, 7, 21),
 }
 
 

@@ -28,12 +28,11 @@ from tests.lazy_imports import lazy_imports
 from tests.models.made_models import make as make_tiny
 from tests.models.tiny_models import TINY
 from tests.models.written_models import write
-from tests.test_llm_safetensors import CHECKPOINTS, N_VOCAB, byte_tokenizer, make
+from tests.test_llm_safetensors import N_VOCAB, make
 from tests.test_llm_safetensors import TINY as TINY_HF
 
 with lazy_imports():
     import torch
-    import transformers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
@@ -325,21 +324,6 @@ def test_wrong_keys_of_granite(keys: dict[str, Any], message: str, granite: Path
     with pytest.raises(KukriError, match=message) as caught:
         LLM(copy)
     assert "\n" not in str(caught.value)
-
-
-def test_states_of_odd_widths_run_on_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kernel that reads beyond a state whose width it does not divide."""
-    facts = {**TINY_HF, **CHECKPOINTS["granitemoehybrid"][1], "mamba_d_state": 20}
-    torch.manual_seed(0)
-    model = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**facts))
-    model.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    with LLM(tmp_path) as llm, torch.no_grad():
-        want = model(torch.arange(20)[None]).logits[0].numpy()
-        np.testing.assert_allclose(llm.logits(list(range(20))), want, atol=0.02)
-    assert (
-        "multiple of 16 on the CPU backend, not 168: this model runs on the reference backend" in caplog.text
-    )
 
 
 def test_a_draft_model_is_refused(saved: tuple[Path, Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kukri import LLM, SamplingParams
-from kukri.errors import FormatError, KernelSizeError, UnsupportedError
+from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.head_matrices import take_part
@@ -24,7 +24,7 @@ from kukri.models import load_model
 from kukri.quant.blocks import dequantize
 from kukri.quant.types import QUANT_TYPES
 from tests.models.made_models import make
-from tests.models.tiny_llama import Driver, TorchSource, random_ids
+from tests.models.tiny_llama import Driver, random_ids
 from tests.models.tiny_models import D_HEAD, HEADS, TINY, V
 from tests.models.written_models import write
 from tests.test_llm_safetensors import make as make_directory
@@ -89,28 +89,6 @@ def test_the_joined_matrices_come_apart(kind: str) -> None:
         found, found_type = take_part(rows, type_, f"model.layers.0.self_attn.{part}_b_proj.weight", config)
         got = dequantize(found.reshape(-1, found.shape[-1]), found_type).reshape(want.shape)
         np.testing.assert_allclose(got, want, atol=0.03 if (kind, part) == ("Q8_0", "k") else 0)
-
-
-def test_a_head_of_an_odd_width_is_refused_on_the_cpu() -> None:
-    """Rows of one head that end within another's."""
-    _, config, source = make("deepseek_v2")
-    assert config.latent is not None
-    odd = replace(config, latent=replace(config.latent, d_value=8))
-    arrays = {
-        key: array[:, :8] if "v_b_proj" in key else array[:, :32] if "o_proj" in key else array
-        for key, array in source.arrays.items()
-    }
-    odd_source = TorchSource({})
-    odd_source.arrays = arrays
-    backend = make_backend("cpu", 1)
-    try:
-        with pytest.raises(
-            KernelSizeError,
-            match="head's matrix must be a multiple of 16 on the CPU backend, not 8",
-        ):
-            Driver(load_model(odd_source, odd), backend, kv_type="f16").run([1, 2], [2])
-    finally:
-        backend.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class ScaleWeights(Op):
     kernel = "gated_itself"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        scales = at.of_array(whole_vectors(self.scales))
+        scales = at.of_array(whole_vectors(self.scales.data))
         return {"other": scales, "other_stride": 0, "a": 0, "b": 0, "panels": 0}
 
 

@@ -139,7 +139,7 @@ class Op:
         if isinstance(value, Value | Buffer):
             return at.of(value)
         if isinstance(value, Vector):
-            return at.of_array(whole_vectors(value))
+            return at.of_array(whole_vectors(value.data))
         return 0 if value is None else index(value)
 
     def streams(self, at: Addresses) -> tuple[int, int]:
@@ -565,9 +565,10 @@ def row_count(rows: Rows, at: Addresses) -> int:
     return at.batch + (N_TOKENS if rows == "T" else N_LOGIT_ROWS)
 
 
-def whole_vectors(constant: Vector) -> FloatArray:
-    """A constant as kernels load it: zeros after it up to 16 n numbers."""
-    return np.pad(constant.data, (0, -len(constant) % ROWS)) if len(constant) % ROWS else constant.data
+def whole_vectors(rows: FloatArray) -> FloatArray:
+    """Constants as kernels load them: rows with zeros after them up to 16 n numbers."""
+    n_zeros = -rows.shape[-1] % ROWS
+    return np.concatenate([rows, np.zeros((*rows.shape[:-1], n_zeros), np.float32)], -1) if n_zeros else rows
 
 
 def _attention(spec: AttentionSpec, at: Addresses) -> dict[str, int]:

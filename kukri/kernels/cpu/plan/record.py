@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kukri.errors import KernelSizeError, MissingKernelError, ShapeError
+from kukri.errors import MissingKernelError, ShapeError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.cpu.pack.layouts import ROWS, TOKENS, PanelKind, panel_bytes
@@ -115,22 +115,24 @@ class Recorder(StageOps):
         return self._made(ops.Elementwise(self._like(x), x, name, other, a, b))
 
     def conv(self, x: Value, spec: ConvSpec, batch: Any) -> Value:
-        _require_multiple("the channels of a convolution", x.width, 16)
-        return self._made(
-            (state_ops.Conv if spec.n_after is None else state_ops.ConvBothWays)(x, self._like(x), spec)
-        )
+        op = state_ops.Conv if spec.n_after is None else state_ops.ConvBothWays
+        return self._made(op(x, self._like(x), spec))
 
     def scan(self, x: Value, b: Value, c: Value, dt: Value, spec: ScanSpec, batch: Any) -> Value:
-        _require_multiple("the head size of a state", spec.d_head, 16)
-        _require_multiple("the width of a state", spec.d_state, 8)
-        return self._made(state_ops.Scan(x, b, c, dt, self._value("T", x.width), spec))
+        wide = _whole_state(spec)
+        x = self._fitted(x, spec.n_heads, wide.d_head)
+        b, c = (self._fitted(each, spec.n_groups, wide.d_state) for each in (b, c))
+        y = self._made(state_ops.Scan(x, b, c, dt, self._value("T", x.width), wide))
+        return self._fitted(y, spec.n_heads, spec.d_head)
 
     def delta_rule(
         self, q: Value, k: Value, v: Value, decay: Value, beta: Value, spec: DeltaSpec, batch: Any
     ) -> Value:
-        _require_multiple("the head size of a state", spec.d_head, 16)
-        _require_multiple("the width of a state", spec.d_state, 4)
-        return self._made(state_ops.DeltaRule(q, k, v, decay, beta, self._value("T", v.width), spec))
+        wide = _whole_state(spec)
+        q, k = (self._fitted(each, spec.n_groups, wide.d_state) for each in (q, k))
+        v = self._fitted(v, spec.n_heads, wide.d_head)
+        y = self._made(state_ops.DeltaRule(q, k, v, decay, beta, self._value("T", v.width), wide))
+        return self._fitted(y, spec.n_heads, spec.d_head)
 
     def linear(
         self,
@@ -233,20 +235,21 @@ class Recorder(StageOps):
     def head_linear(self, x: Value, heads: Experts) -> Value:
         """A product of experts, each of which gets a row of every token."""
         n_heads, n_out, n_in = heads.shape
-        _require_multiple("the width of a head's matrix", n_in, ROWS)
-        _require_multiple("the rows of a head's matrix", n_out, ROWS)
-        if x.stride != 4 * x.width:
-            x = self.head_columns(x, n_heads, 0, n_in)
-        y = self._value("T", n_heads * n_out)
+        d_in, d_out = whole(n_in), whole(n_out)
+        if x.stride != 4 * x.width or d_in != n_in:
+            wide = self._value("T", n_heads * d_in)
+            self._add(ops.FitHeads(x, wide, n_heads))
+            x = wide
+        y = self._value("T", n_heads * d_out)
         table = RouteTable.make(Routing(n_heads, n_heads, normalized=False), self._limits.max_tokens)
         self._add(expert_ops.Dispatch(None, table))
         packed = self._pack_experts((heads,))
-        rows = Value(x.buffer, table, n_in, 4 * n_in, x.offset)
+        rows = Value(x.buffer, table, n_in, 4 * d_in, x.offset)
         panels = Buffer(table.max_slots // TOKENS * panel_bytes(packed.panel, n_in))
         self._add(expert_ops.QuantizeForExperts(rows, table, packed.panel, panels))
-        out = Value(y.buffer, table, n_out, 4 * n_out, y.offset)
+        out = Value(y.buffer, table, n_out, 4 * d_out, y.offset)
         self._add(expert_ops.ExpertLinear(panels, table, packed.panel, packed, out, 0, None))
-        return y
+        return self._fitted(y, n_heads, n_out)
 
     def rope(
         self, q: Value, k: Value | None, rope: RopeFrequencies, spec: AttentionSpec, batch: Any
@@ -270,15 +273,10 @@ class Recorder(StageOps):
                 f"the CPU backend, only up to {MAX_TILE_ROWS}, and more for a single key head"
             )
         strides = {x.stride for x in (q, k, v) if x is not None}
-        if whole_head(spec.d_head) != spec.d_head or len(strides) > 1 or (k is v and k is not None):
-            wide = replace(spec, d_head=whole_head(spec.d_head))
+        if whole(spec.d_head) != spec.d_head or len(strides) > 1 or (k is v and k is not None):
+            wide = replace(spec, d_head=whole(spec.d_head))
             q, k, v = self._widened_heads((q, k, v), wide)
-            z = self.attention(q, k, v, wide, batch)
-            if wide == spec:
-                return z
-            y = self._value("T", spec.n_heads * spec.d_head)
-            self._add(ops.FitHeads(z, y, spec.n_heads))
-            return y
+            return self._fitted(self.attention(q, k, v, wide, batch), spec.n_heads, spec.d_head)
         if spec.reads is None or KV_TYPES[self._kv_type].is_rotated:  # so have queries to be
             self._add_rope_store(ops.RopeStore(q, k, v, spec, self._kv_type, None, stores=True))
         y = self._value("T", spec.n_heads * spec.d_head)
@@ -436,6 +434,12 @@ class Recorder(StageOps):
                 self._add(ops.FitHeads(x, y, n))
         return [None if x is None else y for x, y in zip(qkv, parts)]
 
+    def _fitted(self, x: Value, n_heads: int, d_head: int) -> Value:
+        """Return x, or a copy with heads of `d_head` columns, which are cut off or filled with zeros."""
+        if x.width == n_heads * d_head:
+            return x
+        return self._made(ops.FitHeads(x, self._value(x.rows, n_heads * d_head), n_heads))
+
     def _partials_bytes(self, spec: AttentionSpec) -> int:
         return max_partials(self._limits) * ops.part_bytes(spec) * spec.n_kv_heads
 
@@ -449,18 +453,18 @@ class Recorder(StageOps):
 
     def _value(self, rows: Rows, width: int, stored_width: int = 0) -> Value:
         """A new value; kernels store `stored_width` columns of it, if that is more."""
-        stride = 4 * (-(-max(width, stored_width) // ROWS) * ROWS)
+        stride = 4 * whole(max(width, stored_width))
         return Value(Buffer(self._max_rows(rows) * stride), rows, width, stride)
 
 
-def whole_head(d_head: int) -> int:
-    """The head size of kernels that run heads of a size: a multiple of 16."""
-    return -(-d_head // ROWS) * ROWS
+def whole(n: int) -> int:
+    """Return n rounded up to whole vectors, as kernels have the widths of heads and states."""
+    return -(-n // ROWS) * ROWS
 
 
-def _require_multiple(what: str, n: int, factor: int) -> None:
-    if n % factor:
-        raise KernelSizeError(f"{what} must be a multiple of {factor} on the CPU backend, not {n}")
+def _whole_state(spec: Any) -> Any:
+    """The spec of a state whose sizes are whole vectors."""
+    return replace(spec, d_state=whole(spec.d_state), d_head=whole(spec.d_head))
 
 
 def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
@@ -488,7 +492,7 @@ def _experts_by_type(experts: Sequence[Experts]) -> list[tuple[Experts, ...]]:
 def _widths(groups: Iterable[Sequence[int]]) -> tuple[int, int]:
     """(columns, columns that kernels store, of which each writes whole tiles) of results in groups."""
     sums = [sum(group) for group in groups]
-    return sum(sums), sum(sums[:-1]) + -(-sums[-1] // ROWS) * ROWS
+    return sum(sums), sum(sums[:-1]) + whole(sums[-1])
 
 
 def _of_heads(vector: Vector | None, spec: AttentionSpec, first: int, n: int) -> Vector | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kukri.kernels.cpu.compile.kernel_source import float_bits
-from kukri.kernels.cpu.plan.ops import Addresses, Op, Value
+from kukri.kernels.cpu.plan.ops import Addresses, Op, Value, whole_vectors
 from kukri.kernels.cpu.run.memory import address_of
 from kukri.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 
@@ -20,7 +20,7 @@ class Conv(Op):
     kernel = "conv"
 
     def record(self, at: Addresses) -> dict[str, int]:
-        return state_of(at, self.spec.layer, "conv")
+        return _channels(self.spec, at) | state_of(at, self.spec.layer, "conv")
 
 
 @dataclass(eq=False)
@@ -31,6 +31,9 @@ class ConvBothWays(Op):
     y: Value
     spec: ConvSpec
     kernel = "conv_both_ways"
+
+    def record(self, at: Addresses) -> dict[str, int]:
+        return _channels(self.spec, at)
 
 
 @dataclass(eq=False)
@@ -65,6 +68,12 @@ class DeltaRule(Op):
 
     def record(self, at: Addresses) -> dict[str, int]:
         return state_of(at, self.spec.layer, "delta")
+
+
+def _channels(spec: ConvSpec, at: Addresses) -> dict[str, int]:
+    """A kernel's parameters for channels in whole vectors: their number and their taps."""
+    taps = whole_vectors(spec.taps.data.reshape(spec.n_taps, -1))
+    return {"n": taps.shape[1], "taps": at.of_array(taps)}
 
 
 def state_of(at: Addresses, layer: int, name: str) -> dict[str, int]:
