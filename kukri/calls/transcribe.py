@@ -36,10 +36,10 @@ def transcribe(
     found: list[Any] = [None] * len(sounds)
     asked: dict[int, Asked] = {i: next(one) for i, one in enumerate(under_way)}
     while asked:
-        batch = [calls.for_prompts(prompt, params, {})[0] for prompt, params in asked.values()]
+        batch = [calls.for_prompts(prompt, params, {})[0] for prompt, params, _ in asked.values()]
         for i, result in zip(list(asked), calls.run(batch)):
             try:
-                asked[i] = under_way[i].send(result)
+                asked[i] = under_way[i].send(result.token_ids)
             except StopIteration as end:
                 found[i] = end.value
                 del asked[i]

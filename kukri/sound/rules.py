@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from kukri.kernels.arrays import FloatArray, IntArray
 _NEVER = np.float32(-np.inf)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextRules:
-    """A logits processor for an answer whose prompt has `n_prompt` tokens.
+    """A logits processor for one answer, whose prompt has `n_prompt` tokens.
 
     Tokens of `suppressed` never come, and tokens of `not_first` do not come first. From `first_time` on they
     are timestamps, a fiftieth of a second from one to the next; the token before it says that there are none.
@@ -29,16 +29,31 @@ class TextRules:
     first_time: int
     latest_start: int | None
     writes_times: bool
+    _logprobs: list[float] = field(default_factory=list)
+    _allowed: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))  # logarithms [V]
 
     def __call__(self, token_ids: IntArray, logits: FloatArray) -> FloatArray:
         """The logits [V] after the prompt and the answer so far, -inf for what may not come."""
         written = token_ids[self.n_prompt :].tolist()
+        self._note(written)
         if not written:
             logits[list(self.not_first)] = _NEVER
         logits[list(self.suppressed)] = _NEVER
         if self.writes_times:
             self._limit_times(written, logits)
+        top = logits.max()
+        self._allowed = logits - (top + np.log(np.exp(logits - top).sum()))
         return logits
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probability (natural) of each token of the finished answer, among allowed tokens."""
+        self._note(token_ids)
+        return self._logprobs
+
+    def _note(self, written: Sequence[int]) -> None:
+        """Note how likely the last token was, which was chosen after the last call."""
+        if written:
+            self._logprobs[len(written) - 1 :] = [float(self._allowed[written[-1]])]
 
     def _limit_times(self, written: list[int], logits: FloatArray) -> None:
         first = self.first_time

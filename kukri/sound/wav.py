@@ -96,10 +96,12 @@ def _scaled(numbers: npt.NDArray[Any], bits: int) -> FloatArray:
     """Numbers as floats from -1 to 1; numbers of 8 bits have no sign, and 24 bits come as bytes."""
     if numbers.dtype.kind == "f":
         return numbers.astype(np.float32)
-    if bits == 8:
-        return (numbers.astype(np.float32) - np.float32(128)) / np.float32(128)
     if bits == 24:
         padded = np.zeros((len(numbers) // 3, 4), np.uint8)
         padded[:, 1:] = numbers.reshape(-1, 3)
         numbers, bits = padded.view("<i4").reshape(-1), 32
-    return numbers.astype(np.float32) / np.float32(1 << (bits - 1))
+    found = numbers.astype(np.float32)  # in place from here on: a file may be all that fits into memory
+    if bits == 8:
+        found -= np.float32(128)
+    found /= np.float32(1 << (bits - 1))
+    return found

@@ -457,7 +457,8 @@ class TranscribeOptions:
     out: Path | None = option("Directory to write a file to for each sound.", "-o", "--out", metavar="DIR")
     language: str | None = option("Language spoken, such as en. [default: detected]", metavar="CODE")
     translate: bool = option("Translate into English.", "--translate", default=False)
-    prompt: str | None = option("Words and spellings to expect.", metavar="TEXT")
+    prompt: str | None = option("Text that was said before the sound.", metavar="TEXT")
+    hotwords: str | None = option("Words and spellings to expect.", metavar="TEXT")
 
 
 @dataclass(eq=False, repr=False)

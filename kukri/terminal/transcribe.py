@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.calls.speech import Task, Transcription
+from kukri.calls.subtitles import srt_of, vtt_of
 from kukri.calls.transcribe import read_sound
 from kukri.errors import ConfigError, RequestError
 from kukri.llm import LLM
@@ -81,7 +82,11 @@ def _transcribed(
             except RequestError as error:
                 failed.append(f"{file}: {error}")
         found = llm.transcribe(
-            list(sounds.values()), language=options.language, task=task, prompt=options.prompt or ""
+            list(sounds.values()),
+            language=options.language,
+            task=task,
+            prompt=options.prompt or "",
+            hotwords=options.hotwords or "",
         )
         yield from zip(sounds, found)
 
@@ -94,35 +99,9 @@ def _json(found: Transcription, file: str) -> str:
     return json.dumps({"file": file, **asdict(found)}, ensure_ascii=False) + "\n"
 
 
-def _srt(found: Transcription, file: str) -> str:
-    cues = (
-        f"{i}\n{_time(one.start_s, ',')} --> {_time(one.end_s, ',')}\n{_line(one.text)}\n"
-        for i, one in enumerate(found.segments, 1)
-    )
-    return "\n".join(cues)
-
-
-def _vtt(found: Transcription, file: str) -> str:
-    cues = (
-        f"{_time(one.start_s, '.')} --> {_time(one.end_s, '.')}\n{_line(one.text)}\n"
-        for one in found.segments
-    )
-    return "\n".join(["WEBVTT\n", *cues])
-
-
-def _line(text: str) -> str:
-    """A cue's text, in which no line is empty and no arrow ends the cue."""
-    return " ".join(text.split()).replace("-->", "->")
-
-
-def _time(seconds: float, mark: str) -> str:
-    minutes, thousandths = divmod(round(seconds * 1000), 60_000)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{thousandths // 1000:02}{mark}{thousandths % 1000:03}"
-
-
 _FORMS: dict[str, tuple[Callable[[Transcription, str], str], str]] = {
     "text": (_text, ".txt"),
     "json": (_json, ".json"),
-    "srt": (_srt, ".srt"),
-    "vtt": (_vtt, ".vtt"),
+    "srt": (lambda found, _: srt_of(found), ".srt"),
+    "vtt": (lambda found, _: vtt_of(found), ".vtt"),
 }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kukri import LLM, AsyncLLM
+from kukri.calls.speech import SpeechOptions
 from kukri.errors import RequestError, UnsupportedError
 from kukri.sound.features import RATE, log_mel
 from kukri.sound.prompt import SoundInput, SoundPrompt
@@ -20,7 +21,9 @@ from tests.lazy_imports import lazy_imports
 from tests.sound.tiny_whisper import (
     CONTROLS,
     LANGUAGES,
+    N_BYTES,
     N_ROWS,
+    N_VOCAB,
     TIMES,
     id_of,
     noise,
@@ -105,7 +108,7 @@ def test_greedy_answers_are_those_of_transformers(timestamps: bool, tmp_path: Pa
     path = save_tiny(tmp_path, theirs)
     sounds = [noise(seconds, seed) for seed, seconds in enumerate((1, 0.7, 0.4))]
     with LLM(path, backend="reference", max_requests=4) as llm:
-        found = llm.transcribe(sounds, language="de", timestamps=timestamps)
+        found = llm.transcribe(sounds, language="de", timestamps=timestamps, fallback=False)
     for samples, ours in zip(sounds, found):
         given = extractor()(samples, sampling_rate=RATE, return_tensors="pt").input_features
         want = theirs.generate(
@@ -118,6 +121,93 @@ def test_greedy_answers_are_those_of_transformers(timestamps: bool, tmp_path: Pa
         assert list(first) == ids[: len(first)]
         texts = [i for segment in ours.segments for i in segment.token_ids if i < 256]
         assert texts == [i for i in ids if i < 256][: len(texts)]  # theirs goes on, into the silence
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("condition", [False, True])
+def test_long_sounds_are_those_of_transformers(condition: bool, pair: Any, tmp_path: Path) -> None:
+    """Catches a window that begins elsewhere, previous text that is lost, and likelihoods of other tokens."""
+    samples = noise(3.3, 2)
+    given = extractor()(
+        samples, sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest",
+        return_attention_mask=True,
+    )  # fmt: skip
+    never = {"logprob_threshold": -100.0, "no_speech_threshold": 1.1, "compression_ratio_threshold": 1e9}
+    want = pair[1].generate(
+        given.input_features, attention_mask=given.attention_mask, language="de", task="transcribe",
+        return_timestamps=True, temperature=(0.0,), condition_on_prev_tokens=condition, return_segments=True,
+        return_dict_in_generate=True, output_scores=True, **never,
+    )["segments"][0]  # fmt: skip
+    with LLM(pair[0], backend="reference") as llm:
+        options: Any = {"language": "de", "fallback": False, "condition_on_previous_text": condition}
+        found = llm.transcribe(samples, **options).segments
+    assert len({one.seek for one in found}) >= 4
+    assert len(found) == len(want)
+    for ours, theirs in zip(found, want):
+        n = len(ours.token_ids)  # theirs has the beginning of the next segment, or the end, too
+        assert list(ours.token_ids) == theirs["tokens"].tolist()[:n]
+        assert ours.start_s == pytest.approx(min(float(theirs["start"]), 3.3), abs=1e-6)
+        scores = torch.stack(list(theirs["result"]["scores"])).log_softmax(-1).numpy()
+        at = theirs["idxs"][0] - (len(theirs["result"]["sequences"]) - len(scores))
+        want_logprobs = scores[range(at, at + n), list(ours.token_ids)]
+        np.testing.assert_allclose(ours.logprobs, want_logprobs, rtol=0, atol=1e-3)
+
+
+def driven(
+    llm: LLM, options: SpeechOptions, windows: list[tuple[str, float, float]]
+) -> tuple[Any, list[Any]]:
+    """The transcription of windows, and of each try its temperature and the text that it was told.
+
+    A window has its text, the temperature from which on the model is sure of it, and how silent it is.
+    """
+    assert llm.speech is not None
+    under_way, tries, left = llm.speech.transcribe(noise(len(windows)), options), [], iter(windows)
+    asked = next(under_way)
+    try:
+        while True:
+            prompt, (process,) = np.array(asked.prompt.token_ids), asked.params.logits_processors
+            logits = np.zeros(N_VOCAB, np.float32)
+            if asked.params.max_tokens == 1:  # the look at a window
+                text, sure_from, silent = next(left)
+                logits[id_of("<|nospeech|>")] = np.log((silent + 1e-9) / (1 - silent) * (N_VOCAB - 1))
+                process(prompt, logits)
+                asked = under_way.send([0])
+                continue
+            told = [i for i in asked.prompt.token_ids[asked.prompt.sound.n_tokens :] if i < N_BYTES]
+            tries.append((asked.params.temperature, llm.tokenizer.decode(told)))
+            own = llm.tokenizer.encode(text)
+            ids = [id_of("<|0.00|>"), *own, id_of("<|1.00|>"), id_of("<|endoftext|>")]
+            for i, chosen in enumerate(ids):
+                sure = np.zeros_like(logits)
+                sure[chosen] = 30 if asked.params.temperature >= sure_from else 0
+                process(np.array([*prompt, *ids[:i]]), sure)
+            asked = under_way.send(ids)
+    except StopIteration as end:
+        return end.value, tries
+
+
+def test_a_poor_text_is_tried_again(llm: LLM) -> None:
+    """Catches a text of unlikely or repeated words that stays, silence that is tried again, and the text of a
+    high temperature as context. The limits are those of OpenAI's package."""
+    options = SpeechOptions(language="en", prompt="Ada", hotwords="Kukri")
+    repeated = "so " * 30
+    windows = [(" one", 0.0, 0.9), (" two", 0.4, 0.5), (" hm", 9.0, 0.7), (repeated, 0.0, 0), (" end", 0, 0)]
+    found, tries = driven(llm, options, windows)
+    assert tries[:5] == [
+        (0.0, " Kukri Ada"),
+        (0.0, " Kukri Ada one"),
+        (0.2, " Kukri Ada one"),
+        (0.4, " Kukri Ada one"),
+        (0.0, " Kukri Ada one two"),  # silent and unlikely: it is left out
+    ]
+    assert tries[5:] == [(t / 5, " Kukri Ada one two") for t in range(6)] + [(0.0, " Kukri")]
+    assert found.text == f"one two{repeated} end"
+    assert [one.temperature for one in found.segments] == [0.0, 0.4, 1.0, 0.0]
+    assert [one.seek for one in found.segments] == [0, 100, 300, 400]
+    assert found.segments[2].compression_ratio > 2.4 > found.segments[3].compression_ratio
+    assert found.segments[0].no_speech_prob == pytest.approx(0.9, abs=1e-3)
+    once = replace(options, fallback=False, condition_on_previous_text=False, hotwords="")
+    assert driven(llm, once, windows)[1] == [(0.0, " Ada"), *[(0.0, "")] * 4]
 
 
 @pytest.mark.full
@@ -172,6 +262,7 @@ def test_a_language_is_detected(llm: LLM) -> None:
     [
         (noise(0.1), {"language": "xx"}, "'language' must be one of de, en, fr"),
         (noise(0.1), {"task": "sing"}, "'task' must be transcribe or translate"),
+        (noise(0.1), {"temperature": -1}, "'temperature' must be"),
         (noise(0.1), {"lang": "en"}, "'lang' is not supported"),
         (noise(2), {"timestamps": False}, "'timestamps' are required for more than 1 seconds"),
         ([np.zeros((2, 2))], {}, "'samples' must be numbers"),

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from kukri import LLM
 from kukri.calls.speech import Segment, Transcription
+from kukri.calls.subtitles import srt_of, vtt_of
 from kukri.cli import app
-from kukri.terminal.transcribe import _FORMS
 from tests.sound.tiny_whisper import save_noise, save_tiny, tiny_model
 
 FOUND = Transcription(
@@ -19,18 +19,18 @@ FOUND = Transcription(
     "en",
     3700.0,
     (
-        Segment(0.0, 1.25, " One.", (1,), -0.1, 0.0),
-        Segment(61.999, 3661.5, " Two -->\n\n three.", (2,), -0.2, 0.0),
+        Segment(0.0, 1.25, " One.", (1,), (-0.1,), 0, 0.0, -0.1, 0.8, 0.0),
+        Segment(61.999, 3661.5, " Two -->\n\n three.", (2,), (-0.2,), 6000, 0.0, -0.2, 0.8, 0.0),
     ),
 )
 
 
 def test_subtitles_have_times_and_no_empty_lines() -> None:
     """Catches hours that are lost, a comma in WebVTT, and a text that ends its own cue."""
-    assert _FORMS["srt"][0](FOUND, "a.wav") == (
+    assert srt_of(FOUND) == (
         "1\n00:00:00,000 --> 00:00:01,250\nOne.\n\n2\n00:01:01,999 --> 01:01:01,500\nTwo -> three.\n"
     )
-    assert _FORMS["vtt"][0](FOUND, "a.wav") == (
+    assert vtt_of(FOUND) == (
         "WEBVTT\n\n00:00:00.000 --> 00:00:01.250\nOne.\n\n00:01:01.999 --> 01:01:01.500\nTwo -> three.\n"
     )
 
