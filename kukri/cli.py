@@ -576,7 +576,7 @@ def convert(
             "--type",
             "-t",
             metavar="TYPE",
-            help="F32, BF16, Q8_0, Q4_K_M … or a recipe. [default: that of most weights]",
+            help="F32, BF16, Q8_0, Q4_K_M … or a recipe. [default: the type of most weights]",
         ),
     ] = None,
     to: Annotated[

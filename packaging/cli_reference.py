@@ -1,4 +1,4 @@
-"""Writes docs/reference/cli.md from the commands' help, and the options of a model in configuration.md.
+"""Writes the pages of commands in docs/reference from their help, and a model's options in configuration.md.
 
 `python packaging/cli_reference.py`; tests/test_docs_site.py fails while a page is not what this writes.
 """
@@ -21,33 +21,44 @@ from kukri.terminal.errors import HEADINGS
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MARKS = ("<!-- options of a model -->\n", "<!-- end -->\n")
 _WIDTH = 80
-_HEAD = """# Commands
-
+PAGES = {  # in this order, because a command names what commands before it describe
+    "cli.md": ("Commands that answer", ("run", "chat", "embed", "rerank", "transcribe")),
+    "cli-serve.md": ("Commands that serve", ("serve", "launch", "batch", "ps", "cluster", "stage")),
+    "cli-models.md": ("Commands for models and research", ()),  # all others
+}
+_HEAD = """
 What `kukri COMMAND --help` prints, but that an argument or option of several commands stands at the first.
 *--threads to --mmproj* are these two and all that the first command lists between them.
 `kukri --install-completion` has the shell complete commands and options.
 An error exits with the status 2; [errors](errors.md#on-the-command-line) has its form and the other statuses.
-This page is written by [`packaging/cli_reference.py`](../../packaging/cli_reference.py).
+
+More commands [serve](cli-serve.md), and [work on models](cli-models.md).
+[`packaging/cli_reference.py`](../../packaging/cli_reference.py) writes these pages.
 """
+_LATER_HEAD = "\n[Commands that answer](cli.md) says how to read this page.\n"
 # an argument or option of a help text with the lines that describe it, and a heading without any
 _ENTRY = re.compile(r"^  (?:-|\[?[A-Z]+\]? +[A-Z]).*\n(?:   .*\n)*", re.M)
 _NAME = re.compile(r"--[\w-]+|[A-Z]+")
 _EMPTY = re.compile(r"^(?:Arguments|Options):\n\n?(?!  )", re.M)
+_BELOW = re.compile(r"^Commands:\n(?:  .*\n)+", re.M)  # a group's own commands, which the page describes next
 _MIN_RANGE = 3  # options that follow each other are named by the first and the last of them
 
 
-def cli_page() -> str:
-    """The page of all commands, under the headings of `kukri --help`."""
+def cli_pages() -> dict[str, str]:
+    """The pages of all commands by their names, commands in the order of `kukri --help`."""
     group: Any = typer.main.get_command(app)
     top = group.context_class(group, info_name="kukri", terminal_width=_WIDTH)
-    sections = [_HEAD]
     described: dict[str, dict[str, str]] = {}
-    for heading, names in HEADINGS.items():
-        sections.append(f"## {heading}\n")
-        for name in names:
-            for path, text in _helps(group.commands[name], name, top):
-                sections.append(f"### {path}\n\n```\n{_shortened(path, text, described)}```\n")
-    return "\n".join(sections)
+    named = [name for _, names in PAGES.values() for name in names]
+    others = [name for names in HEADINGS.values() for name in names if name not in named]
+    pages = {}
+    for page, (title, names) in PAGES.items():
+        sections = [f"# {title}\n{_LATER_HEAD if pages else _HEAD}"]
+        helps = (one for name in names or others for one in _helps(group.commands[name], name, top))
+        for path, text in helps:
+            sections.append(f"## {path}\n\n```\n{_shortened(path, text, described)}```\n")
+        pages[page] = "\n".join(sections)
+    return pages
 
 
 def _shortened(path: str, text: str, described: dict[str, dict[str, str]]) -> str:
@@ -67,7 +78,7 @@ def _shortened(path: str, text: str, described: dict[str, dict[str, str]]) -> st
         return entry[0]
 
     own: dict[str, str] = {}
-    text = _EMPTY.sub("", _ENTRY.sub(kept, text))
+    text = _EMPTY.sub("", _BELOW.sub("", _ENTRY.sub(kept, text)))
     described[path] = own
     lines = []
     for command, names in found.items():
@@ -117,9 +128,10 @@ def _option_list() -> str:
 
 
 def main() -> None:
-    """Writes both pages."""
+    """Writes all pages."""
     configuration = REFERENCE / "configuration.md"
-    (REFERENCE / "cli.md").write_text(cli_page(), encoding="utf-8")
+    for name, text in cli_pages().items():
+        (REFERENCE / name).write_text(text, encoding="utf-8")
     configuration.write_text(configuration_page(configuration.read_text("utf-8")), encoding="utf-8")
 
 

@@ -1,11 +1,11 @@
-"""Writes the tables of docs/reference/endpoints.md from the server's routes and the bodies that it reads.
+"""Writes the lists of fields.md and endpoints.md in docs/reference from the server's endpoints and bodies.
 
-`python packaging/field_reference.py`; tests/test_docs_site.py fails while the page is not what this writes.
+`python packaging/field_reference.py`; tests/test_docs_site.py fails while a page is not what this writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kukri.server.schema import ChatBody, CompletionBody
 from kukri.server.settings import ServerSettings
 from kukri.server.state.openapi import document_of
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "endpoints.md"
+REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 FIELDS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
 ENDPOINTS = ("<!-- endpoints -->\n", "<!-- end of endpoints -->\n")
 _MANY = 4  # fields that are named by the API or the endpoint that takes them
@@ -47,38 +47,39 @@ def fates(body: type[Body]) -> dict[str, str]:
     return found
 
 
-def field_table() -> str:
-    """Return the table of fields, a row for all that fare alike."""
+def field_list() -> str:
+    """Return the fields with what each API makes of them, a line for all that fare alike."""
     by_api = {api: fates(body) for api, body in BODIES.items()}
-    rows: dict[tuple[str, ...], list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for name in sorted({name for fated in by_api.values() for name in fated}):
         apis: dict[str, list[str]] = {"applied": [], "ignored": [], "refused": []}
         for api, fated in by_api.items():
             if name in fated:
                 apis.setdefault(fated[name], []).append(api)
         applied, ignored, refused = (", ".join(apis.pop(fate)) for fate in ("applied", "ignored", "refused"))
-        renamed = (f"{', '.join(names)} {fate}" for fate, names in apis.items())
-        row = ("; ".join(filter(None, (applied, *renamed))), ignored, refused)
-        rows.setdefault(row, []).append(f"`{name}`")
-    lines = ["| fields | applied by | ignored by | refused by |", "| --- | --- | --- | --- |"]
-    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
-    return "\n".join(lines) + "\n"
+        parts = [applied, *(f"{', '.join(names)} {fate}" for fate, names in apis.items())]
+        parts += [ignored and f"ignored by {ignored}", refused and f"refused by {refused}"]
+        lines.setdefault("; ".join(filter(None, parts)), []).append(f"`{name}`")
+    return "".join(f"- {', '.join(names)}: {fate}\n" for fate, names in lines.items())
 
 
-def endpoint_table() -> str:
-    """Return all endpoints with what each does, and the fields that it takes."""
+def endpoint_lists() -> str:
+    """Return all endpoints by their APIs, with what each does, its scope, and the fields that it takes."""
     document = document_of(create_app(None, ServerSettings()), APIS)
     known = {f"all of {api}": body._names() for api, body in BODIES.items()}
-    lines = ["| endpoint | | fields |", "| --- | --- | --- |"]
-    for row in (row for api in APIS for row in api.endpoints if row.summary):
-        operation = document["paths"][row.shown_path][row.method.lower()]
-        paths = ", ".join(f"`{path}`" for path in (row.shown_path, *row.also))
-        scope = "" if row.permission is None else f" (scope `{row.permission.scope}`)"
-        names = _fields_of(operation, document)
-        cells = [f"{row.method} {paths}", row.summary + scope, _shown(names, known)]
-        known.setdefault(f"as `{row.shown_path}`", set(names))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    lines = []
+    for api in APIS:
+        lines.append(f"## {api.name.replace('server', 'Server')}\n")
+        for row in (row for row in api.endpoints if row.summary):
+            operation = document["paths"][row.shown_path][row.method.lower()]
+            paths = ", ".join(f"`{path}`" for path in (row.shown_path, *row.also))
+            names = _fields_of(operation, document)
+            scope = "" if row.permission is None else f"scope `{row.permission.scope}`"
+            facts = "; ".join(filter(None, (scope, _shown(names, known))))
+            known.setdefault(f"as `{row.shown_path}`", set(names))
+            lines.append(f"- {row.method} {paths}: {row.summary}{facts and f' ({facts})'}")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _fields_of(operation: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
@@ -99,13 +100,19 @@ def _shown(names: list[str], known: Mapping[str, set[str]]) -> str:
     return ", ".join(filter(None, (part, *own)))
 
 
-def endpoints_page(page: str) -> str:
-    """Return the page with its tables as the server's routes and bodies declare them."""
-    for (begin, end), table in ((FIELDS, field_table()), (ENDPOINTS, endpoint_table())):
-        before, marked = page.split(begin)
-        page = before + begin + table + end + marked.split(end)[1]
-    return page
+def _marked(page: str, marks: tuple[str, str], text: str) -> str:
+    """The page with another text between two marks."""
+    before, marked = page.split(marks[0])
+    return before + marks[0] + text + marks[1] + marked.split(marks[1])[1]
+
+
+PAGES: Mapping[str, Callable[[str], str]] = {
+    "fields.md": lambda page: _marked(page, FIELDS, field_list()),
+    "endpoints.md": lambda page: _marked(page, ENDPOINTS, endpoint_lists()),
+}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(endpoints_page(PAGE.read_text("utf-8")), encoding="utf-8")
+    for name, rewritten in PAGES.items():
+        page = REFERENCE / name
+        page.write_text(rewritten(page.read_text("utf-8")), encoding="utf-8")

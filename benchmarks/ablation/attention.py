@@ -53,8 +53,8 @@ def attention(trial: Trial) -> Iterator[Row]:
     """One layer's attention of a whole prompt, with the model's heads and each side in a process of its own.
 
     NumPy computes the matrix of scores for one query head after another, with BLAS in all threads. The
-    engine's kernel goes over keys in chunks of 64 and keeps running sums; its cache is in float16. Bytes are
-    what came to be resident next to q, k, v and the result.
+    engine's kernel keeps running sums; its cache is in float16. Memory is what came to be resident next to q,
+    k, v and the result.
     """
     config = trial.config
     numbers = [config.n_heads, config.n_kv_heads, config.d_head, trial.n_threads]

@@ -21,8 +21,7 @@ _Generate = Callable[[Engine, IntArray, int], list[int]]
 def kv_cache(trial: Trial) -> Iterator[Row]:
     """A text is continued with the cache, and with all of it computed again for each token.
 
-    Without the cache the text so far is read as a new prompt, many tokens at once. So the gain grows with the
-    length of the text, and a figure holds for one length only.
+    Without the cache the text so far is read as a new prompt, so the gain grows with the length of the text.
     """
     engine, random = trial.engine, np.random.default_rng(0)
     for n_prompt, n_new in trial.sizes.generations:

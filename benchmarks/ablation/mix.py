@@ -45,8 +45,7 @@ class HeldMemory:
 def paged_cache(trial: Trial) -> Iterator[Row]:
     """The most pages that a step of the mix holds, and the most that one piece for each request takes.
 
-    A piece is the whole context where no limit is known, or at best the prompt and all of the answer. The
-    shorter requests are next to the context, the more pages save.
+    A piece is the whole context where no limit is known, or at best the prompt and all of the answer.
     """
     engine = trial.engine
     requests = mixed_requests(engine, trial.sizes)
@@ -82,9 +81,8 @@ def watched(engine: Engine) -> Iterator[HeldMemory]:
 def batching(trial: Trial) -> Iterator[Row]:
     """All requests of the mix are there at the start: one after another, in batches, or each joining at once.
 
-    A step reads the weights once for all its requests, which is what writing waits for; reading prompts gains
-    nothing. Requests that join at once are all answered sooner than in batches, but an answer may come later
-    on the mean.
+    A step reads the weights once for all its requests; reading prompts gains nothing. Requests that join at
+    once are all answered sooner than in batches, but an answer may come later on the mean.
     """
     engine, sizes = trial.engine, trial.sizes
 

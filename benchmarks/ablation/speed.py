@@ -19,11 +19,11 @@ _FILE_RATIO = (4.0, 4.0)  # 16 bits to 4
 
 
 def quantization(trial: Trial) -> Iterator[Row]:
-    """The model is written as F16, and that with Q4_0 in every matrix; it is measured in these and as it is.
+    """The model as it is, as F16, and with Q4_0 in every matrix.
 
     4 bits are more than a quarter of 16, because a block of 32 weights has a scale too (Q4_0: 4.5 bits a
     weight) and may have a minimum (Q4_1: 5), and the embedding is kept in more bits. Writing is bound by the
-    bytes that are read for each token; reading by arithmetic, on 8-bit integers or, for F16, on floats.
+    bytes that are read for each token, reading by arithmetic.
     """
     usual = next(iter(trial.card.bytes_by_type))
     with tempfile.TemporaryDirectory() as name:

@@ -108,7 +108,7 @@ def _patch(name: str, axes: Axes) -> Callable[..., FloatArray]:
         )
 
     shape = ", ".join(axes.split())
-    get_act_patch.__doc__ = f"The metric if {name} of a {axes} is that of the clean run: float32 [{shape}]."
+    get_act_patch.__doc__ = f"The metric if {name} of a {axes} comes from the clean run: float32 [{shape}]."
     return get_act_patch
 
 

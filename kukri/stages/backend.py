@@ -183,8 +183,8 @@ class StagedBackend(Backend):
                 raise ConfigError(f"stage {i} must have the same files under the name of this model")
             if facts["arithmetic"] != self.arithmetic:
                 logger.warning(
-                    "stage %d computes with %s and this process with %s, so results differ from those of "
-                    "one process",
+                    "stage %d computes with %s and this process with %s, so results differ from the "
+                    "results of one process",
                     *(i, facts["arithmetic"], self.arithmetic),
                 )
 

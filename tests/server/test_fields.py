@@ -1,4 +1,4 @@
-"""Each field of the five APIs, alone and in pairs, fares as docs/reference/endpoints.md says."""
+"""Each field of the five APIs, alone and in pairs, fares as docs/reference/fields.md says."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ class GraphBody(SalientBody):
 
     refused: ClassVar[Refused] = {
         "signed_url": ((), "the graph is the response, and the server sends it to no other address"),
-        "enable_qk_tracing": ((False,), "attention patterns are always those of the unchanged run"),
+        "enable_qk_tracing": ((False,), "attention patterns always come from the unchanged run"),
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"batch_size", "user_id", "qk_top_fraction", "qk_topk"})
     transcoder: _Name | None = None

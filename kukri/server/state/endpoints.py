@@ -47,7 +47,7 @@ ENDPOINTS = (
     ),
     Endpoint(
         "GET", "/metrics", _metrics,
-        "Return all counts, for Prometheus; those of single keys for keys with the scope `manage`",
+        "Return all counts, for Prometheus; the counts of single keys for keys with the scope `manage`",
         "text/plain",
     ),
 )  # fmt: skip

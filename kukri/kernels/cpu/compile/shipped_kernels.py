@@ -93,5 +93,5 @@ def reason_for_compiling() -> str:
     if level is None or not path.exists():
         return f"none came compiled for this processor ({level or cpu_target().identity})"
     if shipped_for_cpu() is None:
-        return "those that came compiled are damaged"
-    return "it is not among those that came compiled, or is of other sources or damaged there"
+        return "the kernels that came compiled are damaged"
+    return "it is not among the kernels that came compiled, or is of other sources or damaged there"

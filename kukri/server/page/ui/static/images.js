@@ -57,5 +57,5 @@ export async function remove(messages) {
   }
 }
 
-// The names of all images of messages, those of other versions too.
+// The names of all images of messages, also in other versions.
 const names = (messages) => all(messages).flatMap(({ images }) => images ?? [])

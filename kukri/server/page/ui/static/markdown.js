@@ -37,7 +37,7 @@ function blocks(lines, depth) {
     if (!line.trim()) i++
     else if ((match = FENCE.exec(line))) i = code(lines, i + 1, match, out)
     else if ((match = HEADING.exec(line))) {
-      // the page has h1 and h2: those of an answer begin below
+      // the page has h1 and h2, so headings of an answer begin below
       out.append(make(`h${Math.min(match[1].length + 2, 6)}`, [inline(match[2].replace(/ #+$/, ""))]))
       i++
     } else if (LINE.test(line)) {

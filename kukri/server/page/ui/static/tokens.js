@@ -5,7 +5,7 @@
 const STEPS = [0.9, 0.5, 0.1] // probabilities below which a token is odd, odder, oddest
 const tokensOf = new WeakMap()
 
-// Makes `target` show the tokens; those that it shows already stay.
+// Makes `target` show the tokens; tokens that it shows already stay.
 export function show(target, tokens) {
   if (tokensOf.get(target) !== tokens) {
     target.replaceChildren()

@@ -44,7 +44,7 @@ function bring(messages, index, versions, at) {
   messages.splice(index, Infinity, ...tail)
 }
 
-// Every message, those of other versions too.
+// Every message, also in other versions.
 export const all = (messages) =>
   messages.flatMap((message) => [message, ...(message.versions?.tails ?? []).flatMap((tail) => all(tail ?? []))])
 
