@@ -150,6 +150,7 @@ class MixtureConfig:
     scale: float = 1.0  # multiplies a token's weights
     tolerance: float = 0.0  # an expert's weight is its share among as good ones (`Routing`); 0: as above
     d_shared: int = 0  # width of an MLP that each token passes too; 0: none
+    d_latent: int | None = None  # width of the experts' inputs and outputs; None: the model's
     alpha: float = 1.702  # gpt-oss's activation has it and the limit
     limit: float = 7.0
 

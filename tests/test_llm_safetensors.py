@@ -475,6 +475,14 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
         },
     ),
+    "nemotron_h_moe-latent": (
+        "NemotronHConfig",
+        {
+            **{**NEMOTRON_H, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+            **{"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 40, "mlp_bias": True},
+        },
+    ),
     "starcoder2-plain": ("Starcoder2Config", {"use_bias": False, "tie_word_embeddings": False}),
     "olmo_hybrid": ("OlmoHybridConfig", {**OLMO_HYBRID, "rope_parameters": {"rope_theta": None}}),
     "lfm3": (

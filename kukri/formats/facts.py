@@ -284,6 +284,8 @@ def mixture_facts(architecture: Architecture) -> tuple[Fact, ...]:
         found.append(Fact("scale", "expert_weights_scale", keys.scale, float))
     if keys.d_shared:
         found.append(Fact("d_shared", SHARED_WIDTH, keys.d_shared))
+    if keys.d_latent:
+        found.append(Fact("d_latent", "moe_latent_size", keys.d_latent))
     return tuple(found)
 
 
@@ -348,7 +350,8 @@ def write_mixture(config: ModelConfig, form: Format, architecture: Architecture)
     mixture, own = config.mixture, architecture.experts
     if mixture is None or own is None:
         return {}
-    made = {fact.key(form): getattr(mixture, fact.field) for fact in mixture_facts(architecture)}
+    stated = {fact.key(form): getattr(mixture, fact.field) for fact in mixture_facts(architecture)}
+    made = {key: value for key, value in stated.items() if value is not None}
     made |= _dense_keys(config, form, architecture)
     if own.n_shared:
         count, rest = divmod(mixture.d_shared, mixture.d_ffn)

@@ -32,7 +32,8 @@ class ExpertKeys:
     scale: str = ""  # factor of a token's weights; "": none
     groups: tuple[str, str] | None = None  # numbers of groups, and of those used
     d_shared: str = ""  # width of the MLP that each token passes too; "": see `n_shared`
-    n_shared: str = ""  # the same, in widths of an expert; "": no such MLP
+    d_latent: str = ""  # width of the experts' inputs and outputs; "": the model's
+    n_shared: str = ""  # the same as `d_shared`, in widths of an expert; "": no such MLP
     n_dense: str = ""  # leading layers with an MLP in place of a mixture; "": none
     interval: str = ""  # n: all layers but each n-th have an MLP; "": none besides those first ones
     last: str = ""  # the last layer with a mixture; -1 or 0 for the model's

@@ -107,7 +107,7 @@ class Mixture(Composite):
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         mixture = config.mixture
         assert mixture is not None, "the configuration's readers see to that"
-        n, d_ffn = mixture.n_experts, mixture.d_ffn
+        n, d_ffn, d_in = mixture.n_experts, mixture.d_ffn, mixture.d_latent or config.d_model
         is_gated = len(self.in_names) > 1
         self.layer, self.activation = layer, f"gated_{config.activation}" if is_gated else config.activation
         bias: Vector | None = None
@@ -126,9 +126,13 @@ class Mixture(Composite):
         )
         self.router = Linear(source, [f"{name}.{self.router_name}"], (n,), config.d_model)
         names = [f"{name}.experts.{part}" for part in self.in_names]
-        self.gate_up = ExpertLinear(source, names, (d_ffn,) * len(names), config.d_model, n, self.has_biases)
+        self.gate_up = ExpertLinear(source, names, (d_ffn,) * len(names), d_in, n, self.has_biases)
         down = [f"{name}.experts.down_proj"]
-        self.down = ExpertLinear(source, down, (config.d_model,), d_ffn, n, self.has_biases)
+        self.down = ExpertLinear(source, down, (d_in,), d_ffn, n, self.has_biases)
+        self.into = self.out = None  # around the experts, if they have a width of their own
+        if mixture.d_latent:
+            self.into = Linear(source, [f"{name}.fc1_latent_proj"], (d_in,), config.d_model)
+            self.out = Linear(source, [f"{name}.fc2_latent_proj"], (config.d_model,), d_in)
 
         self.shared: Any = None
         if mixture.d_shared:
@@ -151,11 +155,15 @@ class Mixture(Composite):
         """The same for experts that the router's `logits` [T, E] choose."""
         logits = ops.tap("mlp.hook_router_logits", self.layer, logits)
         routes = ops.route(logits, self.routing, ("mlp.hook_expert_weights", self.layer))
+        x = x if self.into is None else self.into(ops, x)
         gate, *rest = ops.split(self.gate_up(ops, x, routes), self.gate_up.n_outs)
         gate = ops.tap("mlp.experts.hook_pre", self.layer, gate)
         up = ops.tap("mlp.experts.hook_pre_linear", self.layer, rest[0]) if rest else None
         hidden = ops.tap("mlp.experts.hook_post", self.layer, self.activate(ops, gate, up))
-        return ops.combine(self.down(ops, hidden, routes), routes, residual, (tap, self.layer))
+        found = self.down(ops, hidden, routes)
+        if self.out is None:
+            return ops.combine(found, routes, residual, (tap, self.layer))
+        return self.out(ops, ops.combine(found, routes), residual, (tap, self.layer))
 
     def activate(self, ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
         """The activation of an expert, of both [T * n_used, F], if it has both."""

@@ -161,7 +161,7 @@ _BIASES = {"use_conv_bias": ("conv1d",), "use_bias": ("in_proj", "out_proj")}
 _MIXTURE = {
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"),
     *("moe_shared_expert_intermediate_size", "routed_scaling_factor", "norm_topk_prob"),
-    *("n_shared_experts", "moe_latent_size"),
+    "moe_latent_size",
 }
 
 NEMOTRON_H = Architecture(
@@ -175,6 +175,8 @@ NEMOTRON_H = Architecture(
         **MAMBA_NAMES,
         "model.embeddings": "token_embd",
         "model.norm_f": "output_norm",
+        "mlp.fc1_latent_proj": "ffn_latent_down",
+        "mlp.fc2_latent_proj": "ffn_latent_up",
     },
     joined={**_PARTS, **_joined("mlp.up_proj", "mlp.down_proj")},
     hf_epsilon="layer_norm_epsilon",
@@ -187,7 +189,7 @@ NEMOTRON_H = Architecture(
         *("time_step_max", "time_step_limit", "time_step_floor", "residual_in_fp32", "mamba_proj_bias"),
         *("rescale_prenorm_residual", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
         *("num_nextn_predict_layers", "moe_shared_expert_overlap", "output_router_logits"),
-        *_MIXTURE,
+        *("n_shared_experts", *_MIXTURE),
     },
     defaults={
         **{"num_key_value_heads": 8, "head_dim": 128, "layer_norm_epsilon": 1e-5, "n_groups": 8},
@@ -197,7 +199,8 @@ NEMOTRON_H = Architecture(
     biases={
         **{f"{part}.{module}": key for key, found in _BIASES.items() for module in found
            for part in ("mixer", "mamba")},
-        **{f"{part}.{module}_proj": "mlp_bias" for module in ("up", "down") for part in ("mixer", "mlp")},
+        **{f"{part}.{module}_proj": "mlp_bias" for module in ("up", "down", "fc1_latent", "fc2_latent")
+           for part in ("mixer", "mlp")},
     },
     recurrent=RecurrentKeys(
         (_MAMBA,),
@@ -224,14 +227,20 @@ NEMOTRON_H_MOE = replace(
         **_PARTS,
         **_joined("mlp.gate", "mlp.gate.e_score_correction", "mlp.experts.up_proj", "mlp.experts.down_proj"),
         **_joined("mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+        **_joined("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
     },
     ignores=NEMOTRON_H.ignores - _MIXTURE,
-    fixed={"n_shared_experts": 1, "moe_latent_size": None},
     defaults={
         **NEMOTRON_H.defaults,
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "n_group": 1},
         **{"moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0, "topk_group": 1},
-        **{"norm_topk_prob": True, "n_shared_experts": 1},
+        "norm_topk_prob": True,
     },
-    experts=replace(EXPERTS, n_shared="", n_dense="", d_shared="moe_shared_expert_intermediate_size"),
+    experts=replace(
+        EXPERTS,
+        n_shared="",
+        n_dense="",
+        d_shared="moe_shared_expert_intermediate_size",
+        d_latent="moe_latent_size",
+    ),
 )

@@ -43,6 +43,8 @@ FREED = (
     Case("nemotron_h", "mamba_hidden_act", "gelu"),
     Case("mamba2", "time_step_limit", [0.01, 0.1]),
     Case("nemotron_h", "time_step_min", 0.1),
+    Case("nemotron_h_moe", "moe_latent_size", 23),
+    Case("nemotron_h_moe", "n_shared_experts", 2),
     Case("gpt_oss", "swiglu_limit", 0.5),
     Case("qwen3_moe", "decoder_sparse_step", 2),
     Case("qwen2_moe", "mlp_only_layers", [2]),

@@ -332,6 +332,16 @@ TINY: dict[str, Tiny] = {
         keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
               "expert_shared_feed_forward_length": 64, **_GROUPED_KEYS},
     ),
+    "nemotron_h_moe-latent": _nemotron_h(
+        "moe",
+        hf={"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
+            "topk_group": 2, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
+            "moe_latent_size": 32, "mlp_bias": True},
+        mixture=replace(_GROUPED, d_latent=32),
+        facts={"d_ffn": 32},
+        keys={**_EXPERT_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
+              "expert_shared_feed_forward_length": 64, "moe_latent_size": 32, **_GROUPED_KEYS},
+    ),
     "gpt_neox": Tiny(
         "GPTNeoX", "gptneox", {"rope_parameters": rope("default", partial_rotary_factor=0.5)},
         rotary_dim=8, n_kv_heads=HEADS,

@@ -70,7 +70,11 @@ def write(path: Path, name: str, config: ModelConfig, source: TorchSource, weigh
         key = _SHARED.sub(lambda match: match[0].replace("shared_mlp", "mlp.shared_experts"), key)
         usual = (
             names.get_name(name, try_suffixes=(".weight", ".bias"))
-            for name in (key, key.replace("model.", "gpt_neox."))
+            for name in (
+                key,
+                key.replace("model.", "gpt_neox."),
+                key.replace("model.", "backbone.").replace(".mlp.", ".mixer."),
+            )
         )
         stored = _gemma4_name(key) or next(found for found in usual if found)
         stored = stored.removesuffix(".weight") if key.endswith((".A_log.weight", ".D.weight")) else stored

@@ -112,6 +112,7 @@ OWN_TREE += ("granitemoeshared", "nemotron", "deepseek_v2", "deepseek_v3", "glm4
 OWN_TREE += (
     "nemotron_h",
     "nemotron_h_moe",
+    "nemotron_h_moe-latent",
     "gpt_neox",
     "mamba2",
     "phimoe",
