@@ -90,9 +90,7 @@ def show_ablation(
 def page_text(report: AblationReport, chart: str) -> str:
     """The page: model and machine, the chart by its file name, the table, each measurement's description."""
     table = [[name, row.measure, *_cells(row)] for name, row in _rows(report)]
-    how = [
-        f"**{name}**, not {TECHNIQUES[name].without}: {TECHNIQUES[name].how}" for name in report.techniques
-    ]
+    how = [f"**{name}**: {TECHNIQUES[name].how}" for name in report.techniques]
     parts = [
         "# The gain of each technique",
         "Written by `python -m benchmarks.ablate --page docs/ablation.md`, which measures everything again.",

@@ -51,7 +51,7 @@ def cli_pages() -> dict[str, str]:
     described: dict[str, dict[str, str]] = {}
     named = [name for _, names in PAGES.values() for name in names]
     others = [name for names in HEADINGS.values() for name in names if name not in named]
-    pages = {}
+    pages: dict[str, str] = {}
     for page, (title, names) in PAGES.items():
         sections = [f"# {title}\n{_LATER_HEAD if pages else _HEAD}"]
         helps = (one for name in names or others for one in _helps(group.commands[name], name, top))

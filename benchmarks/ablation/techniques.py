@@ -21,13 +21,12 @@ from kukri.formats.headers import read_headers
 
 @dataclass(frozen=True)
 class Technique:
-    """A technique, and the baseline without it.
+    """A technique, and how it is measured next to a baseline without it.
 
     `measure` gives its rows and says how in its docstring; `n_loops`: how often it goes through all rounds.
     """
 
     name: str
-    without: str
     measure: Callable[[Trial], Iterator[Row]]
     n_loops: Callable[[Sizes], int]
 
@@ -48,21 +47,14 @@ def _never(sizes: Sizes) -> int:
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
-        Technique(
-            "kv-cache",
-            "the whole text computed for each token",
-            cache.kv_cache,
-            lambda sizes: len(sizes.generations),
-        ),
-        Technique("quantization", "16 bits a weight", speed.quantization, _once),
-        Technique("grouped-queries", "a key head for each query head", cache.grouped_queries, _never),
-        Technique("paged-cache", "one piece of memory for each request", mix.paged_cache, _never),
-        Technique("batching", "one after another, or batches that end together", mix.batching, _once),
-        Technique("prefix-cache", "each prompt read from its first token", cache.prefix_cache, _once),
-        Technique(
-            "attention", "the matrix of all scores", attention.attention, lambda sizes: len(sizes.attention)
-        ),
-        Technique("threads", "one thread", speed.threads, _once),
+        Technique("kv-cache", cache.kv_cache, lambda sizes: len(sizes.generations)),
+        Technique("quantization", speed.quantization, _once),
+        Technique("grouped-queries", cache.grouped_queries, _never),
+        Technique("paged-cache", mix.paged_cache, _never),
+        Technique("batching", mix.batching, _once),
+        Technique("prefix-cache", cache.prefix_cache, _once),
+        Technique("attention", attention.attention, lambda sizes: len(sizes.attention)),
+        Technique("threads", speed.threads, _once),
     )
 }
 
