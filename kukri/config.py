@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import ConfigError
 
 ROPE_SCALINGS = ("linear", "dynamic", "yarn", "llama3", "longrope")

@@ -11,10 +11,10 @@ import platform
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from kukri.dataclass import dataclass
 from kukri.errors import KukriError, UnsupportedError
 from kukri.formats.headers import read_headers
 from kukri.formats.huggingface.weights import is_packed, packed_type

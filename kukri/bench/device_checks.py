@@ -8,13 +8,13 @@ Whoever has a GPU can so check what was written without one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.dataclass import dataclass
 from kukri.engine.batch_builder import BatchBuilder, Chunk
 from kukri.engine.spans.embedding_spans import NO_SPANS
 from kukri.errors import UnsupportedError

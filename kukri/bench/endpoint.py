@@ -6,11 +6,11 @@ aiohttp, as measured (docs/decisions): the client may not cost the server its pr
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.host.installed import needs_package
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kukri.bench.endpoint import Answer
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError
 
 MEASURES = ("ttft", "tpot", "itl", "e2e")

@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from math import ceil, inf
 from pathlib import Path
 from time import perf_counter, process_time
@@ -21,6 +20,7 @@ import numpy as np
 from kukri.bench.endpoint import Answer, Endpoint, Kind
 from kukri.bench.latency import LoadPoint, load_point
 from kukri.bench.prompts import as_body, file_prompts, random_prompts
+from kukri.dataclass import dataclass, field
 from kukri.errors import ConfigError, KukriError
 
 Progress = Callable[[int, str], None]  # what is done now, as for terminal.progress.progress_bar

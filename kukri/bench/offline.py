@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -23,6 +22,7 @@ from kukri.bench.card import (
     machine_card,
     model_card,
 )
+from kukri.dataclass import dataclass, replace
 from kukri.errors import ConfigError
 from kukri.formats import hub
 from kukri.host.hardware import peak_rss_bytes

@@ -11,11 +11,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError
 from kukri.host.files import clear, remove_file, replace_file
 

@@ -6,13 +6,13 @@ import importlib.util
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kukri.calls import MAX_ROUNDS
 from kukri.calls.functions import FunctionTool, result_text
 from kukri.calls.results import Chunk, Result, ToolCall
 from kukri.calls.turn import Turn
+from kukri.dataclass import dataclass, replace
 from kukri.dialects.toolbox import Toolbox
 from kukri.errors import RequestError
 from kukri.sampling import Grammar

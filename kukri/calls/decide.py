@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.calls.image_prompts import extended
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.models.spans import SpanPrompt

@@ -8,9 +8,9 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}

@@ -5,9 +5,9 @@ Answers to conversations have parts: reasoning, text and tool calls. A plain pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from kukri.dataclass import dataclass, field
 from kukri.engine import Timings
 from kukri.kernels.arrays import FloatArray
 from kukri.sampling import SampledToken

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 import numpy as np
 
+from kukri.dataclass import dataclass, field, fields
 from kukri.errors import FormatError, RequestError, brief, close_matches
 from kukri.formats.json_files import read_json
 from kukri.sampling import SamplingParams

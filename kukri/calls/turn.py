@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from kukri.calls.answer import Answer
 from kukri.calls.choice import Choice
 from kukri.calls.image_prompts import Prompt, ids_of
+from kukri.dataclass import dataclass, replace
 from kukri.dialects.answer_parser import AnswerBeginning, shown_marks
 from kukri.dialects.model_dialect import ModelDialect
 from kukri.dialects.toolbox import Toolbox

@@ -6,9 +6,9 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from kukri.dataclass import dataclass
 from kukri.dialects.dialect import Dialect
 from kukri.dialects.signatures import resolved, types_of
 from kukri.dialects.tool_grammar import regex_of, tool_regex

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kukri.dataclass import dataclass, field
 from kukri.dialects.thoughts import Thoughts
 
 # json: {"name": …, "arguments": …}; named: name{…}; tagged: <function=name><parameter=key>…;

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from kukri.dataclass import dataclass
 from kukri.dialects.feed import Feed, Marks, Reading
 
 _WHITE = " \t\r\n"

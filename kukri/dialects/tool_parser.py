@@ -11,9 +11,9 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from kukri.dataclass import dataclass
 from kukri.dialects.calls import (
     Call,
     CallDelta,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from kukri.dataclass import dataclass
 from kukri.dialects.call_grammar import Spelling, call_grammar
 from kukri.dialects.dialect import Dialect
 from kukri.dialects.signatures import Signatures

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Protocol
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.engine.spans.embedding_spans import EmbeddingSpans
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step import ForwardBatch, StepInputs

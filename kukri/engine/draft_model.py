@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kukri.config import EngineConfig
+from kukri.dataclass import dataclass
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.drafts import AcceptanceRate, Drafts
 from kukri.engine.lookup_drafts import LookupDrafts

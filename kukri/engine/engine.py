@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf
 from pathlib import Path
@@ -13,6 +12,7 @@ from time import perf_counter
 import numpy as np
 
 from kukri.config import EngineConfig
+from kukri.dataclass import dataclass, replace
 from kukri.engine.adapters import LoadedAdapters
 from kukri.engine.draft_model import Drafter, DraftSetup, DraftSource
 from kukri.engine.drafting import Drafting

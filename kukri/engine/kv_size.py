@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kukri.config import KV_TYPE_SIZES
+from kukri.dataclass import dataclass
 from kukri.engine.pages import most_pages, pages_for
 from kukri.errors import ConfigError
 from kukri.kernels.backend import Backend

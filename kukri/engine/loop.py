@@ -7,9 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 
+from kukri.dataclass import dataclass
 from kukri.engine.engine import Engine
 from kukri.engine.request import Request
 from kukri.engine.scheduled_step import StepOutput

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 
+from kukri.dataclass import dataclass, field
 from kukri.engine.adapters import LoadedAdapter
 from kukri.engine.drafts import Drafts
 from kukri.engine.pages import ROOT, PageKey

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kukri.dataclass import dataclass, field
 from kukri.engine.batch_builder import Chunk
 from kukri.engine.request import ProgramKind, Request
 from kukri.engine.sequence import TokenSequence

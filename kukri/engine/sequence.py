@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 
+from kukri.dataclass import dataclass, field
 from kukri.engine.pages import ROOT, PageKey, page_key
 from kukri.engine.saved_prefixes import SavedState
 from kukri.engine.spans.embedding_spans import NO_SPANS, EmbeddingSpans

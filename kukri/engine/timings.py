@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from time import perf_counter
 
+from kukri.dataclass import dataclass, field
 from kukri.engine.traces import Span
 
 

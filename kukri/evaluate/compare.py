@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
 
 import numpy as np
 
+from kukri.dataclass import dataclass, fields
 from kukri.errors import ConfigError
 from kukri.evaluate.divergence import Divergence, divergence
 from kukri.evaluate.perplexity import Perplexity, from_nll, standard_error

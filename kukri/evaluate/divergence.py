@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.kernels.arrays import BoolArray, DoubleArray, FloatArray
 
 _ROWS = 32  # rows of logits in float64 at a time

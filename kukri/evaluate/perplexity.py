@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.evaluate.divergence import token_nll
 from kukri.evaluate.text import Window, check_language_model, step_logits, steps
 from kukri.kernels.arrays import DoubleArray

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.llm import LLM

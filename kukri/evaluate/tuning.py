@@ -12,13 +12,13 @@ import heapq
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig
+from kukri.dataclass import dataclass, replace
 from kukri.errors import ConfigError
 from kukri.evaluate.importance import importance_matrix
 from kukri.evaluate.text import STEP_TOKENS, bos_ids

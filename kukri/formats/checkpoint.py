@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kukri.config import EmbeddingConfig, ModelConfig
+from kukri.dataclass import dataclass, replace
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, brief_list, reading
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile

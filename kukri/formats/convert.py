@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kukri.config import ModelConfig
+from kukri.dataclass import dataclass, field, replace
 from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats.gguf.config import model_config, model_metadata
 from kukri.formats.gguf.reader import GGUFFile

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from kukri.config import MAX_CONTEXT, MixtureConfig, ModelConfig, RecurrentConfig, RopeScaling
+from kukri.dataclass import dataclass, replace
 from kukri.errors import UnsupportedError, brief
 from kukri.formats.tensor_forms import table
 from kukri.kernels.cache import MAX_HEAD

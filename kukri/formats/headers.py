@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from kukri.config import ModelConfig
+from kukri.dataclass import dataclass
 from kukri.errors import FormatError, KukriError, UnsupportedError, reading
 from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile

@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import DownloadError, FormatError, MissingFileError, UnsupportedError
 from kukri.formats.digests import check_digest, file_sha256, split_digest
 from kukri.formats.repos import SHORT_NAMES, Progress, fetch, parse_name, untagged

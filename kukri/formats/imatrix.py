@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, FormatError, UnsupportedError, reading
 from kukri.formats.gguf.reader import MAX_NAME_BYTES, GGUFFile
 from kukri.formats.gguf.writer import write_gguf

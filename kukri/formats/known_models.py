@@ -5,8 +5,9 @@ One line a model. Parameters come from the model's card; what a model is good fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
+
+from kukri.dataclass import dataclass
 
 _BYTES_Q4 = 0.6  # bytes of a parameter in Q4_K, with the larger types of some tensors
 _BASE_GB = 1.5  # the process, the KV cache of a few thousand tokens, and the system

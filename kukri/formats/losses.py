@@ -6,9 +6,9 @@ All other tensors of floats, and each key that a model reads, come back to the b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kukri.config import EmbeddingConfig, ModelConfig
+from kukri.dataclass import dataclass
 from kukri.formats.tensor_forms import table
 from kukri.models import ARCHITECTURES
 from kukri.models.stored import LOG_OF_NEGATIVE

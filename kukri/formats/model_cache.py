@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from kukri.dataclass import dataclass
 from kukri.errors import UnsupportedError
 from kukri.formats import hub
 from kukri.formats.digests import split_digest

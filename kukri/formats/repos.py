@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 
+from kukri.dataclass import dataclass
 from kukri.errors import DownloadError, UnsupportedError, brief_list
 from kukri.formats.gguf.split import fitting_mmproj, is_mmproj, part_name, part_of
 from kukri.formats.known_models import KNOWN_MODELS

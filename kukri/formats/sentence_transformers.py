@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kukri.config import MAX_CONTEXT, EmbeddingConfig, LateInteraction, ModelConfig, Pooling
+from kukri.dataclass import dataclass, replace
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.safetensors import open_files

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig
+from kukri.dataclass import dataclass
 from kukri.errors import UnsupportedError
 from kukri.models import ARCHITECTURES
 from kukri.models.rope import rope_row_order

@@ -8,11 +8,11 @@ The cells of a layer are sequences of one batch. Names are those of `transformer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError
 from kukri.interp.cache import ActivationCache
 from kukri.interp.hooks.hook_values import Rows

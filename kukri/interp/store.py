@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, FormatError
 from kukri.formats.huggingface.safetensors import SafetensorsFile, safetensors_bytes
 from kukri.formats.json_files import read_json

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kukri.dataclass import dataclass, replace
 from kukri.errors import ContextLengthError, KukriError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from kukri.dataclass import dataclass
 
 _GELU_SCALE = math.sqrt(2 / math.pi)
 _erf = np.vectorize(math.erf, otypes=[np.float64])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kukri.config import KVType as KVType
+from kukri.dataclass import dataclass, replace
 
 MAX_HEAD = 1 << 10  # d_head: a larger claim of a file is damage, and kernels have room on their stacks by it
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import CapacityError, HookError, ShapeError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Logits

@@ -10,7 +10,6 @@ Types of few bits (`has_range`) keep keys by their `KeyRange`, if a layer has on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.config import KVType
+from kukri.dataclass import dataclass
 from kukri.errors import UnsupportedError
 from kukri.kernels.arrays import FloatArray
 

@@ -5,11 +5,11 @@ Shape letters: T tokens, H query heads, G key/value heads, K head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.weight_handles import Vector
 

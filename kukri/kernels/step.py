@@ -6,10 +6,10 @@ Shape letters: T tokens in the step, S sequences, N rows with logits, B page siz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kukri.dataclass import dataclass, field, replace
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.step_arrays import OPTIONAL_ARRAYS, PoolPages, StepArrays, StepCounts, arguments, arrays_of
 

@@ -8,7 +8,6 @@ message between stages (`stages/messages.py`). All arrays are int32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import chain
 from operator import attrgetter
@@ -16,6 +15,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from kukri.dataclass import dataclass, field, fields
 from kukri.kernels.arrays import IntArray
 
 A = TypeVar("A")  # an array, or a tensor on a device

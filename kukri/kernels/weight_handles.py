@@ -6,11 +6,11 @@ A backend makes what it needs of each and keeps it by identity.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.quant.types import QuantType

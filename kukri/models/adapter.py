@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.kernels.weight_handles import LowRank
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kukri.config import ModelConfig
+from kukri.dataclass import dataclass, field
 from kukri.models.keys import ACTIVATIONS, Keys
 from kukri.models.lenses import Lens
 from kukri.models.stored import Stored

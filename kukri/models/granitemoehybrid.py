@@ -7,13 +7,13 @@ is read by c. Small models have no mixture, and some no state.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 import numpy as np
 
 from kukri.config import ModelConfig
+from kukri.dataclass import dataclass, replace
 from kukri.errors import UnsupportedError, brief
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.kernels.specs import ScanSpec

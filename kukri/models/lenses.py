@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
 from math import isclose
 from typing import Any, Literal
 
 import numpy as np
 
 from kukri.config import LayerConfig, ModelConfig
+from kukri.dataclass import dataclass, replace
 from kukri.errors import UnsupportedError
 from kukri.models.keys import Keys
 

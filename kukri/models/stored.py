@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.config import RecurrentConfig
+from kukri.dataclass import dataclass
 from kukri.kernels.arrays import FloatArray
 
 Order = npt.NDArray[np.int64] | None  # for each row or column of the model's, that of a file; None: the same

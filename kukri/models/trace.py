@@ -7,9 +7,9 @@ value and which norm stands between two taps: nothing else lists these, for any 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from kukri.dataclass import dataclass, replace
 from kukri.kernels.op_set import Program
 from kukri.kernels.specs import AttentionSpec, Routing
 from kukri.kernels.taps import tap_name

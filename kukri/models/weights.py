@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import FormatError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.weight_handles import Experts, Weight

@@ -6,11 +6,11 @@ import logging
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kukri.config import EngineConfig, ModelConfig
+from kukri.dataclass import dataclass, fields, replace
 from kukri.engine import Engine
 from kukri.engine.engine import cache_type, engine_layout, state_slots
 from kukri.engine.kv_size import KVCost, choose_kv_size

@@ -6,11 +6,11 @@ all read an option by `ModelOptions`, so a value means the same everywhere and a
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from kukri.config import KV_TYPE_SIZES, KVType, Speculation
+from kukri.dataclass import Field, dataclass, fields
 from kukri.errors import ConfigError, UnsupportedError, close_matches
 from kukri.host.installed import needs_package
 from kukri.opening.option_fields import (

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from kukri.dataclass import dataclass, field
 from kukri.formats.headers import StoredTensor
 from kukri.models import ARCHITECTURES
 

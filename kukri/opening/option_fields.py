@@ -8,11 +8,11 @@ documentation follow from its field.
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from kukri.dataclass import Field, dataclass, field, fields
 from kukri.errors import ConfigError
 
 _BYTES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -19,10 +19,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError
 from kukri.quant.blocks import WRITTEN
 from kukri.quant.mixes import ALIASES, MIXES, Shapes, mix_types

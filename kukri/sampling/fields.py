@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError
 
 MAX_COUNT = 2**31 - 1  # the most tokens; the largest token id

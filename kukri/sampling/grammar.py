@@ -11,10 +11,10 @@ import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary, WeakMethod
 
+from kukri.dataclass import dataclass, field, replace
 from kukri.errors import RequestError, UnsupportedError
 from kukri.host.installed import needs_package
 from kukri.sampling.closed_schema import closed

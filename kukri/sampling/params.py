@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from textwrap import indent
 from typing import Any, TypedDict, Unpack, cast, get_args
 
 from kukri.config import Speculation
+from kukri.dataclass import dataclass, replace
 from kukri.kernels.sampling_stages import STAGES
 from kukri.sampling.fields import (
     MAX_BIAS,

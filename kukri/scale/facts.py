@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
 
+from kukri.dataclass import dataclass
 from kukri.engine.model_identity import weights_identity
 from kukri.llm import LLM
 

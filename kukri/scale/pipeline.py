@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
@@ -18,6 +17,7 @@ from ray.exceptions import RayError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, StageError
 from kukri.kernels.cpu.compile.features import usable_cores
 from kukri.kernels.cpu.run.read_speed import measure_read_speed

@@ -11,10 +11,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
+from kukri.dataclass import asdict, dataclass, field
 from kukri.engine import EngineLoop, Request, StepOutput
 from kukri.engine.traces import Traces
 from kukri.errors import KukriError

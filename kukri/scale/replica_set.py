@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from kukri.dataclass import dataclass, field
 from kukri.engine import EngineStatus, Request
 from kukri.engine.traces import Span
 from kukri.scale.channel import Channel

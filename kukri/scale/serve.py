@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from functools import partial
 from math import ceil
 from typing import Any
@@ -19,6 +18,7 @@ import yaml
 from fastapi import FastAPI
 from ray import serve
 
+from kukri.dataclass import dataclass, fields
 from kukri.engine.traces import open_traces
 from kukri.errors import ConfigError
 from kukri.llm import LLM

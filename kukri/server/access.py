@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from starlette.types import Scope
 
+from kukri.dataclass import dataclass
 from kukri.server.errors import ForbiddenError
 from kukri.server.keys import Client
 from kukri.server.settings import ServerSettings

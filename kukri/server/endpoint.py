@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
+from kukri.dataclass import dataclass
 from kukri.server.access import Permission
 from kukri.server.body import Body
 from kukri.server.errors import ErrorForm

@@ -6,9 +6,9 @@ import hmac
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import ConfigError, RequestError, brief
 
 # what a key may do beyond asking for answers: steer models and read activations; change the server's models

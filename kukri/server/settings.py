@@ -5,10 +5,10 @@ The command line reads this at each start: what only checks need is imported whe
 
 import re
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kukri.dataclass import Field, dataclass, fields
 from kukri.opening.model_options import ModelOptions
 from kukri.opening.option_fields import (
     as_file,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import ClassVar
 
+from kukri.dataclass import dataclass
 from kukri.kernels.arrays import FloatArray
 from kukri.models.spans import check_spans
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from kukri.dataclass import dataclass, field
 from kukri.kernels.arrays import FloatArray, IntArray
 
 _NEVER = np.float32(-np.inf)

@@ -6,12 +6,12 @@ The first convolution is a program of its own, because the second reads every ot
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.op_set import Tensor

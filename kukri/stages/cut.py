@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError
 from kukri.models import ARCHITECTURES, Model
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
+from kukri.dataclass import dataclass
 from kukri.engine.model_identity import code_digest
 from kukri.errors import ConfigError, StageError
 from kukri.kernels.arrays import FloatArray

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from secrets import token_hex
 
+from kukri.dataclass import dataclass
 from kukri.errors import StageError
 
 TOKEN_VARIABLE = "KUKRI_STAGE_TOKEN"  # environment variable with the secret of stages and engine

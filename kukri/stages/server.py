@@ -6,10 +6,10 @@ import logging
 import platform
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from kukri.dataclass import dataclass
 from kukri.engine.model_identity import code_digest
 from kukri.errors import ConfigError, KukriError, StageError
 from kukri.host.hardware import available_bytes

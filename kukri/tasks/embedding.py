@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
 
 from kukri.config import EmbeddingConfig, HeadConfig, Pooling
+from kukri.dataclass import dataclass, field
 from kukri.engine import Request, RequestMaker
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.formats.sentence_transformers import PAIR_INSTRUCTION, DenseLayer

@@ -8,12 +8,12 @@ made into answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kukri.config import HeadConfig, ModelConfig
+from kukri.dataclass import dataclass
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.kernels.arrays import FloatArray
 from kukri.tokenizer import Tokenizer

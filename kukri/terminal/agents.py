@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from kukri.dataclass import dataclass, field, fields, replace
 from kukri.errors import ConfigError, brief, close_matches
 
 FILLED = ("url", "key", "model", "context", "answer", "home")

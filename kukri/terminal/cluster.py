@@ -8,9 +8,9 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.host.installed import needs_package
 from kukri.terminal.options import ClusterOptions

@@ -6,10 +6,10 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kukri import LLM
+from kukri.dataclass import asdict, dataclass
 from kukri.errors import ConfigError
 from kukri.evaluate.compare import Comparison, compare
 from kukri.evaluate.importance import importance_matrix

@@ -15,11 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from kukri import __version__
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, KukriError, UnsupportedError, brief
 from kukri.host.os_calls import lock_file, locked
 from kukri.host.private_files import make_private, open_private, write_private

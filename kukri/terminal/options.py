@@ -8,13 +8,13 @@ each.
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import Field, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 
+from kukri.dataclass import Field, dataclass
 from kukri.errors import ConfigError, brief
 from kukri.opening.model_options import Group, option_fields
 from kukri.opening.option_fields import choices, flag_of, option_facts, read_option

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import ConfigError, UnsupportedError
 from kukri.host.installed import needs_package
 from kukri.terminal.files import check_parent, writing

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, RequestError
 from kukri.sampling import SamplingParams
 from kukri.server.ollama.schema import Options

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import RequestError
 from kukri.host.private_files import write_private
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from kukri.dataclass import dataclass
 from kukri.tokenizer.tokenizer import Tokenizer
 
 # tokens before the prefix, before the suffix, and before the middle, by family

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError
 
 IMAGE_TYPES = ("image", "image_url", "input_image")  # the types of a content's parts

@@ -9,10 +9,9 @@ the NFC flags come from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tokenizers import Regex, pre_tokenizers
 
+from kukri.dataclass import dataclass
 from kukri.errors import UnsupportedError, brief
 
 EACH_DIGIT = "each digit alone"  # not a pattern: the `Digits` step knows newer digits than the regex engine

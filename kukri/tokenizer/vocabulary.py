@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 from tokenizers import AddedToken
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import RequestError, UnsupportedError, brief
 from kukri.tokenizer.gguf_keys import TokenizerKeys
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kukri.config import LayerConfig, ModelConfig, RopeConfig
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError
 from kukri.models.both_ways import BothWaysLayers
 from kukri.models.keys import Keys

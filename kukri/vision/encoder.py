@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from kukri.dataclass import dataclass, field, replace
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.op_set import Tensor

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
 from kukri.models.spans import check_spans

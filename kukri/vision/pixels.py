@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import FormatError, RequestError
 from kukri.kernels.arrays import ByteArray, FloatArray
 

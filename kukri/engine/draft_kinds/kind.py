@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+from kukri.dataclass import dataclass
 from kukri.engine.draft_model import DraftSource
 from kukri.models import Model
 from kukri.tokenizer import Tokenizer

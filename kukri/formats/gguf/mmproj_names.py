@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass, replace
 from kukri.errors import FormatError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.models.keys import Keys

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass, replace
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.file_kinds import file_kind
 from kukri.formats.gguf.split import part_name, part_paths

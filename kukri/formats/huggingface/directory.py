@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kukri.config import ModelConfig
+from kukri.dataclass import dataclass
 from kukri.errors import FormatError, brief, reading
 from kukri.formats.huggingface.config import hf_model_config
 from kukri.formats.json_files import read_json

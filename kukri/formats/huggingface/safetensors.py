@@ -11,13 +11,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import FormatError, brief, reading
 from kukri.formats.file_kinds import file_kind
 from kukri.formats.json_files import parse_json, read_json

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, FormatError, UnsupportedError, brief, reading
 from kukri.formats.huggingface.safetensors import SafetensorsFile
 from kukri.formats.json_files import read_json

@@ -8,11 +8,11 @@ saturated. Effects are averaged over backward passes, each of which drops one la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError, UnsupportedError
 from kukri.interp.gradients.attribution import Metric
 from kukri.interp.hooks.hook_values import Rows

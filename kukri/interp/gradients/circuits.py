@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError, brief
 from kukri.host.files import write_text
 from kukri.interp.features.transcoders import Transcoders

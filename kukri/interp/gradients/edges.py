@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError, UnsupportedError, brief
 from kukri.interp.gradients.attribution import Metric
 from kukri.interp.hooks.head_inputs import gradient, head_steps

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from kukri.dataclass import dataclass, replace
 from kukri.errors import HookError, close_matches
 from kukri.kernels.arrays import FloatArray
 from kukri.models.trace import Matrix, Norm, Step, Trace

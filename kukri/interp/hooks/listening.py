@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from kukri.config import ModelConfig
+from kukri.dataclass import dataclass
 from kukri.errors import HookError, RequestError
 from kukri.interp.hooks.hook_names import LOGITS, Point, find, full_name
 from kukri.interp.hooks.hook_values import Model, Rows

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.interp.features.readers import Choose, FeatureReader, Probe
 from kukri.interp.hooks.hook_names import Point
 from kukri.interp.interventions.positions import Spans

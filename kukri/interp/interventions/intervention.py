@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass, fields, replace
 from kukri.errors import HookError, RequestError, brief
 from kukri.interp.features.readers import FeatureReader, Probe
 from kukri.interp.features.transcoders import Transcoders

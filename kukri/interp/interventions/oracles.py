@@ -7,11 +7,11 @@ each vector is added, at the length of the row, to its placeholder's row after a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError
 from kukri.interp.interventions.intervention import MAX_VECTORS, Intervention
 

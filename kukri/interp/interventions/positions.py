@@ -10,13 +10,13 @@ for one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.errors import RequestError, brief
 from kukri.kernels.arrays import IntArray
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.engine import Request
 from kukri.errors import ActivationLimitError, HookError
 from kukri.interp.cache import ActivationCache

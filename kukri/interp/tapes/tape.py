@@ -7,7 +7,6 @@ the last to the first. Tapes share matrices in float32, which are freed with the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
@@ -16,6 +15,7 @@ from weakref import proxy, ref
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.errors import UnsupportedError
 from kukri.interp.hooks.attention import keys_ahead, seen_keys
 from kukri.interp.tapes.delta_rule import DeltaRule

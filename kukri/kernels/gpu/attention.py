@@ -7,7 +7,6 @@ said otherwise, on one device, and their arguments are trusted: `ForwardBatch` h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kukri.dataclass import dataclass
 from kukri.kernels.gpu import attention_kernels, rope_kernels, tiles
 from kukri.kernels.gpu.assembler import launch_options
 from kukri.kernels.gpu.kv_types import kv_name

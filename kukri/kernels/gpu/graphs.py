@@ -11,12 +11,12 @@ the longest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kukri.dataclass import dataclass
 from kukri.errors import ShapeError
 from kukri.kernels.gpu.attention import CHUNK
 from kukri.kernels.gpu.ops import TritonOps

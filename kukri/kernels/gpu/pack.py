@@ -29,7 +29,6 @@ types that choose quants from tables, d of more than 32 weights, and padding.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, reduce
 from math import prod
 
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kukri.dataclass import dataclass
 from kukri.errors import UnsupportedError
 from kukri.kernels.pytorch.weights import float_of_half, numbers_of, quants_of, tensor_of
 from kukri.kernels.weight_handles import Weight

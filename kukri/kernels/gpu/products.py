@@ -6,13 +6,13 @@ Shapes: T tokens. Tensors are contiguous unless said otherwise, on one device, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from kukri.dataclass import dataclass
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.gpu import linear_kernels, tiles
 from kukri.kernels.gpu.assembler import has_ptx, launch_options

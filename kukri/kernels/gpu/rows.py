@@ -5,13 +5,13 @@ Shapes: T tokens. Tensors are contiguous unless said otherwise, on one device, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
+from kukri.dataclass import dataclass
 from kukri.kernels.gpu import row_kernels, tiles
 from kukri.kernels.gpu.assembler import launch_options
 from kukri.kernels.gpu.pack import PAIR

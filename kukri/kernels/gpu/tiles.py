@@ -8,8 +8,7 @@ take on a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kukri.dataclass import dataclass
 from kukri.kernels.gpu.pack import Form
 
 LANES = 8  # sums of a row in a product: see linear_kernels.py

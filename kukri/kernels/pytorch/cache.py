@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kukri.dataclass import dataclass
 from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer, pool_layouts, pool_windows
 from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes, pages_of_pools, state_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kukri.config import KVType
+from kukri.dataclass import dataclass
 from kukri.kernels.kv_types import KV_BLOCK, Q4_BLOCK, Q4_SCALES, q4_bytes, rotated_run
 
 

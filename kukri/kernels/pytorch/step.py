@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kukri.dataclass import dataclass
 from kukri.errors import ShapeError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Logits

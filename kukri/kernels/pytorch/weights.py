@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kukri.dataclass import dataclass
 from kukri.errors import MissingKernelError
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.weight_handles import Weight

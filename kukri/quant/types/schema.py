@@ -17,13 +17,14 @@ To read a type is to state it: docs/adding-a-part.md shows how to add one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kukri.dataclass import dataclass, field
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kukri.calls.choice import Choice, Kind, PartEvent, PlacedToken
+from kukri.dataclass import dataclass
 from kukri.errors import KukriError
 from kukri.formats.huggingface.safetensors import safetensors_bytes
 from kukri.interp.interventions.request_taps import Readout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 from uuid import uuid4
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kukri.calls.choice import Part, PartEvent
+from kukri.dataclass import dataclass, field
 from kukri.errors import ContextLengthError, RequestError
 from kukri.server.answers.reply import AnswerWriter, Reply, image_usage, interp_fields, sse
 from kukri.server.anthropic.schema import (

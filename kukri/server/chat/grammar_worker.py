@@ -15,9 +15,9 @@ import os
 import selectors
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from kukri.dataclass import dataclass
 from kukri.errors import KukriError
 from kukri.host.limits import limit_cpu, limit_memory, lower_priority
 from kukri.host.os_calls import HAS_FORK, cpu_s, end_child, fork, set_priority

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from kukri.dataclass import dataclass, field, replace
 from kukri.dialects.dialect import Dialect
 from kukri.dialects.toolbox import Toolbox
 from kukri.errors import RequestError

@@ -10,12 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
 from kukri.calls.answer import Answer
 from kukri.calls.image_prompts import image_tokens
+from kukri.dataclass import dataclass
 from kukri.engine import EngineStatus, Request, StepOutput
 from kukri.engine.loop import Deliver
 from kukri.errors import CapacityError, KukriError, failure_of

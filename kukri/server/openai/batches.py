@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
 from itertools import takewhile
 from pathlib import Path
@@ -24,6 +23,7 @@ from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 
 from kukri.calls.batch_files import URLS, BatchLine, Results, files_of, read_batch
+from kukri.dataclass import asdict, dataclass, field, replace
 from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.host.files import clear, remove_file
 from kukri.host.private_files import UNFINISHED, make_private, write_private, writing_private

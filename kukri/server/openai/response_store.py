@@ -9,11 +9,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kukri.dataclass import asdict, dataclass
 from kukri.errors import ConfigError, RequestError
 from kukri.host.files import remove_file
 from kukri.host.private_files import UNFINISHED, make_private, open_private, write_private

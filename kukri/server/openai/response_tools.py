@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import RequestError
 from kukri.server.chat.request import ToolChoice
 from kukri.server.openai.responses_schema import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from kukri.dataclass import dataclass, field
 from kukri.errors import RequestError
 
 _NAME = re.compile(rb'[; ]name="([^"]*)"')

@@ -9,7 +9,6 @@ import asyncio
 import math
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from secrets import token_urlsafe
@@ -26,6 +25,7 @@ from starlette.types import Scope
 from kukri import __version__
 from kukri.calls.choice import PartEvent
 from kukri.calls.system_message import DEFAULT_SYSTEM, opening
+from kukri.dataclass import dataclass
 from kukri.errors import KukriError
 from kukri.formats.repos import is_offline
 from kukri.interp.plots.graph_page import VIEWER

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kukri.dataclass import dataclass, replace
 from kukri.errors import KukriError
 from kukri.formats import hub
 from kukri.formats.headers import read_headers

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
+from kukri.dataclass import dataclass
 from kukri.errors import FormatError
 from kukri.kernels.arrays import ByteArray
 from kukri.vision.image import ImageInput

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
+from kukri.dataclass import dataclass, replace
 from kukri.errors import FormatError
 from kukri.kernels.arrays import ByteArray
 from kukri.vision.image import ImageInput

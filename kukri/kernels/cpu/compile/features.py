@@ -11,12 +11,12 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import islice
 from typing import Literal
 
+from kukri.dataclass import dataclass, replace
 from kukri.errors import ConfigError
 from kukri.host.hardware import cpu_quota
 from kukri.host.os_calls import allowed_cores

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
+from kukri.dataclass import dataclass
 from kukri.errors import UnsupportedError
 from kukri.kernels.cpu.compile import object_code
 from kukri.kernels.cpu.compile.compile_notice import CompileNotice

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from kukri.dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ Linux names them in /proc/cpuinfo. Kernels of a level run on every processor tha
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
 from typing import Literal
+
+from kukri.dataclass import dataclass, replace
 
 X86Lowering = Literal["avx512vnni", "avxvnni", "avx2", "generic"]
 

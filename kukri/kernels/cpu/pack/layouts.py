@@ -59,11 +59,11 @@ bits (BF16, or F16 made of it) stay as they are unless they are small. Panels fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.quant.types import FLOATS, PACKED, TILES, QuantType
 from kukri.quant.types.schema import Block

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kukri.dataclass import dataclass, replace
 from kukri.errors import MissingKernelError
 from kukri.host.mapped_files import release_pages
 from kukri.kernels.arrays import ByteArray

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from kukri.dataclass import dataclass
 from kukri.kernels.cpu.pack.layouts import ROWS
 from kukri.kernels.cpu.pack.weights import PackedWeight
 from kukri.kernels.cpu.plan.ops import Addresses, Buffer, Op, RouteTable, Value, row_count

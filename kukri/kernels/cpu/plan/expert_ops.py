@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kukri.dataclass import dataclass
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cpu.compile.kernel_source import float_bits
 from kukri.kernels.cpu.pack.layouts import PanelKind, expert_kernel

@@ -8,12 +8,12 @@ parameters are the fields of their names, and what `record` adds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from operator import index
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from kukri.dataclass import dataclass, field
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.cpu.compile.kernel_source import float_bits

@@ -6,11 +6,11 @@ Buffers that are never in use together share memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kukri.dataclass import dataclass
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.cpu.compile.jit import KernelLibrary
 from kukri.kernels.cpu.pack.layouts import ROWS

@@ -8,11 +8,11 @@ from the batch, so one plan serves prefill and decoding alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from kukri.dataclass import dataclass, field, replace
 from kukri.errors import MissingKernelError, ShapeError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType

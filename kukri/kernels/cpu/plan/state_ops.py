@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kukri.dataclass import dataclass
 from kukri.kernels.cpu.compile.kernel_source import float_bits
 from kukri.kernels.cpu.plan.ops import Addresses, Op, Value, whole_vectors
 from kukri.kernels.cpu.run.memory import address_of
