@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from kukri.engine import Request as EngineRequest
 from kukri.errors import ActivationLimitError, ContextLengthError, RequestError
@@ -18,9 +19,8 @@ from kukri.interp.hooks.hook_values import Rows
 from kukri.interp.interventions.intervention import MAX_INTERVENTIONS, resolve
 from kukri.interp.interventions.positions import NO_PROMPT
 from kukri.interp.interventions.request_taps import RequestTaps, joined_cache
-from kukri.server.answers.rows import SILENCE, rows_of, while_connected
+from kukri.server.answers.rows import request_options, rows_of
 from kukri.server.body import Body
-from kukri.server.keys import Client
 from kukri.server.models.served_model import ServedModel
 from kukri.server.schema import TokenIds
 
@@ -47,18 +47,17 @@ class ActivationsBody(Body):
 
 async def activations(served: ServedModel, body: ActivationsBody, http: Request) -> Response:
     """The response: tensors under their full names, [text, position, ...] with zeros for padding, and
-    `tokens` [text, position] and `lengths` [text]. A client that leaves ends the work.
+    `tokens` [text, position] and `lengths` [text].
     """
-    requests, taps = await asyncio.to_thread(capturing, served, body, http.scope["kukri.client"])
+    requests, taps = await asyncio.to_thread(capturing, served, body, http.scope)
     http.scope["kukri.log"].update(n_prompt_tokens=sum(request.n_prompt for request in requests))
-    if await while_connected(http, rows_of(served, requests, http.scope)) is None:
-        return SILENCE
+    await rows_of(served, requests, http.scope)
     content = await asyncio.to_thread(_content, served.check_model(body.model), body, requests, taps)
     return Response(content, media_type="application/vnd.safetensors")
 
 
 def capturing(
-    served: ServedModel, body: ActivationsBody, client: Client
+    served: ServedModel, body: ActivationsBody, scope: Scope
 ) -> tuple[list[EngineRequest], list[RequestTaps]]:
     """A request for each text, and what captures its activations. Raises RequestError."""
     session, limit = served.session, served.settings.max_activation_bytes
@@ -80,17 +79,10 @@ def capturing(
     kept = sum(session.trace.widths[tap] for tap in {tap for point in points for tap in point.needs})
     if max(values, 4 * kept * int(lengths.sum())) > limit:
         raise ActivationLimitError(limit)
+    options = request_options(served, scope, body.model, body.user)
     try:
         requests = [
-            served.llm.engine.maker.make_output_request(
-                ids,
-                "logits",
-                first_row=len(ids) - 1,
-                priority=client.priority(None),
-                client=client.queue(body.user),
-                prefix_scope=client.prefix_scope,
-                adapter=served.adapter_of(body.model),
-            )
+            served.llm.engine.maker.make_output_request(ids, "logits", first_row=len(ids) - 1, **options)
             for ids in texts
         ]
     except ContextLengthError as error:

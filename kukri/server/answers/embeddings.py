@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from kukri.errors import ContextLengthError, RequestError
 from kukri.kernels.arrays import FloatArray
-from kukri.server.answers.rows import SILENCE, request_options, rows_of, while_connected
+from kukri.server.answers.rows import request_options, rows_of
 from kukri.server.body import Body
 from kukri.server.mixed_prompt import MarkedText, Mixed, encode_mixed
 from kukri.server.models.served_model import ServedModel
@@ -91,7 +91,7 @@ class EmbeddingBody(Body):
 async def embed(
     served: ServedModel, body: EmbeddingBody, http: Request, *, as_llama_cpp: bool = False
 ) -> Response:
-    """The response to an embedding request. A client that leaves ends the work."""
+    """The response to an embedding request."""
     may_be_ids = body.allow_token_ids or served.settings.allows_token_ids
     if not (as_llama_cpp or may_be_ids):
         _check_texts(body.input)
@@ -107,16 +107,13 @@ async def embed(
     if empty is not None:
         which = f"input[{empty}]" if len(texts.ids) > 1 else "input"
         raise RequestError.of(which, "must not be empty, because the model adds no tokens of its own")
-    vectors: Sequence[FloatArray] | FloatArray | None
+    vectors: Sequence[FloatArray] | FloatArray
     if of_tokens:
-        options = request_options(served, http, body.model, body.user, body.adapter)
+        options = request_options(served, http.scope, body.model, body.user, body.adapter)
         normalize = body.normalize is not False and body.embd_normalize != -1
-        work = token_vectors_of(served, texts, http, options, normalize=normalize)
-        vectors = await while_connected(http, work)
+        vectors = await token_vectors_of(served, texts, http, options, normalize=normalize)
     else:
         vectors = await vectors_of(served, body, texts.ids, http)
-    if vectors is None:
-        return SILENCE
     model = served.check_model(body.model)
     n_tokens = sum(map(len, texts.ids))
     http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
@@ -149,11 +146,16 @@ def _many(given: Any) -> list[Any]:
 
 async def vectors_of(
     served: ServedModel, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
-) -> FloatArray | None:
-    """The vectors [n, width] of texts, by the options of a body; None if the client has left meanwhile."""
-    served.llm.text_encoder.check_dimensions(body.dimensions)
+) -> FloatArray:
+    """The vectors [n, width] of texts, by the options of a body."""
+    llm, encoder = served.llm, served.llm.text_encoder
+    encoder.check_dimensions(body.dimensions)
     try:
-        return await while_connected(http, _vectors(served, body, texts, http))
+        options = request_options(served, http.scope, body.model, body.user, body.adapter)
+        requests = encoder.requests(llm.engine.maker, texts, body.pooling, **options)
+        rows = await rows_of(served, requests, http.scope)
+        normalize = body.normalize if body.embd_normalize is None else body.embd_normalize == 2
+        return encoder.vectors(rows, normalize, body.dimensions)
     except RequestError as error:
         raise named(error) from None
 
@@ -231,18 +233,6 @@ def _ids(
                 served.tokenizer, one, parse_special=False, max_tokens=encoder.max_tokens
             )
     return Encoded([encoded[i] for i in range(len(many))], [places[i] for i in found.truncated])
-
-
-async def _vectors(
-    served: ServedModel, body: EmbeddingBody, texts: Sequence[Sequence[int]], http: Request
-) -> FloatArray:
-    """The vectors [n, width] of all texts."""
-    llm = served.llm
-    options = request_options(served, http, body.model, body.user, body.adapter)
-    requests = llm.text_encoder.requests(llm.engine.maker, texts, body.pooling, **options)
-    rows = await rows_of(served, requests, http.scope)
-    normalize = body.normalize if body.embd_normalize is None else body.embd_normalize == 2
-    return llm.text_encoder.vectors(rows, normalize, body.dimensions)
 
 
 def _body(head: dict[str, Any], vectors: Iterable[FloatArray], as_base64: bool) -> bytes:

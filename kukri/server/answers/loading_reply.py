@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kukri.errors import KukriError
 from kukri.server.answers.reply import EVENTS, StreamForm, disconnected
+from kukri.server.answers.rows import SILENCE, while_connected
 from kukri.server.errors import response_of
 from kukri.server.models.registry import registry_of
 from kukri.server.models.served_model import ServedModel
@@ -30,14 +31,19 @@ class _Streamable(_Body, Protocol):
 
 _B = TypeVar("_B", bound=_Body)
 _S = TypeVar("_S", bound=_Streamable)
-Work = Callable[[ServedModel, _B, Request], Awaitable[Response]]
+Work = Callable[[ServedModel, _B, Request], Coroutine[Any, Any, Response]]
 
 
 def by_model(work: Work[_B]) -> Callable[[_B, Request], Awaitable[Response]]:
-    """Return the function that answers a body by its model, which is loaded first if need be."""
+    """Return the function that answers a body by its model, which is loaded first if need be.
+
+    A client that leaves ends the work.
+    """
 
     async def handle(body: _B, http: Request) -> Response:
-        return await work(await registry_of(http).served(body.model, http.scope), body, http)
+        served = await registry_of(http).served(body.model, http.scope)
+        response = await while_connected(http, work(served, body, http))
+        return SILENCE if response is None else response
 
     return handle
 

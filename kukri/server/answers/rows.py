@@ -1,9 +1,10 @@
-"""Rows that a model outputs for requests, and work that ends when its client leaves."""
+"""Rows that a model outputs for requests, answers of them, and work that ends when its client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from time import time
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,13 +66,33 @@ async def rows_of(served: ServedModel, requests: Sequence[EngineRequest], scope:
 
 
 def request_options(
-    served: ServedModel, http: Request, model: str | None, user: str | None, adapter: str | None = None
+    served: ServedModel,
+    scope: Scope,
+    model: str | None,
+    user: str | None = None,
+    adapter: str | None = None,
+    priority: int | None = None,
 ) -> dict[str, Any]:
     """Whose a request is, its priority and its adapter, for `Engine.make_output_request`."""
-    client = http.scope["kukri.client"]
+    client = scope["kukri.client"]
     return {
-        "priority": client.priority(None),
+        "priority": client.priority(priority),
         "client": client.queue(user),
         "prefix_scope": client.prefix_scope,
         "adapter": served.adapter_of(model, adapter),
+    }
+
+
+def listed_answer(
+    served: ServedModel, model: str | None, scope: Scope, data: list[dict[str, Any]], n_tokens: int
+) -> dict[str, Any]:
+    """The answer of `data` about texts of `n_tokens` tokens, which the log states too."""
+    scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    return {
+        "id": scope["kukri.id"],
+        "object": "list",
+        "created": int(time()),
+        "model": served.check_model(model),
+        "data": data,
+        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens, "completion_tokens": 0},
     }

@@ -80,7 +80,7 @@ async def see(
     """Runs a prompt, a text or token ids. Raises RequestError."""
     names = list(dict.fromkeys(hooks))
     body = ActivationsBody(model=model, input=prompt, names=names)
-    requests, taps = await asyncio.to_thread(capturing, served, body, http.scope["kukri.client"])
+    requests, taps = await asyncio.to_thread(capturing, served, body, http.scope)
     http.scope["kukri.log"].update(n_prompt_tokens=requests[0].n_prompt)
     await rows_of(served, requests, http.scope)
 

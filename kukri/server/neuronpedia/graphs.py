@@ -157,7 +157,7 @@ def _job(served: ServedModel, body: GraphBody, ids: list[int], folder: str) -> d
 async def salient_logits(served: ServedModel, body: SalientBody, http: Request) -> dict[str, Any]:
     """/forward-pass: a prompt's tokens, and the likeliest next ones with their probabilities."""
     ids = await prompt_of(served, body)
-    options = request_options(served, http, body.model_id, None)
+    options = request_options(served, http.scope, body.model_id)
     request = served.llm.engine.maker.make_output_request(ids, "logits", first_row=len(ids) - 1, **options)
     ((logits,),) = await rows_of(served, [request], http.scope)
     tokens, shares = likeliest(logits, body.max_n_logits, body.desired_logit_prob)

@@ -79,16 +79,10 @@ async def ended_calls(
     calls: list[LiveCall] = []
     try:
         for interventions in edits:
-            call = await served.submit(
-                [ids],
-                params,
-                http.scope,
-                user=None,
-                priority=None,
-                adapter=served.adapter_of(model),
-                interventions=interventions,
+            adapter = served.adapter_of(model)
+            calls.append(
+                await served.submit([ids], params, http.scope, adapter=adapter, interventions=interventions)
             )
-            calls.append(call)
         await asyncio.gather(*map(_ended, calls))
     finally:
         for call in calls:

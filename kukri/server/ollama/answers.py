@@ -110,14 +110,9 @@ async def _continue(served: ServedModel, body: OllamaGenerateBody, http: Request
     try:
         sampling = served.within_context(request, len(prompt))
         params = served.params_of(body.model, {**sampling, "grammar": body.grammar})
+        adapter = served.adapter_of(body.model)
         call = await served.submit(
-            [prompt],
-            params,
-            http.scope,
-            user=None,
-            priority=None,
-            adapter=served.adapter_of(body.model),
-            interventions=request.interventions,
+            [prompt], params, http.scope, adapter=adapter, interventions=request.interventions
         )
     except RequestError as error:
         raise request.error(error) from None
@@ -284,8 +279,8 @@ async def _vectors(
             f"'input[{empty}]' must not be empty, because the model adds no tokens of its own", param="input"
         )
     given = EmbeddingBody(model=model, input="", dimensions=dimensions)  # the texts are `ids`
-    vectors = await vectors_of(served, given, ids, http)
-    return [] if vectors is None else vectors.tolist()
+    vectors: list[list[float]] = (await vectors_of(served, given, ids, http)).tolist()
+    return vectors
 
 
 def timestamp() -> str:

@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kukri.calls.decide import MAX_CHOICES, Decision, Normalization, Question, checked_choices, decision
+from kukri.calls.decide import MAX_CHOICES, Normalization, Question, checked_choices, decision
 from kukri.errors import ContextLengthError, RequestError
-from kukri.server.answers.rows import SILENCE, rows_of, while_connected
+from kukri.server.answers.rows import request_options, rows_of
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
 from kukri.server.schema import ChatMessage, TokenIds, conversation
@@ -53,11 +53,16 @@ class DecideBody(Body):
 
 
 async def decide(served: ServedModel, body: DecideBody, http: Request) -> Response:
-    """The response to a request for a decision. A client that leaves ends the work."""
-    made = await while_connected(http, _decided(served, body, http))
-    if made is None:
-        return SILENCE
-    found, n_tokens = made
+    """The response to a request for a decision."""
+    served.llm.engine.maker.check_generates()
+    texts = checked_choices(body.choices, None if body.scores is None else (body.scores.min, body.scores.max))
+    asked = await _logprobs(served, body, texts, body.messages or body.prompt, "prompt", http)
+    content_free = None
+    if body.content_free is not None:
+        content_free = await _logprobs(served, body, texts, body.content_free, "content_free", http)
+    n_tokens = asked[0].n_prompt + (0 if content_free is None else content_free[0].n_prompt)
+    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
+    found = decision(asked[0], texts, asked[1], body.normalization or "sequence", content_free)
     return JSONResponse(
         {
             "id": http.scope["kukri.id"],
@@ -75,24 +80,11 @@ async def decide(served: ServedModel, body: DecideBody, http: Request) -> Respon
     )
 
 
-async def _decided(served: ServedModel, body: DecideBody, http: Request) -> tuple[Decision, int]:
-    """The decision, and the tokens of the prompts."""
-    served.llm.engine.maker.check_generates()
-    texts = checked_choices(body.choices, None if body.scores is None else (body.scores.min, body.scores.max))
-    asked = await _logprobs(served, body, texts, body.messages or body.prompt, "prompt", http)
-    content_free = None
-    if body.content_free is not None:
-        content_free = await _logprobs(served, body, texts, body.content_free, "content_free", http)
-    n_tokens = asked[0].n_prompt + (0 if content_free is None else content_free[0].n_prompt)
-    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
-    return decision(asked[0], texts, asked[1], body.normalization or "sequence", content_free), n_tokens
-
-
 async def _logprobs(
     served: ServedModel, body: DecideBody, choices: Sequence[str], prompt: Any, param: str, http: Request
 ) -> tuple[Question, npt.NDArray[Any]]:
     """The question that a prompt makes, and log P of each choice."""
-    llm, client = served.llm, http.scope["kukri.client"]
+    options = request_options(served, http.scope, body.model, body.user, body.adapter, body.priority)
     try:
         if _is_chat(prompt):
             messages = conversation(prompt)
@@ -104,14 +96,8 @@ async def _logprobs(
         found: dict[tuple[int, ...], float] = {}
         for part in question.batches(served.tokenizer.n_vocab):
             requests = [
-                llm.engine.maker.make_output_request(
-                    text,
-                    "logits",
-                    first_row=question.first_row,
-                    priority=client.priority(body.priority),
-                    client=client.queue(body.user),
-                    prefix_scope=client.prefix_scope,
-                    adapter=served.adapter_of(body.model, body.adapter),
+                served.llm.engine.maker.make_output_request(
+                    text, "logits", first_row=question.first_row, **options
                 )
                 for text in question.texts[part]
             ]

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 from collections.abc import Sequence
-from time import time
 from typing import Annotated, Any, Literal
 
 import numpy.typing as npt
@@ -16,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.server.answers.embeddings import Input, encoded, named, token_vectors_of
-from kukri.server.answers.rows import SILENCE, request_options, rows_of, while_connected
+from kukri.server.answers.rows import listed_answer, request_options, rows_of
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
 from kukri.tasks import heads
@@ -62,45 +61,28 @@ class AnswersBody(Body):
 
 
 async def classify(served: ServedModel, body: ClassifyBody, http: Request) -> Response:
-    """The response to a request for the labels of texts. A client that leaves ends the work."""
-    found = await while_connected(http, _pooled(served, body, "classify", None, http))
-    if found is None:
-        return SILENCE
-    labels, (rows, n_tokens) = served.llm.text_encoder.model.config.head.labels, found
+    """The response to a request for the labels of texts."""
+    labels = served.llm.text_encoder.model.config.head.labels
+    rows, n_tokens = await _pooled(served, body, "classify", None, http)
     data = [
         {"index": i, "label": labels[row.argmax()], "probs": row.tolist(), "num_classes": len(labels)}
         for i, row in enumerate(rows)
     ]
-    return JSONResponse(_answer(served, body.model, http, data, n_tokens))
+    return JSONResponse(listed_answer(served, body.model, http.scope, data, n_tokens))
 
 
 async def pool(served: ServedModel, body: PoolingBody, http: Request) -> Response:
-    """The response to a request for vectors or outputs, of texts or their tokens. A client that leaves ends
-    the work.
-    """
+    """The response to a request for vectors or outputs, of texts or their tokens."""
     task = body.task or _DEFAULTS.get(served.llm.text_encoder.model.config.head.kind, "token_embed")
-    found = await while_connected(http, _pooled(served, body, task, body.prompt_name, http))
-    if found is None:
-        return SILENCE
-    rows, n_tokens = found
+    rows, n_tokens = await _pooled(served, body, task, body.prompt_name, http)
     data = [{"index": i, "object": "pooling", "data": None} for i in range(len(rows))]
-    head = _answer(served, body.model, http, data, n_tokens)
+    head = listed_answer(served, body.model, http.scope, data, n_tokens)
     content = await asyncio.to_thread(_with_rows, head, rows, body.encoding_format == "base64")
     return Response(content, media_type="application/json")
 
 
 async def answer(served: ServedModel, body: AnswersBody, http: Request) -> Response:
-    """The response to a question about a context. A client that leaves ends the work."""
-    found = await while_connected(http, _answers(served, body, http))
-    if found is None:
-        return SILENCE
-    spans, n_tokens = found
-    data = [{"index": i, "object": "answer", **vars(span)} for i, span in enumerate(spans)]
-    return JSONResponse(_answer(served, body.model, http, data, n_tokens))
-
-
-async def _answers(served: ServedModel, body: AnswersBody, http: Request) -> tuple[list[heads.Span], int]:
-    """The spans, and the tokens read."""
+    """The response to a question about a context."""
     llm = served.llm
     try:
         passage = await asyncio.to_thread(
@@ -115,7 +97,8 @@ async def _answers(served: ServedModel, body: AnswersBody, http: Request) -> tup
     spans = await asyncio.to_thread(
         heads.answers, passage, outputs, top_k=body.top_k, max_answer_tokens=body.max_answer_tokens
     )
-    return spans, len(passage.ids)
+    data = [{"index": i, "object": "answer", **vars(span)} for i, span in enumerate(spans)]
+    return JSONResponse(listed_answer(served, body.model, http.scope, data, len(passage.ids)))
 
 
 async def _pooled(
@@ -135,7 +118,7 @@ async def _pooled(
     except RequestError as error:
         raise named(error) from None
     n_tokens = sum(map(len, texts.ids))
-    options = request_options(served, http, body.model, body.user)
+    options = request_options(served, http.scope, body.model, body.user)
     if task == "embed":
         requests = encoder.requests(llm.engine.maker, texts.ids, **options)
         vectors = encoder.vectors(await rows_of(served, requests, http.scope), normalize=is_active)
@@ -160,7 +143,7 @@ async def _outputs(
 ) -> list[_Array]:
     """The outputs of the model's head [T, width] of each text; of its label's token alone [1, width]."""
     llm, encoder = served.llm, served.llm.text_encoder
-    options = request_options(served, http, body.model, body.user)
+    options = request_options(served, http.scope, body.model, body.user)
     requests = []
     for ids in texts:
         row = heads.classified_row(encoder.model.config, ids) if of_text else None
@@ -172,20 +155,6 @@ async def _outputs(
             )
         )
     return await rows_of(served, requests, http.scope)
-
-
-def _answer(
-    served: ServedModel, model: str | None, http: Request, data: list[dict[str, Any]], n_tokens: int
-) -> dict[str, Any]:
-    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
-    return {
-        "id": http.scope["kukri.id"],
-        "object": "list",
-        "created": int(time()),
-        "model": served.check_model(model),
-        "data": data,
-        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens, "completion_tokens": 0},
-    }
 
 
 def _with_rows(answer: dict[str, Any], rows: list[_Array], as_base64: bool) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from time import time
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -13,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from kukri.errors import ContextLengthError, RequestError, UnsupportedError
 from kukri.server.answers.embeddings import token_vectors_of
-from kukri.server.answers.rows import SILENCE, request_options, rows_of, while_connected
+from kukri.server.answers.rows import listed_answer, request_options, rows_of
 from kukri.server.body import Body
 from kukri.server.models.served_model import ServedModel
 from kukri.tasks.embedding import normalized, ranked
@@ -86,13 +85,10 @@ class ScoreBody(Body):
 async def rerank(
     served: ServedModel, body: RerankBody, http: Request, *, as_cohere_v2: bool = False
 ) -> Response:
-    """The response to a request for a ranking. A client that leaves ends the work."""
+    """The response to a request for a ranking."""
     documents = [one if isinstance(one, str) else one["text"] for one in body.documents]
     gives_back = not as_cohere_v2 if body.return_documents is None else body.return_documents
-    found = await while_connected(http, _scored(served, body, body.query, documents, http))
-    if found is None:
-        return SILENCE
-    scores, n_tokens, truncated = found
+    scores, n_tokens, truncated = await _scored(served, body, body.query, documents, http)
     http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
     results = []
     for one in ranked(documents, scores, body.top_n):
@@ -112,26 +108,7 @@ async def rerank(
 
 
 async def score(served: ServedModel, body: ScoreBody, http: Request) -> Response:
-    """The response to a request for scores. A client that leaves ends the work."""
-    found = await while_connected(http, _all_scored(served, body, http))
-    if found is None:
-        return SILENCE
-    scores, n_tokens = found
-    http.scope["kukri.log"].update(n_prompt_tokens=n_tokens)
-    return JSONResponse(
-        {
-            "id": http.scope["kukri.id"],
-            "object": "list",
-            "created": int(time()),
-            "model": served.check_model(body.model),
-            "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)],
-            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens, "completion_tokens": 0},
-        }
-    )
-
-
-async def _all_scored(served: ServedModel, body: ScoreBody, http: Request) -> tuple[list[float], int]:
-    """The scores, and the tokens read: of one query all documents at once, else pair by pair."""
+    """The response to a request for scores: of one query all documents at once, else pair by pair."""
     queries, documents = body.queries, body.documents
     groups = (
         [(queries[0], documents)]
@@ -143,7 +120,8 @@ async def _all_scored(served: ServedModel, body: ScoreBody, http: Request) -> tu
     for query, some in groups:
         found, n, _ = await _scored(served, body, query, some, http)
         scores, n_tokens = [*scores, *found], n_tokens + n
-    return scores, n_tokens
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+    return JSONResponse(listed_answer(served, body.model, http.scope, data, n_tokens))
 
 
 async def _scored(
@@ -151,7 +129,7 @@ async def _scored(
 ) -> tuple[list[float], int, list[int]]:
     """Each document's score, the tokens read, and the places of texts that were cut."""
     llm, encoder, cuts = served.llm, served.llm.text_encoder, bool(body.truncate)
-    options = request_options(served, http, body.model, body.user)
+    options = request_options(served, http.scope, body.model, body.user)
     try:
         encoder.check_ranks(body.instruction)
         if encoder.is_cross_encoder:
