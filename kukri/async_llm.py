@@ -9,26 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
-from kukri.calls import MAX_ROUNDS
 from kukri.calls.engine_calls import Call, Message, Prompt, is_chat, is_many
 from kukri.calls.results import Chunk, Result
 from kukri.errors import KukriError, RequestError
 from kukri.llm import LLM
 from kukri.opening.model_options import ModelKeywords
-from kukri.sampling import SamplingOptions, SamplingParams
+from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from kukri.calls.conversation import Approve, Tool
-    from kukri.interp.interventions.intervention import Intervention
+    from kukri.calls.call_options import ChatOptions, GenerationOptions
     from kukri.vision.image import ImagePrompt
-
-    Interventions = Sequence[Intervention | Mapping[str, Any]]
 
 
 P = ParamSpec("P")
@@ -91,13 +87,7 @@ class AsyncLLM:
 
     @overload
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerationOptions]
     ) -> Result: ...
 
     @overload
@@ -105,25 +95,17 @@ class AsyncLLM:
         self,
         prompt: list[str] | list[list[int]] | list[ImagePrompt],
         params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        **options: Unpack[GenerationOptions],
     ) -> list[Result]: ...
 
     async def generate(
-        self,
-        prompt: Any,
-        params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        self, prompt: Any, params: SamplingParams | None = None, **options: Unpack[GenerationOptions]
     ) -> Result | list[Result]:
         """Continues a prompt, or a list of them, as `LLM.generate` does; raises the same."""
         self._check_open()
+        adapter, interventions = options.pop("adapter", None), options.pop("interventions", ())
         calls = await asyncio.to_thread(
-            self.llm.calls.for_prompts, prompt, params, overrides, adapter, self.llm.intervene(interventions)
+            self.llm.calls.for_prompts, prompt, params, options, adapter, self.llm.intervene(interventions)
         )
         results = await self._run(calls)
         return results if is_many(prompt) else results[0]
@@ -133,14 +115,7 @@ class AsyncLLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] = (),
-        tool_choice: str = "auto",
-        approve: Approve | None = None,
-        max_rounds: int = MAX_ROUNDS,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        **options: Unpack[ChatOptions],
     ) -> Result: ...
 
     @overload
@@ -148,28 +123,11 @@ class AsyncLLM:
         self,
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] = (),
-        tool_choice: str = "auto",
-        approve: Approve | None = None,
-        max_rounds: int = MAX_ROUNDS,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        **options: Unpack[ChatOptions],
     ) -> list[Result]: ...
 
     async def chat(
-        self,
-        messages: Any,
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] = (),
-        tool_choice: str = "auto",
-        approve: Approve | None = None,
-        max_rounds: int = MAX_ROUNDS,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        self, messages: Any, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Result | list[Result]:
         """Answers a conversation, or a list of them, as `LLM.chat` does; raises the same.
 
@@ -178,16 +136,12 @@ class AsyncLLM:
         from kukri.calls.conversation import Conversation
 
         self._check_open()
-        given: dict[str, Any] = {"adapter": adapter, "intervene": self.llm.intervene(interventions)}
-        given |= {"tools": tools, "tool_choice": tool_choice, "max_rounds": max_rounds}
-        given |= {"approve": approve, "is_async": True}
-        checked, many = self.llm.calls.params(params, overrides), is_many(messages)
-        told = [
-            Conversation(self.llm.calls, one, checked, **given) for one in (messages if many else [messages])
-        ]
+        calls, many = self.llm.calls, is_many(messages)
+        checked, given = self._checked(params, options)
+        told = [Conversation(calls, one, checked, **given) for one in (messages if many else [messages])]
         while asked := [one for one in told if one.result is None]:
-            calls = [await asyncio.to_thread(one.next_call) for one in asked]
-            for one, result in zip(asked, await self._run(calls), strict=True):
+            made = [await asyncio.to_thread(one.next_call) for one in asked]
+            for one, result in zip(asked, await self._run(made), strict=True):
                 await one.answer_calls_async(one.read(result))
         answers = [one.result for one in told if one.result is not None]
         return answers if many else answers[0]
@@ -196,27 +150,19 @@ class AsyncLLM:
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] = (),
-        tool_choice: str = "auto",
-        approve: Approve | None = None,
-        max_rounds: int = MAX_ROUNDS,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a prompt or to messages as `LLM.stream` does; raises the same.
 
         The request is checked and starts when the first chunk is asked for.
         """
         self._check_open()
-        calls = self.llm.calls
-        checked, intervene = calls.params(params, overrides), self.llm.intervene(interventions)
+        calls, (checked, given) = self.llm.calls, self._checked(params, options)
         if not is_chat(prompt):
-            if tools:
+            if given.get("tools"):
                 raise RequestError.of("tools", "requires messages: leave it out")
             plain = await asyncio.to_thread(
-                calls.for_stream, cast("Prompt", prompt), checked, adapter, intervene
+                calls.for_stream, cast("Prompt", prompt), checked, given.get("adapter"), given["intervene"]
             )
             async with aclosing(self._chunks(plain)) as chunks:
                 async for chunk in chunks:
@@ -224,10 +170,8 @@ class AsyncLLM:
             return
         from kukri.calls.conversation import Conversation
 
-        conversation = Conversation(
-            calls, cast("Sequence[Message]", prompt), checked, tools, max_rounds, approve, tool_choice,
-            adapter=adapter, intervene=intervene, streams=True, is_async=True,
-        )  # fmt: skip
+        messages = cast("Sequence[Message]", prompt)
+        conversation = Conversation(calls, messages, checked, streams=True, **given)
         while conversation.result is None:
             async with aclosing(self._chunks(await asyncio.to_thread(conversation.next_call))) as chunks:
                 async for chunk in chunks:
@@ -272,6 +216,16 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    def _checked(
+        self, params: SamplingParams | None, options: ChatOptions
+    ) -> tuple[SamplingParams, dict[str, Any]]:
+        """The parameters of a call with these options, and the other arguments of its `Conversation`."""
+        overrides: dict[str, Any] = {**options}
+        names = overrides.keys() & {"tools", "tool_choice", "approve", "max_rounds", "adapter"}
+        given = {name: overrides.pop(name) for name in names}
+        intervene = self.llm.intervene(overrides.pop("interventions", ()))
+        return self.llm.calls.params(params, overrides), {**given, "intervene": intervene, "is_async": True}
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -33,6 +33,7 @@ from kukri.tasks.late_interaction import max_sim
 from kukri.tokenizer import ChatTemplate
 
 if TYPE_CHECKING:
+    from kukri.calls.call_options import ChatOptions, GenerationOptions, HookOptions, Interventions
     from kukri.calls.conversation import Approve, Conversation, Tool
     from kukri.calls.decide import Decision, Normalization
     from kukri.calls.engine_calls import Call, Intervene
@@ -44,13 +45,10 @@ if TYPE_CHECKING:
     from kukri.interp.hooks.listening import FwdHooks, NamesFilter, PointHook
     from kukri.interp.hooks.weights import Weights
     from kukri.interp.images import EncoderSession
-    from kukri.interp.interventions.intervention import Intervention
     from kukri.interp.interventions.oracles import OracleForm
     from kukri.interp.session import ReturnType, Session
     from kukri.tasks.heads import Label, Span, TokenLabel
     from kukri.vision.image import ImagePrompt
-
-    Interventions = Sequence[Intervention | Mapping[str, Any]]
 
 
 class LLM:
@@ -107,13 +105,7 @@ class LLM:
 
     @overload
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerationOptions]
     ) -> Result: ...
 
     @overload
@@ -121,10 +113,7 @@ class LLM:
         self,
         prompt: list[str] | list[list[int]] | list[ImagePrompt],
         params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        **options: Unpack[GenerationOptions],
     ) -> list[Result]: ...
 
     def generate(
@@ -155,14 +144,7 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] = (),
-        tool_choice: str = "auto",
-        approve: Approve | None = None,
-        max_rounds: int = MAX_ROUNDS,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        **options: Unpack[ChatOptions],
     ) -> Result: ...
 
     @overload
@@ -170,14 +152,7 @@ class LLM:
         self,
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] = (),
-        tool_choice: str = "auto",
-        approve: Approve | None = None,
-        max_rounds: int = MAX_ROUNDS,
-        adapter: str | None = None,
-        interventions: Interventions = (),
-        **overrides: Unpack[SamplingOptions],
+        **options: Unpack[ChatOptions],
     ) -> list[Result]: ...
 
     def chat(
@@ -598,14 +573,7 @@ class LLM:
 
     @overload
     def generate_with_hooks(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        fwd_hooks: FwdHooks = (),
-        names: NamesFilter = (),
-        adapter: str | None = None,
-        **overrides: Unpack[SamplingOptions],
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[HookOptions]
     ) -> tuple[Result, ActivationCache]: ...
 
     @overload
@@ -613,11 +581,7 @@ class LLM:
         self,
         prompt: list[str] | list[list[int]] | list[ImagePrompt],
         params: SamplingParams | None = None,
-        *,
-        fwd_hooks: FwdHooks = (),
-        names: NamesFilter = (),
-        adapter: str | None = None,
-        **overrides: Unpack[SamplingOptions],
+        **options: Unpack[HookOptions],
     ) -> list[tuple[Result, ActivationCache]]: ...
 
     def generate_with_hooks(
