@@ -25,6 +25,7 @@ _FORMATS = (".png", ".svg")
 _SHADES = " ░▒▓█"
 _MAX_CELLS = 20_000  # with a text in each
 _HEADS_PER_ROW = 4
+_PAGE = Path(__file__).with_name("attention.html")
 PathLike = str | os.PathLike[str]
 
 
@@ -283,54 +284,5 @@ def attention_page(
     """
     _check_pattern(pattern, tokens)
     data = json.dumps({"tokens": list(tokens), "pattern": np.round(pattern, 3).tolist()})
-    page = _PAGE.replace("TITLE", html.escape(title or "Attention")).replace(
-        "DATA", data.replace("<", "\\u003c")
-    )
-    write_text(Path(path), page)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>TITLE</title>
-<style>
-body { font: 15px system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
-#text span { padding: 2px 0; white-space: pre-wrap; cursor: pointer }
-#text span.at { outline: 2px solid #c33 }
-button { margin: 2px; font: inherit } button.at { background: #357; color: #fff }
-canvas { image-rendering: pixelated; width: 24em; height: 24em; border: 1px solid #999; margin-top: 1em }
-</style>
-<h1>TITLE</h1><div id="heads"></div><p id="text"></p><canvas id="map"></canvas>
-<script>
-const data = DATA, n = data.tokens.length
-let head = 0, query = n - 1
-const heads = document.getElementById("heads"), text = document.getElementById("text")
-data.pattern.forEach((_, h) => {
-  const button = document.createElement("button")
-  button.textContent = h
-  button.onclick = () => { head = h; draw() }
-  heads.append(button)
-})
-data.tokens.forEach((token, i) => {
-  const span = document.createElement("span")
-  span.textContent = token
-  span.onmouseenter = () => { query = i; draw() }
-  text.append(span)
-})
-function draw() {
-  [...heads.children].forEach((button, h) => button.classList.toggle("at", h === head));
-  [...text.children].forEach((span, i) => {
-    const weight = data.pattern[head][query][i]
-    span.style.background = `rgba(50, 110, 220, ${weight})`
-    span.classList.toggle("at", i === query)
-    span.title = weight.toFixed(3)
-  })
-  const canvas = document.getElementById("map"), pen = canvas.getContext("2d")
-  canvas.width = canvas.height = n
-  data.pattern[head].forEach((row, q) => row.forEach((weight, k) => {
-    pen.fillStyle = `rgba(50, 110, 220, ${weight})`
-    pen.fillRect(k, q, 1, 1)
-  }))
-}
-draw()
-</script>
-</html>
-"""
+    page = _PAGE.read_text("utf-8").replace("TITLE", html.escape(title or "Attention"))
+    write_text(Path(path), page.replace("DATA", data.replace("<", "\\u003c")))
