@@ -162,7 +162,7 @@ class AsyncLLM:
             if given.get("tools"):
                 raise RequestError.of("tools", "requires messages: leave it out")
             plain = await asyncio.to_thread(
-                calls.for_stream, cast("Prompt", prompt), checked, given.get("adapter"), given["intervene"]
+                calls.call, prompt, checked, given.get("adapter"), given["intervene"], streams=True
             )
             async with aclosing(self._chunks(plain)) as chunks:
                 async for chunk in chunks:

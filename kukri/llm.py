@@ -228,8 +228,7 @@ class LLM:
         if not is_chat(prompt):
             if tools:
                 raise RequestError.of("tools", "requires messages: leave it out")
-            plain = cast("Prompt", prompt)
-            return self.calls.chunks(self.calls.for_stream(plain, checked, adapter, intervene))
+            return self.calls.chunks(self.calls.call(prompt, checked, adapter, intervene, streams=True))
         from kukri.calls.conversation import Conversation
 
         conversation = Conversation(

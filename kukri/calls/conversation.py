@@ -162,13 +162,9 @@ class Conversation:
             params = replace(params, grammar=turn.call_grammar())
         elif isinstance(params.grammar, Grammar) and not self._is_raw:
             params = replace(params, grammar=turn.with_reasoning(params.grammar))
-        return self._calls.for_turn(
-            prompt,
-            params,
-            None if self._is_raw else turn,
-            adapter=self._adapter,
-            intervene=self._intervene,
-            streams=self._streams,
+        shown_by = None if self._is_raw else turn
+        return self._calls.call(
+            prompt, params, self._adapter, self._intervene, streams=self._streams, turn=shown_by
         )
 
     def read(self, result: Result) -> list[AskedCall]:

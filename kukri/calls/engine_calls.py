@@ -93,32 +93,30 @@ class EngineCalls:
         """A call for a prompt, or for each of a list of them."""
         checked = resolve_texts(self.params(params, overrides), self.tokenizer)
         prompts = prompt if is_many(prompt) else [prompt]
-        return [self._call(self._encode(one), checked, adapter, intervene) for one in prompts]
+        return [self.call(one, checked, adapter, intervene) for one in prompts]
 
-    def for_turn(
+    def call(
         self,
         prompt: Any,
         params: SamplingParams,
-        turn: Turn | None,
-        *,
-        adapter: str | None,
-        intervene: Intervene | None,
-        streams: bool,
-    ) -> Call:
-        """A call for an answer to a conversation, which is text as it was generated without a `turn`."""
-        checked = resolve_texts(params, self.tokenizer)
-        return self._call(prompt, checked, adapter, intervene, streams=streams, turn=turn)
-
-    def for_stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
         adapter: str | None = None,
         intervene: Intervene | None = None,
+        *,
+        streams: bool = False,
+        turn: Turn | None = None,
     ) -> Call:
-        """A call for a stream of a plain prompt's answer."""
-        checked = resolve_texts(params, self.tokenizer)
-        return self._call(self._encode(prompt), checked, adapter, intervene, streams=True)
+        """A call for one prompt, checked and not started. Its answer is text as it was generated, or with the
+        `turn` of a conversation told apart.
+        """
+        prompt_ids, params = self._encode(prompt), resolve_texts(params, self.tokenizer)
+        self.check_generates()
+        if streams and params.n_generated_answers > params.n:
+            raise RequestError.of("best_of", "cannot be combined with streaming")
+        engine = self.engine
+        requests = engine.maker.make_requests(prompt_ids, params, adapter=adapter)
+        engine.maker.check_fits(requests[0])
+        taps = [] if intervene is None else intervene(requests)
+        return Call(requests, params, self.tokenizer, taps, streams=streams, turn=turn)
 
     def run(self, calls: list[Call]) -> list[Result]:
         """The result of each call, in order. Raises the error that ended one."""
@@ -228,26 +226,6 @@ class EngineCalls:
         self.check_generates()  # before a template is missed that has no use
         if isinstance(messages, str):
             raise RequestError.of("messages", "must be a list of messages: pass a text to generate()")
-
-    def _call(
-        self,
-        prompt_ids: Any,
-        params: SamplingParams,
-        adapter: str | None,
-        intervene: Intervene | None,
-        *,
-        streams: bool = False,
-        turn: Turn | None = None,
-    ) -> Call:
-        """A call for one prompt, checked, texts in its parameters tokenized already; not started."""
-        self.check_generates()
-        if streams and params.n_generated_answers > params.n:
-            raise RequestError.of("best_of", "cannot be combined with streaming")
-        engine = self.engine
-        requests = engine.maker.make_requests(prompt_ids, params, adapter=adapter)
-        engine.maker.check_fits(requests[0])
-        taps = [] if intervene is None else intervene(requests)
-        return Call(requests, params, self.tokenizer, taps, streams=streams, turn=turn)
 
     # The methods below belong to the thread that holds the turn.
 

@@ -36,7 +36,7 @@ def transcribe(
     found: list[Any] = [None] * len(sounds)
     asked: dict[int, Asked] = {i: next(one) for i, one in enumerate(under_way)}
     while asked:
-        batch = [calls.for_prompts(prompt, params, {})[0] for prompt, params, _ in asked.values()]
+        batch = [calls.call(prompt, params) for prompt, params, _ in asked.values()]
         for i, result in zip(list(asked), calls.run(batch)):
             try:
                 asked[i] = under_way[i].send(result.token_ids)
