@@ -54,14 +54,11 @@ class CompiledKernels(BuildHookInterface[Any]):
         """Compiles in a process of its own; not for `pip install -e`, whose kernels may be edited."""
         self._directory = Path(tempfile.mkdtemp())
         if WANTED and version != "editable":
-            command = [
-                sys.executable,
-                "-m",
-                "kukri.kernels.cpu.compile.wheel_kernels",
-                str(self._directory),
-                WANTED,
-            ]
-            subprocess.run(command, cwd=self.root, check=True)
+            program = Path(self.root) / "packaging" / "wheel_kernels.py"
+            command = [sys.executable, str(program), str(self._directory), WANTED]
+            # in an environment of its own pip names the packages to build with by this variable
+            paths = os.pathsep.join(filter(None, (self.root, os.environ.get("PYTHONPATH"))))
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=True)
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{RELEASED if WANTED == 'all' else OWN}"
             build_data["force_include"][str(self._directory)] = "kukri/kernels/cpu/compile/shipped"

@@ -18,11 +18,26 @@ from kukri.terminal.command import expanded, option
 from kukri.terminal.errors import ErrorReportingGroup
 from kukri.terminal.files import writing
 from kukri.terminal.output import n_bytes_text
-from kukri.terminal.plots import Bars, require_plots, save_bars
+from kukri.terminal.plots import require_plots
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
 
 _COLUMNS = ("without", "with", "gain", "expected")
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Ratios as bars from 1 on a logarithmic axis, from top to bottom, each kind in a color of its own.
+
+    `marks` are ranges to compare with, which `mark_name` explains.
+    """
+
+    x_name: str
+    mark_name: str
+    labels: Sequence[str]
+    kinds: Sequence[str]
+    values: Sequence[float]
+    marks: Sequence[tuple[float, float] | None]
 
 
 @dataclass(eq=False, repr=False)
@@ -188,6 +203,35 @@ def _bars(report: AblationReport) -> Bars:
         [row.gain for _, row in named],
         [row.expected for _, row in named],
     )
+
+
+def save_bars(path: Path, bars: Bars) -> None:
+    """Writes a chart of bars. Raises ConfigError if the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    n_bars = len(bars.labels)
+    figure = Figure(figsize=(10, 1.2 + 0.32 * n_bars), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for i, (value, mark) in enumerate(zip(bars.values, bars.marks, strict=True)):
+        if mark is not None:
+            axes.plot(mark, (i, i), "|-", color="#d1711f", linewidth=3, markersize=14, zorder=3)
+        right = max(value, 1, *(mark or ()))
+        axes.annotate(f"{value:.3g}", (right, i), xytext=(6, 0), textcoords="offset points", va="center")
+    for kind, color in zip(dict.fromkeys(bars.kinds), ("#3b78b5", "#5aa469", "#8d6cab"), strict=False):
+        own = [i for i, other in enumerate(bars.kinds) if other == kind]
+        axes.barh(own, [bars.values[i] - 1 for i in own], left=1, height=0.7, color=color, label=kind)
+    axes.plot([], [], "|-", color="#d1711f", linewidth=3, markersize=14, label=bars.mark_name)
+    axes.set_yticks(range(n_bars), bars.labels)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(right=2 * max((*bars.values, 1)))
+    axes.invert_yaxis()
+    axes.set_xlabel(bars.x_name)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside upper right", ncols=4, frameon=False)
+    with writing(path):
+        figure.savefig(path)
 
 
 app = typer.Typer(cls=ErrorReportingGroup, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.harness import Comparison, Experiment, Say, model_path, run, silent
-from kukri.bench.turns import in_turns
+from benchmarks.turns import in_turns
 from kukri.engine import Engine
 from kukri.engine.request import Request
 from kukri.kernels.quantize import quantize

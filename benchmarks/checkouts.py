@@ -18,7 +18,7 @@ from statistics import median
 
 from benchmarks.harness import Comparison, Experiment, Say, Table, model_path, run, silent
 from benchmarks.start import timed_process
-from kukri.bench.turns import in_turns
+from benchmarks.turns import in_turns
 from kukri.errors import ConfigError, KukriError
 
 _PROMPT = "What is the capital of France?"

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.harness import Comparison, Experiment, Say, Table, model_path, run, silent
+from benchmarks.turns import in_turns
 from kukri.bench.offline import Kukri
-from kukri.bench.turns import in_turns
 from kukri.engine import Engine, EngineLoop, Request, StepOutput
 from kukri.sampling import SamplingParams
 

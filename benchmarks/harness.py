@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from benchmarks.child import Child
 from benchmarks.llama_cpp import import_llama_cpp
-from kukri.bench.child import Child
 from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.formats import hub
 from kukri.kernels.cpu.compile.features import usable_cores

@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.harness import Comparison, Experiment, run
 from benchmarks.llama_mtmd import LibMtmd
 from benchmarks.make_model import DEVIATION, SHAPES, Shape, make_model
+from benchmarks.turns import in_turns
 from kukri import LLM, SamplingParams
-from kukri.bench.turns import in_turns
 from kukri.engine import Engine, Request
 from kukri.errors import UnsupportedError
 from kukri.formats.gguf.mmproj_writer import write_encoder

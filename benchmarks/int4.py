@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import Experiment, Table, run, silent
-from kukri.bench.turns import in_turns
+from benchmarks.turns import in_turns
 from kukri.errors import ConfigError
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVLayer

@@ -28,8 +28,8 @@ from benchmarks.adapters import decode_tokens_per_s, prefill_tokens_per_s
 from benchmarks.circuits import random_transcoders
 from benchmarks.fidelity import judge_model
 from benchmarks.harness import Comparison, Experiment, Say, Table, model_path, run
+from benchmarks.turns import in_turns
 from kukri import LLM
-from kukri.bench.turns import in_turns
 from kukri.engine import Request
 from kukri.errors import KukriError, UnsupportedError
 from kukri.interp import ControlVector, patching

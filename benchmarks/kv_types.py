@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.harness import Comparison, Experiment, Say, Table, Worker, model_path, run, silent
-from kukri.bench.turns import in_turns
+from benchmarks.turns import in_turns
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.kernels.cache import KVLayer, KVType

@@ -31,7 +31,7 @@ from benchmarks.harness import (
     run,
     silent,
 )
-from kukri.bench.turns import in_turns
+from benchmarks.turns import in_turns
 from kukri.errors import UnsupportedError
 
 _START_S = 0.5  # until a new interpreter is counting

@@ -43,8 +43,8 @@ from benchmarks.harness import (
 from benchmarks.llama_bench import LlamaBench
 from benchmarks.llama_cpp import import_llama_cpp
 from benchmarks.make_model import SHAPES, make_model
+from benchmarks.turns import in_turns
 from kukri.bench.card import model_card, read_bandwidth_of_a_fresh_process
-from kukri.bench.turns import in_turns
 
 _WARM_UP_TOKENS = 512  # of a longer prompt: weights are read and kernels compiled after so many
 

@@ -22,8 +22,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import Comparison, Experiment, Say, output_of, run, silent
+from benchmarks.turns import in_turns
 from kukri import LLM, SamplingParams
-from kukri.bench.turns import in_turns
 from kukri.formats import hub
 
 _N_STREAMS, _N_TOKENS = 8, 64

@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.harness import Experiment, Say, Table, run, silent
 from benchmarks.llama_cpp import import_llama_cpp
+from benchmarks.turns import in_turns
 from kukri import LLM
-from kukri.bench.turns import in_turns
 from kukri.errors import FormatError
 from kukri.evaluate.compare import Comparison, compare
 from kukri.evaluate.text import STEP_TOKENS, STRIDE_TOKENS, WINDOW_TOKENS, read_text, text_windows

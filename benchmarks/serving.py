@@ -40,8 +40,8 @@ from benchmarks.harness import (
     served,
     silent,
 )
+from benchmarks.turns import SETTLE_S, in_turns
 from kukri.bench.offline import Kukri
-from kukri.bench.turns import SETTLE_S, in_turns
 from kukri.engine import Engine, Request
 from kukri.errors import KukriError
 from kukri.kernels.arrays import IntArray

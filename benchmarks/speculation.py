@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run, silent
 from benchmarks.make_model import DEVIATION
-from kukri.bench.turns import in_turns
+from benchmarks.turns import in_turns
 from kukri.calls.conversation import Conversation
 from kukri.errors import ContextLengthError, KukriError
 from kukri.formats.headers import read_headers

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import run
+from benchmarks.turns import in_turns
 from kukri import LLM
-from kukri.bench.turns import in_turns
 from kukri.kernels.cpu.compile.features import usable_cores
 from kukri.stages.connection import Connection
 from kukri.stages.messages import Kind, rows_from_bytes, rows_to_bytes

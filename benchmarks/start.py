@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.harness import Experiment, Say, Table, output_of, run, silent
-from kukri.bench.turns import in_turns
+from benchmarks.turns import in_turns
 from kukri.errors import KukriError
 from kukri.formats import hub
 

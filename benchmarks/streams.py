@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.harness import Experiment, Say, Table, model_path, run, served, silent
+from benchmarks.turns import in_turns
 from kukri.bench.offline import Kukri
-from kukri.bench.turns import in_turns
 from kukri.errors import KukriError
 
 _PROMPT, _CONTEXT = "Write a long story about a lighthouse.", 1024

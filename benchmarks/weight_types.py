@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Experiment, Say, Table, run
-from kukri.bench.turns import in_turns
+from benchmarks.turns import in_turns
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.cpu import CpuBackend
 from kukri.kernels.cpu.compile.features import cpu_target

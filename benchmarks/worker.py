@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kukri.bench.child import serve
+from benchmarks.child import serve
 
 _METHODS = ("prefill_s", "decode_s", "batch_decode_s", "versions")
 

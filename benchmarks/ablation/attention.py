@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.ablation.trial import Row, Trial, row
-from kukri.bench.child import Child, serve
+from benchmarks.child import Child, serve
 from kukri.engine.pages import pages_for
 from kukri.host.hardware import peak_rss_bytes
 from kukri.kernels.arrays import FloatArray

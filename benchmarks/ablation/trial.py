@@ -10,9 +10,9 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.turns import T, in_turns
 from kukri.bench.card import ModelCard
 from kukri.bench.offline import Kukri
-from kukri.bench.turns import T, in_turns
 from kukri.config import ModelConfig
 from kukri.engine import Engine, Request
 from kukri.kernels.arrays import IntArray

@@ -27,21 +27,6 @@ class Chart:
     limit: float | None = None  # a dashed line across
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Ratios as bars from 1 on a logarithmic axis, from top to bottom, each kind in a color of its own.
-
-    `marks` are ranges to compare with, which `mark_name` explains.
-    """
-
-    x_name: str
-    mark_name: str
-    labels: Sequence[str]
-    kinds: Sequence[str]
-    values: Sequence[float]
-    marks: Sequence[tuple[float, float] | None]
-
-
 def require_plots(path: Path) -> None:
     """Raises UnsupportedError without matplotlib, ConfigError if `path` cannot become a PNG."""
     try:
@@ -83,32 +68,3 @@ def _draw(axes: Any, chart: Chart) -> None:
     if chart.others:
         axes.legend()
     axes.grid(alpha=0.3)
-
-
-def save_bars(path: Path, bars: Bars) -> None:
-    """Writes a chart of bars. Raises ConfigError if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    n_bars = len(bars.labels)
-    figure = Figure(figsize=(10, 1.2 + 0.32 * n_bars), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for i, (value, mark) in enumerate(zip(bars.values, bars.marks, strict=True)):
-        if mark is not None:
-            axes.plot(mark, (i, i), "|-", color="#d1711f", linewidth=3, markersize=14, zorder=3)
-        right = max(value, 1, *(mark or ()))
-        axes.annotate(f"{value:.3g}", (right, i), xytext=(6, 0), textcoords="offset points", va="center")
-    for kind, color in zip(dict.fromkeys(bars.kinds), ("#3b78b5", "#5aa469", "#8d6cab"), strict=False):
-        own = [i for i, other in enumerate(bars.kinds) if other == kind]
-        axes.barh(own, [bars.values[i] - 1 for i in own], left=1, height=0.7, color=color, label=kind)
-    axes.plot([], [], "|-", color="#d1711f", linewidth=3, markersize=14, label=bars.mark_name)
-    axes.set_yticks(range(n_bars), bars.labels)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlim(right=2 * max((*bars.values, 1)))
-    axes.invert_yaxis()
-    axes.set_xlabel(bars.x_name)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside upper right", ncols=4, frameon=False)
-    with writing(path):
-        figure.savefig(path)

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import turns
 from benchmarks.ablate import app, page_text, show_ablation
 from benchmarks.ablation import attention, cache, mix
 from benchmarks.ablation import techniques as ablation
 from benchmarks.ablation.techniques import TECHNIQUES, ablate, chosen, n_rounds
 from benchmarks.ablation.trial import Sizes, Trial, random_ids, row
 from kukri import LLM
-from kukri.bench import card, turns
+from kukri.bench import card
 from kukri.errors import ConfigError
 from kukri.formats.headers import read_headers
 from kukri.kernels.cache import KVLayer

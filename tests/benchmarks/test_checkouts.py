@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkouts
-from kukri.bench import turns
+from benchmarks import checkouts, turns
 from kukri.errors import ConfigError, KukriError
 
 # A package that takes its command's place: its bench reports 10 times the number in the file next to it.

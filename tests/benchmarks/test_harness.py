@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import turns
 from benchmarks.harness import Comparison, Worker, installed_engines, served_url
-from kukri.bench import turns
 from kukri.errors import KukriError
 
 

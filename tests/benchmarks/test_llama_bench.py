@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import harness, peers
+from benchmarks import harness, peers, turns
 from benchmarks.harness import run
 from benchmarks.llama_bench import LlamaBench
-from kukri.bench import turns
 from kukri.errors import ConfigError, KukriError
 
 _SCRIPT = """#!{python} -S

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import neighbour, peers
+from benchmarks import neighbour, peers, turns
 from benchmarks.harness import run
-from kukri.bench import turns
 from kukri.errors import ConfigError
 
 

@@ -1,8 +1,8 @@
 """Compiled kernels that come with kukri: a file of object code for each level of processors.
 
-`wheel_kernels.py` makes the files when a wheel is built. A kernel is used only if its sources are equal to
-the installed sources, so an edited kernel is compiled. Format: the SHA-256 of the header in hexadecimal and
-the header (JSON), a line each, then every kernel's object code, compressed by zlib.
+`packaging/wheel_kernels.py` makes the files when a wheel is built. A kernel is used only if its sources are
+equal to the installed sources, so an edited kernel is compiled. Format: the SHA-256 of the header in
+hexadecimal and the header (JSON), a line each, then every kernel's object code, compressed by zlib.
 """
 
 from __future__ import annotations

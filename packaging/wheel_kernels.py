@@ -1,4 +1,4 @@
-"""The kernels that a wheel carries, compiled: `python -m kukri.kernels.cpu.compile.wheel_kernels DIR LEVELS`.
+"""The kernels that a wheel carries, compiled: `python packaging/wheel_kernels.py DIR LEVELS`.
 
 `hatch_build.py` runs this. All kernels of fixed sizes are compiled, and attention of the sizes that common
 models have. Processes on all cores share the work through a cache of their own.
@@ -99,7 +99,7 @@ def main() -> None:
         return
     all_levels = ",".join(level.name for level in LEVELS)
     for level in {"all": all_levels, "host": host_level().name}.get(wanted, wanted).split(","):
-        command = [sys.executable, "-m", "kukri.kernels.cpu.compile.wheel_kernels", directory, level]
+        command = [sys.executable, __file__, directory, level]
         subprocess.run(command, env=os.environ | {"KUKRI_CPU": level}, check=True)
 
 
