@@ -62,64 +62,49 @@ def talk(
     SamplingParams(**given)
     allow_any_text()
     resumed = _last_chat() if resumes else None
-    if url is not None:
-        _talk_to(url, api_key, model, system, given, resumed, loading, interventions, hides_reasoning)
-        return
-    start_early()
-    if resumed is not None:
-        model = resumed.path if model is None else model
-        if resumed.prefix_dir is not None:
-            loading = {"prefix_dir": resumed.prefix_dir, **loading}
+    if url is not None and (loading or interventions):
+        named = ", ".join(loading) or "control vectors"
+        raise ConfigError(f"--url cannot be combined with {named}: the server has its own options")
+    if url is None:
+        start_early()
+        if resumed is not None:
+            model = resumed.path if model is None else model
+            if resumed.prefix_dir is not None:
+                loading = {"prefix_dir": resumed.prefix_dir, **loading}
 
-    def opened(name: str | None) -> tuple[LLM, SamplingParams]:
-        with loading_bar() as progress:
-            llm = LLM(name, progress=progress, **loading)
-        try:
-            llm.calls.check_generates()
-            if llm.chat_template.source is None:
-                raise RequestError(
-                    f"{llm.path.name} does not support chat, as it has no chat template: continue a text "
-                    'with `kukri run -m MODEL --raw "…"`, or use the instruct version'
-                )
-        except KukriError:
-            llm.close()
-            raise
+    def opened(name: str | None) -> tuple[LLM | RemoteModel, SamplingParams]:
+        if url is not None:
+            return RemoteModel(url, api_key, name, given), SamplingParams(**given)
+        llm = _opened(name, loading)
         return llm, llm.default_params.replace(**given)
 
     llm, params = opened(model)
-    messages = opening(llm.chat_template, system) if resumed is None else resumed.messages
-    adapter = next(iter(loading.get("adapters", {})), None)
-    chat = Chat(llm, params, messages, last_chat(), adapter, interventions, opened, hides_reasoning)
-    if resumed is not None and system not in ("", DEFAULT_SYSTEM):
-        chat.set_system(system)
-    _converse(chat, resumed)
-
-
-def _talk_to(
-    url: str,
-    api_key: str | None,
-    model: str | None,
-    system: str,
-    sampling: dict[str, Any],
-    resumed: SavedChat | None,
-    loading: dict[str, Any],
-    interventions: Sequence[Mapping[str, Any]],
-    hides_reasoning: bool,
-) -> None:
-    """Holds a conversation with a model of a server."""
-    if loading or interventions:
-        named = ", ".join(loading) or "control vectors"
-        raise ConfigError(f"--url cannot be combined with {named}: the server has its own options")
-
-    def opened(name: str | None) -> tuple[RemoteModel, SamplingParams]:
-        return RemoteModel(url, api_key, name, sampling), SamplingParams(**sampling)
-
-    llm, params = opened(model)
     messages = [] if resumed is None else resumed.messages
-    chat = Chat(llm, params, messages, open_model=opened, hides_reasoning=hides_reasoning)
-    if system not in ("", DEFAULT_SYSTEM):
+    if resumed is None and isinstance(llm, LLM):
+        messages = opening(llm.chat_template, system)
+    adapter = next(iter(loading.get("adapters", {})), None)
+    own_copy = last_chat() if url is None else None
+    chat = Chat(llm, params, messages, own_copy, adapter, interventions, opened, hides_reasoning)
+    if system not in ("", DEFAULT_SYSTEM) and (resumed is not None or url is not None):
         chat.set_system(system)
     _converse(chat, resumed)
+
+
+def _opened(name: str | None, loading: dict[str, Any]) -> LLM:
+    """The model. Raises RequestError if it has no chat template."""
+    with loading_bar() as progress:
+        llm = LLM(name, progress=progress, **loading)
+    try:
+        llm.calls.check_generates()
+        if llm.chat_template.source is None:
+            raise RequestError(
+                f"{llm.path.name} does not support chat, as it has no chat template: continue a text "
+                'with `kukri run -m MODEL --raw "…"`, or use the instruct version'
+            )
+    except KukriError:
+        llm.close()
+        raise
+    return llm
 
 
 def _converse(chat: Chat, resumed: SavedChat | None) -> None:
