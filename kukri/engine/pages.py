@@ -10,7 +10,7 @@ to continue go last (`keep`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 from kukri.errors import CapacityError
@@ -18,13 +18,6 @@ from kukri.kernels.arrays import IntArray
 
 PageKey = bytes  # SHA-256 of the key of the page before, the page's tokens, and its rows
 ROOT: PageKey = bytes(32)  # the key before the first page, unless requests have one of their own
-
-
-def page_keys(tokens: IntArray, page_tokens: int, before: PageKey = ROOT) -> Iterator[PageKey]:
-    """The key of each full page of `tokens`, int32, after the page whose key is `before`."""
-    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
-        before = page_key(tokens[start : start + page_tokens], before)
-        yield before
 
 
 def page_key(tokens: IntArray, before: PageKey, rows: bytes = b"") -> PageKey:

@@ -138,11 +138,6 @@ class ReplicaLoop:
         return {one.facts.name: one.status for one in self._replicas if one.status is not None}
 
     @property
-    def n_suspects(self) -> int:
-        """Requests whose replica died and that have had no token since."""
-        return sum(live.is_suspect for live in self._live.values())
-
-    @property
     def replicas(self) -> Mapping[str, ReplicaFacts]:
         """The replicas that are connected, by name."""
         return {replica.facts.name: replica.facts for replica in self._replicas}

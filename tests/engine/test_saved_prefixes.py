@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kukri.engine import Engine, Request, saved_prefixes
-from kukri.engine.pages import ROOT, page_keys
+from kukri.engine.pages import ROOT, PageKey, page_key
 from kukri.engine.saved_prefixes import _HEADER_BYTES, SavedPrefixes
 from kukri.errors import ConfigError
 from kukri.kernels.cache import KVLayer
@@ -27,6 +27,14 @@ from tests.engine.driving import add, finish, greedy, prompt_of
 from tests.engine.fake_model import FakeBackend, expected_output, make_engine
 
 PAGE_FILE_BYTES = 1024 + _HEADER_BYTES  # a page of the fake model
+
+
+def page_keys(tokens: np.ndarray, page_tokens: int) -> list[PageKey]:
+    """The key of each full page of tokens, int32."""
+    keys = [ROOT]
+    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
+        keys.append(page_key(tokens[start : start + page_tokens], keys[-1]))
+    return keys[1:]
 
 
 def open_engine(directory: Path, **options: object) -> tuple[Engine, FakeBackend]:
@@ -196,7 +204,7 @@ def test_a_thousand_corruptions_are_found(tmp_path: Path) -> None:
     cache = PagedKV([KVLayer(1, 16)], 4)
     saved = SavedPrefixes(cache, tmp_path, 1 << 20)
     tokens = np.arange(32, dtype=np.int32)
-    keys = list(page_keys(tokens, 16, ROOT))
+    keys = page_keys(tokens, 16)
     cache.set_page_data([0], np.random.default_rng(0).integers(0, 256, 1024, np.uint8).tobytes())
     for key in keys:
         saved.save(0, key, 0)
@@ -339,7 +347,7 @@ def test_a_budget_below_a_page_is_refused(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 import numpy as np
-from kukri.engine.pages import page_keys
+from kukri.engine.pages import ROOT, page_key
 from kukri.engine.saved_prefixes import SavedPrefixes
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.cache import KVLayer
@@ -350,7 +358,9 @@ cache = PagedKV([KVLayer(8, 64)] * 4, 2)
 saved = SavedPrefixes(cache, Path(sys.argv[1]), 1 << 30)
 tokens = np.random.default_rng(int(sys.argv[2])).integers(0, 1000, 16 * 4000).astype(np.int32)
 print("ready", flush=True)
-for i, key in enumerate(page_keys(tokens, 16)):
+key = ROOT
+for i in range(4000):
+    key = page_key(tokens[16 * i : 16 * (i + 1)], key)
     saved.save(0, key, i)
 saved.close()
 """

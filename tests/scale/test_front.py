@@ -108,7 +108,7 @@ def test_a_replica_that_dies_costs_its_clients_nothing(options: ModelOptions, ex
             work = asyncio.create_task(ask(made, BODIES))
             for n_tokens in (100, 1000):
                 await until(lambda n=n_tokens: made.loop.n_generated > n)  # type: ignore[misc]
-                await until(lambda: not made.loop.n_suspects)
+                await until(lambda: not any(live.is_suspect for live in made.loop._live.values()))
                 await made.kill(next(iter(made.replicas)))
                 await made.add()
             found = await work
