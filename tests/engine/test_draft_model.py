@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kukri import LLM
 from kukri.config import EngineConfig, ModelConfig
 from kukri.engine import Engine, Request
+from kukri.engine.draft_kinds.language_model import TextDraftModel
 from kukri.engine.draft_model import DraftModel, DraftSource, ModelDrafts, model_drafts
 from kukri.engine.lookup_drafts import LookupDrafts
-from kukri.engine.text_drafts import TextDraftModel
 from kukri.errors import ConfigError, RequestError
 from kukri.kernels.host_step import HostLogits
 from kukri.kernels.paged_kv import PagedKV

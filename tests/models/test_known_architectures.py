@@ -44,7 +44,7 @@ def test_what_a_model_does_not_need_is_not_imported() -> None:
             "kukri.models.bert",
             "kukri.models.gemma4_text",
             "kukri.models.eagle3",
-            "kukri.engine.text_drafts",
+            "kukri.engine.draft_kinds.language_model",
             *(
                 f"kukri.engine.draft_kinds.{kind}"
                 for kind in ("assistant", "eagle3", "language_model", "next_token")

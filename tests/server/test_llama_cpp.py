@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kukri import LLM
-from kukri.server.llama_cpp.indent import IndentLimit
+from kukri.server.llama_cpp.answers import IndentLimit
 from tests.server.bodies import check_error, events
 from tests.server.live_server import CHAT, MODEL, TEXT, Served, serving
 from tests.tiny_gguf import CONTROL, tiny_config, write_tiny

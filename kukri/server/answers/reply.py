@@ -24,8 +24,7 @@ from kukri.interp.interventions.request_taps import Readout
 from kukri.sampling import SamplingParams
 from kukri.server.answers.answer_facts import answer_facts
 from kukri.server.answers.logprobs import vllm_logprobs
-from kukri.server.answers.progress import PromptProgress, n_read
-from kukri.server.answers.timings import timings_of, timings_of_progress
+from kukri.server.answers.timings import PromptProgress, n_read, timings_of, timings_of_progress
 from kukri.server.connection import Connection, connection_of
 from kukri.server.errors import error_body, response_of
 from kukri.server.intervention_bodies import steering

@@ -1,7 +1,8 @@
-"""Fetches images from public addresses. The URLs are a client's: nothing of this machine's network is asked.
+"""Images as clients send them: base64, data URLs, and addresses if the server fetches images.
 
-Each host is resolved once, all its addresses must be public, and the connection goes to one of those, so
-that no second answer of its name server can lead elsewhere. The same holds for each redirect.
+The URLs are a client's: nothing of this machine's network is asked. Each host is resolved once, all its
+addresses must be public, and the connection goes to one of those, so that no second answer of its name server
+can lead elsewhere. The same holds for each redirect.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import ssl
 import time
 from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
+from kukri.calls.image_prompts import url_of
 from kukri.errors import RequestError
+from kukri.tokenizer.image_marks import ImagePart
+from kukri.vision.decode import base64_bytes, data_url_bytes
 
 MAX_BYTES = 20 << 20
 MAX_S = 10.0  # for all of it
@@ -128,3 +133,32 @@ def is_public(address: str) -> bool:
         if inner:
             return False if not found.ipv4_mapped else is_public(str(inner))
     return found.is_global and not found.is_multicast
+
+
+class ImageReader:
+    """Finds the bytes of an image. With `fetches`, also at a public address (`--image-urls`)."""
+
+    def __init__(self, *, fetches: bool) -> None:
+        self._fetches = fetches
+
+    def read(self, image: ImagePart) -> bytes:
+        """The bytes, not yet looked at. Raises RequestError for what says none; never opens a file."""
+        data: Any = image.part.get("data")
+        param = image.param
+        if isinstance(data, str):
+            is_url = data[:5].lower() == "data:"
+            return data_url_bytes(data, param) if is_url else base64_bytes(data, param)
+        url = url_of(image)
+        if url is None:
+            raise RequestError.of(param, "must be base64, as data:image/png;base64,...", code="invalid_image")
+        if url[:5].lower() == "data:":
+            return data_url_bytes(url, param)
+        if url[:7].lower() == "http://" or url[:8].lower() == "https://":
+            if not self._fetches:
+                raise RequestError(
+                    f"fetching {param!r} is disabled: send a data URL, or start the server with --image-urls",
+                    param=param,
+                    code="unsupported_content",
+                )
+            return fetched(url, param)
+        raise RequestError.of(param, "must have a data:, http:// or https:// URL", code="invalid_image")

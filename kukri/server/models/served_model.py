@@ -28,7 +28,7 @@ from kukri.opening.model_options import ModelOptions
 from kukri.sampling import Grammar, SamplingParams, resolve_texts
 from kukri.server.access import INTERP
 from kukri.server.chat.grammar_check import GrammarCheck
-from kukri.server.chat.images import ImageReader
+from kukri.server.chat.image_urls import ImageReader
 from kukri.server.chat.loosening import Functions, loosened, without_schemas
 from kukri.server.chat.prompts import ChatPrompts
 from kukri.server.chat.request import ChatRequest

@@ -16,7 +16,7 @@ from kukri.server.answers.rows import SILENCE, while_connected
 from kukri.server.endpoint import Api, Endpoint
 from kukri.server.models.registry import registry_of
 from kukri.server.models.served_model import ServedModel
-from kukri.server.neuronpedia import activations, graph_steering, steering
+from kukri.server.neuronpedia import activations, steering
 from kukri.server.neuronpedia.graphs import Graphs, salient_logits
 from kukri.server.neuronpedia.schema import (
     AllBody,
@@ -119,7 +119,7 @@ ENDPOINTS = (
         "AttributionGraph", "", GraphBody, _PROMPT, permission=INTERP,
     ),
     Endpoint(
-        "POST", "/steer", _answer(graph_steering.steer),
+        "POST", "/steer", _answer(steering.steer),
         "Continue a text with features of its graph set, as Neuronpedia's graph server does",
         "GraphSteering", "", GraphSteerBody, _PROMPT | {"features": []}, permission=INTERP,
     ),

@@ -29,7 +29,7 @@ from kukri.server.openai.rerank import RerankBody, ScoreBody, rerank, score
 from kukri.server.openai.response_store import ResponseStore
 from kukri.server.openai.responses import items_of, parse_response, respond
 from kukri.server.openai.responses_schema import ResponseBody
-from kukri.server.openai.token_schema import DetokenizeBody, TemplateBody, TokenizeBody
+from kukri.server.openai.token_endpoints import DetokenizeBody, TemplateBody, TokenizeBody
 from kukri.server.schema import ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody
 
 
