@@ -20,10 +20,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Transform:
-    """What a format does to a tensor, and what undoes it: to its shape, and to its numbers if they change."""
+    """What a format does to a tensor's shape, and to its numbers, with what undoes that, if they change."""
 
     store_shape: Callable[[Shape, RecurrentConfig | None], Shape] = lambda shape, own: shape
-    load_shape: Callable[[Shape], Shape] = lambda shape: shape
     load: Callable[[FloatArray], FloatArray] | None = None
     store: Callable[[FloatArray], FloatArray] | None = None
 
@@ -39,12 +38,12 @@ def _rows_of_groups(shape: Shape, own: RecurrentConfig | None) -> Shape:
 
 
 SAME = Transform()
-ONE_ROW = Transform(lambda shape, own: (1, *shape), lambda shape: shape[1:])
-ONE_NUMBER = Transform(lambda shape, own: (), lambda shape: (1,))
-COLUMN = Transform(lambda shape, own: (*shape, 1), lambda shape: shape[:1])
-GROUPED = Transform(_rows_of_groups, lambda shape: (shape[0] * shape[-1],))  # a row for each group of heads
+ONE_ROW = Transform(lambda shape, own: (1, *shape))
+ONE_NUMBER = Transform(lambda shape, own: ())
+COLUMN = Transform(lambda shape, own: (*shape, 1))
+GROUPED = Transform(_rows_of_groups)  # a row for each group of heads
 # a convolution of each channel alone: (channels, 1, taps)
-CHANNELS = Transform(lambda shape, own: (shape[0], 1, *shape[1:]), lambda shape: (shape[0], *shape[2:]))
+CHANNELS = Transform(lambda shape, own: (shape[0], 1, *shape[1:]))
 LOG_OF_NEGATIVE = Transform(load=lambda values: -np.exp(values), store=lambda values: np.log(-values))
 
 # how names end here, and in safetensors
