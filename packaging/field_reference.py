@@ -83,8 +83,8 @@ def endpoint_lists() -> str:
 
 
 def _fields_of(operation: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
-    """The fields of a JSON body and of a query, without `model`."""
-    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    """The fields of a body and of a query, without `model`."""
+    content = next(iter(operation.get("requestBody", {}).get("content", {}).values()), {})
     name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
     fields = document["components"]["schemas"][name].get("properties", {}) if name else ()
     queries = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]

@@ -134,7 +134,10 @@ class _Take:
 
 @dataclass
 class Speech:
-    """How one model transcribes: its tokens, and what its files say of them."""
+    """How one model transcribes: its tokens, and what its files say of them.
+
+    Tokens from `first_time` on are timestamps.
+    """
 
     tokenizer: Tokenizer
     config: ModelConfig
@@ -146,6 +149,7 @@ class Speech:
         """Raises FormatError if the vocabulary lacks Whisper's tokens."""
         ids = self.tokenizer.vocabulary.id_of
         self._start, self._no_times = self._id("<|startoftranscript|>"), self._id("<|notimestamps|>")
+        self.first_time = self._no_times + 1
         self._no_speech_id = ids.get("<|nospeech|>", ids.get("<|nocaptions|>"))
         found = ((match[1], i) for text, i in ids.items() if (match := _LANGUAGE.fullmatch(text)))
         self.languages = dict(found) if self.settings.get("is_multilingual", True) else {}
@@ -223,8 +227,8 @@ class Speech:
             if not options.condition_on_previous_text or take.temperature > _WARM:
                 said = []
             start += n_heard
-        text = "".join(segment.text for segment in segments).strip()
-        return Transcription(text, language, duration_s, tuple(segments))
+        whole = "".join(segment.text for segment in segments).strip()
+        return Transcription(whole, language, duration_s, tuple(segments))
 
     def _window(self, features: FloatArray, start: int) -> SoundInput:
         """The window of features [frames, bands] from a frame on, silence after their end."""
@@ -262,7 +266,7 @@ class Speech:
             suppressed=self._listed("suppress_tokens"),
             not_first=self._listed("begin_suppress_tokens"),
             end_id=self._end,
-            first_time=self._no_times + 1,
+            first_time=self.first_time,
             latest_start=self.settings.get("max_initial_timestamp_index"),
             writes_times=options.timestamps,
         )
@@ -276,7 +280,7 @@ class Speech:
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """The text of tokens without timestamps."""
-        return self.tokenizer.decode([i for i in token_ids if i <= self._no_times], skip_special=True)
+        return self.tokenizer.decode([i for i in token_ids if i < self.first_time], skip_special=True)
 
     def _segments(
         self, take: _Take, start: int, n_frames: int, no_speech: float
@@ -285,7 +289,7 @@ class Speech:
 
         `n_frames` of the window are sound; what was begun at its end is heard again in the next window.
         """
-        first, ids = self._no_times + 1, take.token_ids
+        first, ids = self.first_time, take.token_ids
         cuts = [i for i in range(1, len(ids)) if ids[i] >= first and ids[i - 1] >= first]
         is_cut_off = bool(cuts) and (ids[-1] < first or ids[-2] >= first)
         is_divided = bool(cuts)

@@ -27,6 +27,7 @@ from kukri.server.models.served_model import OpenModel
 from kukri.server.neuronpedia.endpoints import NEURONPEDIA
 from kukri.server.neuronpedia.graphs import Graphs
 from kukri.server.ollama.endpoints import NO_PAGE, OLLAMA
+from kukri.server.openai.audio import SoundRoom
 from kukri.server.openai.batches import Batches
 from kukri.server.openai.endpoints import OPENAI
 from kukri.server.openai.response_store import ResponseFiles, ResponseStore
@@ -126,6 +127,7 @@ def create_app(
             app, settings.batch_dir, registry.keys, settings.max_upload_bytes, settings.max_body_bytes
         )
     app.state.batches, app.state.graphs, app.state.unopened = batches, Graphs(), UnopenedAnswers()
+    app.state.sounds = SoundRoom()
     for api in apis:
         for endpoint in api.endpoints:
             endpoint.add_to(app)

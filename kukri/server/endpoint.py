@@ -39,7 +39,8 @@ class Endpoint:
     has_images: bool = False  # images may be sent, which --max-images bounds
     is_open: bool = False  # needs no key
     is_quiet: bool = False  # logged as `debug`
-    is_upload: bool = False  # a file, which is streamed to disk and --max-upload bounds
+    is_upload: bool = False  # a form with a file, which --max-upload bounds
+    form: type[Body] | None = None  # the other fields of such a form
     is_unread: bool = False  # refuses a body of any size and reads none
     tells_state: bool = False  # a 503 may have the form of an answer
 

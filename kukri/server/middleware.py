@@ -273,9 +273,9 @@ class Middleware:
         return origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
 
     def _bound(self, scope: Scope) -> _Bound:
-        """The size that a request's body may have: that of a file for a batch is streamed to disk."""
+        """The size that a request's body may have, which is larger for a form with a file."""
         settings, path, is_post = self._settings, scope["kukri.path"], scope["method"] == "POST"
-        if path in self._uploads and is_post and settings.batch_dir is not None:
+        if path in self._uploads and is_post:
             return _Bound(settings.max_upload_bytes + FORM_BYTES, "--max-upload", _LEAST_BYTES_PER_S)
         n_base64 = settings.max_image_bytes if path in self._with_images else 0
         return _Bound(settings.max_body_bytes, "--max-body", None, n_base64)

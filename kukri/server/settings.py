@@ -207,7 +207,9 @@ class ServerSettings:
         32 << 20,
     )
     fetches_images: bool = _switch("Fetch images from public URLs in requests.", "--image-urls")
-    max_upload_bytes: int = _size("Maximum size of a batch's input file.", "--max-upload", 200 << 20)
+    max_upload_bytes: int = _size(
+        "Maximum size of an uploaded file: requests of a batch, or a sound.", "--max-upload", 200 << 20
+    )
     rate_limit: int | None = _count(
         "POST requests per minute and key (or address), and ten times as many others; more get a 429."
     )

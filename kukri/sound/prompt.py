@@ -53,6 +53,11 @@ class SoundPrompt:
         """The places of the sound, which come first."""
         return ((0, self.sound.n_tokens, 0),)
 
+    @property
+    def text(self) -> Sequence[int]:
+        """The tokens after the sound."""
+        return self.token_ids[self.sound.n_tokens :]
+
     def __len__(self) -> int:
         """Tokens of the prompt, placeholders included."""
         return len(self.token_ids)

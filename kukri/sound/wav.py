@@ -37,7 +37,7 @@ def read_wav(path: Path, param: str = "file") -> FloatArray:
     return decode_wav(data, param)
 
 
-def decode_wav(data: bytes, param: str = "file") -> FloatArray:
+def decode_wav(data: bytes | bytearray, param: str = "file") -> FloatArray:
     """The samples of a WAV file at 16 kHz, float32 [n] from -1 to 1: the mean of its channels.
 
     Integers of 8 to 32 bits and floats are read; of a file that is cut off, what is there. Raises

@@ -12,6 +12,7 @@ TEXT = "a" * 2**20
 WRONG = (1.5, {}, [], "NaN", {"a": []})  # items; no list takes the first two
 _DEPTH = 5
 _MARK = "@many@"
+_JSON, _FORM = "application/json", "multipart/form-data"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Flood:
     place: str
     kind: str
     body: Any
+    is_form: bool = False  # the body is one, with a file besides its fields
 
     @property
     def what(self) -> str:
@@ -46,8 +48,20 @@ class Flood:
         return "list" if "many" in self.kind else "text" if "a text" in self.kind else "number"
 
     @property
+    def content_type(self) -> str:
+        """The type of the data."""
+        return f"{_FORM}; boundary=b" if self.is_form else _JSON
+
+    @property
     def data(self) -> bytes:
-        """The body as JSON."""
+        """The body as JSON, or as a form in which a list is a field for each item."""
+        if self.is_form:
+            fields = [("file", "x")]
+            for name, value in self.body.items():
+                items = [value.item] * value.n if isinstance(value, Many) else [value]
+                fields += [(name, str(item)) for item in items]
+            parts = (f'--b\r\nx; name="{name}"\r\n\r\n{text}\r\n' for name, text in fields)
+            return "".join([*parts, "--b--\r\n"]).encode("utf-8", "surrogatepass")
         many: list[Many] = []
 
         def mark(one: Any) -> str:
@@ -71,14 +85,15 @@ class Floods:
         """Each field of each body, out of bounds in each way; without repeats, one of several bodies once."""
         for path, operations in self._document["paths"].items():
             content = operations.get("post", {}).get("requestBody", {}).get("content", {})
-            if "application/json" not in content:
+            kind_of_body = next((one for one in (_JSON, _FORM) if one in content), None)
+            if kind_of_body is None:
                 continue
             if with_repeats:
                 self._seen.clear()
-            schema = self._resolved(content["application/json"]["schema"])
+            schema = self._resolved(content[kind_of_body]["schema"])
             right = {**self.least(schema), **{k: v for k, v in _RIGHT.items() if k in schema["properties"]}}
             for place, kind, body in self._of(schema, "", 0, WRONG if with_repeats else WRONG[:2]):
-                yield Flood(path, place, kind, {**right, **body})
+                yield Flood(path, place, kind, {**right, **body}, kind_of_body == _FORM)
 
     def least(self, schema: Any) -> Any:
         """A small value that a schema allows."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
@@ -61,6 +62,7 @@ class Served:
 
     url: str
     registry: ModelRegistry | None = None  # None: it is another process
+    app: Any = None  # likewise
 
     @property
     def served(self) -> ServedModel:
@@ -108,7 +110,7 @@ def serving(llm: LLM | None, models: Sequence[ModelSpec] = (), **settings) -> It
         while not server.started:
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
-        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.registry)
+        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.registry, app)
     finally:
         server.should_exit = True
         thread.join(timeout=30)

@@ -193,6 +193,8 @@ def test_pages_of_other_sites_are_refused(tiny, tmp_path, headers):
         ]
         refused += [
             http.post("/v1/files", **form),
+            http.post("/v1/audio/transcriptions", **form),
+            http.post("/v1/audio/translations", **form),
             http.delete("/v1/files/x"),
             http.post("/api/chat", json={}),
         ]

@@ -39,7 +39,7 @@ def send(http: httpx.Client, flood: Flood) -> tuple[int, float]:
     """
     data = flood.data
     started_s, used_s = time.perf_counter(), time.process_time()
-    response = http.post(flood.path, content=data, headers={"content-type": "application/json"})
+    response = http.post(flood.path, content=data, headers={"content-type": flood.content_type})
     return response.status_code, min(time.perf_counter() - started_s, time.process_time() - used_s)
 
 

@@ -84,7 +84,7 @@ POSITIVE, NEGATIVE = (
 # (path, mode): a request without a body has no wrong form, and any text is a name
 CASES = [
     *dict.fromkeys((row.shown_path, POSITIVE) for row in ROWS),
-    *((row.shown_path, NEGATIVE) for row in ROWS if row.body),
+    *((row.shown_path, NEGATIVE) for row in ROWS if row.body or row.form),
 ]
 
 

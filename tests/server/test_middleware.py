@@ -33,6 +33,8 @@ POSTS = (
     "/tokenize",
     "/detokenize",
     "/apply-template",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
 )
 GETS = ("/v1/models", f"/v1/models/{MODEL}", "/metrics", "/openapi.json")
 

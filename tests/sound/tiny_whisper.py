@@ -99,11 +99,11 @@ def noise(seconds: float, seed: int = 0) -> Any:
     return (tone + random.normal(0, 0.05, n)).astype(np.float32)
 
 
-def save_noise(path: Path, seed: int = 0) -> Path:
-    """A WAV file of less than a window."""
+def save_noise(path: Path, seed: int = 0, seconds: float = 0.8) -> Path:
+    """A WAV file, of less than a window unless it is told."""
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(RATE)
-        file.writeframes((noise(0.8, seed) * 20_000).astype("<i2").tobytes())
+        file.writeframes((noise(seconds, seed) * 20_000).astype("<i2").tobytes())
     return path

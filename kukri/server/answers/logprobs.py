@@ -32,13 +32,16 @@ def chat_logprobs(
     """The entries of `logprobs.content`."""
     entries = []
     for _, (token_id, logprob, top) in tokens:
-        entry = _entry(tokenizer, token_id, logprob, as_ids)
-        entry["top_logprobs"] = [_entry(tokenizer, i, value, as_ids) for i, value in top or ()]
+        entry = token_entry(tokenizer, token_id, logprob, as_ids)
+        entry["top_logprobs"] = [token_entry(tokenizer, i, value, as_ids) for i, value in top or ()]
         entries.append(entry)
     return entries
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None, as_ids: bool) -> dict[str, Any]:
+def token_entry(
+    tokenizer: Tokenizer, token_id: int, logprob: float | None, as_ids: bool = False
+) -> dict[str, Any]:
+    """A token and its log-probability."""
     text = token_string(tokenizer, token_id, as_id=as_ids)
     return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
 

@@ -235,7 +235,7 @@ class Bridge:
         self._metrics, self._stream_interval = metrics, stream_interval
         self.loop = make_loop(self._deliver)
         self._waiting: dict[int, _Waiting] = {}  # answers that have not ended, by request id
-        self._computing: dict[int, Callable[[Request, str], None]] = {}  # called when a request for rows ends
+        self._computing: dict[int, Callable[[Request, str], None]] = {}  # called when a request ends
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self.is_draining = False
 
@@ -282,7 +282,7 @@ class Bridge:
             call.deadline = event_loop.call_later(deadline_s, self._expire, call, deadline_s)
 
     async def compute(self, requests: Sequence[Request]) -> None:
-        """Runs requests for rows of output; a caller that stops waiting ends them.
+        """Runs requests whose output is read at their end; a caller that stops waiting ends them.
 
         Raises CapacityError as `submit` does, and the error that ended a request.
         """
@@ -294,7 +294,7 @@ class Bridge:
             n_left -= 1
             if ended.done():
                 return
-            if finish_reason != "stop":
+            if finish_reason not in ("stop", "length"):
                 ended.set_exception(request.answer.error or KukriError("the request was aborted"))
             elif n_left == 0:
                 ended.set_result(None)

@@ -36,13 +36,15 @@ def stated_template(headers: Headers) -> str | None:
 
 
 def capabilities(headers: Headers, template: str) -> tuple[str, ...]:
-    """Return what a model with this chat template is for: Ollama's words, and "rerank".
+    """Return what a model with this chat template is for: Ollama's words, "rerank" and "transcription".
 
     A language model has vectors too. One whose files say how they are pooled is for them alone.
     """
     config = headers.config
     if config is None:
         return ()
+    if config.n_sound:
+        return ("transcription",)
     pooling = headers.stated.get(f"{headers.stated.get('general.architecture')}.pooling_type")
     kind = config.head.kind
     if pooling == _RANKS or (kind == "sequence_classification" and not config.is_causal):

@@ -170,7 +170,7 @@ class Batches:
         try:
             async with _off_the_loop(writing_private(self._data(stored.id))) as file:
                 form = await read_form(content_type, pieces, file, self._max_upload_bytes)
-                if form.fields["purpose"] != PURPOSE:
+                if form.fields.get("purpose") != PURPOSE:
                     raise RequestError.of("purpose", f"must be {PURPOSE!r}")
                 stored.filename, stored.bytes = (form.filename or "upload")[:200], form.n_bytes
                 if (life_s := _life_s(form)) is not None:

@@ -17,6 +17,7 @@ from kukri.server.endpoint import Api, Endpoint
 from kukri.server.models.entry import ModelEntry
 from kukri.server.models.registry import ModelRegistry, registry_of
 from kukri.server.models.served_model import ServedModel
+from kukri.server.openai import audio
 from kukri.server.openai import token_endpoints as tokens
 from kukri.server.openai.adapters import load_adapter, unload_adapter
 from kukri.server.openai.batch_endpoints import BATCHES
@@ -186,6 +187,16 @@ ENDPOINTS = (
         "POST", "/v1/activations", by_model(activations), "Return the activations of texts",
         "application/vnd.safetensors", "", ActivationsBody,
         {"input": "A text", "names": ["blocks.0.hook_resid_post"]}, permission=INTERP,
+    ),
+    Endpoint(
+        "POST", "/v1/audio/transcriptions", audio.transcribe,
+        "Write what is said in a sound: a form with a `file`", "Transcription", "TranscriptEvent",
+        is_upload=True, form=audio.AudioBody,
+    ),
+    Endpoint(
+        "POST", "/v1/audio/translations", audio.translate,
+        "Write what is said in a sound in English: a form with a `file`", "Transcription", "TranscriptEvent",
+        is_upload=True, form=audio.AudioBody,
     ),
     Endpoint("GET", "/v1/models", _models, "List the names of all models", "ModelList", also=("/models",)),
     Endpoint("GET", "/v1/models/{name:path}", _named_model, "Describe a model", "Model"),

@@ -125,6 +125,23 @@ FORMS: dict[str, Any] = {
         "data": [{"index": int, "object": Literal["answer"], "text": str, "start": int, "stop": int,
                   "score": float}],
     },
+    "AudioUsage": {
+        "type": Literal["tokens", "duration"], "seconds?": int, "input_tokens?": int, "output_tokens?": int,
+        "total_tokens?": int, "input_token_details?": {"text_tokens": int, "audio_tokens": int},
+    },
+    "AudioLogprob": {"token": str, "logprob": float, "bytes": [int]},
+    "Transcription": {
+        "text": str, "usage": "AudioUsage", "logprobs?": ["AudioLogprob"], "task?": str, "language?": str,
+        "duration?": float,
+        "segments?": [{
+            "id": int, "seek": int, "start": float, "end": float, "text": str, "tokens": [int],
+            "temperature": float, "avg_logprob": float, "compression_ratio": float, "no_speech_prob": float,
+        }],
+    },
+    "TranscriptEvent": {
+        "type": Literal["transcript.text.delta", "transcript.text.done"], "delta?": str, "text?": str,
+        "logprobs?": ["AudioLogprob"], "usage?": "AudioUsage",
+    },
     "Model": {
         "id": str, "object": Literal["model"], "created": int, "owned_by": str, "root": str, "parent?": str,
         "capabilities": ([str], None), "max_model_len": (int, None), "state": str,

@@ -1,11 +1,11 @@
-"""Forms with a file (multipart/form-data), written to disk as they arrive: no body is whole in memory."""
+"""Forms with a file (multipart/form-data), whose file is written somewhere else as it arrives."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from typing import BinaryIO
+from typing import Any, Protocol
 
 from kukri.dataclass import dataclass, field
 from kukri.errors import RequestError
@@ -18,11 +18,21 @@ _MAX_FIELDS = 32
 _WRITTEN_AT_ONCE = 1 << 20
 
 
+class Target(Protocol):
+    """What a form's file is written to."""
+
+    def write(self, data: bytes, /) -> object:
+        """Takes the next bytes. Raises OSError, or CapacityError if there is no room for them."""
+
+
 @dataclass
 class Form:
-    """What a form had besides its file: texts of the fields, the file's name and its size."""
+    """What a form had besides its file: texts of the fields, the file's name and its size.
 
-    fields: dict[str, str] = field(default_factory=dict)
+    A field whose name ends with `[]` is here without them, as a list.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
     filename: str | None = None
     n_bytes: int = 0
     has_file: bool = False
@@ -31,31 +41,32 @@ class Form:
 class FormReader:
     """Reads a form from pieces of any size: `feed` each, then `finish`. Its file goes to `target`."""
 
-    def __init__(self, content_type: str, target: BinaryIO, max_bytes: int) -> None:
+    def __init__(self, content_type: str, target: Target, max_bytes: int) -> None:
         """Raises RequestError if the type is not a form's."""
         match = re.search(r'boundary="?([^";]{1,200})"?', content_type)
         if not content_type.startswith("multipart/form-data") or match is None:
-            raise RequestError("the body must be multipart/form-data, with the fields 'file' and 'purpose'")
+            raise RequestError("the body must be multipart/form-data, with the field 'file'")
         self.form = Form()
         self._target, self._max_bytes = target, max_bytes
         self._delimiter = b"\r\n--" + match[1].encode("latin-1", "replace")
         self._left = bytearray(b"\r\n")  # not read yet; the first delimiter may stand at the beginning
         self._name: str | None = None  # the part whose data is read; None in a header
         self._is_file = self._has_begun = self._has_ended = False
+        self._n_fields = 0
         self._value = bytearray()  # a field's text
 
     def feed(self, piece: bytes) -> None:
-        """Takes the next bytes. Raises RequestError; OSError if they cannot be written."""
+        """Takes the next bytes. Raises RequestError, and what writing them raises."""
         self._left += piece
         while not self._has_ended and (self._read_data() if self._name is not None else self._read_head()):
             pass
 
     def finish(self) -> Form:
-        """The form. Raises RequestError if it is cut short, or lacks the file or its purpose."""
+        """The form. Raises RequestError if it is cut short, or lacks the file."""
         if not self._has_ended:
             raise RequestError("the form must not be cut off before its end")
-        if not self.form.has_file or "purpose" not in self.form.fields:
-            raise RequestError("the fields 'file' and 'purpose' are required", param="file")
+        if not self.form.has_file:
+            raise RequestError.of("file", "is required")
         return self.form
 
     def _read_head(self) -> bool:
@@ -89,8 +100,10 @@ class FormReader:
                 raise RequestError("the form must have a single file: upload one at a time", param="file")
             self.form.has_file = True
             self.form.filename = None if filename is None else filename[1].decode("utf-8", "replace")
-        elif len(self.form.fields) >= _MAX_FIELDS:
-            raise RequestError(f"the form must have at most {_MAX_FIELDS} fields")
+        else:
+            self._n_fields += 1
+            if self._n_fields > _MAX_FIELDS:
+                raise RequestError(f"the form must have at most {_MAX_FIELDS} fields")
         return True
 
     def _read_data(self) -> bool:
@@ -101,7 +114,11 @@ class FormReader:
         del self._left[: n + (len(self._delimiter) if end >= 0 else 0)]
         if end >= 0:
             if not self._is_file:
-                self.form.fields[str(self._name)] = self._value.decode("utf-8", "replace")
+                name, text = str(self._name), self._value.decode("utf-8", "replace")
+                if name.endswith("[]"):
+                    self.form.fields.setdefault(name[:-2], []).append(text)
+                else:
+                    self.form.fields[name] = text
             self._name = None
         return end >= 0
 
@@ -119,7 +136,7 @@ class FormReader:
 
 
 def too_large(max_bytes: int) -> RequestError:
-    """The error of a file that is larger than `--max-upload`."""
+    """The error of a file that is larger than `--max-upload`, or than its kind may be."""
     return RequestError(
         f"the file must be at most {max_bytes} bytes (--max-upload): divide it",
         param="file",
@@ -127,9 +144,7 @@ def too_large(max_bytes: int) -> RequestError:
     )
 
 
-async def read_form(
-    content_type: str, pieces: AsyncIterator[bytes], target: BinaryIO, max_bytes: int
-) -> Form:
+async def read_form(content_type: str, pieces: AsyncIterator[bytes], target: Target, max_bytes: int) -> Form:
     """Reads a form, and writes its file to `target` off the event loop. Raises RequestError, OSError."""
     reader = FormReader(content_type, target, max_bytes)
     waiting = bytearray()

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from kukri.server.answers.forms import schema_of
+from kukri.server.body import Body
 from kukri.server.endpoint import Api, Endpoint
 
 _REASONS = {
@@ -65,6 +66,10 @@ def document_of(app: FastAPI, apis: Sequence[Api]) -> dict[str, Any]:
             if row.summary:
                 operation = document["paths"][row.shown_path][row.method.lower()]
                 operation |= _described(row, api)
+                if row.form is not None:
+                    schemas[row.form.__name__] = _form_schema(row.form)
+                    content = {"multipart/form-data": {"schema": schema_of(row.form.__name__)}}
+                    operation["requestBody"] = {"required": True, "content": content}
                 if keys and not row.is_open:
                     scopes = [] if row.permission is None else [row.permission.scope]
                     operation["security"] = [{name: scopes} for name in keys]
@@ -82,6 +87,16 @@ def _any_of(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     return {"anyOf" if name == "oneOf" else name: _any_of(one) for name, one in part.items()}
+
+
+def _form_schema(fields: type[Body]) -> dict[str, Any]:
+    """The schema of a form of a file and these fields; clients write `[]` after the names of lists."""
+    schema = fields.model_json_schema()
+    names = {
+        f"{name}[]" if "array" in str(field) else name: field for name, field in schema["properties"].items()
+    }
+    file = {"type": "string", "format": "binary"}
+    return {**schema, "properties": {"file": file, **names}, "required": ["file"]}
 
 
 def _described(row: Endpoint, api: Api) -> dict[str, Any]:
