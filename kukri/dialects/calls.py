@@ -281,7 +281,7 @@ def _but_no_schema(call: Call) -> Write:
     return write
 
 
-def read_headed_call(feed: Feed, call: Call, ends: Sequence[str]) -> Reading[bool]:
+def read_headed_call(feed: Feed, call: Call, ends: tuple[str, ...]) -> Reading[bool]:
     """A name and its arguments: name{…}, name(key=value) or name<arg_key>…, or a name alone before an end.
 
     After a mark that stands between both, any text is the arguments of a tool that is known. Returns True for

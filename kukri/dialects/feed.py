@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Generator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -26,8 +27,7 @@ class Marks:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
-        self._whole = re.compile("|".join(map(re.escape, texts)))
-        self._first = re.compile("[" + "".join(re.escape(char) for char in {t[0] for t in texts}) + "]")
+        self._whole, self._first = _patterns(self.texts)
         self._n_most = max(map(len, texts)) - 1
 
     def find(self, text: str, start: int) -> tuple[int, str | None]:
@@ -39,6 +39,18 @@ class Marks:
             if any(mark.startswith(rest) for mark in self.texts):
                 return match.start(), None
         return len(text), None
+
+
+@lru_cache(256)  # a parser looks for the same marks in each answer
+def _patterns(texts: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What finds a whole mark, and the first character of a mark."""
+    first = "".join(map(re.escape, {text[0] for text in texts}))
+    return re.compile("|".join(map(re.escape, texts))), re.compile(f"[{first}]")
+
+
+@lru_cache(256)
+def _first_characters(marks: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(mark[0] for mark in marks)
 
 
 class Feed:
@@ -100,22 +112,23 @@ class Feed:
             yield
         return self._text[self._at : self._at + n]
 
-    def starts(self, marks: Sequence[str]) -> Reading[str]:
+    def starts(self, marks: tuple[str, ...]) -> Reading[str]:
         """The first of the marks that comes next; "" for none. It is not taken."""
+        if self._at < len(self._text) and self._text[self._at] not in _first_characters(marks):
+            return ""  # nearly always
         for mark in marks:
-            n = len(mark)
-            while len(self._text) - self._at < n and mark.startswith(self._text[self._at :]):
+            while mark.startswith(begun := self._text[self._at : self._at + len(mark)]):
+                if begun == mark:
+                    return mark
                 if self.is_last:
                     break
                 yield
-            if self._text.startswith(mark, self._at):
-                return mark
         return ""
 
-    def takes(self, marks: Sequence[str]) -> Reading[str]:
+    def takes(self, marks: tuple[str, ...]) -> Reading[str]:
         """The first of the marks that comes next, which is taken; "" for none."""
-        mark = yield from self.starts(marks)
-        self.take(len(mark))
+        if mark := (yield from self.starts(marks)):
+            self.take(len(mark))
         return mark
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
@@ -137,6 +150,8 @@ class Feed:
 
     def space(self) -> Reading[str]:
         """Takes white space."""
+        if self._at < len(self._text) and not self._text[self._at].isspace():
+            return ""
         return (yield from self.run(_SPACE))
 
     def until(self, marks: Marks, write: Callable[[str], None]) -> Reading[str]:
