@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -45,6 +46,10 @@ with pytest.MonkeyPatch.context() as patch:
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
 
+# Python takes all down at its end, because nanobind's modules report what is left. Not before: pytest itself
+# collects garbage twice when a run ends, which would walk all packages and tests.
+atexit.register(gc.unfreeze)
+
 # Shells start what runs in the background with Ctrl-C ignored, which the tests' own processes would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,6 +74,7 @@ def pytest_runtest_logfinish() -> None:
     """
     global _n_modules
     if len(sys.modules) > _n_modules + 100:
+        gc.collect()  # garbage would stay too, with the processes of its chat templates
         gc.freeze()
         _n_modules = len(sys.modules)
     torch = sys.modules.get("torch")
@@ -78,11 +84,6 @@ def pytest_runtest_logfinish() -> None:
 
 
 _n_modules = len(sys.modules)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Lets Python take it all down at its end: nanobind's modules report what is left."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

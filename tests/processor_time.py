@@ -15,6 +15,7 @@ import importlib
 import math
 import os
 import resource
+import sys
 import threading
 import tomllib
 from collections import defaultdict
@@ -118,7 +119,8 @@ class Meter:
 
         def timed_import(name: str, import_: Any) -> Any:
             nonlocal is_importing
-            if is_importing or threading.get_ident() != main:
+            # to ask the time takes a millisecond where servers and templates have left thirty processes
+            if is_importing or name in sys.modules or threading.get_ident() != main:
                 return find_and_load(name, import_)
             is_importing = True
             try:
