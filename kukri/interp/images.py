@@ -141,7 +141,7 @@ class EncoderSession(Names):
         """How much a token of a text attends to each place of an image: [head, rows, columns].
 
         `cache` comes from `LLM.run_with_cache(prompt)` and has the pattern of the layer; `query` the token's
-        position. Of an image in tiles it is the last, which shows all of it. Raises KeyError without the
+        position. Of an image in tiles it is the tile that shows all of it. Raises KeyError without the
         pattern, RequestError for tokens that do not lie in rows and columns.
         """
         seen, merge = prompt.images[image], self.vision_config.merge
@@ -149,7 +149,7 @@ class EncoderSession(Names):
         rows, columns = (side // merge for side in seen.grid[-2:])
         places = [place for run in runs for place in run]
         if len(seen.grid) < 3 or rows * columns != len(places):
-            places = [*runs[-1]]
+            places = [*runs[seen.whole]]
             rows = columns = isqrt(len(places))
         if rows * columns != len(places):
             raise RequestError.of("images", f"must have rows and columns of tokens, not {len(places)} tokens")

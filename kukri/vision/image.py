@@ -33,6 +33,7 @@ class ImageInput:
     grid: tuple[int, ...]
     n_tokens: int  # rows of embeddings that it becomes
     digest: bytes  # 32 bytes: hash of the decoded pixels and of all settings of the preprocessing
+    whole: int = -1  # the tile that shows all
 
     def __post_init__(self) -> None:
         """Raises RequestError on an array, a count or a digest that no image can have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,11 @@ SMOLVLM = {
 }  # fmt: skip
 IDEFICS3 = {"image_processor_type": "Idefics3ImageProcessor"}  # with the sizes of the class
 GEMMA3 = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}}
+GEMMA3_CROPS = GEMMA3 | {
+    "size": {"height": 64, "width": 64},
+    "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 150, "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}  # fmt: skip
 GEMMA4 = {"image_processor_type": "Gemma4ImageProcessor"}
 QWEN25 = {
     "image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 1_003_520,
@@ -110,6 +116,25 @@ def test_squares_are_those_of_gemma3(size):
     np.testing.assert_array_equal(
         own.pixels, np.array(reference(GEMMA3)(images=[Image.fromarray(image)])["pixel_values"])
     )
+
+
+@pytest.mark.full(only=["large"])
+@pytest.mark.parametrize("size", SIZES)
+def test_crops_are_those_of_gemma3(size):
+    """Catches another number of crops, their order, an edge that two crops have, and words left out."""
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    image = picture(*SIZES[size])
+    made = image_processor(GEMMA3_CROPS, {}, {})
+    own, theirs = made.prepare(image), reference(GEMMA3_CROPS)(images=[Image.fromarray(image)])
+    n_crops = theirs["num_crops"][0]
+    assert n_crops == {"tall": 3, "wide": 4, "large": 2, "photo": 2}.get(size, 0)
+    rows, columns = own.grid
+    assert (rows * columns, own.n_tokens, own.whole) == (n_crops, 256 * (1 + n_crops), 0)
+    np.testing.assert_array_equal(own.pixels, np.array(theirs["pixel_values"]))
+    whole = SimpleNamespace(full_image_sequence=made.text(made.budgeted("low").prepare(image)))
+    assert made.text(own) == Gemma3Processor.replace_image_token(whole, theirs, 0)
+    assert made.budgeted(image_tokens=1024).prepare(image).n_tokens <= 1024
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size != "tiny"])
@@ -226,7 +251,7 @@ def test_sizes_are_those_of_lfm2_vl(size, grid, n_tokens):
 @pytest.mark.parametrize(
     ("stated", "processor", "token"),
     [
-        (SMOLVLM, {"image_seq_len": 64}, "<image>"), (GEMMA3, {}, "<image_soft_token>"),
+        (SMOLVLM, {"image_seq_len": 64}, "<image>"), (GEMMA3_CROPS, {}, "<image_soft_token>"),
         (GEMMA4, {}, "<|image|>"), (QWEN3, {}, "<|image_pad|>"), (PIXTRAL, {"patch_size": 16}, "[IMG]"),
         (LFM2, {}, "<image>"), (PADDLEOCR, {}, "<|IMAGE_PLACEHOLDER|>"),
     ],
@@ -304,6 +329,12 @@ def test_broken_settings_are_named(change):
     """Catches a hostile checkpoint that takes memory, or an image of NaN."""
     with pytest.raises(FormatError):
         image_processor(SMOLVLM | change, {}, {})
+
+
+def test_a_crop_of_pixtral_is_refused():
+    """Catches a picture shown whole whose checkpoint crops it."""
+    with pytest.raises(FormatError, match="'do_center_crop' of the image processor is not supported"):
+        image_processor(PIXTRAL | {"do_center_crop": True}, {}, {})
 
 
 def test_an_unknown_processor_is_refused():

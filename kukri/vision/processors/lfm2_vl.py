@@ -16,6 +16,7 @@ from kukri.vision.pixels import BILINEAR, Scale, patches, resized, tiles
 from kukri.vision.processors.processor import (
     HALVES,
     ImageProcessor,
+    above_0,
     filter_of,
     integer,
     too_few,
@@ -47,9 +48,6 @@ class Lfm2VlProcessor(ImageProcessor):
 
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        tolerance = stated.get("max_pixels_tolerance", 2.0)
-        if not isinstance(tolerance, int | float) or not 0 < tolerance < 1e6:
-            raise FormatError("'max_pixels_tolerance' of the image processor must be a number above 0")
         made = cls(
             patch=integer(stated, "encoder_patch_size", 16),
             merge=integer(stated, "downsample_factor", 2, 64),
@@ -61,7 +59,7 @@ class Lfm2VlProcessor(ImageProcessor):
             max_tiles=integer(stated, "max_tiles", 10, _MAX_TILES),
             has_thumbnail=stated.get("use_thumbnail", True) is not False,
             has_marks=processor.get("use_image_special_tokens", True) is not False,
-            tolerance=float(tolerance),
+            tolerance=above_0(stated, "max_pixels_tolerance", 2.0),
             resample=filter_of(stated, BILINEAR),
             scale=Scale.of(stated, HALVES, HALVES),
         )

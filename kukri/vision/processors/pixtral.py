@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from kukri.dataclass import dataclass, replace
+from kukri.errors import FormatError
 from kukri.kernels.arrays import ByteArray
 from kukri.vision.image import ImageInput
 from kukri.vision.pixels import BICUBIC, Scale, patches, resized
@@ -37,6 +38,10 @@ class PixtralProcessor(ImageProcessor):
     @classmethod
     def of(cls, stated: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
         vision = model.get("vision_config") or {}
+        if stated.get("do_center_crop"):  # transformers counts tokens of the picture before it is cropped
+            raise FormatError(
+                "'do_center_crop' of the image processor is not supported: crop pictures before"
+            )
         return cls(
             patch=integer(processor, "patch_size", integer(vision, "patch_size", 16)),
             merge=integer(processor, "spatial_merge_size", integer(model, "spatial_merge_size", 1), 64),

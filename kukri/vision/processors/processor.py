@@ -72,7 +72,9 @@ class ImageProcessor(ABC):
             raise RequestError.of("image_tokens", f"must be from 1 to {MAX_TOKENS}, not {image_tokens}")
         return chosen.with_tokens(image_tokens)
 
-    def made(self, image: ByteArray, pixels: FloatArray, grid: tuple[int, ...], n_tokens: int) -> ImageInput:
+    def made(
+        self, image: ByteArray, pixels: FloatArray, grid: tuple[int, ...], n_tokens: int, whole: int = -1
+    ) -> ImageInput:
         """Return the input for an image, whose digest covers the image and all settings."""
         if n_tokens > MAX_TOKENS:
             raise RequestError(
@@ -80,7 +82,7 @@ class ImageProcessor(ABC):
             )
         digest = hashlib.sha256(f"{self!r} {image.shape}".encode())
         digest.update(np.ascontiguousarray(image).data)
-        return ImageInput(pixels, grid, n_tokens, digest.digest())
+        return ImageInput(pixels, grid, n_tokens, digest.digest(), whole)
 
 
 def too_few(least: int, n_tokens: int) -> RequestError:
@@ -97,6 +99,15 @@ def integer(stated: Mapping[str, Any], key: str, default: int, most: int = MAX_S
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise FormatError(f"{key!r} of the image processor must be from 1 to {most}, not {str(value)[:50]}")
     return value
+
+
+def above_0(stated: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a number of a configuration. Raises FormatError unless it is positive."""
+    value = stated.get(key)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not 0 < value < 1e6:
+        raise FormatError(f"{key!r} of the image processor must be a number above 0, not {str(value)[:50]}")
+    return float(value)
 
 
 def size_of(stated: Mapping[str, Any], key: str) -> Mapping[str, Any]:
