@@ -33,6 +33,7 @@ from kukri.kernels.step import ForwardBatch
 from kukri.kernels.taps import Hook
 from kukri.sampling import SamplingParams
 
+ASKED = ("device", "backend", "quantize", "rope_scaling", "rope_factor")  # options of LLM in a report
 FIRST_TOKEN_PROMPT = 128  # tokens of the prompt that first-token latency is measured with
 
 
@@ -224,7 +225,7 @@ def measure_speed(
         machine=machine,
         model=model,
         n_threads=machine.n_threads,
-        **options,
+        **{name: options[name] for name in ASKED},
         n_prompt=n_prompt,
         n_generate=n_generate,
         load_s=load_s,

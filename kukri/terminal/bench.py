@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 from kukri.bench.card import MachineCard, ModelCard, ceiling_tokens_per_s
-from kukri.bench.offline import FIRST_TOKEN_PROMPT, BenchReport, cards, measure_speed
+from kukri.bench.offline import ASKED, FIRST_TOKEN_PROMPT, BenchReport, cards, measure_speed
 from kukri.errors import ConfigError
 from kukri.kernels import choose_backend
 from kukri.terminal.output import n_bytes_text
@@ -19,38 +20,33 @@ _N_MEASURES = 4  # pp, tg, the first token, the engine's overhead
 def run_bench(
     model: str | None,
     *,
-    n_threads: int | None = None,
-    device: str | None = None,
-    backend: str | None = None,
-    quantize: str | None = None,
-    rope_scaling: str | None = None,
-    rope_factor: float | None = None,
     n_prompt: int = 512,
     n_generate: int = 128,
     repetitions: int = 5,
     as_json: bool = False,
+    **loading: Any,
 ) -> None:
     """Prints the cards, measures, and prints the results; the last line is one JSON object, the BenchReport.
 
-    With `as_json` that line is all. Raises ConfigError on counts below 1.
+    With `as_json` that line is all. `loading` are options of LLM. Raises ConfigError on counts below 1, and
+    for a model in several processes.
     """
+    n_threads = loading.pop("n_threads", None)
     counts = {
         "n_prompt": n_prompt, "n_generate": n_generate, "repetitions": repetitions, "n_threads": n_threads,
     }  # fmt: skip
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name!r} must be at least 1, not {value}")
-    backend, found = choose_backend(backend, device)
-    options = {
-        "device": found,
-        "backend": backend,
-        "quantize": quantize,
-        "rope_scaling": rope_scaling,
-        "rope_factor": rope_factor,
-    }
+    for name in loading.keys() & {"stages", "devices"}:
+        raise ConfigError(
+            f"--{name} is not supported by `kukri bench`: serve the model with it and use `kukri bench serve`"
+        )
+    backend, found = choose_backend(loading.get("backend"), loading.get("device"))
+    options = dict.fromkeys(ASKED) | loading | {"device": found, "backend": backend}
     with progress_bar(2 + _N_MEASURES * (repetitions + 1)) as advance:
         advance(1, "measuring memory bandwidth")
-        machine, facts = cards(model, n_threads, found, quantize)
+        machine, facts = cards(model, n_threads, found, options["quantize"])
         if not as_json:
             _print_cards(machine, facts)
         report = measure_speed(

@@ -20,23 +20,19 @@ from kukri.formats.imatrix import write_imatrix
 from kukri.quant.recipes import recipe_named
 from kukri.terminal.convert import quantized_file
 from kukri.terminal.files import check_parent
+from kukri.terminal.options import TextOptions
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.plots import Chart, require_plots, save_chart
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
 
 
-@dataclass
-class Reading:
+@dataclass(eq=False, repr=False)
+class Reading(TextOptions):
     """A text, a file's or the prose that comes with kukri, to be read in windows of tokens.
 
     Attributes: words, the text itself. Raises ConfigError if the file cannot be read.
     """
-
-    text: Path | None
-    window: int
-    stride: int
-    n_threads: int | None
 
     def __post_init__(self) -> None:
         self.words = read_text(self.text)

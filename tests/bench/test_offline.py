@@ -11,6 +11,8 @@ import pytest
 from kukri import LLM
 from kukri.bench import card
 from kukri.errors import ConfigError
+from kukri.opening.model_options import option_fields
+from kukri.opening.option_fields import option_facts
 from kukri.terminal.bench import run_bench
 from tests.test_llm_safetensors import make
 
@@ -67,6 +69,17 @@ def test_counts_below_one_are_refused(name: str) -> None:
     """Would catch a division by zero after the model has been loaded."""
     with pytest.raises(ConfigError, match=f"'{name}' must be at least 1, not 0"):
         run_bench(None, **{name: 0})
+
+
+def test_no_flag_of_loading_is_unknown() -> None:
+    """Would catch a flag that the command shows, and that ends in a traceback."""
+    loading = [name for name, one in option_fields().items() if option_facts(one).group == "any"]
+    for name in loading:
+        with pytest.raises(ConfigError, match="'n_prompt' must be at least 1"):
+            run_bench(None, n_prompt=0, **{name: 2})
+    for name in ("stages", "devices"):
+        with pytest.raises(ConfigError, match=f"--{name} is not supported by `kukri bench`"):
+            run_bench(None, **{name: 2})
 
 
 @pytest.mark.parametrize("quantize", [None, "Q8_0", "Q4_K"])
