@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kukri.dataclass import dataclass, field
-from kukri.errors import DownloadError, FormatError, MissingFileError, UnsupportedError
+from kukri.errors import DownloadError, FormatError, MissingFileError, UnsupportedError, close_matches
 from kukri.formats.digests import check_digest, file_sha256, split_digest
 from kukri.formats.repos import SHORT_NAMES, Progress, fetch, parse_name, untagged
 from kukri.host.files import clear, replace_file
@@ -240,19 +240,13 @@ def is_repository(text: str) -> bool:
 
 
 def _unknown(name: str) -> UnsupportedError:
-    from difflib import get_close_matches
-
     if "@sha256:" in name:
         return UnsupportedError(
             f"the digest of {name!r} must be 64 hexadecimal digits: `kukri pull --digest`"
         )
-    known = [*MODELS, *SHORT_NAMES]
-    close = get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return UnsupportedError(
-        f"the model {name!r} was not found: {hint}known names are {', '.join(known)}; or give org/repo, or "
-        "the path of a .gguf file"
-    )
+    hint = close_matches(name, [*MODELS, *SHORT_NAMES])
+    hint = hint or ": give a name that `kukri list --all` shows, org/repo, or the path of a file"
+    return UnsupportedError(f"the model {name!r} was not found{hint}")
 
 
 def _is_cached(spec: ModelSpec, *, verify: bool) -> bool:

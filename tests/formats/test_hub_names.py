@@ -283,10 +283,13 @@ def test_what_is_not_there_is_one_clear_line(fake):
     assert "try again later" in refused(fake, "org/dir")
 
 
-def test_an_unknown_name_lists_repositories_too():
-    """Catches a short name that nobody can find."""
-    with pytest.raises(UnsupportedError, match=r"did you mean 'smollm3-3b'.*tinyllama.*or give org/repo"):
+def test_an_unknown_name_says_where_names_are():
+    """Catches a short name that nobody can find, and an error that is a list of all of them."""
+    with pytest.raises(UnsupportedError, match="'smolm3-3b' was not found: did you mean smollm3-3b"):
         hub.resolve("smolm3-3b")
+    with pytest.raises(UnsupportedError, match="`kukri list --all` shows, org/repo") as caught:
+        hub.resolve("zzzz")
+    assert len(str(caught.value)) < 120
     with pytest.raises(FormatError, match="was not found"):
         hub.resolve(Path("org/repo"))
 
