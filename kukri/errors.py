@@ -1,13 +1,13 @@
 """The exception tree. Everything kukri raises on purpose is a `KukriError`.
 
 KukriError
-├── ConfigError              a model or engine configuration that makes no sense
+├── ConfigError              a model or engine configuration that makes no sense: a ValueError too
 ├── FormatError              a model file that is broken; names file, offset and tensor
 │   ├── MissingFileError     … that was not found: a FileNotFoundError too
 │   └── UnusedTensorError    a checkpoint holds tensors that no layer took
 ├── UnsupportedError         valid, but not something kukri runs; says what is supported
 │   └── MissingKernelError   a backend has no kernel for an op and type
-├── RequestError             the caller's request is wrong (HTTP 400)
+├── RequestError             the caller's request is wrong (HTTP 400): a ValueError too
 │   ├── ContextLengthError   the prompt does not fit into the context
 │   └── ActivationLimitError the activations wanted are larger than allowed (HTTP 413)
 ├── CapacityError            no room now, try again later (HTTP 503)
@@ -66,7 +66,7 @@ def failure_of(what: str, error: BaseException) -> KukriError:
     return made
 
 
-class ConfigError(KukriError):
+class ConfigError(KukriError, ValueError):
     """A model or engine configuration is inconsistent."""
 
 
@@ -117,7 +117,7 @@ class MissingKernelError(UnsupportedError):
     """A backend has no kernel for this op and weight type."""
 
 
-class RequestError(KukriError):
+class RequestError(KukriError, ValueError):
     """A request is wrong. `param` and `code` are those of an OpenAI error body."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:

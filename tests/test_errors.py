@@ -38,7 +38,7 @@ def _tree(kind: type[Any]) -> list[type[Any]]:
 
 def made(kind: type[KukriError]) -> KukriError:
     """An error with a value for each of its constructor's parameters."""
-    if kind.__init__ is Exception.__init__:
+    if not inspect.isfunction(kind.__init__):
         return kind("a text")
     parameters = [*inspect.signature(kind.__init__).parameters.values()][1:]
     plain = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
@@ -125,3 +125,11 @@ def test_a_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
     error = errors.MissingFileError("no such file", path="a", offset=3)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.path, again.offset) == (type(error), str(error), "a", 3)
+
+
+def test_a_wrong_value_is_a_value_error(tmp_path: Path) -> None:
+    """Catches a caller's `except ValueError` that a wrong option or parameter passes by."""
+    with pytest.raises(ValueError, match="'temperature' must be"):
+        kukri.SamplingParams(temperature=-1)
+    with pytest.raises(ValueError, match="'max_context' must be"):
+        kukri.LLM(tmp_path / "model.gguf", max_context=-1)

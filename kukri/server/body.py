@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
@@ -22,6 +22,12 @@ _bounded: dict[type[BaseModel], CoreSchema] = {}
 def body_names() -> set[str]:
     """Return the names of all classes of bodies, which pydantic puts into the places of errors."""
     return {kind.__name__ for kind in _bounded}
+
+
+def refusal_of(errors: Iterable[Mapping[str, Any]]) -> RequestError | None:
+    """Return the RequestError among pydantic's errors: one that a validator raised, as it is a ValueError."""
+    raised = (one.get("ctx", {}).get("error") for one in errors)
+    return next((error for error in raised if isinstance(error, RequestError)), None)
 
 
 class Body(BaseModel):

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from kukri.errors import RequestError
 from kukri.host.limits import limit_memory, lower_priority
+from kukri.server.body import refusal_of
 
 _NICENESS = 10  # streams come first
 _MAX_BYTES = 4 << 30  # bytes of address space
@@ -33,9 +33,9 @@ def outcome(name: str, data: bytes) -> tuple[str, Any]:
             adapter.validate_python(json.loads(data), from_attributes=True)  # as FastAPI does
         except ValidationError as error:
             found = error.errors(include_url=False, include_input=False)
+            if (refused := refusal_of(found)) is not None:
+                return "refused", [str(refused), refused.param, refused.code]
             return "invalid", [{**one, "loc": ("body", *one["loc"])} for one in found]
-        except RequestError as error:
-            return "refused", [str(error), error.param, error.code]
         except RecursionError:
             return "deep", None
     except ValueError:  # which is also that it is not UTF-8

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kukri.errors import ActivationLimitError, CapacityError, ContextLengthError, KukriError, RequestError
 from kukri.server.aliases import NAME_PAIRS
-from kukri.server.body import TEXT_OR_LIST, body_names
+from kukri.server.body import TEXT_OR_LIST, body_names, refusal_of
 
 RETRY_AFTER_S = 1
 LATE = "deadline_exceeded"  # the code of a DeadlineError
@@ -195,6 +195,8 @@ async def on_deep_body(request: Request, error: Exception) -> Response:
 async def on_invalid_body(request: Request, error: Exception) -> Response:
     """Handler of bodies that do not fit the schema: names the first thing that is wrong."""
     assert isinstance(error, RequestValidationError)
+    if (refused := refusal_of(error.errors())) is not None:
+        return response_of(refused)
     first = _nearest(error.errors())
     kind, param = first["type"], _param(first["loc"])
     body = error.body

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, RequestError
 from kukri.sampling import SamplingParams
+from kukri.server.body import refusal_of
 from kukri.server.ollama.schema import Options
 from kukri.server.preset import Preset
 from kukri.terminal.config_file import MAX_BYTES, read_config
@@ -95,8 +98,9 @@ def _from_modelfile(file: Path, name: str, source: str) -> PresetFile:
             raise ConfigError(f"{file}: the instruction {instruction} is not supported")
     try:
         read = Options.model_validate(options)
-    except (ValueError, RequestError) as error:
-        raise ConfigError(f"{file}: PARAMETER cannot be used: {' '.join(str(error).split())[:300]}") from None
+    except ValidationError as error:
+        said = str(refusal_of(error.errors()) or error)
+        raise ConfigError(f"{file}: PARAMETER cannot be used: {' '.join(said.split())[:300]}") from None
     sampling = {key: value for key, value in read.sampling().items() if value is not None}
     preset = Preset(name, given.get("SYSTEM"), sampling, tuple(messages), max_context=read.num_ctx)
     return _made(file, preset, given.get("FROM"), given.get("TEMPLATE"), given.get("ADAPTER"))

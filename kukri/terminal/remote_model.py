@@ -130,7 +130,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
                 return
             event = json.loads(data)
             if event.get("error"):
-                raise RequestError(f"the server answered: {printable(_said(data))}")
+                raise KukriError(f"the server answered: {printable(_said(data))}")
             yield event
     except (OSError, ValueError, AttributeError) as error:
         raise KukriError(f"the stream broke off: {error}") from None

@@ -24,6 +24,7 @@ BODIES: dict[str, tuple[str, Any]] = {
     "wrong biases": (TEXT, {"prompt": [1], "logit_bias": {str(i): "a" for i in range(40)}}),
     "unknown fields": (TEXT, {"prompt": [1], **{f"a{i}": 1 for i in range(40)}}),
     "a list": (TEXT, [0] * 40),
+    "refused": (TEXT, {"prompt": [5] * 40, "n": 3, "best_of": 2}),
     "ids": (TEXT, {"prompt": [5] * 40, "max_tokens": 2, "temperature": 0}),
     "Ollama's": ("/api/generate", {"model": "tiny", "prompt": 3, "context": [1] * 40}),
     "a message's": ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": [0] * 40}]}),
