@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # How a file that others might have put there is opened: no link is followed, no pipe waited for
 _CAREFUL = ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_BINARY")
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
+_MMAP_BYTES = 1 << 20
+
 
 def allowed_cores() -> int:
     """Cores that the process' affinity mask allows; all, if the system has none."""
@@ -193,6 +196,27 @@ def c_library() -> ctypes.CDLL:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     library.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
+
+
+def return_large_arrays() -> None:
+    """Have glibc, where it is the C library, map large arrays one by one.
+
+    Else, after the first that is freed, it puts larger and larger ones into heaps of each thread, whose ends
+    it keeps: after a few models these hold more memory than a model.
+    """
+    for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        _call_glibc("mallopt", option, _MMAP_BYTES)
+
+
+def return_free_memory() -> None:
+    """Have glibc, where it is the C library, give its free lists back to the system."""
+    _call_glibc("malloc_trim", 0)
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            getattr(c_library(), name)(*arguments)
 
 
 def private_memory(n_bytes: int) -> mmap.mmap:

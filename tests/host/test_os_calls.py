@@ -36,6 +36,7 @@ MODULES = {
     "readline",
 }
 NAMES = {"getpriority", "setsid", "mkfifo", "uname", "sched_setaffinity", "SIGPROF", "madvise", "preexec_fn"}
+NAMES |= {"CDLL", "windll", "mallopt", "malloc_trim"}
 NAMES |= {name for names in LACKING.values() for name in names} - {"poll"}  # a method of Popen
 # A program of its own that imports nothing of kukri, and limits itself
 EXCEPT = {"tokenizer/sandbox.py": {"resource", "setitimer", "ITIMER_PROF"}}
@@ -125,6 +126,8 @@ def test_a_system_without_the_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     os_calls.sync_directory(Path("no such directory"))
     os.close(os_calls.open_carefully(Path(__file__)))
     os_calls.on_hangup(lambda: None)
+    os_calls.return_large_arrays()
+    os_calls.return_free_memory()
     with os_calls.locked(tmp_path / "absent") as held:
         assert held is None
     with pytest.raises(ConfigError, match="--unix-socket is not supported on this system"):

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 import time
 import weakref
-from contextlib import suppress
 
+from kukri.host.os_calls import return_free_memory
 from kukri.server.models.served_model import ServedModel
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
-_MMAP_BYTES = 1 << 20
 _TRIES_TO_FREE = 20
-
-
-def return_large_arrays() -> None:
-    """Has glibc map large arrays one by one.
-
-    Else, after the first that is freed, it puts larger and larger ones into heaps of each thread, whose ends
-    it keeps: after a few models these hold more memory than a model.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library
-            for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-                ctypes.CDLL(None).mallopt(option, _MMAP_BYTES)
 
 
 def close_and_free(held: list[ServedModel]) -> None:
@@ -43,6 +27,4 @@ def close_and_free(held: list[ServedModel]) -> None:
         if left() is None:
             break
         time.sleep(0.05)
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    return_free_memory()

@@ -25,13 +25,14 @@ from starlette.types import Scope
 from kukri.engine.loop import EngineLoop, EngineStatus
 from kukri.errors import CapacityError, KukriError
 from kukri.host.hardware import available_bytes
+from kukri.host.os_calls import return_large_arrays
 from kukri.llm import LLM
 from kukri.opening.loading import MemoryNeed, memory_need
 from kukri.opening.model_options import ModelOptions
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.keys import KeyRing
 from kukri.server.metrics import Metrics
-from kukri.server.models.allocator import close_and_free, return_large_arrays
+from kukri.server.models.allocator import close_and_free
 from kukri.server.models.bridge import LoopMaker
 from kukri.server.models.catalog import Catalog
 from kukri.server.models.entry import ModelEntry
