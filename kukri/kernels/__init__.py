@@ -56,8 +56,8 @@ def choose_backend(backend: str | None, device: str | None) -> tuple[str, str | 
 
 
 def make_backend(name: str, n_threads: int | None = None, device: str | None = None) -> Backend:
-    """A backend by name, on a device: portable is the CPU's with equal bits on all processors, gpu without
-    Triton is torch. Raises as `choose_backend` does.
+    """Return a backend by name, on a device. "portable" is the CPU's, bit-identical on every processor; "gpu"
+    is torch where Triton is missing. Raises as `choose_backend` does.
     """
     name, device = choose_backend(name, device)
     if name == "reference":

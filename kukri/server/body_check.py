@@ -1,4 +1,4 @@
-"""Has bodies of very many values checked in another process, before this one reads them.
+"""Checks bodies of very many values in another process, before this process reads them.
 
 Two megabytes of numbers, or of texts of one letter, take 20 ms to parse and more to check, in calls that no
 other thread of the interpreter can interrupt: neither the event loop, which hands out tokens, nor the
@@ -53,7 +53,7 @@ class BodyCheck:
             await self.check(kind, b"{}")
 
     async def check(self, kind: type, data: bytes) -> None:
-        """Raises what reading the JSON of a body of this class would raise: it returns if that is well.
+        """Raises the error that reading the JSON of a body of this class would raise; returns if it is well.
 
         RequestValidationError, RequestError, RecursionError; and CapacityError if there is no answer in time.
         """

@@ -506,7 +506,7 @@ class ChatBody(GenerationBody):
 
     @property
     def effort(self) -> str | None:
-        """The effort to reason."""
+        """The reasoning effort; None if the body does not say."""
         thinks = self.thinks
         said = {None: None, True: "medium", False: "none"}.get(thinks, thinks)  # type: ignore[arg-type]
         theirs = None if self.reasoning is None else self.reasoning.effort

@@ -1,4 +1,4 @@
-"""All that llama.cpp's server tells of an answer that has ended, and of the settings that it was made by."""
+"""Facts of a finished answer and of its settings, in the form of llama.cpp's server."""
 
 from __future__ import annotations
 

@@ -54,13 +54,9 @@ def _answer(work: _Work[T, dict[str, Any]]) -> Callable[[T, Request], Awaitable[
     return handle
 
 
-def _graphs(request: Request) -> Graphs:
-    graphs: Graphs = request.app.state.graphs
-    return graphs
-
-
 async def _generate_graph(body: GraphBody, request: Request) -> Response:
-    found = await _found_by(_graphs(request).make, body, request)
+    graphs: Graphs = request.app.state.graphs
+    found = await _found_by(graphs.make, body, request)
     if found is None:
         return SILENCE
     if body.compress and "gzip" in request.headers.get("accept-encoding", ""):
@@ -70,7 +66,7 @@ async def _generate_graph(body: GraphBody, request: Request) -> Response:
 
 
 async def _check_busy(request: Request) -> Response:
-    return JSONResponse(_graphs(request).state())
+    return JSONResponse(request.app.state.graphs.state())
 
 
 _PROMPT = {"prompt": "The sky is"}

@@ -130,7 +130,7 @@ class GenerationBody(KeepAlive):
 
     @property
     def effort(self) -> str | None:
-        """The effort to reason."""
+        """The reasoning effort; None if the body does not say."""
         if isinstance(self.think, bool):
             return "medium" if self.think else "none"
         return self.think

@@ -33,16 +33,11 @@ class BatchBody(Body):
     output_expires_after: ExpiresAfter | None = None
 
 
-def _kept(request: Request) -> Batches:
-    batches: Batches | None = request.app.state.batches
-    if batches is None:
-        raise NotFoundError("files and batches are disabled: start the server with --batch-dir DIR")
-    return batches
-
-
 async def _owned(request: Request) -> tuple[Batches, str]:
     """What is kept here, and the client as an owner. Raises NotFoundError if nothing is."""
-    here = _kept(request)
+    here: Batches | None = request.app.state.batches
+    if here is None:
+        raise NotFoundError("files and batches are disabled: start the server with --batch-dir DIR")
     return here, await here.owners.of(client_of(request.scope))
 
 

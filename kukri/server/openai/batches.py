@@ -305,7 +305,7 @@ class Batches:
         return found
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
-        """Has a batch end after the requests that run; one that has ended stays as it is."""
+        """End a batch after its running requests; a batch that has ended stays as it is."""
         batch = self.batch(owner, batch_id)
         if batch.status in ("validating", "in_progress"):
             batch.enter("cancelling")

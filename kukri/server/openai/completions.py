@@ -125,7 +125,7 @@ class CompletionWriter(ChunkWriter):
         return self._event(compact(self._choice(i, i, text, tokens, is_first=is_first)))
 
     def _of_prompt(self, each: list[T], i: int) -> T:
-        """What there is for each prompt: that of an answer's."""
+        """Return the entry of a list with one entry a prompt that belongs to the prompt of answer `i`."""
         return each[i * len(each) // len(self._call.answers)]
 
     def _echo(self, i: int) -> tuple[str, list[PlacedToken]]:

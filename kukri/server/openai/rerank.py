@@ -47,7 +47,7 @@ class RerankBody(Body):
 
 
 class ScoreBody(Body):
-    """A request to /score: one text, or as many as there are others, and the others."""
+    """A request to /score: `text_1` is one text, or a list as long as `text_2`."""
 
     model: str | None = None
     text_1: _Texts
