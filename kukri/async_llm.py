@@ -57,9 +57,10 @@ class AsyncLLM:
         options: The other arguments of `LLM`.
 
     Attributes:
-        llm: The LLM, for hooks and what else belongs to one thread; its methods block.
+        llm: The LLM, for what no method here does: `hooks`, `add_hook`, the weights; its methods block.
     """
 
+    chat_prompt = _in_thread(LLM.chat_prompt)
     logits = _in_thread(LLM.logits)
     decide = _in_thread(LLM.decide)
     embed = _in_thread(LLM.embed)
@@ -72,6 +73,11 @@ class AsyncLLM:
     transcribe = _in_thread(LLM.transcribe)
     load_adapter = _in_thread(LLM.load_adapter)
     unload_adapter = _in_thread(LLM.unload_adapter)
+    run_with_cache = _in_thread(LLM.run_with_cache)
+    run_with_hooks = _in_thread(LLM.run_with_hooks)
+    generate_with_hooks = _in_thread(LLM.generate_with_hooks)
+    attribute = _in_thread(LLM.attribute)
+    ask_about = _in_thread(LLM.ask_about)
 
     def __init__(
         self, model: LLM | str | os.PathLike[str] | None = None, **options: Unpack[ModelKeywords]

@@ -6,6 +6,7 @@ else. Annotations are not postponed: typer would evaluate their text at each sta
 
 import atexit
 import gc
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -77,6 +78,7 @@ app.add_typer(cluster_app, name="cluster")
 def main() -> None:
     """Runs the command line of this process and exits: 0, 2 after an error, 130 after Ctrl-C."""
     check_streams()
+    logging.getLogger("kukri").addHandler(logging.StreamHandler())  # a server has its own
     atexit.register(gc.freeze)  # or Python looks for garbage among all objects as it ends: 40 ms
     _keep_only(sys.argv[1:2])
     app()

@@ -5,6 +5,7 @@ Calls under way are in `kukri.calls.engine_calls`; models are opened in `kukri.o
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from kukri.interp.session import ReturnType, Session
     from kukri.tasks.heads import Label, Span, TokenLabel
     from kukri.vision.image import ImagePrompt
+
+logging.getLogger("kukri").addHandler(logging.NullHandler())  # programs decide what they show
 
 
 class LLM:
@@ -609,7 +612,7 @@ class LLM:
         return found if is_many(prompt) else found[0]
 
     def attribute(
-        self, prompt: Any, transcoders: Transcoders | str | os.PathLike[str], **options: Any
+        self, /, prompt: Any, transcoders: Transcoders | str | os.PathLike[str], **options: Any
     ) -> AttributionGraph:
         """The attribution graph of a prompt over transcoders, or their directory: see
         `kukri.interp.gradients.circuits.attribute`, whose options it takes.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +15,9 @@ import pytest
 from kukri import LLM, AsyncLLM
 from kukri.calls.results import Result
 from kukri.sampling import SamplingParams
+from kukri.server.models.served_model import ServedModel
 from kukri.terminal import answer_writer, chat
+from kukri.terminal.batch import run_batch
 from kukri.terminal.remote_model import RemoteModel
 from kukri.terminal.run import answer_prompt
 from tests.dialects.families import FAMILIES, write_family
@@ -192,6 +196,48 @@ def test_faces_without_tools_tell_reasoning_and_text_apart(
     answer_prompt("Which weather has Oslo?", as_json=True, **given)
     answer = json.loads(capsys.readouterr().out)
     assert (answer["reasoning"], answer["text"]) == (REASONING, TEXT)
+    given["sampling"] = script(llm, PLAIN)
+    answer_prompt("Which weather has Oslo?", as_json=False, **given)
+    assert capsys.readouterr().out == f"{TEXT}\n"
+
+
+def test_a_plain_prompt_has_text_alone(
+    server: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Catches an API of plain prompts that parses what Python leaves as it was written, or the other way."""
+    want = llm.generate("Weather?", **script(llm, PLAIN))
+    assert (want.reasoning, want.tool_calls) == ("", ())
+    assert REASONING in want.text
+    assert TEXT in want.text
+    assert "".join(chunk.text for chunk in llm.stream("Weather?", **script(llm, PLAIN))) == want.text
+    force(server.served, monkeypatch, PLAIN, with_marks=True)
+    answer = post(server, "/v1/completions", prompt="Weather?", max_tokens=500)
+    assert answer["choices"][0]["text"] == want.text
+    answer_prompt(
+        "Weather?", model=str(llm.path), system="", raw=True, with_stats=False, as_json=False,
+        loading={"n_threads": 1}, sampling=script(llm, PLAIN),
+    )  # fmt: skip
+    assert capsys.readouterr().out == f"{want.text}\n"
+
+
+@pytest.mark.representative(2)
+def test_a_batch_tells_reasoning_text_and_calls_apart(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """Catches results of `kukri batch` that differ from what the server answers."""
+    params = ServedModel.params
+    monkeypatch.setattr(
+        ServedModel, "params", lambda self, given: replace(params(self, given), **script(llm, CALLED))
+    )
+    body = {"messages": QUESTION, "tools": TOOLS}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(line))
+    loading = {"n_threads": 1, "speculation": "off"}
+    run_batch(source, target, model=str(llm.path), aliases=(), loading=loading, as_json=True)
+    answer = json.loads(target.read_text())["response"]["body"]
+    assert of_message(answer["choices"][0]["message"]) == (REASONING, TEXT, [("weather", ARGUMENTS)])
+    assert json.loads(capsys.readouterr().out)["n_failed"] == 0
 
 
 @pytest.mark.parametrize("has_colours", [True, False])

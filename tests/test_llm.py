@@ -97,6 +97,20 @@ def test_import_is_light() -> None:
     assert not {"numba", "torch", "tokenizers", "jinja2"} & set(out.split())
 
 
+@pytest.mark.full
+def test_a_program_decides_what_of_the_log_is_shown() -> None:
+    """Catches a library that writes to its program's stderr, and commands that hide their warnings."""
+    code = """
+import logging, kukri, kukri.cli as cli
+kukri.LLM
+logging.getLogger("kukri.x").warning("hidden")
+cli.app, cli._keep_only = lambda: logging.getLogger("kukri.x").warning("shown"), print
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "shown\n"
+
+
 def test_text_and_token_ids_give_the_same(llm: LLM) -> None:
     """A text encoded otherwise than the tokenizer does, or a list of prompts answered out of order."""
     ids = llm.tokenizer.encode("Hello there", add_special=True)
@@ -125,6 +139,7 @@ def test_a_stream_adds_up_to_the_result(llm: LLM) -> None:
     result = chunks[-1].result
     assert result is not None
     assert (result.text, result.token_ids) == (want.text, want.token_ids)
+    assert [c.usage for c in chunks] == [*[None] * (len(chunks) - 1), result.usage]
 
 
 def test_n_answers_come_all(llm: LLM) -> None:
@@ -487,19 +502,30 @@ def test_wrong_requests_are_refused(fresh: LLM, prompt: Any, overrides: dict[str
     assert_idle(fresh)
 
 
+HELLO = {"role": "user", "content": "hi"}
+NO_MESSAGES: tuple[Any, ...] = ("hi", None, 3, HELLO, ["hi"], [HELLO, "hi"], [[HELLO], HELLO], iter([HELLO]))
+
+
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
         ([], "at least one message"),
         ([{"role": "wizard", "content": "hi"}], "'role' must be one of .*, not 'wizard'"),
         ([{"role": "user"}], "content"),
-        ("hi", "'messages' must be a list of messages: pass a text to"),
+        *((wrong, "'messages' must be a list of messages: pass a text to") for wrong in NO_MESSAGES),
     ],
 )
 def test_wrong_conversations_are_refused(fresh: LLM, messages: Any, says: str) -> None:
     """An unknown role rendered into the prompt."""
     with pytest.raises(RequestError, match=says):
         fresh.chat(messages)
+
+
+def test_a_stream_has_one_answer(fresh: LLM) -> None:
+    """Catches a list, which `generate` and `chat` take, that is called no text."""
+    for many in (["a", "b"], [[1], [2]], [[HELLO], [HELLO]]):
+        with pytest.raises(RequestError, match="'prompt' must be one prompt or one conversation"):
+            fresh.stream(many)  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-from kukri import LLM, AsyncLLM, Result, SamplingOptions, SamplingParams
+from kukri import LLM, ActivationCache, AsyncLLM, Result, SamplingOptions, SamplingParams
+from kukri.calls.speech import Transcription
 
 def use(llm: LLM, options: SamplingOptions) -> None:
     one: Result = llm.generate("a", temperature=0.5, stop="b")
@@ -26,6 +27,9 @@ async def use_async(llm: AsyncLLM) -> None:
     one: Result = await llm.generate("a", temperature=0.5)
     many: list[Result] = await llm.generate(["a", "b"])
     texts: list[str] = [chunk.text async for chunk in llm.stream("a", max_tokens=3)]
+    several: list[Transcription] = await llm.transcribe(["a.wav", "b.wav"])
+    hooked: tuple[Result, ActivationCache] = await llm.generate_with_hooks("a")
+    await llm.embed("a", truncat=True)  # wrong
     await llm.chat([], temprature=0.5)  # wrong
     llm.stream("a", temprature=0.5)  # wrong
 """

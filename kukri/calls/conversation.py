@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kukri.calls import MAX_ROUNDS
-from kukri.calls.functions import FunctionTool, result_text
+from kukri.calls.functions import FunctionTool, is_awaited, result_text
 from kukri.calls.results import Chunk, Result, ToolCall
 from kukri.calls.turn import Turn
 from kukri.dataclass import dataclass, replace
@@ -50,13 +50,12 @@ class AskedCall:
     async def run_async(self, approve: Approve | None = None) -> str:
         """The same; a function that is not async runs in a thread, as `approve` does."""
         if approve is not None:
-            verdict = await _awaited(approve, self.call)
+            verdict = await _awaited(approve, self.call, is_async=is_awaited(approve))
             if (text := _declined(verdict)) is not None:
                 return text
         try:
-            if isinstance(self.tool, str):
-                return result_text(self._begun())
-            return result_text(await _awaited(self._begun, is_async=self.tool.is_async))
+            is_async = not isinstance(self.tool, str) and self.tool.is_async
+            return result_text(await _awaited(self._begun, is_async=is_async))
         except Exception as error:
             return _error_text(error)
 
@@ -105,6 +104,10 @@ class Conversation:
 
     def _read_tools(self, tools: Sequence[Tool], is_async: bool) -> list[Mapping[str, Any]]:
         """Returns the schemas of the tools that the model may call. Raises RequestError for wrong tools."""
+        if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+            raise RequestError.of("tools", "must be a list of functions and schemas")
+        if self._approve is not None and not callable(self._approve):
+            raise RequestError.of("approve", "must be a function")
         if not tools and self._tool_choice not in ("auto", "none"):
             raise RequestError.of("tool_choice", "requires tools")
         if tools and self._tool_choice != "none" and self._params.grammar is not None:
@@ -131,8 +134,8 @@ class Conversation:
             )
         if self._functions and self._params.n_generated_answers > 1:
             raise RequestError.of("n", "cannot be combined with functions as tools")
-        if not is_async and inspect.iscoroutinefunction(self._approve):
-            raise RequestError("an async 'approve' requires AsyncLLM.chat", param="approve")
+        if not is_async and is_awaited(self._approve):
+            raise _no_async_approve()
         return [] if self._tool_choice == "none" else schemas
 
     def _toolbox(self) -> Toolbox | None:
@@ -213,12 +216,14 @@ class Conversation:
 def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """The function that a tool in OpenAI's form describes. Raises RequestError for another form."""
     function = tool.get("function") if tool.get("type") == "function" and "function" in tool else tool
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+    told: Mapping[str, Any] = function if isinstance(function, Mapping) else {}
+    name, parameters = told.get("name"), told.get("parameters") or {}
+    if not isinstance(name, str) or not name or not isinstance(parameters, Mapping):
         raise RequestError(
             "a tool must be a function, or a dictionary with the name and the parameters of one",
             param="tools",
         )
-    return function
+    return told
 
 
 def _result_message(call: ToolCall, text: str) -> dict[str, Any]:
@@ -234,9 +239,9 @@ def _is_whole(call: ToolCall) -> bool:
     return True
 
 
-async def _awaited(function: Callable[..., Any], *given: Any, is_async: bool | None = None) -> Any:
+async def _awaited(function: Callable[..., Any], *given: Any, is_async: bool) -> Any:
     """The result of a function, which runs in a thread if it is not async."""
-    if inspect.iscoroutinefunction(function) if is_async is None else is_async:
+    if is_async:
         return await function(*given)
     import asyncio  # which a program without it does not load
 
@@ -246,9 +251,16 @@ async def _awaited(function: Callable[..., Any], *given: Any, is_async: bool | N
 
 def _declined(verdict: Any) -> str | None:
     """The text that stands for the result of a declined call; None for a call that is allowed."""
+    if inspect.iscoroutine(verdict):
+        verdict.close()
+        raise _no_async_approve()
     if verdict is True:  # nothing else allows it, not even a callback that returns nothing
         return None
     return verdict if isinstance(verdict, str) else DECLINED
+
+
+def _no_async_approve() -> RequestError:
+    return RequestError("an async 'approve' requires AsyncLLM.chat", param="approve")
 
 
 def _error_text(error: Exception) -> str:

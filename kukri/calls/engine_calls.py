@@ -108,6 +108,8 @@ class EngineCalls:
         """A call for one prompt, checked and not started. Its answer is text as it was generated, or with the
         `turn` of a conversation told apart.
         """
+        if streams and is_many(prompt):
+            raise RequestError.of("prompt", "must be one prompt or one conversation: stream each by itself")
         prompt_ids, params = self._encode(prompt), resolve_texts(params, self.tokenizer)
         self.check_generates()
         if streams and params.n_generated_answers > params.n:
@@ -224,7 +226,8 @@ class EngineCalls:
     def check_messages(self, messages: Sequence[Message]) -> None:
         """Raises RequestError if these are no messages, or the model answers none."""
         self.check_generates()  # before a template is missed that has no use
-        if isinstance(messages, str):
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not is_list or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError.of("messages", "must be a list of messages: pass a text to generate()")
 
     # The methods below belong to the thread that holds the turn.
@@ -425,8 +428,11 @@ class Call:
                 "".join(event.text for event in events if event.part.kind == kind)
                 for kind in ("text", "reasoning")
             )
-            ended = [event.part for event in events if event.what == "closed" and event.part.kind == "call"]
-            new = _Written(text, reasoning, tuple(ToolCall(c.call_id, c.name, c.text) for c in ended))
+            calls = [event for event in events if event.part.kind == "call"]
+            ended = [event.part for event in calls if event.what == "closed"]
+            new = _Written(
+                text, reasoning, tuple(ToolCall(c.call_id, c.name, c.text) for c in ended), bool(calls)
+            )
         self._written[answer.index].append(new)
         return new
 
@@ -499,11 +505,15 @@ class Call:
 
 
 class _Written(NamedTuple):
-    """A stretch of an answer, by its parts; `tool_calls` are the calls that ended in it."""
+    """A stretch of an answer, by its parts; `tool_calls` are the calls that ended in it.
+
+    `calls` is True if a call began, grew or ended, so that a stream can be closed within a call.
+    """
 
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    calls: bool = False
 
 
 class _OutputBatch:

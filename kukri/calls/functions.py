@@ -66,7 +66,7 @@ class FunctionTool:
     @property
     def is_async(self) -> bool:
         """True if it has to be awaited."""
-        return inspect.iscoroutinefunction(self.function)
+        return is_awaited(self.function)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -118,6 +118,12 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
         "Literal or unions of them",
         param="tools",
     )
+
+
+def is_awaited(function: Any) -> bool:
+    """Return whether it is an async function, or an object that is called as one."""
+    below = function if inspect.isroutine(function) or not callable(function) else type(function).__call__
+    return inspect.iscoroutinefunction(below)
 
 
 def _hinted(function: Callable[..., Any]) -> Any:

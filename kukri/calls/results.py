@@ -128,9 +128,10 @@ def _summary(answer: Output | Result) -> str:
 class Chunk:
     """The next piece of an answer, and the tokens since the last; the last chunk carries the `result`.
 
-    `text` and `reasoning` have grown by this much; `tool_calls` are the calls that have ended. With `n`
-    answers the pieces of all come in turn: `index` says whose this is, and each has a last chunk with its
-    `finish_reason`. `readouts` are of tokens that were computed since the last chunk.
+    `text` and `reasoning` have grown by this much; `tool_calls` are the calls that have ended. While a call
+    grows, its chunks have `token_ids` alone. With `n` answers the pieces of all come in turn: `index` says
+    whose this is, and each has a last chunk with its `finish_reason`. `readouts` are of tokens that were
+    computed since the last chunk.
     """
 
     text: str
@@ -141,6 +142,11 @@ class Chunk:
     readouts: list[Readout] = field(default_factory=list)
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens of the prompt and its answers, once the `result` is there."""
+        return None if self.result is None else self.result.usage
 
     def __str__(self) -> str:
         return self.text

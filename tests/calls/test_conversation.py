@@ -175,9 +175,13 @@ def test_a_stream_calls_functions_between_its_answers(llm: LLM, family: str) -> 
     assert result is not None
     assert [message["role"] for message in result.messages] == ["assistant", "tool", "assistant"]
     assert sum(chunk.result is not None for chunk in chunks) == 1
+    ended = next(i for i, chunk in enumerate(chunks) if chunk.tool_calls)
+    assert ended > 1, "the call comes in one chunk"
     stream: Any = llm.stream(QUESTION, tools=[weather], **script(llm, texts))
-    next(stream)
-    stream.close()  # in the middle of the call, or before it
+    for _ in range(ended):
+        next(stream)
+    assert llm.engine.has_work
+    stream.close()  # in the middle of the call
     llm.generate("x", max_tokens=1)  # a step, after which the place is free
     assert not llm.engine.has_work
 
@@ -219,6 +223,70 @@ def test_approve_allows_declines_or_answers_a_call(llm: LLM, family: str) -> Non
         llm.chat(QUESTION, tools=[look], approve=approve, **script(llm, texts))
     with pytest.raises(RequestError, match="approve"):
         llm.chat(QUESTION, tools=[look], approve=approve_later)
+
+
+class Later:
+    """A function of Python that is an object."""
+
+    __name__ = "later"
+
+    async def __call__(self, call: Any) -> bool:
+        return True
+
+
+def test_wrong_arguments_are_refused_before_the_model_is_asked(llm: LLM, family: str) -> None:
+    """Catches a TypeError from within, and an approval that is found to be none after an answer."""
+    given: dict[str, Any]
+    for given, words in (
+        ({"tools": weather}, "'tools' must be a list"),
+        ({"tools": None}, "'tools' must be a list"),
+        ({"tools": SCHEMA}, "'tools' must be a list"),
+        ({"tools": [{"name": "when", "parameters": 3}]}, "a tool must be a function, or a dictionary"),
+        ({"tools": [Later()]}, "an async function requires AsyncLLM"),
+        ({"tools": [weather], "approve": "yes"}, "'approve' must be a function"),
+        ({"tools": [weather], "approve": Later()}, "an async 'approve' requires AsyncLLM"),
+    ):
+        for face in (llm.chat, llm.stream):
+            with pytest.raises(RequestError, match=words):
+                face(QUESTION, **given)
+    asked = AskedCall(ToolCall("1", "look", '{"city": "Oslo"}'), FunctionTool.of(_look([])))
+    with pytest.raises(RequestError, match="an async 'approve' requires AsyncLLM"):
+        asked.run(lambda call: Later()(call))
+    for approve in (Later(), lambda call: Later()(call)):
+        assert asyncio.run(asked.run_async(approve)) == "cold"
+
+
+def test_an_approval_that_takes_long_holds_no_place(llm: LLM, family: str) -> None:
+    """Catches a place that a call keeps while a person thinks, and a task that cannot be cancelled then."""
+    texts = [said(family, ("weather", {"city": "Oslo"})), answered(family, "Fine.")]
+
+    def approve(call: Any) -> bool:
+        others.append(llm.generate("x", max_tokens=1).finish_reason)
+        return not llm.engine.has_work
+
+    others: list[str] = []
+    result = llm.chat(QUESTION, tools=[weather], approve=approve, **script(llm, texts))
+    assert (result.text, others) == ("Fine.", ["length"])
+    assert json.loads(result.messages[1]["content"])["city"] == "Oslo"
+
+    async def main() -> None:
+        asked = asyncio.Event()
+
+        async def forever(call: Any) -> bool:
+            asked.set()
+            await asyncio.Event().wait()
+            return True
+
+        async with AsyncLLM(llm) as made:
+            given = {"tools": [weather], "approve": forever, **script(llm, texts)}
+            task = asyncio.create_task(made.chat(QUESTION, **given))
+            await asked.wait()
+            assert not llm.engine.has_work
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
 
 
 def test_only_true_allows_a_call() -> None:
