@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import copy
+import inspect
 import json
 import pickle
 import re
@@ -77,17 +80,30 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 def test_the_public_names() -> None:
     """A name that is promised and missing, or comes by accident."""
     promised = (
-        "LLM ActivationCache AsyncLLM Chunk Decision Grammar ImagePrompt Intervention Label ModelOptions "
-        "Output Ranked Result SampledToken SamplingOptions SamplingParams Span Timings TokenLabel Tokenizer "
-        "ToolCall Usage __version__ errors load"
+        "LLM ActivationCache AsyncLLM AttributionGraph Chunk Decision Grammar ImagePrompt Intervention Label "
+        "ModelOptions Output Ranked Readout Result SampledToken SamplingOptions SamplingParams Span Timings "
+        "TokenLabel Tokenizer ToolCall Transcription Usage __version__ errors load"
     )
-    assert kukri.__all__ == promised.split()
+    assert sorted(kukri.__all__) == sorted(promised.split())
     for name in kukri.__all__:
         assert getattr(kukri, name) is not None
     assert dir(kukri) == sorted(kukri.__all__)
     assert kukri.errors is errors
     with pytest.raises(AttributeError, match="'kukri' has no attribute 'LMM'"):
         kukri.LMM  # noqa: B018
+
+
+def test_what_methods_return_has_a_public_name() -> None:
+    """Catches a type that a program holds and can name only by the module where it happens to stand."""
+    known = {*kukri.__all__, *dir(builtins), "Any", "Iterator", "AsyncGenerator", "FloatArray", "Intervene"}
+    found = set()
+    for face in (LLM, kukri.AsyncLLM):
+        for node in ast.parse(inspect.getsource(face)).body[0].body:  # type: ignore[attr-defined]
+            is_method = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list
+            if is_method and not node.name.startswith("_") and node.returns is not None:
+                found |= {one.id for one in ast.walk(node.returns) if isinstance(one, ast.Name)}
+    assert {"Transcription", "AttributionGraph", "Decision", "list"} <= found
+    assert found <= known
 
 
 def test_import_is_light() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-from kukri import LLM, ActivationCache, AsyncLLM, Result, SamplingOptions, SamplingParams
-from kukri.calls.speech import Transcription
+from kukri import (
+    LLM, ActivationCache, AsyncLLM, Result, SamplingOptions, SamplingParams, Transcription, errors
+)
 
 def use(llm: LLM, options: SamplingOptions) -> None:
     one: Result = llm.generate("a", temperature=0.5, stop="b")
