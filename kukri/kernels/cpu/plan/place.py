@@ -117,16 +117,18 @@ def place(ops: Sequence[Op], result: Value) -> tuple[ByteArray, dict[Buffer, int
     spans = lifetimes(ops)
     spans[result.buffer] = (spans[result.buffer][0], len(ops))
     starts: dict[Buffer, int] = {}
+    placed: list[tuple[int, int, int, int]] = []  # start, end, first op, last op
     end = 0
     for buffer in sorted(spans, key=lambda b: -b.n_bytes):
-        start = 0
-        overlapping = [other for other in starts if _overlap(spans[other], spans[buffer])]
-        for other in sorted(overlapping, key=lambda b: starts[b]):
-            if start + _size(buffer) <= starts[other]:
+        start, size, (first, last) = 0, _size(buffer), spans[buffer]
+        alive = [(a, b) for a, b, born, dead in placed if born <= last and first <= dead]
+        for other_start, other_end in sorted(alive):
+            if start + size <= other_start:
                 break
-            start = max(start, starts[other] + _size(other))
+            start = max(start, other_end)
         starts[buffer] = start
-        end = max(end, start + _size(buffer))
+        placed.append((start, start + size, first, last))
+        end = max(end, start + size)
     memory = aligned_zeros(end + 4 * ROWS)  # a residual is read by whole tiles, as its sum is stored
     base = address_of(memory)
     return memory, {buffer: base + start for buffer, start in starts.items()}
@@ -143,7 +145,3 @@ def lifetimes(ops: Sequence[Op]) -> dict[Buffer, tuple[int, int]]:
 
 def _size(buffer: Buffer) -> int:
     return -(-max(buffer.n_bytes, _LINE) // _LINE) * _LINE
-
-
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    return a[0] <= b[1] and b[0] <= a[1]
