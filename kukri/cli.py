@@ -56,10 +56,6 @@ from kukri.terminal.options import (
 if TYPE_CHECKING:
     import kukri.terminal.serve_options
 
-_GC_THRESHOLD = (
-    50_000  # objects between collections: with Python's 700, a start spends 25 ms on finding nothing
-)
-
 app = typer.Typer(
     name="kukri",
     cls=ErrorReportingGroup,
@@ -156,7 +152,6 @@ def run(
     stats: Annotated[bool, typer.Option("--stats", help="Print token counts and speeds to stderr.")] = False,
 ) -> None:
     """Answer a prompt and stream the answer."""
-    gc.set_threshold(_GC_THRESHOLD)
     from kukri.terminal.run import answer_or_chat
 
     files, interventions = steering.files_and_interventions()
@@ -191,7 +186,6 @@ def chat(
     steering: SteeringOptions,
 ) -> None:
     """Chat in the terminal; /help lists commands."""
-    gc.set_threshold(_GC_THRESHOLD)
     from kukri.terminal.chat import talk
 
     files, interventions = steering.files_and_interventions()

@@ -294,6 +294,7 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
     config = uvicorn.Config(app, **uvicorn_options(settings))
     gc.collect()
     gc.freeze()  # what is there by now stays: to look through it again stops all streams for 40 ms
+    gc.set_threshold(700)  # again, because a search through 50,000 young objects stops all streams too
     with suppress(SystemExit):  # the start failed: its reason follows
         Server(config).run(sockets=[bound])
     if app.state.failure is not None:

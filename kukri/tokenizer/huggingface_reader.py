@@ -12,6 +12,7 @@ import tokenizers
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.huggingface.directory import TokenizerFiles
+from kukri.host.garbage import without_collections
 from kukri.tokenizer.tokenizer import Tokenizer
 from kukri.tokenizer.unigram import check_charsmap
 from kukri.tokenizer.vocabulary import (
@@ -41,6 +42,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+@without_collections()
 def load_tokenizer(source: GGUFFile | TokenizerFiles) -> Tokenizer:
     """The tokenizer of an open checkpoint.
 

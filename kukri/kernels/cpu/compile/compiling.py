@@ -6,7 +6,6 @@ nor two programs that were started together.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import subprocess
@@ -18,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kukri.errors import MissingKernelError
+from kukri.host.garbage import without_collections
 from kukri.host.installed import install_command
 from kukri.host.os_calls import locked
 from kukri.host.private_files import make_private
@@ -134,18 +134,6 @@ def find_source(name: str) -> tuple[str, KernelSource]:
     raise KeyError(f"a kernel source for {name} was not found")
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Collect no garbage within the block, since Numba's objects live until a kernel is done."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _compile_and_store(name: str) -> KernelCode:
     if chosen := level_named(os.environ.get("KUKRI_CPU", "")):
         os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = chosen.cpu, chosen.features
@@ -159,7 +147,7 @@ def _compile_and_store(name: str) -> KernelCode:
     from kukri.kernels.cpu.compile.intrinsics import compile_kernel
 
     module, source = find_source(name)
-    with _without_collections():
+    with without_collections():
         symbol, code = compile_kernel(source)
     kernel = symbol, source.parameters, code
     store(name, module, kernel)
