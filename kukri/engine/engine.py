@@ -69,7 +69,7 @@ class Engine:
     pages in each pool of pages; its memory is taken as it is used. A model that is to `draft` may have a pool
     of its own with as many pages. `encoders` make the rows of spans. `clock` times steps, in seconds.
 
-    Attributes: maker; model, config, max_context; arithmetic, equal for engines that compute the same bits.
+    Attributes: maker; model, config, max_context.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class Engine:
                 n_tokens = max(config.max_step_tokens, most + config.max_requests)
                 config = replace(config, max_step_tokens=n_tokens)
         self.model, self.config = model, config
-        self.arithmetic = f"{backend.arithmetic}, {config.kv_type}"
         self.max_context, page_tokens = _max_context(config, model), backend.page_tokens
         max_pages = pages_for(self.max_context, page_tokens)
         kv_type = cache_type(config, backend)
@@ -171,6 +170,11 @@ class Engine:
         self.encodings = Encodings(self.maker.encoders, _ENCODINGS_BYTES, clock)
         self._in_flight: deque[InFlight] = deque()  # in launch order
         self.sampler = StepSampler(backend.sampling)
+
+    @property
+    def arithmetic(self) -> str:
+        """A text that is equal for engines that compute the same bits."""
+        return f"{self.runner.backend.arithmetic}, {self.config.kv_type}"
 
     @property
     def has_work(self) -> bool:
