@@ -21,7 +21,6 @@ from kukri.calls.results import Chunk, Result
 from kukri.config import Pooling
 from kukri.engine import Engine
 from kukri.errors import HookError, KukriError, RequestError, UnsupportedError, close_matches
-from kukri.formats.adapters import read_adapter
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.cache import KVType
 from kukri.kernels.taps import Hook
@@ -284,6 +283,8 @@ class LLM:
         Running requests continue. Raises FormatError and UnsupportedError for files that are broken, of
         another model, or not plain LoRA, ConfigError on a name that is taken.
         """
+        from kukri.formats.adapters import read_adapter
+
         adapter = read_adapter(Path(path).expanduser(), self.model)
         with self.calls.turns.alone():
             self.engine.load_adapter(name, adapter)

@@ -16,9 +16,6 @@ from kukri.formats.gguf.config import model_config, unknown_keys
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.split import find_mmproj
 from kukri.formats.gguf.weights import GGUFWeights
-from kukri.formats.huggingface.config import check_biases, text_config, unknown_config_keys
-from kukri.formats.huggingface.directory import TokenizerFiles, directory_config, tokenizer_files
-from kukri.formats.huggingface.weights import SafetensorsWeights, packed_type
 from kukri.formats.json_files import read_json
 from kukri.formats.sampling_advice import gguf_advice, huggingface_advice
 from kukri.formats.sentence_transformers import DenseLayer, directory_embedding, gguf_dense, gguf_embedding
@@ -26,7 +23,8 @@ from kukri.models import ARCHITECTURES
 from kukri.models.keys import Keys
 from kukri.models.weights import WeightSource
 
-if TYPE_CHECKING:  # what only models that see need is imported where it is made
+if TYPE_CHECKING:  # what only directories or models that see need is imported where it is made
+    from kukri.formats.huggingface.directory import TokenizerFiles
     from kukri.sound.whisper import WhisperEncoder
     from kukri.vision.config import VisionConfig
     from kukri.vision.encoder import VisionModel
@@ -56,6 +54,8 @@ class Checkpoint:
 def check_packing(path: Path, quantize: str | None, mmproj: str | Path | None) -> None:
     """Raise ConfigError on an option that a GGUF file or a directory does not take."""
     if quantize is not None:
+        from kukri.formats.huggingface.weights import packed_type
+
         packed_type(quantize)
     if path.is_dir() and mmproj is not None:
         raise ConfigError(f"'mmproj' (--mmproj) is not supported: {path} has its encoder in its own files")
@@ -145,6 +145,8 @@ def _with_mmproj(opened: Checkpoint, gguf: GGUFFile, file: GGUFFile, *, is_named
 
 
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
+    from kukri.formats.huggingface.config import text_config, unknown_config_keys
+    from kukri.formats.huggingface.directory import directory_config, tokenizer_files
     from kukri.formats.huggingface.image_processor import read_image_processor
     from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
     from kukri.vision.encoder import load_vision
@@ -194,7 +196,10 @@ def _load_sound(
 
 def _weights(
     directory: Path, stated: dict[str, Any], config: ModelConfig, quantize: str | None, *, leaves_images: bool
-) -> SafetensorsWeights:
+) -> WeightSource:
+    from kukri.formats.huggingface.config import check_biases
+    from kukri.formats.huggingface.weights import SafetensorsWeights
+
     source = SafetensorsWeights(directory, config, quantize)
     if source.n_of_images and leaves_images:
         _log.warning(

@@ -13,8 +13,6 @@ from kukri.config import MAX_CONTEXT, EmbeddingConfig, LateInteraction, ModelCon
 from kukri.dataclass import dataclass, replace
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.huggingface.safetensors import open_files
-from kukri.formats.huggingface.weights import RUNS
 from kukri.formats.json_files import parse_json, read_json
 from kukri.host.files import stays_inside
 from kukri.kernels.arrays import FloatArray
@@ -284,6 +282,9 @@ def _dense(directory: Path) -> DenseLayer:
 
 def _tensor(directory: Path, name: str, shape: tuple[int, ...] | None = None) -> FloatArray:
     """A float tensor of a shape; without one, any matrix that can be a dense layer's."""
+    from kukri.formats.huggingface.safetensors import open_files
+    from kukri.formats.huggingface.weights import RUNS
+
     files = open_files(directory)
     if name not in files:
         raise FormatError("is missing", path=directory, tensor=name)

@@ -17,10 +17,7 @@ from kukri.engine.kv_size import KVCost, choose_kv_size
 from kukri.engine.model_identity import model_identity, weights_identity
 from kukri.errors import ConfigError, FormatError, UnsupportedError
 from kukri.formats import hub
-from kukri.formats.adapters import read_adapter
 from kukri.formats.checkpoint import Checkpoint, check_packing, open_checkpoint
-from kukri.formats.headers import Headers, read_headers
-from kukri.formats.huggingface.weights import packed_type
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import without_windows
@@ -34,9 +31,10 @@ from kukri.tasks.embedding import TextEncoder
 from kukri.tasks.late_interaction import as_encoder
 from kukri.tokenizer import Tokenizer, load_tokenizer
 
-if TYPE_CHECKING:  # what only models that draft or see need is imported where it is made
+if TYPE_CHECKING:  # what only some models need is imported where it is made
     from kukri.engine.draft_model import DraftSource
     from kukri.engine.spans.encoder import SpanEncoder
+    from kukri.formats.headers import Headers
     from kukri.sound.whisper import WhisperEncoder
     from kukri.stages.backend import StagedBackend
     from kukri.vision.encoder import VisionModel
@@ -161,6 +159,8 @@ def _on_backend(
         encoders=_encoders(read, backend) if backend is local else (),
     )
     for name, adapter in options.adapters.items():
+        from kukri.formats.adapters import read_adapter
+
         engine.load_adapter(name, read_adapter(Path(adapter).expanduser(), model))
     if not engine.maker.encoders:
         read = replace(read, image_processor=None)
@@ -379,6 +379,8 @@ def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> Memo
     Reads only headers; a model that is not cached is fetched. Raises KukriError if it cannot run, or not with
     these options.
     """
+    from kukri.formats.headers import read_headers
+
     path = hub.resolve(options.model, compares=False)
     check_packing(path, options.quantize, options.mmproj)
     headers = read_headers(path)
@@ -424,6 +426,8 @@ def _weight_bytes(headers: Headers, quantize: str | None) -> int:
     """Bytes of a model's weights in memory: each tensor packed, and the embedding's rows in addition to its
     tiles.
     """
+    from kukri.formats.huggingface.weights import packed_type
+
     target = None if quantize is None else packed_type(quantize)
     sizes: list[float] = []
     for tensor in headers.tensors:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64decode
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from kukri.errors import FormatError, UnsupportedError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
-from kukri.formats.huggingface.directory import TokenizerFiles
 from kukri.host.garbage import without_collections
 from kukri.tokenizer.tokenizer import Tokenizer
 from kukri.tokenizer.unigram import check_charsmap
@@ -26,6 +25,9 @@ from kukri.tokenizer.vocabulary import (
     USER_DEFINED,
     Vocabulary,
 )
+
+if TYPE_CHECKING:  # the files of a directory, which a GGUF file does not need
+    from kukri.formats.huggingface.directory import TokenizerFiles
 
 # The steps of decoders that `Vocabulary.bytes_of` and `drops_leading_space` stand for, with their settings
 _DECODERS: dict[str, tuple[tuple[str, Any], ...]] = {

@@ -38,7 +38,7 @@ def test_unknown_names_are_no_architectures() -> None:
 
 @pytest.mark.full
 def test_what_a_model_does_not_need_is_not_imported() -> None:
-    """A start that pays for all architectures, for encoders of images or for draft models."""
+    """A start that pays for all architectures, directories, images, adapters or draft models."""
     unneeded = [
         *(
             "kukri.models.bert",
@@ -56,6 +56,8 @@ def test_what_a_model_does_not_need_is_not_imported() -> None:
             "kukri.vision.processors",
             "kukri.formats.gguf.vision",
         ),
+        *(f"kukri.formats.huggingface.{part}" for part in ("config", "directory", "safetensors", "weights")),
+        *("kukri.formats.adapters", "kukri.formats.headers"),
     ]
     done = subprocess.run(
         [sys.executable, "-c", _IMPORTS, *unneeded], capture_output=True, text=True, check=True
