@@ -219,7 +219,7 @@ class LatentConfig:
     rank: int  # width of the latent
     d_nope: int
     d_value: int  # width of a head's values
-    q_rank: int = 0  # width of what queries are made of; 0: the model's
+    q_rank: int  # width of what queries are made of; 0: the model's
 
     def __post_init__(self) -> None:
         """Raises ConfigError on widths that no layer can have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ def test_cached_models_are_listed(caches: Path) -> None:
     assert list(found) == [hub.DEFAULT_MODEL, "org/tiny:tiny-F16.gguf", "org/tiny:tiny-Q8_0.gguf"]
     sizes = {model.n_bytes for model in found.values()}
     assert sizes == {(caches / "blobs" / "abc").stat().st_size}
+
+
+def test_shards_are_one_model_of_the_newest_ones_time(caches: Path) -> None:
+    """Catches a model that is shown as older than its last shard, or smaller than all shards."""
+    for i in (1, 2):
+        shard = caches / "snapshots" / COMMIT / f"model-0000{i}-of-00002.safetensors"
+        shard.write_bytes(bytes(i))
+        os.utime(shard, (0, 1000 * i))
+    (found,) = (model for model in cached_models() if model.name == "org/tiny")
+    assert (found.n_bytes, found.modified_s) == (3, 2000)
 
 
 def test_names_lead_to_cached_files(caches: Path) -> None:

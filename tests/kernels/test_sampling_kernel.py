@@ -220,6 +220,12 @@ def test_logarithm_and_power():
         assert sampling_record.log_of(x) == pytest.approx(math.log(x), rel=1e-14, abs=1e-15)
     for x in [*rng.uniform(-600, 600, 500), 0.0, 1.0, -1e-9]:
         assert sampling_record.exp_of(x) == pytest.approx(math.exp(x), rel=1e-13)
+    for x in (-700.0, 700.0):  # beyond, it would double a number for as long as x is large, up to infinity
+        assert (
+            sampling_record.exp_of(20 * x)
+            == sampling_record.exp_of(x)
+            == pytest.approx(math.exp(x), rel=1e-12)
+        )
 
 
 def test_weights_are_whole_exponentials():
