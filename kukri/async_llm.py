@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
 from kukri.calls.engine_calls import Call, Message, Prompt, is_chat, is_many
 from kukri.calls.results import Chunk, Result
@@ -24,7 +24,6 @@ from kukri.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from kukri.calls.call_options import ChatOptions, GenerationOptions
-    from kukri.vision.image import ImagePrompt
 
 
 P = ParamSpec("P")
@@ -44,12 +43,27 @@ def _in_thread(
     return run
 
 
+def _typed_as(
+    method: Callable[Concatenate[LLM, P], R],
+) -> Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, R]]:
+    """A method that `_NAME` of AsyncLLM runs, with the types of a method of `LLM`, its overloads too."""
+
+    @wraps(method)
+    async def run(self: AsyncLLM, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._check_open()
+        found: R = await getattr(self, f"_{method.__name__}")(*args, **kwargs)
+        return found
+
+    return run
+
+
 class AsyncLLM:
     """An `LLM` for asyncio: `async for chunk in llm.stream(...)`, `await llm.generate(...)`.
 
     Concurrent calls, of one event loop or of several, share the engine's batches and give the tokens that
     `LLM` gives. Prompts are tokenized in the event loop's executor. A slow reader delays nobody. Cancelling a
     task that waits here, or closing a stream, ends its requests: their pages are free by the next step.
+    Tools and `approve` may be async functions; others run in a thread.
 
     Args:
         model: As for `LLM`, which is opened here and closed by `aclose`; opening blocks, and may be done in
@@ -60,6 +74,8 @@ class AsyncLLM:
         llm: The LLM, for what no method here does: `hooks`, `add_hook`, the weights; its methods block.
     """
 
+    generate = _typed_as(LLM.generate)
+    chat = _typed_as(LLM.chat)
     chat_prompt = _in_thread(LLM.chat_prompt)
     logits = _in_thread(LLM.logits)
     decide = _in_thread(LLM.decide)
@@ -91,24 +107,9 @@ class AsyncLLM:
         self._live: set[Call] = set()
         self._is_stepping = False  # a thread runs `_step_all`
 
-    @overload
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerationOptions]
-    ) -> Result: ...
-
-    @overload
-    async def generate(
-        self,
-        prompt: list[str] | list[list[int]] | list[ImagePrompt],
-        params: SamplingParams | None = None,
-        **options: Unpack[GenerationOptions],
-    ) -> list[Result]: ...
-
-    async def generate(
+    async def _generate(
         self, prompt: Any, params: SamplingParams | None = None, **options: Unpack[GenerationOptions]
     ) -> Result | list[Result]:
-        """Continues a prompt, or a list of them, as `LLM.generate` does; raises the same."""
-        self._check_open()
         adapter, interventions = options.pop("adapter", None), options.pop("interventions", ())
         calls = await asyncio.to_thread(
             self.llm.calls.for_prompts, prompt, params, options, adapter, self.llm.intervene(interventions)
@@ -116,32 +117,11 @@ class AsyncLLM:
         results = await self._run(calls)
         return results if is_many(prompt) else results[0]
 
-    @overload
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Result: ...
-
-    @overload
-    async def chat(
-        self,
-        messages: Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> list[Result]: ...
-
-    async def chat(
+    async def _chat(
         self, messages: Any, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Result | list[Result]:
-        """Answers a conversation, or a list of them, as `LLM.chat` does; raises the same.
-
-        Tools and `approve` may be async functions; others run in a thread.
-        """
         from kukri.calls.conversation import Conversation
 
-        self._check_open()
         calls, many = self.llm.calls, is_many(messages)
         checked, given = self._checked(params, options)
         told = [Conversation(calls, one, checked, **given) for one in (messages if many else [messages])]
