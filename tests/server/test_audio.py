@@ -91,6 +91,10 @@ def test_each_form_has_what_the_library_says(llm: LLM, server: Served, sound: Pa
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     n_windows = len({one.seek for one in want.segments})
     assert usage.input_token_details.audio_tokens >= n_windows * llm.config.n_sound
+    with server.http() as http:  # as whisper.cpp's README asks its server
+        data = {"temperature": "0.2", "temperature_inc": "0.2", "response_format": "json", "language": "de"}
+        answer = http.post("/inference", files={"file": sound.read_bytes()}, data=data).json()
+    assert answer["text"] == llm.transcribe(sound, language="de", temperature=0.2).text
     *deltas, done = events
     assert {one.type for one in deltas} == {"transcript.text.delta"}
     assert "".join(one.delta for one in deltas).strip() == done.text == want.text

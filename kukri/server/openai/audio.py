@@ -41,6 +41,7 @@ class AudioBody(Body):
     model_config = ConfigDict(strict=False)
     refused: ClassVar[Refused] = {
         "chunking_strategy": (("auto",), "sounds are heard in windows of the model's length"),
+        "temperature_inc": (("0.2",), "it is 0.2"),  # whisper.cpp's
         "timestamp_granularities": (("segment", ["segment"]), "the times of words are not known"),
     }
     model: str | None = None

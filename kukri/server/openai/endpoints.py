@@ -191,7 +191,7 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/v1/audio/transcriptions", audio.transcribe,
         "Write what is said in a sound: a form with a `file`", "Transcription", "TranscriptEvent",
-        is_upload=True, form=audio.AudioBody,
+        also=("/inference",), is_upload=True, form=audio.AudioBody,
     ),
     Endpoint(
         "POST", "/v1/audio/translations", audio.translate,
