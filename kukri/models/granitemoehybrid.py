@@ -147,7 +147,9 @@ class Steps(Lens):
         stated = keys.value(self.key) if form == "hf" else None
         bounds: list[Any] = [*stated] if isinstance(stated, list | tuple) else [stated, inf]
         bounds = [*self.usual] if stated is None else bounds
-        if len(bounds) != 2 or any(type(bound) not in (int, float) or bound < 0 for bound in bounds):
+        if len(bounds) != 2 or not all(
+            type(bound) in (int, float) and (0 <= bound < 1e30 or bound == inf) for bound in bounds
+        ):
             raise keys.error(self.key, f"must be the least and the largest step, not {brief(stated)}")
         facts["recurrent"] = replace(facts["recurrent"], steps=tuple(map(float, bounds)))
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kukri.config import ModelConfig
+from kukri.errors import ConfigError, brief
 from kukri.kernels.op_set import Ops, Tensor
 from kukri.models.architecture import Architecture, ExpertKeys
 from kukri.models.keys import Keys
@@ -39,12 +40,15 @@ _SOFTMAX = "moe_primary_router_apply_softmax"
 
 def _respelled(config: dict[str, Any]) -> dict[str, Any]:
     """config.json with its layers' windows by the usual keys."""
-    layout = config.get(_LAYOUT) or [0] * int(config.get("num_hidden_layers", 0))
+    layout = config.get(_LAYOUT) or []
+    if not isinstance(layout, list):
+        raise ConfigError(f"key '{_LAYOUT}' must be a list of whole numbers, not {brief(layout)}")
     made = {
         key: value for key, value in config.items() if key not in (_LAYOUT, _SIZE, "sliding_window_pattern")
     }
     size = config.get(_SIZE, 4096) if any(layout) else None
-    return {**made, "layer_types": [_TYPES[bool(is_on)] for is_on in layout], "sliding_window": size}
+    types = [_TYPES[bool(is_on)] for is_on in layout]
+    return {**made, **({"layer_types": types} if types else {}), "sliding_window": size}
 
 
 def _read_hf(keys: Keys, facts: dict[str, Any]) -> None:

@@ -358,6 +358,16 @@ def test_rope_scaling_of_both_generations(parameters, more, facts):
             FormatError,
             "must be the least and the largest step",
         ),
+        (
+            {"model_type": "mamba2", "num_heads": 8, "head_dim": 16, "time_step_limit": [0.0, 10**400]},
+            FormatError,
+            "must be the least and the largest step",
+        ),
+        (
+            {"model_type": "smallthinker", "sliding_window_layout": 3},
+            FormatError,
+            "must be a list of whole numbers, not 3",
+        ),
         ({"model_type": "phimoe", "num_experts_per_tok": 3}, UnsupportedError, "only 2 is supported"),
         ({"model_type": "phimoe", "router_jitter_noise": 0}, FormatError, "must be a finite number above 0"),
         (

@@ -55,6 +55,7 @@ FREED = (
     Case("phi", "qk_layernorm", True),
     Case("phi", "tie_word_embeddings", True),
     Case("gpt_neox", "use_parallel_residual", False),
+    Case("gpt_neox", "is_decoder", True),
     Case("falcon_h1", "attention_bias", True),
     Case("falcon_h1-normed", "mamba_norm_before_gate", True),
     Case("olmo", "clip_qkv", 0.5),

@@ -338,7 +338,7 @@ def _check_neutral(keys: Keys, architecture: Architecture) -> None:
             if value is not None:
                 keys.expect(key, architecture.fixed[key])
         elif key in _NEUTRAL:
-            if value != _NEUTRAL[key]:
+            if value != _NEUTRAL[key] and not (key == "is_decoder" and architecture.is_causal):
                 raise keys.unsupported(key, f"must be {_NEUTRAL[key]!r}, and nothing else is supported")
         elif key in harmless or not _CHANGES.search(key):
             continue

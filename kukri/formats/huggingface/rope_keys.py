@@ -98,9 +98,8 @@ def _rope(
         # transformers rotates one dimension more, by exponents that are shares of the odd number
         theta, rotary_dim = theta ** (1 + 1 / rotary_dim), rotary_dim + 1
     if rotary_dim % 2 or rotary_dim == 0:
-        message = (
-            f"of {parameters.value('partial_rotary_factor'):g} leaves {rotary_dim} of {d_head} dimensions"
-        )
+        own = f"{parameters.value('partial_rotary_factor'):g}"
+        message = f"of {own} makes RoPE rotate {rotary_dim} of {d_head} dimensions, but it rotates pairs"
         raise keys.error("partial_rotary_factor", message)
     try:
         return RopeConfig(theta, rotary_dim, scaling, _axes(parameters, keys, rotary_dim))
