@@ -560,6 +560,25 @@ def inspect(*, named: ModelName, options: InspectOptions, json: Json = False) ->
 
 
 @command(app)
+def fit(
+    *,
+    named: ModelName,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Load the chosen one and measure its speed for some seconds.")
+    ] = False,
+    loading: ManyOptions,
+    json: Json = False,
+) -> None:
+    """Show which weight types, contexts and KV types fit the memory.
+
+    Reads only the headers of files, also of the hub's. `kukri run`, `chat` and `serve` take the marked line.
+    """
+    from kukri.terminal.fit import show_fit
+
+    show_fit(named.name, given(loading), with_speed=speed, as_json=json)
+
+
+@command(app)
 def convert(
     *,
     named: NeededModel,

@@ -89,8 +89,9 @@ class LLM:
         **options: Unpack[ModelKeywords],
     ) -> None:
         check_names(options, "LLM")
-        self.options = ModelOptions(**{"model": model, **cast(dict[str, Any], options)})
-        loaded = open_model(self.options, progress)
+        given = ModelOptions(**{"model": model, **cast(dict[str, Any], options)})
+        loaded = open_model(given, progress)
+        self.options = loaded.options
         self.path, self.config, self.engine_config = loaded.path, loaded.config, loaded.engine_config
         self.tokenizer, self.model = loaded.tokenizer, loaded.model
         self.default_params, self.text_encoder = loaded.default_params, loaded.text_encoder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ class Hub:
     status: int | None = None  # every answer, when set
     stall_at: int | None = None  # bytes of a file sent before the line goes silent until `released`
     released: threading.Event = field(default_factory=threading.Event)
+    n_bytes: int = 0  # sent
     n_lost: int = 0  # answers whose client had left
     url: str = ""
     home: str = ""
@@ -67,7 +69,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
                 return
             headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
-            self.answer(200, data, headers)
+            beginning = re.fullmatch(r"bytes=0-(\d+)", self.headers["Range"] or "")
+            if beginning is not None and self.command == "GET":
+                data = data[: int(beginning[1]) + 1]
+            self.answer(200 if beginning is None else 206, data, headers)
 
     def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -76,6 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "GET":
             return
+        self.hub.n_bytes += len(body)
         try:
             if self.hub.stall_at is not None and "/resolve/" in self.path:
                 self.wfile.write(body[: self.hub.stall_at])
@@ -102,8 +108,10 @@ def running(made: Hub) -> Iterator[None]:
     made.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    yield
-    made.released.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield
+    finally:  # or a test that fails keeps the process from ending
+        made.released.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -34,6 +34,7 @@ from kukri.kernels.taps import Hook
 from kukri.sampling import SamplingParams
 
 ASKED = ("device", "backend", "quantize", "rope_scaling", "rope_factor")  # options of LLM in a report
+_ROUGH_S = 3.0
 FIRST_TOKEN_PROMPT = 128  # tokens of the prompt that first-token latency is measured with
 
 
@@ -110,6 +111,18 @@ class Kukri:
         finally:
             runner.plain = plain
         return 1.0 - spent_s / total_s
+
+    def rough_speed(self, say: Callable[[str], None]) -> dict[str, float]:
+        """Tokens per second of prompts and answers, each measured once in about _ROUGH_S after a warm-up."""
+        speeds = {}
+        for name, measure, least, most in (
+            ("prefill_tokens_per_s", self.prefill_s, 32, 512),
+            ("decode_tokens_per_s", self.decode_s, 4, 128),
+        ):
+            say(f"measuring {name.partition('_')[0]}")
+            n_tokens = max(least, min(most, int(least * _ROUGH_S / measure(least))))
+            speeds[name] = n_tokens / measure(n_tokens)
+        return speeds
 
     def versions(self) -> dict[str, str]:
         """The versions of the software that runs."""

@@ -12,10 +12,11 @@ from kukri.errors import ConfigError
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import CacheLayout, KVType, pool_layouts, pool_windows
 from kukri.kernels.paged_kv import PAGE_TOKENS, page_bytes
+from kukri.kernels.vectors import in_vectors
 
 _SHARE = 0.7  # share of the memory that the weights leave: the rest is for activations and other programs
 _MOST_PAGES = 1 << 28  # more pages than a request can have: windows hold any
-_MIN_CONTEXT = 256  # tokens; a model with less is of no use
+MIN_CONTEXT = 256  # tokens; a model with less is of no use
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class KVCost:
     @classmethod
     def on_host(cls, layout: CacheLayout, kv_type: KVType, step_tokens: int) -> KVCost:
         """The cost of a cache on the CPU, before its model is open. Raises UnsupportedError as `of` does."""
-        n_bytes = [page_bytes(layers, kv_type) for layers in pool_layouts(layout)]
+        n_bytes = [page_bytes(layers, kv_type) for layers in pool_layouts(in_vectors(layout))]
         return cls._of(layout, n_bytes, PAGE_TOKENS, step_tokens)
 
     @classmethod
@@ -117,6 +118,11 @@ class KVSize:
     note: str = ""  # one line for the user if the context is smaller than the model's
 
 
+def most_kv_bytes(free_bytes: int) -> int:
+    """Return the size of the largest pool where `free_bytes` are left besides the weights."""
+    return max(int(free_bytes * _SHARE), 0)
+
+
 def choose_kv_size(
     *,
     cost: KVCost,
@@ -136,16 +142,16 @@ def choose_kv_size(
     n_bytes = kv_bytes
     if n_bytes is None:
         n_wanted = cost.n_bytes(cost.wanted(max_requests, context))
-        n_bytes = min(n_wanted, max(int(free_bytes * _SHARE), 0))
+        n_bytes = min(n_wanted, most_kv_bytes(free_bytes))
     n_tokens = cost.longest(n_bytes)
     if n_tokens >= context or (kv_bytes is not None and max_context is not None):
         return KVSize(n_bytes, context)
-    room = f"{_gib(n_bytes)} of KV cache hold {n_tokens:,} tokens"
+    room = f"{gib(n_bytes)} of KV cache hold {n_tokens:,} tokens"
     ways_out = f"--kv-memory (kv_bytes) sets the size; of --kv-type (kv_type) {KV_TYPE_SIZES}"
-    if max_context is not None or (n_tokens < min(_MIN_CONTEXT, context) and kv_bytes is None):
-        least = max_context or min(_MIN_CONTEXT, context)
+    if max_context is not None or (n_tokens < min(MIN_CONTEXT, context) and kv_bytes is None):
+        least = max_context or min(MIN_CONTEXT, context)
         raise ConfigError(
-            f"{_gib(free_bytes)} of memory are free, and {room}, but {least:,} are required: lower "
+            f"{gib(free_bytes)} of memory are free, and {room}, but {least:,} are required: lower "
             f"--max-context (max_context), if set; {ways_out}; lowering --max-requests (max_requests) does "
             "not help"
         )
@@ -157,5 +163,6 @@ def choose_kv_size(
     return KVSize(n_bytes, n_tokens, f"the context is {n_tokens:,} of {context:,} tokens: {room}; {ways_out}")
 
 
-def _gib(n_bytes: int) -> str:
+def gib(n_bytes: int) -> str:
+    """A size as errors and notes say it: 1.50 GiB."""
     return f"{max(n_bytes, 0) / 2**30:.2f} GiB"

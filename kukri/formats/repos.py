@@ -13,8 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
-from kukri.dataclass import dataclass
-from kukri.errors import DownloadError, UnsupportedError, brief_list
+from kukri.dataclass import dataclass, replace
+from kukri.errors import DownloadError, FormatError, UnsupportedError, brief_list
+from kukri.formats.gguf.reader import gguf_start
 from kukri.formats.gguf.split import fitting_mmproj, is_mmproj, part_name, part_of
 from kukri.formats.known_models import KNOWN_MODELS
 from kukri.host.files import replace_file, stays_inside, write_text
@@ -38,6 +39,11 @@ _MODULE_FILE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # fil
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _MAX_LISTED = 12
 _LOOK_S = 0.5  # between two looks at how much has come
+_HEADER_BYTES = 1 << 20  # fetched first of a file whose header is wanted
+_MOST_HEADER_BYTES = 1 << 26
+_TIMEOUT_S = 30.0
+# what Ollama and llama.cpp take of several weight types, and then the nearest
+_USUAL = ("Q4_K_M", "Q4_K_S", "Q4_K", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0")
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,85 @@ def fetch(name: RepoName, progress: Progress | None = None) -> Path:
     with _watched(cache_folder(name) / "blobs", sum(sizes[file] for file in absent), progress):
         paths = [_download(name, file, commit) for file in chosen]
     return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
+
+
+def alternatives(name: RepoName) -> list[RepoName]:
+    """The names of a repository's models that differ in their weight type, or the name if there is one model.
+
+    First comes a cached one, else the type that Ollama and llama.cpp take, then smaller ones and larger ones.
+    Raises UnsupportedError if several models differ in more, and DownloadError.
+    """
+    sizes, commit = _list_files(name, with_sizes=True)
+    models = {
+        first: sum(sizes[file] for file in files)
+        for first, files in _gguf_models(sorted(sizes)).items()
+        if name.choice is None or any(_fits(file, name.choice) for file in files)
+    }
+    kinds = {_kind(first) for first in models}
+    if len(models) < 2 or None in kinds or len(kinds) < len(models) or "config.json" in sizes:
+        choose(name, sizes)
+        return [name]
+    ordered = sorted(models, key=lambda file: -models[file])
+    usual = [file for kind in _USUAL for file in ordered if (_kind(file) or "").upper() == kind]
+    usual += ordered
+    cached = [file for file in usual if _place(name, file, commit).is_file()]
+    first = ordered.index([*cached, *usual][0])
+    return [replace(name, choice=file) for file in (*ordered[first:], *reversed(ordered[:first]))]
+
+
+def fetch_headers(name: RepoName, folder: Path) -> Path:
+    """The .gguf file or the directory of a repository's model, in a folder, without weights.
+
+    Files of the cache are taken as they are. Of others the beginning is fetched, and a hole stands for the
+    weights. Raises what `fetch` raises.
+    """
+    sizes, commit = _list_files(name, with_sizes=True)
+    chosen = choose(name, sizes)
+    paths = [_place(name, file, commit) for file in chosen]
+    if not all(path.is_file() for path in paths):
+        paths = [folder / file for file in chosen]
+        for file, path in zip(chosen, paths, strict=True):
+            if not is_mmproj(file) and not path.name.startswith("tokenizer"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _fetch_header(name, file, commit, path, sizes[file])
+    return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
+
+
+def _fetch_header(name: RepoName, file: str, commit: str, path: Path, n_bytes: int) -> None:
+    """Writes the beginning of a file up to the weights, and a hole for the rest."""
+    from kukri.formats.huggingface.safetensors import safetensors_start
+
+    start = {".gguf": gguf_start, ".safetensors": safetensors_start}.get(path.suffix)
+    n_read = min(_MOST_HEADER_BYTES if start is None else _HEADER_BYTES, n_bytes)
+    while True:
+        with path.open("wb") as written:
+            written.write(_beginning(name, file, commit, n_read))
+            written.truncate(n_bytes)
+        with suppress(FormatError):  # it runs into the hole
+            if start is None or start(path) <= n_read:
+                return
+        if n_read >= min(n_bytes, _MOST_HEADER_BYTES):
+            raise DownloadError(f"{name} is damaged at the hub: {file} must be a file of weights")
+        n_read = min(4 * n_read, n_bytes)
+
+
+def _beginning(name: RepoName, file: str, commit: str, n_bytes: int) -> bytes:
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+
+    url, headers = hf_hub_url(name.repo, file, revision=commit), build_hf_headers()
+    try:
+        headers["Range"] = f"bytes=0-{max(n_bytes, 1) - 1}"
+        response = get_session().get(url, headers=headers, timeout=_TIMEOUT_S)
+        hf_raise_for_status(response)
+    except Exception as error:  # huggingface_hub lets errors of its HTTP library through
+        raise _explained(name, error) from None
+    content: bytes = response.content
+    return content[:n_bytes]
 
 
 def is_offline() -> bool:

@@ -15,7 +15,6 @@ from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import CacheLayout
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.kernels.weight_handles import Weight
 from kukri.models.adapter import Adapter
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
@@ -41,7 +40,6 @@ class Model(Protocol):
     config: ModelConfig
     parameters: Sequence[Parameter]  # every tensor, in order; tied embeddings once
     vectors: Sequence[FloatArray]  # every one, most of them views of the model's files
-    row_tables: Sequence[Weight]  # matrices of which steps read rows alone, too large to hold in memory
 
     def __call__(self, ops: Ops, batch: Any) -> Tensor:
         """Runs one step -> logits [N, V]."""

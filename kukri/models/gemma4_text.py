@@ -186,7 +186,6 @@ class Gemma4(Gemma2):
     def __init__(self, config: ModelConfig, source: WeightSource) -> None:
         super().__init__(config, source)
         self.inputs = self.inputs_type(source, config) if config.d_per_layer else None
-        self.row_tables = () if self.inputs is None else self.inputs.tables
 
     def through_blocks(self, ops: Ops, x: Tensor, batch: Any) -> Tensor:
         given = [None] * len(self.blocks) if self.inputs is None else self.inputs(ops, x, batch)

@@ -20,7 +20,7 @@ from kukri.kernels.arrays import FloatArray
 from kukri.kernels.backend import Backend
 from kukri.kernels.cache import KVLayer, StateLayer
 from kukri.kernels.op_set import Ops, Tensor
-from kukri.kernels.weight_handles import Vector, Weight
+from kukri.kernels.weight_handles import Vector
 from kukri.models.architecture import Architecture
 from kukri.models.forward import Forward, KVCache
 from kukri.models.heads import Head, output_head
@@ -66,7 +66,6 @@ class Llama(Composite):
     """The whole model: `model(ops, batch)` runs one step. Attributes: config; parameters, in order."""
 
     parameters: Sequence[Parameter] = ()  # the parameters that `load_model` saw it take
-    row_tables: Sequence[Weight] = ()  # matrices of which steps read rows alone, too large to hold in memory
     block_type: Callable[..., Any] = Block
     reordered_type: Callable[..., Any] = Block  # takes its place in a model that `is_reordered`
     embedding_name, norm_name, head_name = "model.embed_tokens", "model.norm", "lm_head"

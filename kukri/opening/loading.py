@@ -10,22 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kukri.config import EngineConfig, ModelConfig
-from kukri.dataclass import dataclass, fields, replace
+from kukri.dataclass import dataclass, replace
 from kukri.engine import Engine
-from kukri.engine.engine import cache_type, engine_layout, state_slots
+from kukri.engine.engine import cache_type, engine_layout
 from kukri.engine.kv_size import KVCost, choose_kv_size
 from kukri.engine.model_identity import model_identity, weights_identity
-from kukri.errors import ConfigError, FormatError, UnsupportedError
+from kukri.errors import ConfigError, FormatError
 from kukri.formats import hub
-from kukri.formats.checkpoint import Checkpoint, check_packing, open_checkpoint
+from kukri.formats.checkpoint import Checkpoint, open_checkpoint
 from kukri.kernels import choose_backend, make_backend
 from kukri.kernels.backend import Backend
-from kukri.kernels.cache import without_windows
-from kukri.kernels.paged_kv import state_bytes
 from kukri.models import Model, load_model
-from kukri.models.rope import with_scaling
+from kukri.opening.memory import (
+    all_state_bytes,
+    can_choose,
+    check_drafts,
+    engine_options,
+    fitted,
+    holds_enough,
+    is_open_name,
+    stretched,
+    weight_bytes,
+)
 from kukri.opening.model_options import READERS, ModelOptions
-from kukri.quant.types import QUANT_TYPES
 from kukri.sampling import SamplingParams, default_params
 from kukri.tasks.embedding import TextEncoder
 from kukri.tasks.late_interaction import as_encoder
@@ -34,7 +41,6 @@ from kukri.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:  # what only some models need is imported where it is made
     from kukri.engine.draft_model import DraftSource
     from kukri.engine.spans.encoder import SpanEncoder
-    from kukri.formats.headers import Headers
     from kukri.sound.whisper import WhisperEncoder
     from kukri.stages.backend import StagedBackend
     from kukri.vision.encoder import VisionModel
@@ -73,6 +79,7 @@ class ReadModel:
 class LoadedModel(ReadModel):
     """A model in memory, on its backend. A head for a task has no engine."""
 
+    options: ModelOptions  # with what was chosen for the memory
     engine_config: EngineConfig
     backend: Backend
     engine: Engine
@@ -84,7 +91,6 @@ _MAX_TEXTS = 64  # most texts that an encoder reads side by side: short ones sha
 _STAGE_CONTEXT = 4096  # tokens for whose keys and values each stage should have room
 _STAGE_OPTIONS = ("max_context", "rope_scaling", "rope_factor", "backend", "quantize")
 _ALONE = ("adapters", "prefix_dir", *READERS)
-_MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are bound by arithmetic then
 
 
 def open_model(options: ModelOptions, progress: Progress | None = None) -> LoadedModel:
@@ -92,6 +98,9 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
 
     The size of the KV cache is logged; a context cut for want of free memory is a warning.
     """
+    chooses = options.fit and can_choose(options)
+    if chooses and is_open_name(options.model):  # before anything is downloaded
+        return open_model(fitted(options), progress)
     n_cores = os.cpu_count() or 1
     if options.n_threads is not None and options.n_threads > max(n_cores, _MAX_SPARE_THREADS):
         raise ConfigError(
@@ -102,24 +111,16 @@ def open_model(options: ModelOptions, progress: Progress | None = None) -> Loade
     if is_cut:
         _check_stages(options)
     backend_name, device = choose_backend(options.backend, (options.devices or (options.device,))[-1])
-    named = {one.name: getattr(options, one.name, None) for one in fields(EngineConfig)}
-    engine_config = EngineConfig(
-        **{name: value for name, value in named.items() if value is not None}
-        | {
-            "backend": backend_name,
-            "device": device,
-            "max_requests": options.max_requests or _MAX_REQUESTS,
-            "caches_prefixes": options.prefix_cache,
-            "speculation": options.speculation or ("ngram" if options.draft_model is None else "draft"),
-        }
-    )
+    engine_config = engine_options(options, backend_name, device)
     if options.prefix_dir is None and options.prefix_bytes is not None:
         raise ConfigError("'prefix_bytes' (--prefix-size) requires 'prefix_dir' (--prefix-dir)")
     if options.devices or not isinstance(options.stages, int):
         # stages on several processors run at the same time; on one machine they take turns at its cores
         engine_config = replace(engine_config, max_in_flight=_n_stages(options))
     read = read_model(options)
-    _check_drafts(read.path, read.config, options)
+    if chooses and read.config.is_causal and not holds_enough(engine_config, read.model):
+        return open_model(fitted(options), progress)
+    check_drafts(read.path, read.config, options)
     draft = None if options.draft_model is None else _draft_source(options.draft_model, options, read)
     if not read.config.is_causal:
         engine_config = replace(engine_config, max_requests=options.max_requests or _MAX_TEXTS)
@@ -164,7 +165,9 @@ def _on_backend(
         engine.load_adapter(name, read_adapter(Path(adapter).expanduser(), model))
     if not engine.maker.encoders:
         read = replace(read, image_processor=None)
-    return LoadedModel(**vars(read), engine_config=engine_config, backend=backend, engine=engine)
+    return LoadedModel(
+        **vars(read), options=options, engine_config=engine_config, backend=backend, engine=engine
+    )
 
 
 def _encoders(read: ReadModel, backend: Backend) -> list[SpanEncoder]:
@@ -212,7 +215,7 @@ def read_model(options: ModelOptions) -> ReadModel:
 
 def _config(checkpoint: Checkpoint, options: ModelOptions) -> ModelConfig:
     """The configuration that a model runs with, its context aside."""
-    config = _stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
+    config = stretched(checkpoint.config, options.rope_scaling, options.rope_factor)
     return as_encoder(config, checkpoint.embedding.late)
 
 
@@ -232,12 +235,6 @@ def _check_stages(options: ModelOptions) -> None:
         raise ConfigError(f"{names} cannot be combined with stages (--stages)")
     if options.devices and options.device is not None:
         raise ConfigError("'device' cannot be combined with 'devices' (--devices), one for each stage")
-
-
-def _check_drafts(path: Path, config: ModelConfig, options: ModelOptions) -> None:
-    """Raises ConfigError on a draft model for an encoder."""
-    if options.draft_model is not None and not config.is_causal:
-        raise ConfigError(f"'draft_model' is not supported: {path} is an encoder and generates no text")
 
 
 def _draft_source(name: str | os.PathLike[str], options: ModelOptions, read: ReadModel) -> DraftSource:
@@ -312,19 +309,21 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
         config = replace(config, kv_bytes=_encoder_kv_bytes(config, models[0], backend))
     cost = KVCost.of(backend, engine_layout(models[0], config), kv_type, config.max_step_tokens)
     both = cost.with_others([backend.page_bytes(m.cache_layout, kv_type) for m in models[1:]])
-    weight_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
     free_bytes = backend.free_bytes()
-    if config.device is None:  # on the host they stay in the model's file
-        weight_bytes -= sum(table.stored.nbytes for m in models for table in m.row_tables)
-    if config.device is not None:
-        _check_fits(config, weight_bytes, both.page_bytes, free_bytes)
+    if config.device is None:
+        n_bytes = sum(weight_bytes(m.parameters, is_tied=m.config.tie_embeddings) for m in models)
+    else:
+        n_bytes = sum(parameter.n_bytes for m in models for parameter in m.parameters)
+        _check_fits(config, n_bytes, both.page_bytes, free_bytes)
+    context = config.max_context or models[0].config.max_context
+    n_bytes += all_state_bytes(config, models[0].cache_layout, context, backend.page_tokens)
     size = choose_kv_size(
         cost=both,
         model_context=models[0].config.max_context,
         max_context=config.max_context,
         max_requests=config.max_requests,
         kv_bytes=config.kv_bytes,
-        free_bytes=free_bytes - weight_bytes - _state_bytes(config, models[0], backend),  # yet to be taken
+        free_bytes=free_bytes - n_bytes,  # yet to be taken
     )
     sizes = both.pool_sizes(size.n_bytes, config.max_requests, size.max_context)
     logger.info(
@@ -334,13 +333,6 @@ def _sized(config: EngineConfig, models: list[Model], backend: Backend) -> Engin
     if size.note:
         logger.log(logging.WARNING if config.kv_bytes is None else logging.INFO, "%s", size.note)
     return replace(config, max_context=size.max_context, kv_bytes=cost.n_bytes(sizes[-len(cost.pools) :]))
-
-
-def _state_bytes(config: EngineConfig, model: Model, backend: Backend) -> int:
-    """Bytes of recurrent states and their snapshots, of which there are no more than pages."""
-    context = config.max_context or model.config.max_context
-    n_pages = config.max_requests * -(-context // backend.page_tokens)
-    return state_slots(config, model.cache_layout, n_pages) * state_bytes(model.cache_layout)
 
 
 def _check_fits(config: EngineConfig, weight_bytes: int, page_bytes: int, free_bytes: int) -> None:
@@ -353,89 +345,6 @@ def _check_fits(config: EngineConfig, weight_bytes: int, page_bytes: int, free_b
             "or more: choose a smaller weight type, a smaller --kv-memory (kv_bytes), or --device cpu "
             "(device)"
         )
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes that a model takes once it is loaded, estimated from the headers of its files."""
-
-    weight_bytes: int  # tiles, and the rows of the embedding
-    step_bytes: int  # activations and logits of the largest step
-    kv_bytes: int  # size of the KV pool
-    max_context: int | None  # as the options say, but for no more tokens than the model's context
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all."""
-        return self.weight_bytes + self.step_bytes + self.kv_bytes
-
-
-_LOGIT_ROWS = 64  # the most rows that a step computes besides its requests' rows
-
-
-def memory_need(options: ModelOptions, most_kv_bytes: int | None = None) -> MemoryNeed:
-    """The memory that a model will take, of which `most_kv_bytes` for keys and values unless its options say.
-
-    Reads only headers; a model that is not cached is fetched. Raises KukriError if it cannot run, or not with
-    these options.
-    """
-    from kukri.formats.headers import read_headers
-
-    path = hub.resolve(options.model, compares=False)
-    check_packing(path, options.quantize, options.mmproj)
-    headers = read_headers(path)
-    if headers.config is None or headers.problem is not None:
-        raise headers.problem or UnsupportedError(f"{headers.path} is not a model that is supported")
-    config = _stretched(headers.config, options.rope_scaling, options.rope_factor)
-    _check_drafts(path, config, options)
-    context = min(options.max_context or config.max_context, config.max_context)
-    n_requests = options.max_requests or _MAX_REQUESTS
-    layout = headers.cache_layout
-    if options.prefix_dir is not None:
-        layout = without_windows(layout)
-    kv_bytes = options.kv_bytes
-    if kv_bytes is None:
-        cost = KVCost.on_host(layout, options.kv_type, options.max_step_tokens)
-        kv_bytes = cost.n_bytes(cost.wanted(n_requests, context))
-        kv_bytes = kv_bytes if most_kv_bytes is None else min(kv_bytes, most_kv_bytes)
-    weight_bytes = _weight_bytes(headers, options.quantize)
-    if (draft := draft_file(options)) is not None:
-        weight_bytes += _weight_bytes(read_headers(hub.resolve(draft, compares=False)), None)
-    weight_bytes += sum(_file_bytes(Path(adapter).expanduser()) for adapter in options.adapters.values())
-    n_values = (n_requests + _LOGIT_ROWS) * config.n_vocab
-    n_values += n_requests * state_bytes(layout) // 4
-    n_values += options.max_step_tokens * (6 * config.d_model + 3 * config.d_ffn)
-    return MemoryNeed(weight_bytes, 4 * n_values, kv_bytes, context if options.max_context else None)
-
-
-def draft_file(options: ModelOptions) -> str | None:
-    """Return the draft model that has separate files; None without one."""
-    from kukri.engine.draft_kinds import is_own_part
-
-    name = options.draft_model
-    return None if name is None or is_own_part(name) else name
-
-
-def _file_bytes(path: Path) -> int:
-    """Bytes of a file, or of the files of a directory; 0 if there is none."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _weight_bytes(headers: Headers, quantize: str | None) -> int:
-    """Bytes of a model's weights in memory: each tensor packed, and the embedding's rows in addition to its
-    tiles.
-    """
-    from kukri.formats.huggingface.weights import packed_type
-
-    target = None if quantize is None else packed_type(quantize)
-    sizes: list[float] = []
-    for tensor in headers.tensors:
-        type = QUANT_TYPES.get(tensor.type) if target is None or len(tensor.shape) < 2 else target
-        n_bytes = tensor.n_bytes if type is None else tensor.n_parameters * type.tiles.bits_per_weight / 8
-        sizes.append(n_bytes)
-    embedding = max(sizes, default=0) if headers.config is not None and headers.config.tie_embeddings else 0
-    return int(sum(sizes) + embedding)
 
 
 def _encoder_kv_bytes(config: EngineConfig, encoder: Model, backend: Backend) -> int:
@@ -459,15 +368,6 @@ def _report_packing(backend: Backend, models: list[Model], progress: Progress) -
 
     progress(0, total)
     backend.on_packed = add
-
-
-def _stretched(config: ModelConfig, kind: str | None, factor: float | None) -> ModelConfig:
-    """The configuration with the RoPE scaling that the user chose."""
-    if kind is None and factor is None:
-        return config
-    if kind is None or factor is None:
-        raise ConfigError("'rope_scaling' and 'rope_factor' are required together: give both, or neither")
-    return with_scaling(config, kind, factor)
 
 
 def _within(config: ModelConfig, max_context: int | None) -> ModelConfig:

@@ -158,11 +158,10 @@ class ModelOptions:
         "generating",
         metavar="N",
     )
-    kv_type: KVType = declared(
+    kv_type: KVType | None = declared(
         one_of(KVType),
         f"KV cache type: {KV_TYPE_SIZES}. [default: f16]",
         "generating",
-        default="f16",
     )
     speculation: Speculation | None = declared(
         one_of(Speculation),
@@ -252,6 +251,11 @@ class ModelOptions:
     chat_template: str | None = declared(
         as_text, "Jinja source of a chat template that replaces the model's."
     )
+    fit: bool = declared(
+        as_switch,
+        "If memory is short, choose a weight type and KV cache type that fit, where none is given; logged.",
+        default=False,
+    )
     raw_answers: bool = declared(
         as_switch,
         "Return answers as raw text, with reasoning and tool calls unparsed.",
@@ -318,7 +322,7 @@ class ModelKeywords(TypedDict, total=False):
     rope_scaling: str | None
     rope_factor: float | None
     max_context: int | None
-    kv_type: KVType
+    kv_type: KVType | None
     speculation: Speculation | None
     draft_model: str | os.PathLike[str] | None
     adapters: Mapping[str, str | os.PathLike[str]] | None
@@ -333,6 +337,7 @@ class ModelKeywords(TypedDict, total=False):
     kv_bytes: int | None
     mmproj: str | os.PathLike[str] | None
     chat_template: str | None
+    fit: bool
     raw_answers: bool
     control_vectors: Mapping[str, Any] | None
     probes: Mapping[str, Any] | None

@@ -93,7 +93,7 @@ def talk(
 def _opened(name: str | None, loading: dict[str, Any]) -> LLM:
     """The model. Raises RequestError if it has no chat template."""
     with loading_bar() as progress:
-        llm = LLM(name, progress=progress, **loading)
+        llm = LLM(name, progress=progress, fit=True, **loading)
     try:
         llm.calls.check_generates()
         if llm.chat_template.source is None:

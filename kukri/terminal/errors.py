@@ -22,7 +22,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 HEADINGS = {
     "Answer and serve": ("run", "chat", "serve", "launch", "batch", "ps", "cluster", "stage"),
     "Vectors and activations": ("embed", "rerank", "transcribe", "activations", "circuit", "plot"),
-    "Models": ("pull", "list", "rm", "show", "inspect"),
+    "Models": ("pull", "list", "rm", "show", "inspect", "fit"),
     "Files": ("convert", "quantize", "imatrix", "tune-recipe", "merge"),
     "Measure": ("bench", "perplexity", "compare", "doctor"),
 }

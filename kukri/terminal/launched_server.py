@@ -19,6 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from kukri import __version__
+from kukri.config import KVType
 from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, KukriError, UnsupportedError, brief
 from kukri.host.os_calls import lock_file, locked
@@ -27,6 +28,7 @@ from kukri.terminal.progress import waiting
 from kukri.terminal.ps import fetched
 
 _IDLE = "30m"  # after which a server without agents ends
+_KV_TYPE: KVType = "q8_0"
 _POLL_S = 0.05
 _USUAL_CONTEXT = 1 << 15  # tokens, of a server that does not tell
 _MODEL = re.compile(r"[\w./:@+ -]{1,256}")
@@ -67,7 +69,7 @@ def serve_command(model: str | None, more: Sequence[str]) -> list[str]:
         model = str(Path(model).absolute())  # the server has a directory of its own
     command = [sys.executable, "-m", "kukri", "serve", *([] if model is None else [model])]
     command += ["--port", "0", "--api-key-file", str(key_file()), "--any-model", "--log-level", "warning"]
-    command += ["--max-requests", "4", "--kv-type", "q8_0", "--idle-exit", _IDLE]
+    command += ["--max-requests", "4", "--kv-type", _KV_TYPE, "--idle-exit", _IDLE]
     if "KUKRI_PREFIX_DIR" not in os.environ:
         command += ["--prefix-dir", str(user_cache_path("kukri") / "prefixes")]
     return [*command, *more]
@@ -99,11 +101,15 @@ def started_server(model: str | None, more: Sequence[str]) -> LaunchedServer:
     KukriError if it does not start.
     """
     from kukri.formats import hub
+    from kukri.opening.memory import fitted, is_open_name
+    from kukri.opening.model_options import ModelOptions
     from kukri.terminal.serve import require_web_stack
 
     require_web_stack("kukri launch")
     directory = state_directory()
     make_private(directory)
+    if is_open_name(model):  # the server keeps the file, whatever else takes memory later
+        model = fitted(ModelOptions(model=model, fit=True, kv_type=_KV_TYPE)).model
     path = hub.resolve(model).absolute()  # fetched here, where its progress is seen
     command = serve_command(model, more)
     name = _digest(__version__, str(path), str(path.stat().st_mtime_ns), *command)

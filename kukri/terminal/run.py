@@ -121,7 +121,7 @@ def answer_prompt(
     if not raw:
         start_early()
     with loading_bar() as progress:
-        llm = LLM(model, progress=progress, **loading)
+        llm = LLM(model, progress=progress, fit=True, **loading)
     with llm:
         llm.calls.check_generates()  # before a template is missed that has no use
         if not raw and llm.chat_template.source is None:

@@ -68,7 +68,7 @@ def _serve_one(model: ModelSpec, settings: ServerSettings, bound: socket.socket)
 
     settings = replace(settings, model_names=model.names)
     with loading_bar() as progress:
-        llm = LLM(**vars(model.options), progress=progress)
+        llm = LLM(**vars(replace(model.options, fit=True)), progress=progress)
     with llm:
         warm_up(llm)
         app = create_app(llm, settings)
@@ -111,7 +111,7 @@ def _check_options(model: ModelSpec) -> None:
     """
     from kukri.formats import hub
     from kukri.formats.model_cache import cached_path
-    from kukri.opening.loading import draft_file, memory_need
+    from kukri.opening.memory import draft_file, memory_need
 
     draft = draft_file(model.options)
     for name in (model.options.model, *([] if draft is None else [draft])):

@@ -228,7 +228,7 @@ def test_a_quantized_file_leaves_its_table_on_disk(tmp_path: Path) -> None:
     make_model(tmp_path / "m.gguf", shape, "Q4_K_M", "tiny")
     card = model_card(tmp_path / "m.gguf")
     with LLM(tmp_path / "m.gguf", n_threads=2) as llm:
-        (table,) = llm.model.row_tables
+        (table,) = llm.model.inputs.tables
         assert card.bytes_per_token == sum(card.bytes_by_type.values()) - table.stored.nbytes
         assert (table.type.name, table.shape) == ("Q8_0", (1024, 5 * 256))
         assert not table.stored.flags.owndata  # a view of the mapped file

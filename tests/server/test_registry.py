@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from kukri import LLM
 from kukri.cli import app
 from kukri.errors import ConfigError
-from kukri.opening.loading import memory_need
+from kukri.opening.memory import memory_need
 from kukri.opening.model_options import ModelOptions
 from kukri.server.models import catalog as catalog_module
 from kukri.server.models import registry as registry_module

@@ -188,7 +188,7 @@ def test_the_last_conversation_is_kept_and_resumed(tmp_path, monkeypatch, capsys
         default_params = SamplingParams()
         chat_template = SimpleNamespace(source="x", takes_system_message=lambda: True)
 
-        def __init__(self, model, *, prefix_dir=None, progress=None):
+        def __init__(self, model, *, prefix_dir=None, progress=None, fit=False):
             super().__init__("Hello.")
             self.path, self.options = tmp_path / "some.gguf", SimpleNamespace(prefix_dir=prefix_dir)
             opened.append((model, prefix_dir, self))

@@ -22,7 +22,7 @@ from kukri.engine.kv_size import KVCost
 from kukri.formats.gguf.writer import write_gguf
 from kukri.kernels import make_backend
 from kukri.models import load_model
-from kukri.opening.loading import memory_need
+from kukri.opening.memory import memory_need
 from kukri.opening.model_options import ModelOptions
 from kukri.quant.types import QUANT_TYPES
 from tests.lazy_imports import lazy_imports

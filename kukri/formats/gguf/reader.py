@@ -170,6 +170,11 @@ class _Part:
         return value
 
 
+def gguf_start(path: Path) -> int:
+    """Return where the tensors of one file begin, in bytes. Raises FormatError for a broken header."""
+    return min((tensor.offset for tensor in _Part(path).tensors.values()), default=0)
+
+
 @dataclass(frozen=True, eq=False)
 class _StringArray:
     """A string array that is still in the file: `starts` [n + 1] are its strings' offsets and its end."""

@@ -70,6 +70,11 @@ class SafetensorsFile:
         return self._bytes[tensor.offset : tensor.offset + tensor.n_bytes]
 
 
+def safetensors_start(path: Path) -> int:
+    """Return where the tensors of one file begin, in bytes. Raises FormatError for a broken header."""
+    return min((tensor.offset for tensor in SafetensorsFile(path).tensors.values()), default=0)
+
+
 def open_files(directory: Path) -> dict[str, SafetensorsFile]:
     """The file of each tensor in a directory: of `model.safetensors`, or of the shards that the index names.
 

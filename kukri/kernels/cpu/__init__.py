@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from kukri.errors import ShapeError
 from kukri.host.hardware import available_bytes
 from kukri.kernels.backend import Backend
-from kukri.kernels.cache import Cache, CacheLayout, KVLayer, KVType, StateLayer
+from kukri.kernels.cache import Cache, CacheLayout, KVType
 from kukri.kernels.cpu.codegen.sampling_backend import CpuSampling
 from kukri.kernels.cpu.compile.features import cpu_target
 from kukri.kernels.cpu.compile.jit import KernelLibrary, entry_point, pack_record
@@ -29,7 +28,7 @@ from kukri.kernels.cpu.plan.batch_memory import BatchMemory
 from kukri.kernels.cpu.plan.ops import ACTIVATIONS, RouteTable, Value
 from kukri.kernels.cpu.plan.passes import run_passes
 from kukri.kernels.cpu.plan.place import Plan, Segment
-from kukri.kernels.cpu.plan.record import Recorder, whole
+from kukri.kernels.cpu.plan.record import Recorder
 from kukri.kernels.cpu.run import abi
 from kukri.kernels.cpu.run.memory import address_of
 from kukri.kernels.cpu.run.pool import shared_pool
@@ -39,6 +38,7 @@ from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV, page_bytes
 from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.step import ForwardBatch, StepLimits
 from kukri.kernels.taps import Hook
+from kukri.kernels.vectors import in_vectors
 from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Weight
 
 # measured on Zen 5 by processor time, with AVX-512 and with AVX2 (docs/decisions)
@@ -78,10 +78,10 @@ class CpuBackend(Backend):
         n_states: int = 0,
         kv_type: KVType = "f16",
     ) -> PagedKV:
-        return PagedKV(_in_vectors(layout), n_pages, n_states, kv_type)
+        return PagedKV(in_vectors(layout), n_pages, n_states, kv_type)
 
     def page_bytes(self, layout: CacheLayout, kv_type: KVType) -> int:
-        return page_bytes(_in_vectors(layout), kv_type)
+        return page_bytes(in_vectors(layout), kv_type)
 
     def free_bytes(self) -> int:
         return available_bytes()
@@ -262,16 +262,6 @@ class CpuProgram:
     def _run(self, start: int, stop: int) -> None:
         if stop > start:
             self._backend.pool.run(self._ops_address + start * abi.OP_BYTES, stop - start)
-
-
-def _in_vectors(layout: CacheLayout) -> CacheLayout:
-    """A layout whose heads and states have the widths that kernels run."""
-    return [
-        replace(layer, d_head=whole(layer.d_head))
-        if isinstance(layer, KVLayer)
-        else StateLayer(tuple((name, (n, *map(whole, widths))) for name, (n, *widths) in layer.shapes))
-        for layer in layout
-    ]
 
 
 def _show(plan: Plan, segment: Segment, batch: ForwardBatch, on_tap: Hook | None) -> None:

@@ -27,7 +27,7 @@ from kukri.errors import CapacityError, KukriError
 from kukri.host.hardware import available_bytes
 from kukri.host.os_calls import return_large_arrays
 from kukri.llm import LLM
-from kukri.opening.loading import MemoryNeed, memory_need
+from kukri.opening.memory import MemoryNeed, memory_need
 from kukri.opening.model_options import ModelOptions
 from kukri.server.errors import ModelNotFoundError
 from kukri.server.keys import KeyRing

@@ -38,6 +38,7 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import tap_name
+from kukri.kernels.vectors import whole
 from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 
 
@@ -455,11 +456,6 @@ class Recorder(StageOps):
         """A new value; kernels store `stored_width` columns of it, if that is more."""
         stride = 4 * whole(max(width, stored_width))
         return Value(Buffer(self._max_rows(rows) * stride), rows, width, stride)
-
-
-def whole(n: int) -> int:
-    """Return n rounded up to whole vectors, as kernels have the widths of heads and states."""
-    return -(-n // ROWS) * ROWS
 
 
 def _whole_state(spec: Any) -> Any:
