@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kukri.formats.known_models import COLUMNS, KNOWN_MODELS, table
+from kukri.formats.known_models import KNOWN_MODELS, table
 from kukri.formats.repos import RepoName, parse_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "choose-a-model.md"
@@ -40,8 +40,7 @@ def test_the_page_shows_the_list() -> None:
     names: dict[str, list[str]] = {}
     for memory, name, *_ in table():
         names.setdefault(memory, []).append(f"`{name}`")
-    lines = [f"| {COLUMNS[0]} | names |", *(f"| {one} | {', '.join(of)} |" for one, of in names.items())]
+    lines = [f"- {one}: {', '.join(of)}" for one, of in names.items()]
     page = PAGE.read_text(encoding="utf-8").splitlines()
     start = page.index(lines[0])
-    assert [page[start], *page[start + 2 : start + 1 + len(lines)]] == lines
-    assert not page[start + 1 + len(lines)].startswith("|")
+    assert page[start - 1 : start + len(lines) + 1] == ["", *lines, ""]
