@@ -10,8 +10,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 from kukri.dataclass import dataclass, replace
 from kukri.errors import DownloadError, FormatError, UnsupportedError, brief_list
@@ -165,15 +167,21 @@ def _beginning(name: RepoName, file: str, commit: str, n_bytes: int) -> bytes:
         hf_raise_for_status,
     )
 
-    url, headers = hf_hub_url(name.repo, file, revision=commit), build_hf_headers()
+    url, content = hf_hub_url(name.repo, file, revision=commit), bytearray()
+    headers = {**build_hf_headers(), "Range": f"bytes=0-{max(n_bytes, 1) - 1}", "Accept-Encoding": "identity"}
+    session: Any = get_session()
+    is_httpx = hasattr(session, "stream")  # since huggingface_hub 1.0
+    get = partial(session.stream, "GET") if is_httpx else partial(session.get, stream=True)
     try:
-        headers["Range"] = f"bytes=0-{max(n_bytes, 1) - 1}"
-        response = get_session().get(url, headers=headers, timeout=_TIMEOUT_S)
-        hf_raise_for_status(response)
+        with get(url, headers=headers, timeout=_TIMEOUT_S) as got:
+            hf_raise_for_status(got)
+            for part in got.iter_bytes() if is_httpx else got.iter_content(1 << 16):
+                content += part
+                if len(content) >= n_bytes:  # a hub that ignores ranges would send all
+                    break
     except Exception as error:  # huggingface_hub lets errors of its HTTP library through
         raise _explained(name, error) from None
-    content: bytes = response.content
-    return content[:n_bytes]
+    return bytes(content[:n_bytes])
 
 
 def is_offline() -> bool:

@@ -20,7 +20,8 @@ from kukri import LLM
 from kukri.cli import app
 from kukri.config import EngineConfig, RopeConfig
 from kukri.engine import Engine
-from kukri.errors import ConfigError
+from kukri.errors import ConfigError, DownloadError
+from kukri.formats import repos
 from kukri.formats.headers import read_headers
 from kukri.host.hardware import available_bytes
 from kukri.kernels import cpu, make_backend
@@ -29,7 +30,7 @@ from kukri.opening.loading import read_weights
 from kukri.opening.memory import estimate, fitted, table_of_choices
 from kukri.opening.model_options import ModelOptions
 from tests.engine.test_kv_size import write as write_system
-from tests.fake_hub import Hub, running
+from tests.fake_hub import COMMIT, Hub, running
 from tests.models.made_models import make
 from tests.models.written_models import write
 from tests.test_llm_safetensors import make as make_directory
@@ -230,6 +231,21 @@ def test_speed_is_measured_on_request(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["fit", str(path), "--speed", "--json", "--threads", "1"])
     speed = json.loads(done.stdout)["speed"]
     assert min(speed["prefill_tokens_per_s"], speed["decode_tokens_per_s"]) > 0
+
+
+@pytest.mark.parametrize("takes_ranges", [True, False])
+def test_no_more_of_a_file_is_read_than_was_asked_for(
+    takes_ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches gigabytes that a hub or a proxy sends because it ignores ranges, held in memory."""
+    data = bytes(range(256)) * 4096
+    made = Hub({"org/tiny": {"tiny.gguf": data}}, takes_ranges=takes_ranges, stall_at=200_000)
+    with running(made):
+        template = f"{made.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        assert repos._beginning(repos.RepoName("org/tiny"), "tiny.gguf", COMMIT, 1000) == data[:1000]
+        with pytest.raises(DownloadError, match="org/tiny"):
+            repos._beginning(repos.RepoName("org/tiny"), "none.gguf", COMMIT, 1000)
 
 
 @pytest.mark.full
