@@ -81,8 +81,8 @@ def _api_page() -> str:
     """The API reference: every public name, by mkdocstrings."""
     source = ast.parse((ROOT / "kukri" / "__init__.py").read_text(encoding="utf-8"))
     assigned = [node for node in source.body if isinstance(node, ast.Assign)]
-    (public,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "__all__")
-    names = [f"kukri.{n}" for n in ast.literal_eval(public) if not n.startswith("__") and n != "errors"]
+    (homes,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_HOMES")
+    names = [f"kukri.{name}" for name in sorted(ast.literal_eval(homes))]
     parts = ["# Python API", "`from kukri import …`", *(f"::: {name}" for name in names)]
     for title, modules in MODULES.items():
         parts += [f"## {title}", *(f"::: {module}\n    options: {{heading_level: 3}}" for module in modules)]
