@@ -121,7 +121,11 @@ def _files(path: Path) -> Iterator[Path]:
 def _known_digests(file: Path) -> dict[str, Any]:
     try:
         with open_private(file) as opened:
-            known = json.loads(opened.read())
-    except (FileNotFoundError, ValueError):
+            data = opened.read()
+    except FileNotFoundError:
+        return {}
+    try:
+        known = json.loads(data)
+    except ValueError:
         return {}
     return known if isinstance(known, dict) else {}

@@ -207,11 +207,11 @@ def test_keys_that_the_user_knows_to_be_harmless(monkeypatch):
     with pytest.raises(UnsupportedError, match="or set KUKRI_IGNORE_CONFIG_KEYS=layer_note"):
         read(**notes)
     monkeypatch.setenv(
-        "KUKRI_IGNORE_CONFIG_KEYS", "training_temperature,layer_note,is_decoder,sliding_window"
+        "KUKRI_IGNORE_CONFIG_KEYS", "training_temperature,layer_note,is_encoder_decoder,sliding_window"
     )
     assert read(**notes) == read()
     assert unknown_config_keys({**MINIMAL, **notes}, PATH) == [*notes]
-    for key, value in (("is_decoder", True), ("residual_multiplier", 0.2)):
+    for key, value in (("is_encoder_decoder", True), ("residual_multiplier", 0.2)):
         with pytest.raises(UnsupportedError, match=f"'{key}'"):
             read(**notes, **{key: value})
 
