@@ -259,10 +259,15 @@ def test_models_are_pulled_and_deleted_if_allowed(tiny_hub):
         client = ollama.Client(served.url)
         steps = [step.status for step in client.pull(TINY, stream=True)]
         assert (steps[0], steps[-1]) == ("pulling manifest", "success")
-        assert client.generate(TINY, "Hi", options={"num_predict": 2}).eval_count == 2
+        assert client.generate(TINY, "Hi", options={"num_predict": 2, "temperature": 0}).eval_count == 2
         time.sleep(1.1)  # until the cache is looked at again, which has it by its file's name
         assert [model.model for model in client.list().models] == [f"{TINY}:latest"]
-        assert client.generate(f"{TINY}:tiny.gguf", "Hi", options={"num_predict": 2}).eval_count == 2
+        assert (
+            client.generate(
+                f"{TINY}:tiny.gguf", "Hi", options={"num_predict": 2, "temperature": 0}
+            ).eval_count
+            == 2
+        )
         assert len(client.ps().models) == 1, "one model of two names is loaded once"
         assert client.delete(TINY).status == "success"
         assert client.list().models == []
@@ -309,7 +314,7 @@ def test_a_name_that_any_model_answers_for_deletes_nothing(cached):
     write_tiny_cached(cached)
     with serving(None, manages_models=True, any_model=True) as served:
         client = ollama.Client(served.url)
-        assert client.generate("gpt-4", "Hi", options={"num_predict": 2}).eval_count == 2
+        assert client.generate("gpt-4", "Hi", options={"num_predict": 2, "temperature": 0}).eval_count == 2
         with pytest.raises(ollama.ResponseError, match="'gpt-4' was not found") as caught:
             client.delete("gpt-4")
         assert caught.value.status_code == 404
@@ -330,7 +335,7 @@ def test_a_model_that_is_being_deleted_is_not_loaded_again(cached, monkeypatch):
     monkeypatch.setattr(ollama_models, "remove", remove)
     with serving(None, manages_models=True) as served, ThreadPoolExecutor(1) as pool:
         client = ollama.Client(served.url)
-        assert client.generate(cached, "Hi", options={"num_predict": 2}).eval_count == 2
+        assert client.generate(cached, "Hi", options={"num_predict": 2, "temperature": 0}).eval_count == 2
         (entry,) = served.registry.entries
         deleted = pool.submit(client.delete, cached)
         assert begun.wait(20)
@@ -383,10 +388,12 @@ def test_presets_are_created_copied_and_deleted(own_cache, monkeypatch):
         assert {m.model for m in client.list().models} == {f"{n}:latest" for n in ("tiny", *lengths)}
         client.create("brief", from_="tiny", parameters=one | {"num_predict": 4})
         assert client.generate("brief", "Hi").eval_count == 4
-        assert client.generate("briefer", "Hi").eval_count == 2, "it was made from the one before"
+        assert client.generate("briefer", "Hi", options={"temperature": 0}).eval_count == 2, (
+            "it was made from the one before"
+        )
     with serving(None, own_cache, manages_models=True) as served:
         client = ollama.Client(served.url)
-        assert client.generate("copied", "Hi").eval_count == 2
+        assert client.generate("copied", "Hi", options={"temperature": 0}).eval_count == 2
         client.delete("copied")
         with pytest.raises(ollama.ResponseError, match="was not found"):
             client.generate("copied", "Hi")
@@ -447,7 +454,7 @@ def test_names_in_ollamas_form_are_pulled(tiny_hub):
         client = ollama.Client(served.url)
         for name in ("qwen3:0.6b", "qwen3-0.6b:latest"):
             assert client.pull(name).status == "success"
-            assert client.generate(name, "Hi", options={"num_predict": 2}).eval_count == 2
+            assert client.generate(name, "Hi", options={"num_predict": 2, "temperature": 0}).eval_count == 2
         assert len(client.ps().models) == 1
 
 
