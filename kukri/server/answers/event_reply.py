@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kukri.errors import KukriError
-from kukri.server.answers.reply import EVENTS, disconnected
+from kukri.server.answers.reply import EVENTS, disconnected, wait_for_work
 from kukri.server.errors import error_body
 
 
@@ -42,12 +42,8 @@ class EventReply(Response):
         """The next event, None after the last; keep-alives are sent until it is there, or the client left."""
         event = asyncio.ensure_future(anext(self._events, None))
         try:
-            while not (event.done() or left.done()):
-                await asyncio.wait(
-                    {event, left}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not (event.done() or left.done()):
-                    await send({"type": "http.response.body", "body": EVENTS.keep_alive, "more_body": True})
+            silence = {"type": "http.response.body", "body": EVENTS.keep_alive, "more_body": True}
+            await wait_for_work(event, left, self._keep_alive_s, lambda: send(silence))
             return event.result() if event.done() else None
         except KukriError as error:
             return EVENTS.failure(error_body(str(error), 500))

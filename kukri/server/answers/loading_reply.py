@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kukri.errors import KukriError
-from kukri.server.answers.reply import EVENTS, StreamForm, disconnected
+from kukri.server.answers.reply import EVENTS, StreamForm, disconnected, wait_for_work
 from kukri.server.answers.rows import SILENCE, while_connected
 from kukri.server.errors import response_of
 from kukri.server.models.registry import registry_of
@@ -90,14 +90,7 @@ class LoadingReply(Response):
         work = asyncio.ensure_future(self._response())
         left = asyncio.create_task(disconnected(receive))
         try:
-            while not work.done() and not left.done():
-                await asyncio.wait(
-                    {work, left},
-                    timeout=self._keep_alive_s,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if not work.done() and not left.done():
-                    await self._keep_alive()
+            await wait_for_work(work, left, self._keep_alive_s, self._keep_alive)
             if not work.done():
                 return
         finally:

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -444,6 +444,19 @@ async def submit(
         interventions=steering(body.interventions),
         marks=None if shows_control else (),
     )
+
+
+async def wait_for_work(
+    work: asyncio.Future[Any],
+    left: asyncio.Task[None],
+    keep_alive_s: float,
+    keep_alive: Callable[[], Awaitable[None]],
+) -> None:
+    """Wait until the work is done or the client has left; `keep_alive` is called after each silence."""
+    while not (work.done() or left.done()):
+        await asyncio.wait({work, left}, timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+        if not (work.done() or left.done()):
+            await keep_alive()
 
 
 async def disconnected(receive: Receive) -> None:

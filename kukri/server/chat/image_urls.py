@@ -1,8 +1,8 @@
 """Images as clients send them: base64, data URLs, and addresses if the server fetches images.
 
 The URLs are a client's: nothing of this machine's network is asked. Each host is resolved once, all its
-addresses must be public, and the connection goes to one of those, so that no second answer of its name server
-can lead elsewhere. The same holds for each redirect.
+addresses must be public, and the connection goes to one of these addresses, because a second answer of its
+name server could lead elsewhere. The same holds for each redirect.
 """
 
 from __future__ import annotations
