@@ -1,33 +1,22 @@
-"""Requests without a seed draw the same numbers in each run of a test.
+"""Requests without a seed draw the same numbers in each run of a test, and so do libraries' own generators.
 
 Without this, a test whose outcome depends on what it draws fails once in a hundred runs, for nobody's fault.
 `pytest --draws N` takes other numbers: a test that fails with some of them needs a seed or temperature 0.
+Processes that a test starts read child_process/sitecustomize.py.
 """
 
 from __future__ import annotations
 
-from itertools import count
-from random import Random
+import os
+import random
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kukri.sampling import sampler
-
-
-class Draws:
-    """Seed the requests of a test that have no seed, by its name and their order in it."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._test = ""
-        self._order = count()
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self._test, self._order = item.nodeid, count()
-
-    def random(self, seed: int | None) -> Random:
-        return Random(f"{self._number} {self._test} {next(self._order)}" if seed is None else seed)
+from tests.child_process.sitecustomize import FixedRandom
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +24,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    draws = Draws(config.getoption("draws"))
-    config.pluginmanager.register(draws)
-    sampler.Random = draws.random  # type: ignore[assignment, misc]
+    paths = str(Path(__file__).parent / "child_process"), os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ["KUKRI_TEST_DRAWS"] = str(config.getoption("draws"))
+    sampler.Random = FixedRandom  # type: ignore[attr-defined, misc]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # which tests ran before this one in the same process must not decide what it draws
+    seed = item.config.getoption("draws")
+    random.seed(seed)
+    np.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)

@@ -72,7 +72,7 @@ def not_a_model(tmp_path) -> Path:
 @pytest.mark.representative(3)
 def test_run_answers(smollm2_path):
     """Catches the first thing anybody tries not working."""
-    done = run("run", QUESTION, "-m", str(smollm2_path), "-n", "16")
+    done = run("run", QUESTION, "-m", str(smollm2_path), "-n", "16", "-t", "0")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout.decode()
     assert done.stdout.endswith(b"\n")

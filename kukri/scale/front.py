@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from random import Random
 from time import perf_counter
 from typing import Any
 
@@ -84,7 +85,7 @@ class ReplicaLoop:
         for request in requests:
             if request.output == "tokens" and not request.params.is_greedy and request.params.seed is None:
                 # else another replica could not draw the same tokens
-                request.params = replace(request.params, seed=secrets.randbits(63))
+                request.params = replace(request.params, seed=Random().getrandbits(63))
             request.sequence.state = RequestState.WAITING
             # its last token is always computed
             keys = request.sequence.page_keys[: (request.n_prompt - 1) // self.engine.maker.page_tokens]

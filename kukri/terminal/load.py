@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from random import Random
 from typing import Any
 
 from kukri.bench.latency import MEASURES, LoadPoint, Spread, read_objective
@@ -35,7 +35,7 @@ def load_server(options: LoadTestOptions, *, as_json: bool) -> None:
         "n_requests": options.n_requests or (_DEFAULT_REQUESTS if options.duration_s is None else None),
         "extra_body": _json_object(options.extra_body),
         "objective": read_objective(options.slo) if options.slo else {},
-        "seed": int.from_bytes(os.urandom(4)) if options.seed is None else options.seed,
+        "seed": Random().getrandbits(32) if options.seed is None else options.seed,
     }
     asked = LoadOptions(**{one.name: values[one.name] for one in fields(LoadOptions)})
     with progress_bar(asked.n_ticks) as advance:
