@@ -282,7 +282,7 @@ class Engine:
         """
         before: list[TapListener] = [StepSpans(chunks)] if has_spans(chunks) else []
         after: list[TapListener] = []
-        if any(chunk.request.taps is not None for chunk in chunks):
+        if any(chunk.request.listeners for chunk in chunks):
             after.append(StepTaps(chunks))
         after += self.drafting.taps(chunks)
         return [*before, self.runner.hooks, *after] if before or after else []

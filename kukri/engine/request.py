@@ -18,7 +18,7 @@ from kukri.engine.spans.embedding_spans import NO_SPANS, EmbeddingSpans
 from kukri.engine.timings import Timestamps, Timings
 from kukri.errors import KukriError, RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
-from kukri.kernels.taps import SequenceTaps
+from kukri.kernels.taps import SequenceListener
 from kukri.sampling import RequestSampler, SampledToken, SamplingParams
 
 Output = Literal["tokens", "logits", "hidden", "pooled"]
@@ -70,7 +70,7 @@ class Request:
     drafts: Drafts | None = None  # the source of drafts
     max_drafts: int = 0  # in a step
     adapter: LoadedAdapter | None = None
-    taps: SequenceTaps | None = None
+    listeners: tuple[SequenceListener, ...] = ()
     answer: RequestAnswer = field(default_factory=RequestAnswer)
     times: Timestamps = field(default_factory=Timestamps)
 
@@ -118,13 +118,13 @@ class Request:
         stop_row = max_length if stop_row is None else stop_row
         return cls(id, prompt, params, sequence, max_length, first_row, stop_row, output, **asked)
 
-    def listen(self, taps: SequenceTaps) -> None:
-        """Makes a new request show its rows to taps: each token once, so none comes from a cached prefix and
-        none is drafted. What it edits is not cached as a prefix for others.
+    def listen(self, listener: SequenceListener) -> None:
+        """Show the rows of a new request to one more listener, each token once, so no token comes from a
+        cached prefix or is drafted. What a listener edits is not cached as a prefix for others.
         """
-        self.taps, self.drafts = taps, None
+        self.listeners, self.drafts = (*self.listeners, listener), None
         self.sequence.finds_prefixes = False
-        self.sequence.is_cacheable = self.sequence.is_cacheable and not taps.edits
+        self.sequence.is_cacheable = self.sequence.is_cacheable and not listener.edits
 
     def use_adapter(self, adapter: LoadedAdapter, digest: bytes) -> None:
         """Makes a new request one of an adapter, whose prefixes are kept apart by `digest`."""

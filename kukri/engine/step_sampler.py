@@ -38,7 +38,7 @@ class StepSampler:
             request = chunk.request
             if chunk.sequence.state is not RequestState.RUNNING:  # it ended while in flight
                 continue
-            if request.taps is not None and request.answer.error is not None:
+            if request.listeners and request.answer.error is not None:
                 results[i].append(request.answer.error)
                 continue
             try:

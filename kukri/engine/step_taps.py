@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kukri.engine.request import RequestAnswer
 from kukri.engine.scheduled_step import ScheduledChunk
 from kukri.errors import HookError, KukriError
 from kukri.kernels.arrays import FloatArray
-from kukri.kernels.taps import sees_logit_rows
+from kukri.kernels.taps import SequenceListener, sees_logit_rows
 from kukri.models.both_ways import BothWaysLayers
 
 
 class StepTaps:
-    """The listener of a step with requests that listen. An error in a request's taps ends only that one."""
+    """The listener of a step with requests that listen. An error of a listener ends only its request."""
 
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
-        self._listening: list[tuple[ScheduledChunk, slice, slice]] = []  # rows of tokens, rows of logits
+        # with the rows of tokens and of logits
+        self._listening: list[tuple[SequenceListener, RequestAnswer, slice, slice]] = []
         names: set[str] = set()
         row = logit_row = 0
         for chunk in chunks:
             n_logits = chunk.n_logits - chunk.n_drafts
-            taps = chunk.request.taps
-            if taps is not None:
-                rows, logit_rows = slice(row, row + chunk.n_tokens), slice(logit_row, logit_row + n_logits)
-                self._listening.append((chunk, rows, logit_rows))
-                names |= taps.names
+            rows, logit_rows = slice(row, row + chunk.n_tokens), slice(logit_row, logit_row + n_logits)
+            for listener in chunk.request.listeners:
+                listener.begin(chunk.start, chunk.n_tokens)
+                self._listening.append((listener, chunk.request.answer, rows, logit_rows))
+                names |= listener.names
             row, logit_row = row + chunk.n_tokens, logit_row + n_logits
         self.names, self._n_tokens = frozenset(names), row
 
     def __call__(self, name: str, x: FloatArray) -> None:
-        """Shows each request its rows of x [rows, width], to be edited in place."""
-        for chunk, rows, logit_rows in self._listening:
-            taps, answer = chunk.request.taps, chunk.request.answer
-            if taps is None or name not in taps.names or answer.error is not None:
+        """Show each listener its request's rows of x [rows, width], which keeps what listeners leave."""
+        for listener, answer, rows, logit_rows in self._listening:
+            if name not in listener.names or answer.error is not None:
                 continue
             own = x[logit_rows]
             if not sees_logit_rows(name):
@@ -41,7 +42,9 @@ class StepTaps:
             if not len(own):
                 continue
             try:
-                taps(name, own, chunk.start, chunk.n_tokens)
+                replacement = listener(name, own)
+                if replacement is not None:
+                    own[...] = replacement
             except KukriError as error:
                 answer.error = error
             except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isqrt
 from typing import Any, Protocol
 
@@ -16,13 +16,11 @@ from kukri.interp.hooks.hook_names import Point
 from kukri.interp.hooks.hook_values import Model as Values
 from kukri.interp.hooks.hook_values import Rows
 from kukri.interp.hooks.listening import FwdHooks, Names, NamesFilter, StepListener
-from kukri.interp.interventions.request_taps import InterventionTaps
 from kukri.interp.session import Interventions, ReturnType, Session, require_return_type, text_loss
 from kukri.interp.tapes.image_tapes import EncoderTape
 from kukri.interp.tapes.tape import Matrices, Shared
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.taps import SequenceTaps
 from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.models.trace import Trace
 from kukri.vision.decode import decode
@@ -91,16 +89,16 @@ class EncoderSession(Names):
         parts: list[StepListener] = []
         lengths: list[int] = []
 
-        def listener(part: ImagePart) -> StepListener:
-            lengths.append(len(part.patches))
-            parts.append(
-                StepListener(self.values, _row_counts(lengths[-1:]), _ids(lengths[-1:]), hooks, keep)
-            )
-            return parts[-1]
+        def listened(image: ImageInput) -> Iterator[tuple[ImagePart, StepListener]]:
+            for part in self.model.parts(image):
+                lengths.append(len(part.patches))
+                parts.append(
+                    StepListener(self.values, _row_counts(lengths[-1:]), _ids(lengths[-1:]), hooks, keep)
+                )
+                yield part, parts[-1]
 
-        taps = StepListener(self.values, _row_counts([1]), _ids([1]), hooks, keep).taps
         with self._llm.interp.alone():
-            rows = [self._encoder.listen(image, taps, listener) for image in prepared]
+            rows = [self._encoder.listen(listened(image)) for image in prepared]
         kept = {tap: np.concatenate([part.kept[tap] for part in parts]) for tap in keep if parts}
         cache = ActivationCache(
             self.values, kept, _row_counts(lengths), _ids(lengths), [point.name for point in wanted]
@@ -201,8 +199,9 @@ def run_images(
     request = llm.engine.maker.make_output_request(prompt, "logits", adapter=adapter)
     ids = request.prompt
     steered = session.steered([ids], interventions)
+    for edits in steered:
+        request.listen(edits)
     taps = session.listen_to([request], names, of_text)
-    request.listen(_InTurn([*steered, taps]))
     if of_encoder:
         request.sequence.spans.give(llm.vision.run_with_hooks(list(prompt.images), of_encoder))
         request.sequence.is_cacheable = False
@@ -211,20 +210,6 @@ def run_images(
     if return_type == "loss":
         return text_loss(logits, [ids]), cache
     return (logits[None] if return_type == "logits" else None), cache
-
-
-class _InTurn:
-    """Taps of one request, in order: edits, and then the taps that read."""
-
-    def __init__(self, taps: Sequence[InterventionTaps | SequenceTaps]) -> None:
-        self._taps = taps
-        self.names = frozenset[str]().union(*(each.names for each in taps))
-        self.edits = any(each.edits for each in taps)
-
-    def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
-        for each in self._taps:
-            if name in each.names:
-                each(name, x, start, n_tokens)
 
 
 def _split(fwd_hooks: FwdHooks) -> tuple[list[Any], list[Any]]:

@@ -293,14 +293,15 @@ class Session(Names):
         pieces = self.texts.whole(texts)
         rows = Rows(np.array([len(ids) for ids in texts], np.int32))
         listener = StepListener(self.values, rows, np.concatenate(texts), hooks, keep)
-        taps = listener.taps.union(*(one.names for one in steered))
+        taps = listener.names.union(*(one.names for one in steered))
         ends = np.cumsum(rows.lengths)
+        for edits, length in zip(steered, rows.lengths):
+            edits.begin(0, length)
 
         def show(tap: str, x: FloatArray) -> None:
             n = len(x) // ends[-1]  # rows of a token
             for edits, end, length in zip(steered, ends, rows.lengths):
-                if tap in edits.names:
-                    edits(tap, x[n * (end - length) : n * end], 0, length)
+                edits(tap, x[n * (end - length) : n * end])
             listener(tap, x)
 
         none = np.zeros(0, np.int32)

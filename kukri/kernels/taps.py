@@ -20,7 +20,7 @@ def tap_name(name: str, layer: int | None) -> str:
 
 
 class TapListener(Protocol):
-    """A hook that says which taps it needs: `Hooks`, and what a step shows its taps to besides."""
+    """A hook that says which taps it needs: the one way by which a computed value is read or edited."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -30,14 +30,13 @@ class TapListener(Protocol):
         """See Hook."""
 
 
-class SequenceTaps(Protocol):
-    """The taps of one sequence, in a step with others: `StepTaps` shows it the sequence's rows."""
+class SequenceListener(TapListener, Protocol):
+    """The listener of one sequence, whose rows alone it is shown in a step with others."""
 
-    names: frozenset[str]  # full names of taps
     edits: bool  # False if it only reads
 
-    def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
-        """Shows the sequence's rows of a tap, to be edited in place: `n_tokens` tokens from `start` on."""
+    def begin(self, start: int, n_tokens: int) -> None:
+        """Announces a step with `n_tokens` tokens of the sequence from `start` on."""
 
 
 def in_turn(listeners: Sequence[TapListener]) -> Hook:

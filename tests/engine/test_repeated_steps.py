@@ -218,9 +218,12 @@ class SeenRows:
         self.seen: list[int] = []
         self._fails_at = fails_at
 
-    def __call__(self, name: str, x: np.ndarray, start: int, n_tokens: int) -> None:
-        self.seen += range(start, start + n_tokens)
-        if start == self._fails_at:
+    def begin(self, start: int, n_tokens: int) -> None:
+        self._tokens = range(start, start + n_tokens)
+
+    def __call__(self, name: str, x: np.ndarray) -> None:
+        self.seen += self._tokens
+        if self._tokens.start == self._fails_at:
             raise ValueError("stop")
 
 

@@ -19,11 +19,11 @@ from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray, IntArray
 from kukri.kernels.backend import Backend, CompiledProgram
 from kukri.kernels.step import StepLimits, plain_batch, rows_batch
+from kukri.kernels.taps import Hooks, TapListener
 from kukri.models.spans import SpanInput
 from kukri.vision.encoder import ImagePart, VisionModel
 from kukri.vision.image import ImageInput
 
-PartListener = Callable[[ImagePart], Callable[[str, FloatArray], None]]
 _MLP_ROWS, _PROJECTED_ROWS = 1024, 64  # most rows of a slice
 _CUT_FROM = 1.5  # slices as long as an MLP's that a layer's attention takes at least before it is cut
 
@@ -58,20 +58,20 @@ class ImageEncoder(SpanEncoder):
         return np.indices((1, height, width), np.int32).reshape(3, -1)
 
     def encode(self, given: ImageInput, is_brief: Callable[[], bool]) -> Iterator[FloatArray | None]:
-        job = _Job(given, self.model)
+        job = _Job((part, Hooks()) for part in self.model.parts(given))
         while not self._programs.advance(job, is_brief=is_brief()) or job.next_part():
             yield None
         yield _together(job.rows)
 
-    def listen(self, image: ImageInput, taps: frozenset[str], listener: PartListener) -> FloatArray:
-        """The rows of an image [n_tokens, D], which is encoded at once, whether or not they are kept.
+    def listen(self, parts: Iterator[tuple[ImagePart, TapListener]]) -> FloatArray:
+        """Return the rows [n_tokens, D] of an image, encoded at once whether or not its rows are kept.
 
-        `listener` makes the listener of each part, which is shown these taps [T, width] and may edit them.
-        The rows are not kept.
+        Each part's listener is shown taps [T, width], and all parts' listeners need the same taps. The rows
+        are not kept.
         """
-        if not taps <= self._listening.taps:
-            self._listening = _EncoderPrograms(self.model, self._backend, taps)
-        job = _Job(image, self.model, listener)
+        job = _Job(parts)
+        if not job.listener.names <= self._listening.taps:
+            self._listening = _EncoderPrograms(self.model, self._backend, job.listener.names)
         while not self._listening.advance(job, is_brief=False) or job.next_part():
             pass
         return _together(job.rows)
@@ -80,10 +80,8 @@ class ImageEncoder(SpanEncoder):
 class _Job:
     """An image under way: the rows of its finished parts, and the state of the part that is cut."""
 
-    def __init__(
-        self, image: ImageInput, model: VisionModel, listener: PartListener = lambda part: _ignore
-    ) -> None:
-        self._parts, self._listener = model.parts(image), listener
+    def __init__(self, parts: Iterator[tuple[ImagePart, TapListener]]) -> None:
+        self._parts = parts
         self.rows: list[FloatArray] = []
         self.next_part()
 
@@ -92,8 +90,7 @@ class _Job:
         following = next(self._parts, None)
         if following is None:
             return False
-        self.part: ImagePart = following
-        self.on_tap = self._listener(following)
+        self.part, self.listener = following
         self.n_cuts = 0
         self.hidden: FloatArray | None = None  # hidden states at the last cut
         self.n_stored = 0  # rows of the next attention layer whose keys and values are in the cache
@@ -166,17 +163,19 @@ class _EncoderPrograms:
         ends: list[FloatArray] = []
         is_begun = start is None
 
-        def on_tap(name: str, x: FloatArray) -> None:
+        def on_tap(name: str, x: FloatArray) -> FloatArray:
             nonlocal is_begun
             if name == start and job.hidden is not None:
                 x[:] = job.hidden[rows]  # which was shown before
                 is_begun = True
             elif is_begun:  # backends that begin at no tap compute earlier layers again, with other windows
-                job.on_tap(name, x)
+                replacement = job.listener(name, x)
+                x = x if replacement is None else replacement
             if name == stop:
                 ends.append(x.copy())
             if name in self._deep:
                 job.deep.setdefault(name, []).append(x.copy())
+            return x
 
         positions = None if part.positions is None else part.positions[:, rows]
         patches, page_tokens = part.patches[rows], self._backend.page_tokens
@@ -263,7 +262,3 @@ class _EncoderPrograms:
 def _together(slices: Sequence[FloatArray]) -> FloatArray:
     """Concatenate slices of rows; a single slice is returned without a copy."""
     return slices[0] if len(slices) == 1 else np.concatenate(slices)
-
-
-def _ignore(name: str, x: FloatArray) -> None:
-    """Listens to nothing."""

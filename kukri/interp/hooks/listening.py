@@ -92,7 +92,7 @@ class Names:
 
 
 class StepListener:
-    """Called at each tap of a step, or of a request's part of it: `listener(tap, x [rows, width])`.
+    """The listener of a step, or of a request's part of one: see `kukri.kernels.taps.TapListener`.
 
     `keep` are the taps whose values are wanted, which `kept` has afterwards, copied after the hooks' edits.
     """
@@ -117,16 +117,16 @@ class StepListener:
         self.kept: dict[str, FloatArray] = {}
 
     @property
-    def taps(self) -> frozenset[str]:
-        """The taps that a program needs for it."""
+    def names(self) -> frozenset[str]:
+        """The full names of the taps."""
         return frozenset(self._keep | self._hooks.keys()) - {LOGITS}
 
-    def __call__(self, tap: str, x: FloatArray) -> None:
+    def __call__(self, name: str, x: FloatArray) -> None:
         """Lets the hooks of a tap edit x in place. Raises HookError naming a hook that raised."""
-        for point, listening in self._hooks.get(tap, ()):
-            self._edit(point, listening, tap, x)
-        if tap in self._keep:
-            self.kept[tap] = x.copy()
+        for point, listening in self._hooks.get(name, ()):
+            self._edit(point, listening, name, x)
+        if name in self._keep:
+            self.kept[name] = x.copy()
 
     def _edit(self, point: Point, listening: Listening, tap: str, x: FloatArray) -> None:
         if point.form in ("scores", "pattern"):

@@ -21,7 +21,7 @@ from kukri.kernels.arrays import FloatArray
 
 
 class RequestTaps:
-    """The taps of one request: see `kukri.kernels.taps.SequenceTaps`.
+    """The taps of one request: see `kukri.kernels.taps.SequenceListener`.
 
     Captures are of each token that was an input, the prompt's and all generated but the last; edits are made
     to each chunk of the prompt and to each token. A request that is preempted is recomputed, edits
@@ -50,34 +50,32 @@ class RequestTaps:
                 )
         self._model, self._wanted, self._hooks = model, wanted, hooks
         self._keep = {tap for point in wanted for tap in point.needs}
-        self.names = StepListener(model, Rows(np.ones(1, np.int32)), _NO_IDS, hooks, self._keep).taps
+        self.begin(0, 1)
+        self.names = self._listener.names
         self.edits = bool(hooks)
         self._max_bytes, self._n_bytes = max_bytes, 0
-        self._listener: StepListener | None = None  # for the chunk that starts at
-        self._start = -1
         self._kept: dict[str, dict[int, tuple[int, FloatArray]]] = {
             tap: {} for tap in self._keep
         }  # by the first position
 
-    def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
-        """Shows a chunk's rows at a tap."""
-        listener = self._listener
-        if listener is None or start != self._start:
-            rows = Rows(np.array([n_tokens], np.int32))
-            listener = self._listener = StepListener(
-                self._model, rows, _NO_IDS, self._hooks, self._keep, start
-            )
-            self._start = start
-        listener(name, x)
+    def begin(self, start: int, n_tokens: int) -> None:
+        """Announces a chunk."""
+        rows = Rows(np.array([n_tokens], np.int32))
+        self._start, self._n_tokens = start, n_tokens
+        self._listener = StepListener(self._model, rows, _NO_IDS, self._hooks, self._keep, start)
+
+    def __call__(self, name: str, x: FloatArray) -> None:
+        """Shows the chunk's rows at a tap."""
+        self._listener(name, x)
         if name in self._keep:
-            kept, chunks = listener.kept[name], self._kept[name]
-            if start == 0:  # a request that was preempted begins again, perhaps in other chunks
+            kept, chunks = self._listener.kept[name], self._kept[name]
+            if self._start == 0:  # a request that was preempted begins again, perhaps in other chunks
                 self._n_bytes -= sum(x.nbytes for _, x in chunks.values())
                 chunks.clear()
             self._n_bytes += kept.nbytes
             if self._max_bytes is not None and self._n_bytes > self._max_bytes:
                 raise ActivationLimitError(self._max_bytes)
-            chunks[start] = n_tokens, kept
+            chunks[self._start] = self._n_tokens, kept
 
     def cache(self, request: Request) -> ActivationCache:
         """Captures of a request that has ended. Raises ActivationLimitError."""
@@ -117,7 +115,7 @@ class Readout:
 
 
 class InterventionTaps:
-    """The interventions of one request: see `kukri.kernels.taps.SequenceTaps`.
+    """The interventions of one request: see `kukri.kernels.taps.SequenceListener`.
 
     Edits of a tap come first, so that captures and readouts see the edited values. `max_bytes` as in
     RequestTaps. Readings that take long wait as `limiter` says.
@@ -153,27 +151,33 @@ class InterventionTaps:
         self.names |= self._sources.keys()
         self.edits = bool(resolved.edits)
 
-    def __call__(self, name: str, x: FloatArray, start: int, n_tokens: int) -> None:
-        """Edits and shows a chunk's rows at a tap."""
+    def begin(self, start: int, n_tokens: int) -> None:
+        """Announces a chunk."""
+        self._start, self._n_tokens = start, n_tokens
+        self._captured.begin(start, n_tokens)
+
+    def __call__(self, name: str, x: FloatArray) -> None:
+        """Edits and shows the chunk's rows at a tap."""
+        start, n_tokens = self._start, self._n_tokens
         for when in self._conditions.get(name, ()):
-            self._holds[when] = when.holds(self._value(when.point, x, n_tokens))
+            self._holds[when] = when.holds(self._value(when.point, x))
         for edit in self._edits.get(name, ()):
             edit(x, start, n_tokens, None if edit.when is None else self._holds[edit.when], self._found)
         for source in self._sources.get(name, ()):
             if source.spans.mask(start, n_tokens).any():
-                self._found[source] = source.read(self._value(source.point, x, n_tokens))
+                self._found[source] = source.read(self._value(source.point, x))
         if name in self._captured.names:
-            self._captured(name, x, start, n_tokens)
+            self._captured(name, x)
         for i, reading in enumerate(self._readings):
             if reading.point.tap == name:
-                self._keep_to_read(i, x, start, n_tokens)
+                self._keep_to_read(i, x)
 
-    def _keep_to_read(self, i: int, x: FloatArray, start: int, n_tokens: int) -> None:
-        reading = self._readings[i]
+    def _keep_to_read(self, i: int, x: FloatArray) -> None:
+        reading, start, n_tokens = self._readings[i], self._start, self._n_tokens
         wanted = reading.spans.mask(start, n_tokens)
         wanted[: max(self._n_read[i] - start, 0)] = False
         if wanted.any():
-            value = self._value(reading.point, x, n_tokens)
+            value = self._value(reading.point, x)
             self._n_read[i] = start + n_tokens
             self._unread[i].update((start + int(p), value[p].copy()) for p in np.flatnonzero(wanted))
             unread = zip(self._readings, self._unread)
@@ -181,9 +185,9 @@ class InterventionTaps:
             if self._max_bytes is not None and n_bytes > self._max_bytes:
                 raise ActivationLimitError(self._max_bytes)
 
-    def _value(self, point: Point, x: FloatArray, n_tokens: int) -> FloatArray:
+    def _value(self, point: Point, x: FloatArray) -> FloatArray:
         """A point's value for the rows of its tap, [tokens, width]."""
-        rows = Rows(np.array([n_tokens], np.int32))
+        rows, n_tokens = Rows(np.array([self._n_tokens], np.int32)), self._n_tokens
         value: FloatArray = self._model.value(point, {point.tap: x}, rows, _NO_IDS)[0]
         return value.reshape(n_tokens, -1)
 

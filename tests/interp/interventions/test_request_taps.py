@@ -128,3 +128,13 @@ def test_generate_with_hooks(llm):
         llm.generate_with_hooks(ids, GREEDY, n=2)
     with pytest.raises(HookError, match="raised ZeroDivisionError"):
         llm.generate_with_hooks(ids, GREEDY, fwd_hooks=[(STREAM, lambda x, hook: 1 / 0)])
+
+
+def test_a_chunk_may_be_computed_again_at_another_length(llm):
+    """Shapes of the first run of a request that was preempted after its first chunk."""
+    taps = taps_of(llm, [STREAM], [(STREAM, steer)])
+    for n in (16, 8):
+        taps.begin(0, n)
+        x = np.zeros((n, 64), np.float32)
+        taps(STREAM, x)
+        np.testing.assert_array_equal(x, np.tile(np.linspace(-1, 1, 64, dtype=np.float32), (n, 1)))
