@@ -122,7 +122,7 @@ def run(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPT]",
+            metavar="PROMPT",
             help="Prompt; a single argument is the prompt, unless it is a model's name: then chat with it. "
             "Piped text is appended.",
         ),
@@ -223,12 +223,10 @@ def launch(
     *,
     agent: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[AGENT]", help="Agent, or with --env any program. [default: list the agents]"
-        ),
+        typer.Argument(metavar="AGENT", help="Agent, or with --env any program. [default: list the agents]"),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS]...", help="Arguments of the agent, after --.")
+        list[str] | None, typer.Argument(metavar="-- ARGS", help="Arguments of the agent, after --.")
     ] = None,
     options: LaunchOptions,
 ) -> None:
@@ -340,7 +338,7 @@ def embed(
     named: ModelName,
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TEXT]...", help="Texts to embed. [default: lines of piped text]"),
+        typer.Argument(metavar="TEXT", help="Texts to embed. [default: lines of piped text]"),
     ] = None,
     options: EmbedOptions,
     loading: ModelOptions,
@@ -362,7 +360,7 @@ def rerank(
     ] = None,
     documents: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DOCUMENT]...", help="Documents to rank. [default: lines of piped text]"),
+        typer.Argument(metavar="DOCUMENT", help="Documents to rank. [default: lines of piped text]"),
     ] = None,
     options: RerankOptions,
     loading: ModelOptions,
@@ -384,7 +382,7 @@ def transcribe(
     *,
     named: ModelName,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", help="WAV files; - is standard input.")
+        list[str] | None, typer.Argument(metavar="FILE", help="WAV files; - is standard input.")
     ] = None,
     options: TranscribeOptions,
     loading: ModelOptions,
@@ -510,7 +508,7 @@ def list_(
 @command(app)
 def rm(
     models: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Cached models, as named by kukri list.")
+        list[str] | None, typer.Argument(metavar="MODEL", help="Cached models, as named by kukri list.")
     ] = None,
     model_option: Annotated[
         str | None, typer.Option("--model", "-m", metavar="MODEL", help="Model, instead of the argument.")
@@ -671,9 +669,9 @@ def perplexity(*, named: ModelName, reading: TextOptions, json: Json = False) ->
 
 @command(app)
 def compare(
-    a: Annotated[str | None, typer.Argument(metavar="[A]", help="Baseline model.")] = None,
+    a: Annotated[str | None, typer.Argument(metavar="A", help="Baseline model.")] = None,
     b: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="Model to measure; leave out with --types.")
+        str | None, typer.Argument(metavar="B", help="Model to measure; leave out with --types.")
     ] = None,
     model_option: Annotated[
         str | None,

@@ -37,7 +37,7 @@ More commands [serve](cli-serve.md), and [work on models](cli-models.md).
 """
 _LATER_HEAD = "\n[Commands that answer](cli.md) says how to read this page.\n"
 # an argument or option of a help text with the lines that describe it, and a heading without any
-_ENTRY = re.compile(r"^  (?:-|\[?[A-Z]+\]? +[A-Z]).*\n(?:   .*\n)*", re.M)
+_ENTRY = re.compile(r"^  (?:-|[A-Z]+ +[A-Z]).*\n(?:   .*\n)*", re.M)
 _NAME = re.compile(r"--[\w-]+|[A-Z]+")
 _EMPTY = re.compile(r"^(?:Arguments|Options):\n\n?(?!  )", re.M)
 _BELOW = re.compile(r"^Commands:\n(?:  .*\n)+", re.M)  # a group's own commands, which the page describes next
@@ -69,7 +69,7 @@ def _shortened(path: str, text: str, described: dict[str, dict[str, str]]) -> st
     found: dict[str, list[str]] = {}  # names by the command that describes them
 
     def kept(entry: re.Match[str]) -> str:
-        name, words = _NAME.findall(entry[0])[0], " ".join(re.sub(r"^  \[(\w+)\]", r"  \1", entry[0]).split())
+        name, words = _NAME.findall(entry[0])[0], " ".join(entry[0].split())
         for command, entries in described.items():
             if words in entries:
                 found.setdefault(command, []).append(name)
@@ -106,10 +106,35 @@ def _in_ranges(names: list[str], order: list[str]) -> list[str]:
 def _helps(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
     """The path and the help of a command and of those below it."""
     context = command.context_class(command, info_name=name, parent=parent, terminal_width=_WIDTH)
-    text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+    text = "\n".join(line.rstrip() for line in _help(command, context).splitlines())
     yield context.command_path, f"{text}\n"
     for below, one in getattr(command, "commands", {}).items():
         yield from _helps(one, below, context)
+
+
+def _help(command: Any, context: Any) -> str:
+    """Return the help of a command, with arguments as every version of typer should print them."""
+    rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+    usage = ["[OPTIONS]"]
+    for one in command.get_params(context):
+        if not (record := one.get_help_record(context)):  # hidden
+            continue
+        names, text = record
+        if one.param_type_name == "argument":
+            name = one.metavar or one.name.upper()
+            repeats = "..." if one.nargs < 0 else ""
+            usage.append((name if one.required else f"[{name}]") + repeats)
+            names = name + repeats
+        rows[one.param_type_name].append((names, text))
+    usage.append(getattr(command, "subcommand_metavar", ""))
+    formatter = context.make_formatter()
+    formatter.write_usage(context.command_path, " ".join(usage))
+    command.format_help_text(context, formatter)
+    for kind, named in rows.items():
+        if named:
+            with formatter.section(f"{kind.capitalize()}s"):
+                formatter.write_dl(named)
+    return str(formatter.getvalue())
 
 
 def configuration_page(page: str) -> str:

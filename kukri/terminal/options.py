@@ -88,7 +88,7 @@ _MODEL_HELP = (
 class ModelName:
     """The model of a command, None for the default model; `NeededModel` is that of a command without one."""
 
-    model: str | None = argument(_MODEL_HELP, metavar="[MODEL]", autocompletion=_model_names)
+    model: str | None = argument(_MODEL_HELP, metavar="MODEL", autocompletion=_model_names)
     model_option: str | None = option(
         "Model, instead of the argument.",
         "--model",
@@ -120,7 +120,7 @@ class NeededModel(ModelName):
 class ServedModels:
     """The models of `kukri serve`: an argument, and as many -m as wanted."""
 
-    model: str | None = argument(_MODEL_HELP, metavar="[MODEL]", autocompletion=_model_names)
+    model: str | None = argument(_MODEL_HELP, metavar="MODEL", autocompletion=_model_names)
     others: list[str] | None = option(
         "Model to serve, loaded on demand; repeatable.",
         "--model",
