@@ -43,17 +43,21 @@ _BLOCK = Gemma2Block.of(
 
 
 def _respelled(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the layers and the rotations that its class takes where it names none."""
+    """Return config.json with the layers and the rotations that its class takes where it names none.
+
+    Published files call the rotation of half a head "default", under which transformers 5.24 rotates all of
+    it. The weights are trained for "proportional", the class's own name for it.
+    """
     kinds = ("conv", "conv", "full_attention", "conv", "sliding_attention", "conv", "full_attention", "conv")
     n_layers = config.get("num_hidden_layers")
     made = [kinds[i if i < 2 else 2 + (i - 2) % 4] for i in range(n_layers if type(n_layers) is int else 0)]
     full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
     ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    return {
-        **config,
-        "layer_types": config.get("layer_types") or made,
-        "rope_parameters": config.get("rope_parameters") or ropes,
-    }
+    ropes = config.get("rope_parameters") or ropes
+    full = ropes.get("full_attention") if isinstance(ropes, dict) else None
+    if isinstance(full, dict) and full.get("rope_type") == "default" and "partial_rotary_factor" in full:
+        ropes = {**ropes, "full_attention": {**full, "rope_type": "proportional"}}
+    return {**config, "layer_types": config.get("layer_types") or made, "rope_parameters": ropes}
 
 
 LFM3 = replace(

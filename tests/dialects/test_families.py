@@ -135,6 +135,7 @@ def test_a_transcript_is_read_exactly(family, text, thoughts, content, calls):
         ("{% if tools %}[TOOL_CALLS]", {"[TOOL_CALLS]": 5}, "mistral"),
         ("{% if tools %}[TOOL_CALLS][ARGS]", {}, "mistral-names"),
         ("{% if tools %}", {"<|python_tag|>": 9}, "llama3"),
+        ("{% if tools %}<tool_call><function=", {"<|tool_call_start|>": 9}, "qwen-xml"),  # LFM3
         ("{% if tools %}", {}, "generic"),
         ("<tool_call>", {}, "generic"),
         (None, {"<|python_tag|>": 9}, "generic"),

@@ -395,6 +395,24 @@ def test_what_makes_no_sense_is_one_clear_line(keys, error, message):
     assert "\n" not in str(caught.value)
 
 
+def test_published_files_of_lfm3_rotate_half_of_each_head():
+    """Catches whole heads rotated, as transformers 5.24 does: files name no "proportional" rotation."""
+    kinds = ["conv", "conv", "full_attention", "conv", "sliding_attention", "conv", "full_attention", "conv"]
+    full, windowed = (
+        {"partial_rotary_factor": 0.5, "rope_theta": 1e6, "rope_type": "default"},
+        {"rope_theta": 10000, "rope_type": "default"},
+    )
+    found = [
+        read(
+            model_type="lfm3",
+            layer_types=kinds,
+            rope_parameters={"full_attention": {**full, **more}, "sliding_attention": windowed},
+        )
+        for more in ({}, {"rope_type": "proportional"})
+    ]
+    assert found[0] == found[1] == read(model_type="lfm3")
+
+
 def test_keys_that_change_nothing_are_ignored_by_name():
     """Catches real files refused for the bookkeeping in them."""
     config = read(
