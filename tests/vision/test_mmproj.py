@@ -20,6 +20,7 @@ from kukri import LLM
 from kukri.config import EmbeddingConfig
 from kukri.errors import ConfigError, FormatError, KukriError, UnsupportedError, UnusedTensorError
 from kukri.formats.checkpoint import Checkpoint, _with_mmproj, open_checkpoint
+from kukri.formats.gguf import mmproj_names
 from kukri.formats.gguf.config import model_config
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.formats.gguf.split import find_mmproj
@@ -224,6 +225,16 @@ def test_tensors_are_all_there_and_none_is_left(idefics3: Path, tmp_path: Path) 
     heard = changed(source, tmp_path / "sound.gguf", {"clip.has_audio_encoder": True}, of_sound)
     with LLM(text, mmproj=heard, backend="reference") as llm:
         assert llm.image_processor is not None
+
+
+def test_a_text_is_converted_without_an_encoder_that_gguf_has_no_name_for(
+    idefics3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a StopIteration in place of a sentence."""
+    monkeypatch.delitem(mmproj_names.FAMILIES, "idefics3")
+    convert_model(idefics3 / "hf", tmp_path / "tiny.gguf", "F32", dry_run=False, as_json=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+    assert "left out: encoder 'idefics3' is not supported by GGUF" in capsys.readouterr().err
 
 
 def test_an_encoder_is_no_model_and_no_directory_needs_one(idefics3: Path) -> None:

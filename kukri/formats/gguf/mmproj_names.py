@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.dataclass import dataclass, replace
-from kukri.errors import FormatError
+from kukri.errors import FormatError, UnsupportedError
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.models.keys import Keys
 from kukri.vision.config import VisionConfig
@@ -185,9 +185,11 @@ def stored_name(name: str, config: VisionConfig) -> str:
 
 
 def clip_of(config: VisionConfig) -> Clip:
-    """How llama.cpp writes the family of an encoder."""
-    types = vision_families()[config.family].hf_types
-    return next(clip for name, clip in FAMILIES.items() if name in types)
+    """Return how llama.cpp writes the family of an encoder. Raises UnsupportedError if it has none."""
+    for name in vision_families()[config.family].hf_types:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise UnsupportedError(f"encoder '{config.family}' is not supported by GGUF")
 
 
 def colour_order(n: int, *, writes: bool) -> npt.NDArray[np.int64]:
