@@ -8,6 +8,7 @@ import numpy as np
 
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.cpu import CpuBackend
+from kukri.kernels.kv_types import KV_TYPES
 from kukri.kernels.op_set import Ops
 from kukri.kernels.paged_kv import PAGE_TOKENS, PagedKV
 from kukri.kernels.quantize import quantize
@@ -107,7 +108,9 @@ def fill(array, rng):
 
 # How near the CPU attends to the reference, of the largest number. Weights of values of q8_0 are rounded to
 # 1 / 32,767 of their sum.
-ATTENTION_ERROR = {"f16": 1e-5, "f32": 1e-5, "q4": 1e-5, "q8_0": 2e-4}
+ATTENTION_ERROR = {
+    kv_type: 2e-4 if kv_type == "q8_0" else 1e-5 for kv_type, numbers in KV_TYPES.items() if numbers.encode
+}
 
 
 def rounded(q):
