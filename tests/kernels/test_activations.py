@@ -9,6 +9,7 @@ import pytest
 
 from kukri.kernels.activations import ACTIVATIONS, NUMPY, activate, slopes
 from kukri.models import keys
+from tests.kernels.small_programs import assert_close, both, f32_weight, plain_batch
 from tests.lazy_imports import lazy_imports
 
 with lazy_imports():
@@ -55,6 +56,18 @@ def drawn(seed, dtype=np.float32):
 def test_every_row_is_checked_and_has_a_function_of_vectors():
     """Catches a row that the CPU backend cannot run, or that nothing here compares."""
     assert ACTIVATIONS.keys() == FLOATS.keys() == elementwise._ELEMENTWISE.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "numbers"), ROWS)
+def test_a_function_of_vectors_is_the_formula(backend, name, numbers):
+    """Catches a function of the CPU's kernels that no test of one activation compares."""
+    x, other = (f32_weight(drawn(seed)) for seed in (0, 1))
+
+    def program(ops, batch):
+        return ops.logit_rows(ops.map(name, ops.embed(x, batch), ops.embed(other, batch), *numbers), batch)
+
+    assert_close(*both(backend, program, plain_batch(5)), 1e-5)
 
 
 @pytest.mark.parametrize(("name", "numbers"), ROWS)
