@@ -145,13 +145,15 @@ class ArrayOps(StageOps):
         return rotated(self.xp, self.floats(x), *self.cos_and_sin(rope, batch), spec.d_head)
 
     def conv(self, x: Tensor, spec: ConvSpec, batch: Any) -> Tensor:
-        taps, n_before = self.vector(spec.taps).reshape(spec.n_taps, -1), spec.n_taps - 1
+        taps, n_before = self.vector(spec.taps).reshape(spec.n_lines * spec.n_taps, -1), spec.n_taps - 1
         y = self.xp.zeros_like(x)
         if spec.bias is not None:
             y = y + self.vector(spec.bias)
         if spec.n_after is not None:
-            for start, stop, n_seen in self._seen(batch):
-                convolve(y, x, slice(start, start + n_seen), taps, n_before - spec.n_after)
+            seen = [*self._seen(batch)]
+            rows = [slice(start, start + n_seen) for start, _, n_seen in seen]
+            convolve(y, x, rows, taps, n_before - spec.n_after, spec.n_lines)
+            for start, stop, n_seen in seen:
                 y[start + n_seen : stop] = 0
             return y
         for step, states, past in self._states("conv", spec.layer, batch):
@@ -210,14 +212,23 @@ def rotated(xp: Any, x: Tensor, cos: Tensor, sin: Tensor, d_head: int) -> Tensor
     return xp.concat(parts, -1).reshape(x.shape)
 
 
-def convolve(y: Tensor, x: Tensor, rows: slice, taps: Tensor, n_before: int) -> None:
-    """Adds to `rows` of y, in place, the taps [n, C] times rows of x, the first `n_before` rows earlier."""
-    start, stop = rows.start, rows.stop
-    for i, weights in enumerate(taps):
-        n = n_before - i  # the tap reads this many rows earlier; later ones below 0
-        later = slice(start + max(n, 0), max(stop + min(n, 0), start))
-        earlier = slice(start + max(-n, 0), max(stop - max(n, 0), start))
-        y[later] += weights * x[earlier]
+def convolve(
+    y: Tensor, x: Tensor, texts: Sequence[slice], taps: Tensor, n_before: int, n_lines: int = 1
+) -> None:
+    """Adds to the rows of texts in y, in place, the taps [n_lines * n, C] times rows of x.
+
+    The first tap of a line is `n_before` rows earlier; lines are for as many texts before as after a text.
+    """
+    n_taps = len(taps) // n_lines
+    for number, own in enumerate(texts):
+        for i, weights in enumerate(taps):
+            other = number + i // n_taps - n_lines // 2
+            if not 0 <= other < len(texts):
+                continue
+            n = n_before - i % n_taps  # the tap reads this many rows earlier; later ones below 0
+            into, read = own.start + max(n, 0), texts[other].start + max(-n, 0)
+            size = max(min(own.stop - into, texts[other].stop - read), 0)
+            y[into : into + size] += weights * x[read : read + size]
 
 
 def _columns_grad(g: FloatArray, x: FloatArray, n_heads: int, start: int, stop: int) -> tuple[FloatArray]:

@@ -129,7 +129,9 @@ class ConvSpec:
     `taps` [K * C] has the weights of the oldest input first. Its state is the array "conv" [K - 1, C].
 
     With `n_after`, texts are whole in a step, and that many of the K inputs come after the current one.
-    There is no state then, tokens that nobody sees count as 0, and what is made of them is 0.
+    There is no state then, tokens that nobody sees count as 0, and what is made of them is 0. With `n_lines`,
+    the step's sequences are the rows of a grid: `taps` [n_lines * K * C] are lines of taps, the middle one of
+    which is for a token's own row, and the others for as many rows before it as after it.
     """
 
     layer: int
@@ -138,6 +140,7 @@ class ConvSpec:
     bias: Vector | None = None  # [C]
     is_activated: bool = False  # by SiLU
     n_after: int | None = None
+    n_lines: int = 1
 
 
 @dataclass(frozen=True, eq=False)

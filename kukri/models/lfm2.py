@@ -29,12 +29,14 @@ class ShortConv:
     An encoder's middle tap is the token's own, unless tokens see earlier ones alone; it keeps nothing.
     """
 
+    conv_name = "conv"
+
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         assert config.recurrent is not None, "the configuration's readers see to that"
         n = config.d_model
         self.layer = layer
         self.into = Linear(source, [f"{name}.in_proj"], (n, n, n), n)
-        self.conv = Convolution(source, {f"{name}.conv": n}, config.recurrent.n_taps, layer)
+        self.conv = Convolution(source, {f"{name}.{self.conv_name}": n}, config.recurrent.n_taps, layer)
         self.out = Linear(source, [f"{name}.out_proj"], (n,), n)
         self.cache_layer: KVLayer | StateLayer = StateLayer(self.conv.states)
         if not config.is_causal:

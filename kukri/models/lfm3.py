@@ -52,11 +52,11 @@ def _respelled(config: dict[str, Any]) -> dict[str, Any]:
     n_layers = config.get("num_hidden_layers")
     made = [kinds[i if i < 2 else 2 + (i - 2) % 4] for i in range(n_layers if type(n_layers) is int else 0)]
     full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
-    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    ropes = config.get("rope_parameters") or ropes
-    full = ropes.get("full_attention") if isinstance(ropes, dict) else None
-    if isinstance(full, dict) and full.get("rope_type") == "default" and "partial_rotary_factor" in full:
-        ropes = {**ropes, "full_attention": {**full, "rope_type": "proportional"}}
+    windowed = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = config.get("rope_parameters") or {"full_attention": full, "sliding_attention": windowed}
+    own = ropes.get("full_attention") if isinstance(ropes, dict) else None
+    if isinstance(own, dict) and own.get("rope_type") == "default" and "partial_rotary_factor" in own:
+        ropes = {**ropes, "full_attention": {**own, "rope_type": "proportional"}}
     return {**config, "layer_types": config.get("layer_types") or made, "rope_parameters": ropes}
 
 

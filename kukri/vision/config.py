@@ -49,6 +49,14 @@ class VisionConfig:
                 f"patches of {self.patch_size}"
             )
 
+    def has_windows(self, layer: int) -> bool:
+        """True if a layer sees patches by the windows of their part: attends within them, or convolves."""
+        return self.convolves(layer) or (self.window > 0 and layer not in self.full_layers)
+
+    def convolves(self, layer: int) -> bool:
+        """True if a layer convolves over the grid of patches, whose rows are its windows."""
+        return self.encoder.layers[layer].is_recurrent
+
     @property
     def side(self) -> int:
         """Patches along a side of a tile."""

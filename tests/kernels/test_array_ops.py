@@ -230,6 +230,19 @@ def test_conv(on):
     want = [*convolved(x[:3], taps, bias, 1), *convolved(x[3:4], taps, bias, 1), [0.0] * 4]
     close(on.rows(on.ops.conv(on.value(x), both_ways, on.batch)), want)
 
+    lines = [drawn(3, 4, seed) for seed in (4, 5, 6)]  # for the sequence before, the own one and the next
+    grid = replace(both_ways, n_lines=3, taps=Vector(np.float32(lines).reshape(-1)))
+    on.host.context_len[:] = [3, 2]
+    first, second = x[:3], [*x[3:], [0.0] * 4]  # whose third is outside
+    want = [
+        [sum(each) - bias[c] for c, each in enumerate(zip(own, other))]
+        for own, other in (
+            *zip(convolved(first, lines[1], bias, 1), convolved(second, lines[2], bias, 1)),
+            *zip(convolved(second, lines[1], bias, 1)[:2], convolved(first, lines[0], bias, 1)),
+        )
+    ]
+    close(on.rows(on.ops.conv(on.value(x), grid, on.batch)), want)
+
 
 def test_activations(on):
     """Catches a width that is not checked, and a value whose edits change the batch."""

@@ -138,6 +138,29 @@ def test_convolutions_both_ways(backend, n, n_taps, n_after):
         assert_close(each.compile(program, cache, limits)(batch).numpy(), want, 1e-5)
 
 
+def test_convolutions_over_a_grid(backend):
+    """A row of the grid that is taken for another, and an edge that sees the next row's other end."""
+    rng, (height, width, n, side) = np.random.default_rng(0), (6, 7, 48, 3)
+    taps = vector(rng, n * side * side)
+    spec = ConvSpec(0, side, taps, n_after=side // 2, n_lines=side)
+    x = rng.standard_normal((height * width, n)).astype(np.float32)
+    steps, ends = np.arange(len(x), dtype=np.int32), np.arange(0, len(x) + 1, width, dtype=np.int32)
+    table = np.zeros((height, 1), np.int32)
+    rows, batch = f32_weight(x), ForwardBatch(steps, steps, steps, ends, np.diff(ends), table, steps)
+
+    def program(ops, batch):
+        return ops.logit_rows(ops.conv(ops.embed(rows, batch), spec, batch), batch)
+
+    grid = torch.from_numpy(x.reshape(height, width, n)).permute(2, 0, 1)
+    kernel = torch.from_numpy(taps.data.reshape(side, side, n)).permute(2, 0, 1)[:, None]
+    want = torch.nn.functional.conv2d(grid[None], kernel, padding=side // 2, groups=n)[0]
+    for each in (ReferenceBackend(), backend, make_backend("torch")):
+        cache = each.new_cache([KVLayer(1, 16)], 64, N_SLOTS)
+        limits = StepLimits(MOST, height, MOST, 16, free_contexts=True)
+        made = each.compile(program, cache, limits)(batch).numpy()
+        assert_close(made, want.permute(1, 2, 0).reshape(-1, n).numpy(), 1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ops_are_the_reference(backend, case):
     """A tap, head or group next to its own; a state that is not zero at first; a gate of another head."""

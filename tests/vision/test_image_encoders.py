@@ -226,3 +226,21 @@ def test_llava_with_another_encoder_is_refused(tmp_path: Any) -> None:
     ):
         with pytest.raises(UnsupportedError, match="model_type" if key == "vision_config" else key):
             vision_config({**own, key: value}, tmp_path / "config.json", 64)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("conv_kernel_size", 4),
+        ("layer_types", ["conv", "mamba"] * 7),
+        ("num_key_value_heads", 3),
+        ("norm_eps", 0),
+        ("rope_parameters", {"rope_theta": -1.0}),
+    ],
+)
+def test_lfm3_vl_with_other_layers_is_refused(tmp_path: Any, key: str, value: Any) -> None:
+    """Catches convolutions without a middle, and a layer that is taken for a convolution."""
+    with pytest.raises(
+        (FormatError, UnsupportedError), match=key if key != "rope_parameters" else "rope_theta"
+    ):
+        vision_config({"model_type": "lfm3_vl", "vision_config": {key: value}}, tmp_path / "config.json", 64)

@@ -36,6 +36,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "<image>",
         {"image_processor_type": "Lfm2Vl", "encoder_patch_size": 4, "downsample_factor": 2},
     ),
+    "lfm3_vl": (
+        "<|image|>",
+        {
+            "image_processor_type": "Qwen2VL",
+            **{"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096},
+        },
+    ),
     "lighton_ocr": ("<|image_pad|>", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
     "llava": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),
     "mistral3": ("[IMG]", {"image_processor_type": "Pixtral", "size": {"longest_edge": 48}}),

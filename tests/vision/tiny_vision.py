@@ -147,6 +147,23 @@ MODELS = {
         },
         tile_tokens=9,
     ),
+    "lfm3_vl": TinyVision(
+        "Lfm3VlConfig",
+        "Lfm3VlForConditionalGeneration",
+        {
+            **{**QWEN_IDS, "projector_hidden_size": 56},
+            "text_config": {
+                **{**TEXT, "model_type": "lfm3", "head_dim": 16, "sliding_window": 24},
+                "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            },
+            "vision_config": {
+                **{"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "patch_size": 4},
+                **{"num_attention_heads": 4, "num_key_value_heads": 2},
+                "layer_types": ["conv", "full_attention"] * 2,
+            },
+        },
+        tile_tokens=15,
+    ),
     "lighton_ocr": TinyVision(
         "LightOnOcrConfig",
         "LightOnOcrForConditionalGeneration",
@@ -265,6 +282,7 @@ MODELS = {
 
 
 QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+AS_QWENS = ("lfm3_vl", *QWENS)  # which read two frames, square by square
 OF_SQUARES = ("paddleocr_vl", *QWENS)  # of patches, whose rows have three positions
 PIXTRALS = ("mistral3", "lighton_ocr", "llava")
 
@@ -298,9 +316,9 @@ def save(directory: Path, name: str) -> Any:
 def image(name: str, n_tiles: int = 1, seed: int = 0) -> ImageInput:
     """Tiles of random numbers, and the digest of them."""
     tiny = MODELS[name]
-    if name in (*OF_SQUARES, *PIXTRALS):  # 10 x 6 patches, of more tiles wider and less tall ones
+    if name in (*AS_QWENS, *OF_SQUARES, *PIXTRALS):  # 10 x 6 patches, of more tiles wider and less tall ones
         grid = (1, 10, 6) if n_tiles == 1 else (1, 6, 10 * n_tiles)
-        values = 96 if name in QWENS else 48  # two frames or one
+        values = 96 if name in AS_QWENS else 48  # two frames or one
         pixels = np.random.default_rng(seed).uniform(-1, 1, (grid[1] * grid[2], values)).astype(np.float32)
         n_tokens = len(pixels) // (1 if name == "llava" else 4)
         return ImageInput(pixels, grid, n_tokens, sha256(pixels.tobytes()).digest())
@@ -373,7 +391,7 @@ def their_inputs(asked_of: str, asked: ImagePrompt) -> dict[str, torch.Tensor]:
             cut = torch.from_numpy(one.pixels).reshape(one.grid[1], one.grid[2], 3, 4, 4)
             into[:, :height, :width] = cut.permute(2, 0, 3, 1, 4).reshape(3, height, width)
         inputs["image_sizes"] = torch.tensor(sizes)
-    elif asked.images and asked_of in OF_SQUARES:
+    elif asked.images and asked_of in (*AS_QWENS, *OF_SQUARES):
         inputs["pixel_values"] = torch.from_numpy(np.concatenate([one.pixels for one in asked.images]))
         if asked_of == "paddleocr_vl":  # row by row, where Qwen's lie square by square
             parts = [

@@ -131,7 +131,7 @@ class _EncoderPrograms:
         # a part may be cut where the residual stream is all that later layers read
         self._cuts = [f"blocks.{layer}.{tap}" for layer in layers for tap in places][1:]
         self._deep = [f"blocks.{layer}.hook_resid_post" for layer in config.deep_layers]
-        self._has_windows = [config.window > 0 and layer not in config.full_layers for layer in layers]
+        self._has_windows = [config.has_windows(layer) for layer in layers]
 
     def advance(self, job: _Job, *, is_brief: bool) -> bool:
         """Runs a slice of the job's part, or all up to the next cut that it needs; True once its rows are
@@ -210,11 +210,14 @@ class _EncoderPrograms:
         part, first, n_rows = job.part, job.n_sliced, len(job.part.patches)
         is_mlp, config = job.n_cuts % 2 == 1, self._model.config.encoder
         # the layer whose attention comes next says what patches attend to
-        has_windows = self._has_windows[min((job.n_cuts + 1) // 2, len(self._has_windows) - 1)]
+        layer = min((job.n_cuts + 1) // 2, len(self._has_windows) - 1)
+        has_windows = self._has_windows[layer]
         if not is_brief:
             return slice(0, n_rows), part.windows if has_windows else (), 0
         if is_mlp:
             return slice(first, min(first + _MLP_ROWS, n_rows)), (), 0
+        if self._model.config.convolves(layer):  # over neighbouring windows, for the time of half an MLP
+            return slice(0, n_rows), part.windows, 0
         if has_windows:
             ends = np.cumsum(part.windows)
             start = int(np.searchsorted(ends, first, "right"))

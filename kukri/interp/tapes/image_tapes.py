@@ -12,7 +12,7 @@ from kukri.interp.hooks.attention import seen_keys
 from kukri.interp.tapes.tape import Matrices, Tape, TextRows, Variable
 from kukri.kernels.arrays import FloatArray
 from kukri.kernels.rope_rows import RopeRows
-from kukri.kernels.specs import AttentionSpec
+from kukri.kernels.specs import AttentionSpec, ConvSpec
 from kukri.kernels.taps import tap_name
 from kukri.kernels.weight_handles import RopeFrequencies
 from kukri.vision.encoder import ImagePart, VisionModel
@@ -58,10 +58,15 @@ class EncoderTape(Tape):
         self, q: Variable, k: Variable | None, v: Variable | None, spec: AttentionSpec, batch: TextRows
     ) -> Variable:
         """Attention within windows, in layers that have some."""
-        config = self._model.config
-        if config.window and self._layer not in config.full_layers:
-            batch = TextRows.of([np.zeros(n, np.int32) for n in self._windows])
-        return super().attention(q, k, v, spec, batch)
+        return super().attention(q, k, v, spec, self._by_window(batch))
+
+    def conv(self, x: Variable, spec: ConvSpec, batch: TextRows) -> Variable:
+        return super().conv(x, spec, self._by_window(batch))
+
+    def _by_window(self, batch: TextRows) -> TextRows:
+        if not self._model.config.has_windows(self._layer):
+            return batch
+        return TextRows.of([np.zeros(n, np.int32) for n in self._windows])
 
     def tap(self, name: str, layer: int | None, x: Variable) -> Variable:
         self._layer = self._layer if layer is None else layer

@@ -326,16 +326,14 @@ class Tape:
 
     def conv(self, x: Variable, spec: ConvSpec, batch: TextRows) -> Variable:
         """The derivative is the convolution backwards, with the taps in the other order."""
-        taps = spec.taps.data.reshape(spec.n_taps, -1)
+        taps = spec.taps.data.reshape(spec.n_lines * spec.n_taps, -1)
         n_before = spec.n_taps - 1 - (spec.n_after or 0)
         y = np.zeros_like(x.x) if spec.bias is None else np.tile(spec.bias.data, (len(x.x), 1))
-        for rows in batch.texts:
-            convolve(y, x.x, rows, taps, n_before)
+        convolve(y, x.x, batch.texts, taps, n_before, spec.n_lines)
 
         def pull(g: FloatArray) -> None:
             back = np.zeros_like(x.x)
-            for rows in batch.texts:
-                convolve(back, g, rows, taps[::-1], spec.n_taps - 1 - n_before)
+            convolve(back, g, batch.texts, taps[::-1], spec.n_taps - 1 - n_before, spec.n_lines)
             x.add(back)
 
         found = self._new(y, pull)

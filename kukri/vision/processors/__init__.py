@@ -12,7 +12,7 @@ from kukri.vision.processors.idefics3 import Idefics3Processor
 from kukri.vision.processors.lfm2_vl import Lfm2VlProcessor
 from kukri.vision.processors.pixtral import LightOnOcrProcessor, PixtralProcessor
 from kukri.vision.processors.processor import Detail, ImageProcessor
-from kukri.vision.processors.qwen import PaddleOcrProcessor, QwenProcessor
+from kukri.vision.processors.qwen import Lfm3VlProcessor, PaddleOcrProcessor, QwenProcessor
 
 _BY_TYPE: dict[str, type[ImageProcessor]] = {
     "Gemma3": Gemma3Processor,
@@ -27,8 +27,11 @@ _BY_TYPE: dict[str, type[ImageProcessor]] = {
     "SmolVLM": Idefics3Processor,
 }
 
-# Models whose files name another family's
-_BY_MODEL: dict[Any, type[ImageProcessor]] = {"lighton_ocr": LightOnOcrProcessor}
+# Models whose files name another family's, or code of their own
+_BY_MODEL: dict[Any, type[ImageProcessor]] = {
+    "lfm3_vl": Lfm3VlProcessor,
+    "lighton_ocr": LightOnOcrProcessor,
+}
 
 
 def image_processor(
@@ -41,14 +44,15 @@ def image_processor(
     family that is not known here, FormatError on values that no checkpoint has.
     """
     own = processor.get("image_processor")
+    by_model = _BY_MODEL.get(model.get("model_type"))
     stated = {**preprocessor, **(own if isinstance(own, Mapping) else {})}
     kind = str(stated.get("image_processor_type") or stated.get("processor_class") or "")
     name = kind.removesuffix("Pil").removesuffix("Fast").removesuffix("Processor").removesuffix("Image")
-    if name not in _BY_TYPE:
+    if by_model is None and name not in _BY_TYPE:
         raise UnsupportedError(
             f"the image processor {kind[:100]!r} is not supported: use {', '.join(_BY_TYPE)}"
         )
-    return _BY_MODEL.get(model.get("model_type"), _BY_TYPE[name]).of(stated, processor, model)
+    return (by_model or _BY_TYPE[name]).of(stated, processor, model)
 
 
 __all__ = ["Detail", "ImageProcessor", "image_processor"]

@@ -1,4 +1,4 @@
-"""Qwen2-VL to Qwen3.5, and PaddleOCR-VL, which reads pictures as they do: sides within a budget of pixels."""
+"""Qwen2-VL to Qwen3.5, and PaddleOCR-VL and LFM3-VL, which do the same: sides within a budget of pixels."""
 
 from __future__ import annotations
 
@@ -116,3 +116,9 @@ class PaddleOcrProcessor(QwenProcessor):
     around = ("<|IMAGE_START|>", "<|IMAGE_END|>")
     class_sides = (384 * 384, 1536 * 1536, 1)
     widens = True
+
+
+class Lfm3VlProcessor(QwenProcessor):
+    """LFM3-VL's, with a token of its own."""
+
+    placeholder = token = "<|image|>"

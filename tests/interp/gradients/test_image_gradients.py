@@ -19,7 +19,12 @@ from tests.vision.tiny_vision import MODELS, image, prompt, relative, save, thei
 
 RIGHT, WRONG = 5, 9
 QUICK = ["idefics3", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl"]
-BLOCKS = ("encoder.layers", "transformer.layers", "visual.blocks")  # the ends of their names
+BLOCKS = (
+    "encoder.layers",
+    "transformer.layers",
+    "visual.blocks",
+    "vision_tower.layers",
+)  # the ends of their names
 FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 METRIC = gradients.logit_difference(RIGHT, WRONG)
 
@@ -53,13 +58,16 @@ def patches(x: Any, lengths: Any) -> Any:
 
 
 def order(name: str, images: Any) -> Any:
-    """Where each of our patches lies among transformers', which has PaddleOCR-VL's row by row."""
-    if name != "paddleocr_vl":
+    """Where each of our patches lies among transformers', which has PaddleOCR-VL's row by row, and has
+    LFM3-VL's square by square.
+    """
+    if name not in ("paddleocr_vl", "lfm3_vl"):
         return slice(None)
     places, first = [], 0
     for one in images:
         rows, columns = grid_of_blocks(one.grid[1:], 2)
-        places.append(first + rows * one.grid[2] + columns)
+        own = rows * one.grid[2] + columns
+        places.append(first + (own if name == "paddleocr_vl" else np.argsort(own)))
         first += len(one.pixels)
     return np.concatenate(places)
 

@@ -43,6 +43,13 @@ def _first_token(batch, sequence):
 
 
 @device
+def _seen_stop(batch, sequence):
+    """One past the last token of a sequence that others see."""
+    n_seen = load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence)
+    return min(_first_token(batch, sequence) + n_seen, _first_token(batch, sequence + 1))
+
+
+@device
 def _begins(batch, sequence):
     """True if a sequence's first token in the step is its first at all."""
     n_tokens = _first_token(batch, sequence + 1) - _first_token(batch, sequence)
@@ -98,26 +105,37 @@ def conv(tile, batch, x, x_stride, n, taps, bias, n_taps, is_activated, state, s
     return 0
 
 
-def conv_both_ways(tile, batch, x, x_stride, n, taps, bias, n_taps, n_after, y, y_stride):
-    """The same over inputs, n_after of which come after a token, without a state; 0 for hidden tokens."""
+def conv_both_ways(tile, batch, x, x_stride, n, taps, bias, n_taps, n_after, n_lines, y, y_stride):
+    """The same over inputs, n_after of which come after a token, without a state; 0 for hidden tokens.
+
+    Of `n_lines` lines of taps the middle one is for a token's sequence, others for those around it.
+    """
     row = 4 * n
     n_parts = (row + _CONV_BYTES - 1) // _CONV_BYTES
     if tile < 0:
         return n_parts
     n_before = n_taps - 1 - n_after
-    for sequence in range(load_i64(batch + N_SEQUENCES)):
+    n_sequences = load_i64(batch + N_SEQUENCES)
+    for sequence in range(n_sequences):
         start = _first_token(batch, sequence)
         stop = _first_token(batch, sequence + 1)
-        seen = min(start + load_i32(load_i64(batch + CONTEXT_LEN) + 4 * sequence), stop)
+        seen = _seen_stop(batch, sequence)
         for i in range(tile * _CONV_BYTES, min((tile + 1) * _CONV_BYTES, row), 64):
             for t in range(start, stop):
                 total = load_f32x16(bias + i) if bias != 0 and t < seen else splat(0.0)
-                for k in range(n_taps):
-                    place = t - n_before + k
-                    if start <= place and place < seen and t < seen:
-                        total = fma(
-                            load_f32x16(taps + k * row + i), load_f32x16(x + place * x_stride + i), total
-                        )
+                for line in range(n_lines):
+                    other = sequence + line - n_lines // 2
+                    if other >= 0 and other < n_sequences and t < seen:
+                        first = _first_token(batch, other)
+                        last = _seen_stop(batch, other)
+                        for k in range(n_taps):
+                            place = first + t - start - n_before + k
+                            if first <= place and place < last:
+                                total = fma(
+                                    load_f32x16(taps + (line * n_taps + k) * row + i),
+                                    load_f32x16(x + place * x_stride + i),
+                                    total,
+                                )
                 store_f32x16(y + t * y_stride + i, total)
     return 0
 

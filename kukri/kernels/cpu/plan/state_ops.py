@@ -71,7 +71,7 @@ class DeltaRule(Op):
 
 def _channels(spec: ConvSpec, at: Addresses) -> dict[str, int]:
     """A kernel's parameters for channels in whole vectors: their number and their taps."""
-    taps = whole_vectors(spec.taps.data.reshape(spec.n_taps, -1))
+    taps = whole_vectors(spec.taps.data.reshape(spec.n_lines * spec.n_taps, -1))
     return {"n": taps.shape[1], "taps": at.of_array(taps)}
 
 
