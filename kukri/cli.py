@@ -382,7 +382,7 @@ def transcribe(
     *,
     named: ModelName,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE", help="WAV files; - is standard input.")
+        list[str] | None, typer.Argument(metavar="FILE", help="Sound files; - is standard input.")
     ] = None,
     options: TranscribeOptions,
     loading: ModelOptions,

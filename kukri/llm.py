@@ -263,7 +263,7 @@ class LLM:
     def transcribe(
         self, sound: Sound | list[Any], **options: Unpack[SpeechKeywords]
     ) -> Transcription | list[Transcription]:
-        """What is said in a sound: the path of a WAV file, or samples from -1 to 1, of one channel at 16 kHz.
+        """What is said in a sound: the path of a file, or samples from -1 to 1, of one channel at 16 kHz.
 
         A list of sounds is one batch. `options` are the fields of `kukri.calls.speech.SpeechOptions`. Raises
         UnsupportedError for a model that does not hear, RequestError on a sound or options that do not work.

@@ -14,7 +14,8 @@ from kukri.dataclass import dataclass, field, fields
 from kukri.errors import FormatError, RequestError, brief, close_matches
 from kukri.formats.json_files import read_json
 from kukri.sampling import SamplingParams
-from kukri.sound.features import HOP, RATE, log_mel
+from kukri.sound.bounds import RATE
+from kukri.sound.features import HOP, log_mel
 from kukri.sound.prompt import SoundInput, SoundPrompt
 from kukri.sound.rules import FirstLook, TextRules
 

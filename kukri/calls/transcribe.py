@@ -12,19 +12,19 @@ import numpy.typing as npt
 from kukri.calls.engine_calls import EngineCalls
 from kukri.calls.speech import Asked, Speech, SpeechOptions, Transcription
 from kukri.kernels.arrays import FloatArray
+from kukri.sound.files import decode_sound, read_sound_file
 from kukri.sound.samples import checked_samples
-from kukri.sound.wav import decode_wav, read_wav
 
 # a path, the bytes of a file, or numbers [n] at 16 kHz
 Sound: TypeAlias = str | os.PathLike[str] | bytes | npt.NDArray[Any]
 
 
 def read_sound(sound: Sound) -> FloatArray:
-    """The samples of a sound, float32 [n] at 16 kHz. Raises RequestError."""
+    """The samples of a sound, float32 [n] at 16 kHz. Raises as `kukri.sound.files.decode_sound` does."""
     if isinstance(sound, str | os.PathLike):
-        return read_wav(Path(sound), "sound")
+        return read_sound_file(Path(sound), "sound")
     if isinstance(sound, bytes):
-        return decode_wav(sound, "sound")
+        return decode_sound(sound, "sound")
     return checked_samples(sound)
 
 

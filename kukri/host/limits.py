@@ -24,6 +24,11 @@ def limit_cpu(seconds: int) -> None:
     _limit("RLIMIT_CPU", seconds)
 
 
+def forbid_files() -> None:
+    """Let this process open no further file, pipe or socket."""
+    _limit("RLIMIT_NOFILE", 0)
+
+
 def _limit(name: str, value: int) -> None:
     if sys.platform == "win32":
         return

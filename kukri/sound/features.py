@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kukri.kernels.arrays import FloatArray
+from kukri.sound.bounds import RATE
 
-RATE = 16_000  # samples a second
 HOP = 160  # samples from a frame to the next
 _HALF = 200  # half of the samples of a frame
 _AT_ONCE = 3000  # frames: the spectra of hours do not fit into memory

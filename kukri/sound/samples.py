@@ -8,9 +8,8 @@ import numpy as np
 
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
-from kukri.sound.features import RATE
+from kukri.sound.bounds import MAX_RATE, MIN_RATE, RATE
 
-MIN_RATE, MAX_RATE = 1_000, 384_000  # samples a second
 _PIECE_S = 60  # seconds that are resampled at once
 
 

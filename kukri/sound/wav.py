@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,9 @@ import numpy.typing as npt
 
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
-from kukri.sound.samples import MAX_RATE, MIN_RATE, resampled
+from kukri.sound.bounds import check_facts, check_length
+from kukri.sound.samples import resampled
 
-MAX_FILE_BYTES = 128 << 20
-MAX_CHANNELS = 8
-MAX_SECONDS = 2 * 60 * 60
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _TYPES = {
     (_PCM, 8): "u1",
@@ -27,14 +24,9 @@ _TYPES = {
 }
 
 
-def read_wav(path: Path, param: str = "file") -> FloatArray:
-    """`decode_wav` of a file."""
-    try:
-        with path.open("rb") as file:  # a pipe or a device states no size
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise RequestError.of(param, f"cannot be read: {error.strerror or error}") from None
-    return decode_wav(data, param)
+def is_wav(data: bytes | bytearray) -> bool:
+    """Whether a file begins as WAV files do."""
+    return data[:4] == b"RIFF" and data[8:12] == b"WAVE"
 
 
 def decode_wav(data: bytes | bytearray, param: str = "file") -> FloatArray:
@@ -43,12 +35,6 @@ def decode_wav(data: bytes | bytearray, param: str = "file") -> FloatArray:
     Integers of 8 to 32 bits and floats are read; of a file that is cut off, what is there. Raises
     RequestError that names what is wrong.
     """
-    if len(data) > MAX_FILE_BYTES:
-        raise RequestError.of(param, f"must have at most {MAX_FILE_BYTES >> 20} MiB")
-    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
-        raise RequestError.of(
-            param, "must be a WAV file: convert it first, as by `ffmpeg -i FILE -ac 1 -ar 16000 OUT.wav`"
-        )
     facts: bytes | None = None
     start = 12
     while start + 8 <= len(data):
@@ -73,17 +59,11 @@ def _samples(facts: bytes, body: memoryview, param: str) -> FloatArray:
     dtype = _TYPES.get((form, bits))
     if dtype is None:
         raise RequestError.of(param, f"must hold integers or floats, not form {form} of {bits} bits")
-    if not 1 <= n_channels <= MAX_CHANNELS:
-        raise RequestError.of(param, f"must have 1 to {MAX_CHANNELS} channels, not {n_channels}")
-    if not MIN_RATE <= rate <= MAX_RATE:
-        raise RequestError.of(param, f"must have {MIN_RATE} to {MAX_RATE} samples a second, not {rate}")
+    check_facts(param, n_channels, rate)
     n = len(body) // (n_channels * bits // 8)
     if n == 0:
         raise RequestError.of(param, "must have at least one sample")
-    if n > MAX_SECONDS * rate:
-        raise RequestError.of(
-            param, f"must last at most {MAX_SECONDS // 3600} hours, not {n / rate / 3600:.1f}"
-        )
+    check_length(param, n / rate)
     numbers = np.frombuffer(body[: n * n_channels * bits // 8], dtype)
     channels = _scaled(numbers, bits).reshape(n, n_channels)
     mixed = channels[:, 0] if n_channels == 1 else channels.mean(axis=1, dtype=np.float32)

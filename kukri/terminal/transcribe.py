@@ -12,9 +12,9 @@ from typing import Any
 from kukri.calls.speech import Task, Transcription
 from kukri.calls.subtitles import srt_of, vtt_of
 from kukri.calls.transcribe import read_sound
-from kukri.errors import ConfigError, RequestError
+from kukri.errors import ConfigError, RequestError, UnsupportedError
 from kukri.llm import LLM
-from kukri.sound.wav import MAX_FILE_BYTES
+from kukri.sound.bounds import MAX_FILE_BYTES
 from kukri.terminal.options import TranscribeOptions
 from kukri.terminal.output import allow_any_text, write_text
 from kukri.terminal.progress import loading_bar
@@ -33,7 +33,7 @@ def transcribe_files(
     if model is None:
         raise ConfigError("a model is required: name a Whisper directory before the files")
     if not files:
-        raise RequestError("a FILE is required: name WAV files, or - for standard input", param="files")
+        raise RequestError("a FILE is required: name sound files, or - for standard input", param="files")
     write, suffix = _FORMS[options.format]
     if options.out is None and len(files) > 1 and suffix in (".srt", ".vtt"):
         raise ConfigError(f"--out is required for the {options.format} of several files")
@@ -79,7 +79,7 @@ def _transcribed(
             try:
                 data = sys.stdin.buffer.read(MAX_FILE_BYTES + 1) if file == "-" else file
                 sounds[file] = read_sound(data)
-            except RequestError as error:
+            except (RequestError, UnsupportedError) as error:
                 failed.append(f"{file}: {error}")
         found = llm.transcribe(
             list(sounds.values()),

@@ -13,9 +13,10 @@ import pytest
 
 from kukri.errors import RequestError
 from kukri.kernels.arrays import FloatArray
-from kukri.sound.features import RATE
+from kukri.sound.bounds import RATE
+from kukri.sound.files import read_sound_file
 from kukri.sound.samples import resampled
-from kukri.sound.wav import decode_wav, read_wav
+from kukri.sound.wav import decode_wav
 
 
 def tone(rate: int, seconds: float = 0.5, hertz: float = 440) -> FloatArray:
@@ -57,7 +58,7 @@ def test_files_of_the_standard_library_are_read_and_channels_mixed(tmp_path: Pat
         opened.writeframes(np.rint(both * 2**15).astype("<i2").tobytes())
     path = tmp_path / "a.wav"
     path.write_bytes(made.getvalue())
-    np.testing.assert_allclose(read_wav(path), both.mean(axis=1), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(read_sound_file(path), both.mean(axis=1), atol=1e-4, rtol=0)
 
 
 @pytest.mark.full(but=["8000"])
@@ -80,8 +81,6 @@ def test_a_file_that_is_cut_off_gives_what_is_there() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "must be a WAV file"),
-        (b"\xff\xd8\xff\xe0 a picture", "must be a WAV file"),
         (GOOD[:20], "must have the part fmt before its end"),
         (GOOD[:52], "must have the part data before its end"),
         (file(b""), "must have at least one sample"),
@@ -114,11 +113,3 @@ def test_no_mutation_of_a_file_raises_anything_else() -> None:
         except RequestError:
             continue
         assert np.isfinite(found).all()
-
-
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such device")
-def test_a_device_without_an_end_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a limit that is asked of the size that a file states."""
-    monkeypatch.setattr("kukri.sound.wav.MAX_FILE_BYTES", 1 << 20)
-    with pytest.raises(RequestError, match="must have at most 1 MiB"):
-        read_wav(Path("/dev/zero"))

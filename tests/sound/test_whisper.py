@@ -15,7 +15,9 @@ import pytest
 from kukri import LLM, AsyncLLM
 from kukri.calls.speech import SpeechOptions
 from kukri.errors import RequestError, UnsupportedError
-from kukri.sound.features import RATE, log_mel
+from kukri.sound.bounds import RATE
+from kukri.sound.features import log_mel
+from kukri.sound.languages import language_name
 from kukri.sound.prompt import SoundInput, SoundPrompt
 from tests.lazy_imports import lazy_imports
 from tests.sound.tiny_whisper import (
@@ -306,3 +308,10 @@ def test_asyncio_gives_the_same(llm: LLM) -> None:
         return await AsyncLLM(llm).transcribe(noise(0.6), timestamps=False)
 
     assert asyncio.run(transcribe()) == llm.transcribe(noise(0.6), timestamps=False)
+
+
+def test_languages_have_the_names_of_whisper() -> None:
+    """Catches a name that is missing, and a model for English alone that names no language."""
+    names = tr.models.whisper.tokenization_whisper.LANGUAGES
+    assert {code: language_name(code) for code in names} == names
+    assert [language_name(""), language_name("xx")] == ["english", "xx"]

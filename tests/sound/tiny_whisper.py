@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tokenizers as tk
 
-from kukri.sound.features import RATE
+from kukri.sound.bounds import RATE
 from tests.lazy_imports import lazy_imports
 
 with lazy_imports():

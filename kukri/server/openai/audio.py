@@ -28,8 +28,10 @@ from kukri.server.errors import DeadlineError
 from kukri.server.models.registry import registry_of
 from kukri.server.models.served_model import ServedModel
 from kukri.server.openai.uploads import read_form
+from kukri.sound.bounds import MAX_FILE_BYTES
+from kukri.sound.files import decode_sound
+from kukri.sound.languages import language_name
 from kukri.sound.prompt import SoundInput
-from kukri.sound.wav import MAX_FILE_BYTES, decode_wav
 
 MAX_HELD_BYTES = 1 << 30  # by the sounds of all requests
 _N_DECODED = 2  # sounds that are decoded at a time
@@ -141,7 +143,7 @@ def _begun(
     speech: Speech, held: HeldSound, options: SpeechOptions
 ) -> tuple[Generator[Asked, Sequence[int], Transcription], Asked]:
     """The steps of a sound, and the first of them. Raises RequestError, and CapacityError as `take` does."""
-    samples = decode_wav(held.data)
+    samples = decode_sound(held.data)
     held.data = bytearray()
     held.take(2 * samples.nbytes)  # features take as much as samples
     steps = speech.transcribe(samples, options)
@@ -203,7 +205,11 @@ class _Hearing:
             case "vtt":
                 return PlainTextResponse(vtt_of(found), media_type="text/vtt")
             case "verbose_json":
-                facts = {"task": task, "language": found.language, "duration": found.duration_s}
+                facts = {
+                    "task": task,
+                    "language": language_name(found.language),
+                    "duration": found.duration_s,
+                }
                 segments = [_segment(i, one) for i, one in enumerate(found.segments)]
                 usage = {"type": "duration", "seconds": math.ceil(found.duration_s)}
                 return JSONResponse({**facts, "text": found.text, "segments": segments, "usage": usage})
