@@ -492,11 +492,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 512,
         },
     ),
+    "flint": (
+        "FlintConfig",
+        {
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32},
+            **{"shared_expert_intermediate_size": 48, "sliding_window": 9, "mlp_only_layers": [1]},
+        },
+    ),
     "bitnet": ("BitNetConfig", {"attention_bias": True}),
     "olmo_hybrid-rope": ("OlmoHybridConfig", {**OLMO_HYBRID, "attention_bias": True}),
 }
-GRANITE_SWA = ("granite_swa", "granitemoe_swa")
-ALONE = ("olmo_hybrid", "olmo_hybrid-rope", "bitnet", "lfm3", *GRANITE_SWA)  # that have no name in GGUF
+NO_GGUF = {name for name, architecture in ARCHITECTURES.items() if not architecture.in_gguf}
+ALONE = [kind for kind in CHECKPOINTS if kind.split("-")[0] in NO_GGUF]
 # transformers' dynamic RoPE is that of the tokens so far, kukri's that of the longest context
 RUN = [kind for kind in CHECKPOINTS if kind.split("-")[0] in ARCHITECTURES and kind != "llama-dynamic"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

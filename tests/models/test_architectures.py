@@ -294,12 +294,12 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         "gemma4_text-keys": 2 * D_HEAD,
         "gemma4_moe_text": 2 * D_HEAD,
     }
-    for name in ("exaone4-windows", "cohere2", "afmoe"):
+    for name in ("exaone4-windows", "cohere2", "afmoe", "flint"):
         assert {(layer.use_rope, layer.window) for layer in configs[name].layers} == {
             (True, 7),
             (False, None),
         }
-    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "bailing_moe", "afmoe", *LATENT[:3]):
+    for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "bailing_moe", "afmoe", "flint", *LATENT[:3]):
         assert {layer.is_dense for layer in configs[name].layers} == {True, False}
     for name in ("lfm2_moe", "ernie4_5_moe", "glm4_moe", "bailing_moe", "afmoe"):
         assert (bias := make(name)[2].arrays["model.layers.3.mlp.gate.e_score_correction.bias"]).std() > 0.1
@@ -335,6 +335,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
         ("starcoder2", "mlp.c_proj.bias", "mlp.up_proj.weight"),
         ("gpt_oss", "self_attn.sinks.weight", "mlp.gate.weight"),
         ("gpt_oss", "mlp.experts.gate_proj.bias", "mlp.gate_proj.weight"),
+        ("flint", "self_attn.sinks.weight", "mlp.gate.e_score_correction.bias"),
         ("olmoe", "mlp.gate.weight", "mlp.up_proj.weight"),
         ("qwen3_moe", "mlp.experts.gate_proj.weight", "mlp.gate_proj.weight"),
         ("lfm2", "conv.conv.weight", "self_attn.q_proj.weight"),

@@ -615,6 +615,14 @@ TINY: dict[str, Tiny] = {
               "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
               "expert_weights_scale": 1.5, "attention.sliding_window": 7},
     ),
+    "flint": Tiny(
+        "Flint", "",
+        {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+         "mlp_only_layers": [0], "sliding_window": 7, "norm_topk_prob": True,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+        layers=(_dense(NOPE), *_windows(7, 7), NOPE),
+        mixture=MixtureConfig(8, 3, 32, True, by_sigmoid=True, d_shared=48),
+    ),
     "hunyuan_v1_moe": Tiny(
         "HunYuanMoEV1", "hunyuan-moe", {"num_experts": 8, "moe_topk": 3},
         mixture=MixtureConfig(8, 3, F, normalized=True, d_shared=F),

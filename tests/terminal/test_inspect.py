@@ -121,13 +121,9 @@ OWN_TREE += (
     "smallthinker_softmax",
     "falcon_h1",
     "falcon_h1-normed",
-    "olmo_hybrid",
-    "bitnet",
-    "lfm3",
-    "granite_swa",
-    "granitemoe_swa",
     "bailing_moe",
 )
+OWN_TREE += tuple(name for name in TINY if name not in IN_GGUF)
 
 
 @pytest.mark.full(but=["ernie4_5_moe", "lfm2_moe", "afmoe"])
