@@ -46,7 +46,7 @@ def _is_plain(value: object) -> bool:
 def _made_again(kind: type[KukriError], text: str, attributes: dict[str, Any]) -> KukriError:
     """An error as it was, whatever its constructor takes."""
     error = kind.__new__(kind, text)
-    error.args = (text,)  # which OSError leaves to its constructor
+    error.args = (text,)  # OSError sets `args` in its constructor alone
     vars(error).update(attributes)
     return error
 

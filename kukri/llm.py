@@ -61,7 +61,7 @@ class LLM:
 
     Args:
         model: A known name, an `org/repo[:type]` of the Hugging Face hub, or the path of a .gguf file or of a
-            directory with safetensors; None for the default model. What is not in the cache is downloaded.
+            directory with safetensors; None for the default model. Missing files are downloaded.
         options: The fields of `ModelOptions`, such as `max_context=8192`; its help lists them.
         progress: Called as progress(done, total), in bytes of weights, while they are loaded.
 
@@ -104,7 +104,7 @@ class LLM:
             self.speech = Speech.of(self.path, self.tokenizer, self.config, loaded.sound.n_bands)
         self.calls = EngineCalls(loaded, keeps_raw=self.options.raw_answers)
         if self.options.has_readers:
-            _ = self.interp  # which checks them
+            _ = self.interp  # the session checks them
 
     @overload
     def generate(
@@ -263,7 +263,7 @@ class LLM:
     def transcribe(
         self, sound: Sound | list[Any], **options: Unpack[SpeechKeywords]
     ) -> Transcription | list[Transcription]:
-        """What is said in a sound: the path of a file, or samples from -1 to 1, of one channel at 16 kHz.
+        """The speech in a sound: the path of a file, or samples from -1 to 1, of one channel at 16 kHz.
 
         A list of sounds is one batch. `options` are the fields of `kukri.calls.speech.SpeechOptions`. Raises
         UnsupportedError for a model that does not hear, RequestError on a sound or options that do not work.

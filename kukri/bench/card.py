@@ -40,7 +40,7 @@ class MachineCard:
     """
 
     cpu: str
-    n_cores: int  # that this process may use
+    n_cores: int  # cores that this process may use
     features: tuple[str, ...]
     memory_bytes: int
     system: str

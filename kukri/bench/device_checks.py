@@ -2,7 +2,7 @@
 
 Products, attention and a small random model run on the device and in NumPy; then the promises of the gpu
 backend must be bit-identical: the same step twice, a sequence alone and in a batch, graphs and eager steps.
-Whoever has a GPU can so check what was written without one.
+So anybody with a GPU can check code that was written without a GPU.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def check_backend(
     Each gets a backend of its own, for whether one is batch-invariant depends on what it has run.
     """
     reference = ReferenceBackend()
-    for type in (*FLOATS, *WRITTEN):  # those that there are quantizers for
+    for type in (*FLOATS, *WRITTEN):  # the types with a quantizer
         yield from _check_product(make(), reference, type.name, sizes)
     kinds: tuple[KVType, ...] = ("f16", "q8_0", "fp8")
     for kv_type in kinds:

@@ -22,7 +22,7 @@ Kind = Literal["chat", "completions"]
 _PATHS: dict[Kind, str] = {"chat": "chat/completions", "completions": "completions"}
 _MAX_LINE_BYTES = 1 << 20  # longest line of a stream; a longer one is not an answer
 _MAX_ERROR_BYTES = 1 << 16  # longest error body that is read
-_MAX_COUNT = 1 << 40  # tokens; what is more is not a count
+_MAX_COUNT = 1 << 40  # tokens; a larger number is not a count
 _KEEP_ALIVE_S = 4.0  # shorter than uvicorn's 5 s, so that no request meets a connection as it is closed
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")  # keys of a chat's delta
 

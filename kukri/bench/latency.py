@@ -12,7 +12,7 @@ from kukri.dataclass import dataclass
 from kukri.errors import ConfigError
 
 MEASURES = ("ttft", "tpot", "itl", "e2e")
-OBJECTIVES = ("ttft", "tpot", "e2e")  # those that one answer has one of
+OBJECTIVES = ("ttft", "tpot", "e2e")  # measured once for each answer
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Spread:
 class LoadPoint:
     """The results of one load. Tokens are the server's count; rates are over the load's `seconds`."""
 
-    load: float  # requests a second that were to arrive, or requests at a time
+    load: float  # planned requests a second, or requests at a time
     seconds: float
     n_requests: int
     n_answered: int
     errors: dict[str, int]  # by kind
-    error_details: dict[str, str]  # what the first of a kind said
+    error_details: dict[str, str]  # the text of the first error of each kind
     requests_per_s: float  # answered
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
@@ -43,7 +43,7 @@ class LoadPoint:
     n_generated_tokens: int
     has_usage: bool  # else prompts were not counted, and chunks were for tokens
     max_in_flight: int
-    ttft_ms: Spread | None  # None if no answer has one
+    ttft_ms: Spread | None  # None if no answer has this time
     tpot_ms: Spread | None
     itl_ms: Spread | None
     e2e_ms: Spread | None
@@ -52,7 +52,7 @@ class LoadPoint:
 
 
 def spread(values_s: Sequence[float]) -> Spread | None:
-    """Mean, median and 99th percentile (interpolated linearly) of seconds, in ms; None of none."""
+    """Return mean, median and 99th percentile (interpolated linearly) of seconds, in ms; None without any."""
     if not values_s:
         return None
     median, p99 = np.percentile(values_s, (50, 99))
@@ -77,7 +77,7 @@ def read_objective(text: str) -> dict[str, float]:
 
 
 def is_good(answer: Answer, objective: Mapping[str, float]) -> bool:
-    """True if an answer came within all limits; a time that it lacks passes."""
+    """Return True if an answer came within all limits; a limit of a time that the answer lacks is ignored."""
     seconds = {"ttft": answer.ttft_s, "tpot": answer.tpot_s, "e2e": answer.e2e_s}
     return all(1e3 * (seconds[name] or 0.0) <= limit for name, limit in objective.items())
 

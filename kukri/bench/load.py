@@ -23,7 +23,7 @@ from kukri.bench.prompts import as_body, file_prompts, random_prompts
 from kukri.dataclass import dataclass, field
 from kukri.errors import ConfigError, KukriError
 
-Progress = Callable[[int, str], None]  # what is done now, as for terminal.progress.progress_bar
+Progress = Callable[[int, str], None]  # (requests done, the task), as for terminal.progress.progress_bar
 
 _MAX_FITTINGS = 4  # requests that find how many words a prompt needs
 

@@ -159,7 +159,7 @@ class BenchReport:
     n_threads: int
     device: str | None  # PyTorch's name for it
     backend: str
-    quantize: str | None  # what a directory's matrices were packed to
+    quantize: str | None  # the weight type of a directory's packed matrices
     rope_scaling: str | None  # as the user asked
     rope_factor: float | None
     n_prompt: int
@@ -169,7 +169,7 @@ class BenchReport:
     decode_tokens_per_s: Measured
     first_token_ms: Measured  # for a prompt of FIRST_TOKEN_PROMPT tokens
     ceiling_tokens_per_s: float  # by the machine's bandwidth, measured between the samples of decoding
-    share_of_ceiling: float  # that decoding reached
+    share_of_ceiling: float  # the part of it that decoding reached
     engine_overhead: float  # share of a decode step outside the model's forward
     peak_rss_bytes: int
 
@@ -221,7 +221,7 @@ def measure_speed(
     read_gb_per_s: list[float] = []
 
     def decode_speed() -> float:
-        # what a shared machine reads differs from minute to minute
+        # the rate at which a shared machine reads differs from minute to minute
         if machine.device is None:
             read_gb_per_s.append(card.read_bandwidth_of_a_fresh_process(machine.n_threads))
         return n_generate / kukri.decode_s(n_generate)

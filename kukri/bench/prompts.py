@@ -26,7 +26,7 @@ WORDS = tuple(_WORDS.split())
 
 
 def random_prompts(n_words: int, seed: int) -> Iterator[str]:
-    """Texts of `n_words` random words without end, the same for the same seed."""
+    """Yield texts of `n_words` random words without end, the same for the same seed."""
     random = np.random.default_rng(seed)
     while True:
         yield " ".join(WORDS[i] for i in random.integers(0, len(WORDS), n_words))

@@ -197,7 +197,7 @@ class Results:
         return result_id in self._places
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """Writes a result down, for this run and later ones."""
+        """Write a result to the file, for this run and later runs."""
         line = json.dumps(result).encode() + b"\n"
         try:
             start = self._file.seek(0, os.SEEK_END)
@@ -224,7 +224,7 @@ class Results:
 
     def close(self) -> None:
         """Closes the file; the results added stay."""
-        with suppress(OSError):  # it tries again to write what `add` could not
+        with suppress(OSError):  # it tries again to write the result that `add` could not write
             self._file.close()
 
     def _find(self, path: Path) -> None:
@@ -248,7 +248,7 @@ class Results:
                     )
 
     def _is_outdated(self, result: Mapping[str, Any], custom_ids: set[str | None]) -> bool:
-        """True if a result is this batch's and model's, of a line that has been changed since."""
+        """Return True if a result belongs to this batch and model, and its line was changed since."""
         return result["id"].startswith(_of_model(self._model)) and result.get("custom_id") in custom_ids
 
     def _note(self, result: Mapping[str, Any], place: Place) -> None:

@@ -128,7 +128,7 @@ class Choice:
                 self._grow(events, "reasoning", piece.text)
             else:
                 self._grow_call(events, piece)
-        if tokens:  # whose text is held back, or is a call
+        if tokens:  # their text is held back, or belongs to a call
             self._grow_tokens(events, tokens)
         if self.is_over:
             self._close(events)

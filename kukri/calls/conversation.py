@@ -243,7 +243,7 @@ async def _awaited(function: Callable[..., Any], *given: Any, is_async: bool) ->
     """The result of a function, which runs in a thread if it is not async."""
     if is_async:
         return await function(*given)
-    import asyncio  # which a program without it does not load
+    import asyncio  # imported here, so that programs without asyncio do not load it
 
     found = await asyncio.to_thread(function, *given)
     return await found if inspect.isawaitable(found) else found

@@ -38,7 +38,7 @@ class AnswerParser(Protocol):
         """The new pieces, in order."""
 
     def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[Piece]:
-        """What was held back, when no more text comes.
+        """Return the parts that were held back, once no more text comes.
 
         `is_cut`: the answer was not complete; `is_stopped`: a stop string ended it.
         """

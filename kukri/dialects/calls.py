@@ -83,7 +83,7 @@ def merged(pieces: list[Any]) -> list[Any]:
 
 
 class Call:
-    """A call that is being read. Its name is told once; arguments that come before it wait for it.
+    """A call that is being read. Its name is passed on once; arguments before the name wait for it.
 
     With `is_own` the form is the model's own, so any name is taken and passed on at once. In other forms only
     names of tools are taken, and only when the arguments begin, because text may quote a tool's description.
@@ -122,7 +122,7 @@ class Call:
             self._tell_name()
 
     def grow(self, text: str) -> None:
-        """Tells more of the arguments."""
+        """Pass on more of the arguments."""
         if not text:
             return
         self._has_arguments = True
@@ -136,7 +136,7 @@ class Call:
         self._tell(CallDelta(self.place, None, text))
 
     def end(self) -> None:
-        """The call is whole: its arguments are {} if none came.
+        """End the call, whose arguments are {} if none came.
 
         Raises Malformed without a name, and without arguments for a name that other JSON may have.
         """

@@ -68,7 +68,7 @@ class Dialect:
     arguments_key: str = "arguments"
     begins_bare: bool = False  # without a mark, at the beginning of the answer
     reads_code: bool = False  # <code>name(key=value)</code> is a call too
-    id_length: int | None = None  # that the template insists on
+    id_length: int | None = None  # the length of ids that the template accepts
     most_calls: int | None = None  # in one message: the template takes no more
     is_generic: bool = False  # the template knows no tools: the system prompt shows them
 

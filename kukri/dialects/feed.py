@@ -77,7 +77,7 @@ class Feed:
         self._kept = []
 
     def kept(self) -> str:
-        """What was taken since `keep`, which ends here."""
+        """Return the text taken since `keep`, which ends here."""
         kept, self._kept = self._kept or [], None
         return "".join(kept)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MAX_REFERENCES = 8  # that lead from one to the next, and alternatives within alternatives
+_MAX_REFERENCES = 8  # references in a chain, and alternatives within alternatives
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
 
 

@@ -89,7 +89,7 @@ class ThoughtParser:
         return self._advance()
 
     def flush(self) -> list[Thought | str]:
-        """What was held back, when no more text comes."""
+        """Return the text that was held back, once no more text comes."""
         self._feed.is_last = True
         return self._advance()
 

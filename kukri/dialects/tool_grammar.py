@@ -43,7 +43,7 @@ _REGEX = re.compile(
 )
 _OPERATORS = {"(": "(?:", "[": "(?:", "]": ")?"}
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r"}
-_ESCAPED = '"\\\n\t\r'  # what JSON writes in another way; further control characters are not written
+_ESCAPED = '"\\\n\t\r'  # characters that JSON escapes; further control characters are not written
 _MOST = 50_000  # characters of a grammar, and of a regular expression
 _DEEPEST = 100  # rules within rules
 

@@ -28,13 +28,13 @@ from kukri.dialects.values import Malformed, ignore
 
 CODE, CODE_END = "<code>", "</code>"
 FENCE = "```"
-TAGS = ("<function=", "<function name=", "<invoke name=")  # which are part of the call
+TAGS = ("<function=", "<function name=", "<invoke name=")  # tags that are part of the call
 _LANGUAGES = ("json", "python", "tool_call", "tool_code", "xml")
 _BARE = ("{", "[")
 _TAG, _NAME = "a tag", "a name"
-_ANY = (*_BARE, _NAME)  # what may come after an opener, besides tags
+_ANY = (*_BARE, _NAME)  # possible text after an opener, besides tags
 _CODE_END = Marks([CODE_END])
-_EXTRA = re.compile(r"""["'}]*""")  # what models close once more at the end of a call
+_EXTRA = re.compile(r"""["'}]*""")  # characters that models write again at the end of a call
 
 
 @dataclass(frozen=True)

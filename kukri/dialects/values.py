@@ -28,7 +28,7 @@ _BARE_KEY = re.compile(r"(?:[^\s:=,{}\[\]()\"']| )*")  # Gemma writes all keys s
 _WORD = re.compile(r"[^,\[\]{}()\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _COMMENT_ENDS = {"//": Marks(["\n"]), "/*": Marks(["*/"]), "# ": Marks(["\n"])}
-_BETWEEN = (*_COMMENT_ENDS, r"\n", r"\t", r"\r")  # what models write between values besides white space
+_BETWEEN = (*_COMMENT_ENDS, r"\n", r"\t", r"\r")  # text that models write between values besides white space
 _SPACES = re.compile(r"^(?:\s|\\[ntr])*")
 _MAX_KEY = 100  # characters
 # the next key of an object after a text, and the beginning of one

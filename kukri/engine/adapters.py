@@ -21,7 +21,7 @@ class LoadedAdapter:
 
     def __init__(self, name: str, adapter: Adapter, slot: int) -> None:
         self.name, self.adapter, self.slot = name, adapter, slot
-        self.requests: WeakSet[Any] = WeakSet()  # that were made with it; guarded by `LoadedAdapters`
+        self.requests: WeakSet[Any] = WeakSet()  # the requests made with it; guarded by `LoadedAdapters`
 
 
 class UsesAdapter(Protocol):

@@ -48,7 +48,7 @@ _PAUSE_TOKENS = 64  # without drafts, as they seemed worth nothing, until one is
 class CountedDrafts(Drafts):
     """A model's drafts for one request: its text, and how often they were accepted."""
 
-    cost_factor = 1.0  # what its drafts cost by what the model's do
+    cost_factor = 1.0  # the cost of its drafts as a multiple of the model's
 
     def __init__(self, max_context: int, n_vocab: int, cost: MakingCost) -> None:
         self._cost = cost
@@ -111,7 +111,7 @@ class ModelDrafts(CountedDrafts):
     adapter_slot = -1  # drafts are the same for all adapters
     state_slot = 0
     spans = NO_SPANS  # it reads their placeholder tokens
-    keeps_accepted = True  # what it read of drafts stays, if they are accepted
+    keeps_accepted = True  # the cache keeps drafts that are accepted
 
     def __init__(
         self, pool: PagePool, page_row: IntArray, max_context: int, n_vocab: int, cost: MakingCost
@@ -152,7 +152,7 @@ class EitherDrafts(Drafts):
 
     def __init__(self, looked_up: LookupDrafts, model: CountedDrafts) -> None:
         self.model, self._looked_up = model, looked_up
-        self.source: LookupDrafts | CountedDrafts = looked_up  # whose the drafts are
+        self.source: LookupDrafts | CountedDrafts = looked_up  # the source of the drafts
         self._share = _SHARE  # the share of steps for which the model promised more
 
     @property

@@ -87,7 +87,7 @@ class Engine:
     ) -> None:
         self._clock, self._collected_s = clock, 0.0
         if not (is_causal := model.config.is_causal):
-            # what a token keeps depends on those after it
+            # the keys of a token depend on later tokens
             config = replace(config, caches_prefixes=False, prefix_dir=None)
         for encoder in encoders:
             if encoder.attends_both_ways:  # a step has room for a span and all tokens

@@ -28,7 +28,7 @@ _MOST_UNREAD = 64  # rows of a request that wait for others, whether drafts are 
 class LayerDrafts(RowDrafts, ModelDrafts):
     """A layer's state for one request, whose tokens are the request's from `first` on."""
 
-    keeps_accepted = False  # what it read of drafts it made of its own rows, not of the model's
+    keeps_accepted = False  # its cache entries of drafts come from its own rows, not from the model's rows
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -69,7 +69,7 @@ class LayerModel(DraftModel):
     def __init__(self, layer: RowReader, setup: DraftSetup) -> None:
         super().__init__(layer, setup)
         self.layer: RowReader = layer
-        self._results: FloatArray | None = None  # what the last run made
+        self._results: FloatArray | None = None  # the rows that the last run made
         self._runner.hooks.add({RESULT: self._keep})
 
     def read_ahead(self, chunks: Iterable[ScheduledChunk]) -> None:

@@ -21,7 +21,7 @@ _POSITION = (1 << 24) - 1  # the bits of a position; the other bits are the key'
 _SIZES = (2, 4)  # tokens of the n-grams that are looked up
 _MOST_PLACES = 4  # places that are followed at a time
 _MOST_EARLIER, _MOST_CLIENTS = 4096, 64  # tokens of a client's answers that are kept, and clients
-_LONGEST = 16  # tokens of a match that are compared: rates tell no longer ones apart
+_LONGEST = 16  # tokens of a match that are compared, because rates are alike for longer matches
 # chance of a draft after 0, 1, 2, 4, 8, 16 matching tokens, before an answer shows its own: for places that
 # disagree about it, for one place, and for several that agree; at most rates in code and prose of two models
 _PRIORS = (
@@ -42,7 +42,7 @@ class EarlierAnswers:
         self._answers: dict[str, tuple[IntArray, ...]] = {}  # by client; the longest silent first
 
     def add(self, client: str, answer: IntArray) -> None:
-        """Keeps an answer, or its end."""
+        """Keep an answer, or the end of a long answer."""
         if len(answer) < _LONGEST:
             return
         newest = answer[-_MOST_EARLIER:].copy()
@@ -59,7 +59,7 @@ class EarlierAnswers:
         return self._answers.get(client, ())
 
     def forget(self) -> None:
-        """Forgets all."""
+        """Forget the answers to all clients."""
         self._answers = {}
 
 
@@ -138,8 +138,8 @@ class LookupDrafts(Drafts):
             yield self._rates[kind].chance(n_before)
 
     def propose(self, n: int) -> list[int]:
-        """The next `n` drafts, or fewer: what most places have. At the text's end its span from a place on is
-        repeated.
+        """Return the next `n` drafts, or fewer: the token at most places. At a text's end its span from a
+        place is repeated.
         """
         return [draft for draft, _ in self._drafts(n)]
 
@@ -213,7 +213,7 @@ class LookupDrafts(Drafts):
         return [place for place, n in zip(found, matched) if n == longest][-_MOST_PLACES:], longest
 
     def _n_equal(self, place: int) -> int:
-        """How many tokens before a place are equal to the last ones."""
+        """Return how many tokens before a place are equal to the last tokens."""
         n = 0
         for one, other in zip(reversed(self._tokens(max(place - _LONGEST, 0), place)), reversed(self._tail)):
             if one != other:

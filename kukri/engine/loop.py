@@ -33,7 +33,7 @@ class EngineStatus:
     n_waiting: int
     n_pages: int
     n_pages_held: int  # by running requests
-    n_pages_cached: int  # that hold a known prefix, held or not
+    n_pages_cached: int  # pages with a known prefix, held by a request or not
     n_preemptions: int
     n_prefix_hit: int  # prompt tokens found in the cache
     n_restored: int  # how many of those were read from disk
@@ -120,7 +120,7 @@ class EngineLoop:
                 command()
             except BaseException as error:
                 done.set_exception(error)
-                if not isinstance(error, Exception):  # which ends the thread
+                if not isinstance(error, Exception):  # such an exception ends the thread
                     raise
             else:
                 done.set_result(None)

@@ -130,7 +130,7 @@ class PagePool(PoolSize):
             self._n_owners[page] += 1
 
     def free(self, pages: Sequence[int], *, first_out: bool = False) -> None:
-        """Removes an owner from each page, the last first: a prefix outlives what came after it.
+        """Removes an owner from each page, the last first, so that a prefix outlives the pages after it.
 
         Of pages that are cached and `first_out` the space is used before other pages' space.
         """
@@ -228,7 +228,7 @@ class PagePool(PoolSize):
 
         This holds for at most half of the pool, the newest.
         """
-        for key in reversed(keys):  # a prefix outlives what came after it
+        for key in reversed(keys):  # a prefix outlives the pages after it
             page = self._page_of.get(key)
             if page is not None and self.is_idle(page):
                 self._idle.pop(page, None)

@@ -108,7 +108,7 @@ class RequestMaker:
         stop_ids = eos_ids.union(params.stop_token_ids)
         n_answers = params.n_generated_answers
         if n_answers > params.n and params.logprobs is None:
-            params = replace(params, logprobs=0)  # what the best are chosen by
+            params = replace(params, logprobs=0)  # the best answers are chosen by them
         make_drafts = self._drafts(params, prompt, client)
         requests: list[Request] = []
         for i in range(n_answers):

@@ -118,12 +118,12 @@ class SavedPrefixes:
             self._queued.add(name)
             self._queued_bytes += n_bytes
             if self._thread is None:
-                # no daemon: a program that ends waits for what it has saved
+                # no daemon, so that a program that ends waits until its pages are written
                 self._thread = threading.Thread(target=self._write_all, name="kukri-save-prefixes")
                 self._thread.start()
 
     def _has_room(self, n_bytes: int) -> bool:
-        """True if so much more may wait. Free memory is looked up once while more waits than always may."""
+        """True if `n_bytes` more may wait. Free memory is looked up once while more waits than always may."""
         n_queued = self._queued_bytes + n_bytes
         if n_queued <= _LEAST_QUEUED_BYTES:
             self._most_queued_bytes = 0

@@ -204,7 +204,7 @@ class Scheduler:
             budget.n_prompt_tokens, budget.cost = half, max(limit / 2, least)
             self._begin(sorted(shorter, key=_n_left), budget, step, n_most)
             budget.n_prompt_tokens += n_tokens - half
-            if any(chunk.gives_token for chunk in step.chunks[n_chunks:]):  # which waits for all of the step
+            if any(chunk.gives_token for chunk in step.chunks[n_chunks:]):  # its prompt waits for the step
                 limit = min(limit, step.prompt_cost + limit * _SHARE_WITH_SHORTER)
         budget.cost = max(limit - step.prompt_cost, least)
         self._begin(prompts, budget, step, n_most)
@@ -214,7 +214,7 @@ class Scheduler:
 
         Admission stops at the first request that does not fit. Prompts already in the step are skipped.
         """
-        is_full = self.n_preemptions > budget.n_preemptions  # who was just preempted must not be admitted
+        is_full = self.n_preemptions > budget.n_preemptions  # a request just preempted must not be admitted
         for request in prompts:
             if not budget.has_room(request) or len(step.chunks) >= n_most:
                 return
@@ -561,7 +561,7 @@ class _Budget:
 
     def __init__(self, scheduler: Scheduler, program: ProgramKind) -> None:
         self.needs_one_step, self.is_unspent = scheduler.needs_one_step, True
-        self._step_cost, self.cost = scheduler.cost, inf  # what prompts cost
+        self._step_cost, self.cost = scheduler.cost, inf  # the cost of prompts
         self.n_preemptions = scheduler.n_preemptions  # before the step
         self.n_saved_pages = scheduler.allocator.saved_per_step
         self.n_tokens = self.n_prompt_tokens = scheduler.max_step_tokens

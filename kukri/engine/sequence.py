@@ -22,7 +22,7 @@ class RequestState(Enum):
 
 @dataclass(eq=False, repr=False, slots=True)
 class TokenSequence:
-    """The tokens of one request, and what they hold in the cache: written by scheduler and allocator alone.
+    """The tokens of one request, and their pages and states, written by scheduler and allocator alone.
 
     `tokens` has room for the longest answer: the prompt, the tokens generated so far, and during a step the
     drafts after them. It has a row of the page table for each pool of pages.
@@ -61,7 +61,7 @@ class TokenSequence:
     passed: list[tuple[int, int, int]] = field(default_factory=list)  # (pool, place, page) passed uncached
     n_cached_pages: int = 0  # pages, from the first, that may be found by their tokens
     may_restore: bool = False  # True while its next pages may be saved on disk
-    saved_state: SavedState | None = None  # that was read for it from disk
+    saved_state: SavedState | None = None  # the state that was read for it from disk
     state_slot: int = -1  # slot of its recurrent state, while it runs
     state_before: int = -1  # slot of its state before the drafts of a step, while that step runs
     n_replayed: int = 0  # its last cached tokens that its state has yet to read

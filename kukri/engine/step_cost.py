@@ -16,7 +16,7 @@ _MANY = 1 << 30
 _WEIGHT = 0.3  # weight of the newest measurement
 # most that one measurement may exceed those before: a machine that was asleep says nothing
 _MOST_GROWTH = 2.0
-# a step that took so much less than those before is believed at once: first steps wait for weights to be read
+# a step this much faster than earlier steps counts at once, because first steps wait for weights to be read
 # and kernels to be compiled, but nothing makes a step too fast
 _LEAST_FALL = 2.0
 _WEIGHTS = 16.0  # units that reading the weights costs a step: 4 to 20 were measured
@@ -51,7 +51,7 @@ class StepCost:
             return inf
         if has_decodes or self._shared_s > 0.0:
             least = min(_LEAST_UNITS, float(n_most))
-        else:  # what is left is not cut in two if no more than a first step
+        else:  # a rest no longer than a first step is not cut in two
             least = rest if rest <= self.of(0, n_most) else self.of(0, n_most // 2)
         return max(self._max_step_s / self._unit_s - _WEIGHTS, least)
 
@@ -65,7 +65,7 @@ class StepCost:
             return int(min(units, _MANY))
         first = 1.0 + start / self._even_depth
         root = sqrt(first**2 + 2 * max(units, 0.0) / self._even_depth)
-        n = int(self._even_depth * (root - first) + 1e-6)  # what `of` gives for n is enough for n
+        n = int(self._even_depth * (root - first) + 1e-6)  # the result of `of` for n is enough for n
         return n - n % 8 if n > 16 else n
 
     def observe(self, units: float, elapsed_s: float) -> None:

@@ -53,8 +53,8 @@ class StepTaps:
 
 
 class StepSpans:
-    """Writes the rows of a step's spans over the embeddings of their placeholder tokens, and adds what they
-    have for later layers to those.
+    """Writes the rows of a step's spans over the embeddings of their placeholder tokens, and adds their rows
+    for later layers to the results of these layers.
 
     A step without any runs a program that does not stop there.
     """

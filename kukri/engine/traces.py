@@ -64,7 +64,7 @@ class Traces:
         return Span(self._tracer, get_current_span(context))
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 

@@ -13,7 +13,7 @@ from kukri.llm import LLM
 from kukri.models import KVCache
 from kukri.tokenizer import Tokenizer
 
-STEP_TOKENS = 128  # whose logits are in memory at a time
+STEP_TOKENS = 128  # tokens whose logits are in memory at a time
 WINDOW_TOKENS, STRIDE_TOKENS = 512, 256
 
 

@@ -225,7 +225,7 @@ class _Trials:
     def losses(self, types: Mapping[str, QuantType]) -> Iterator[tuple[str, float]]:
         """(name, mean KL) of each weight quantized to its type, the others as they are.
 
-        A layer has a backend of its own, for it keeps what it packs.
+        Each layer has its own backend, because a backend keeps the weights that it packs.
         """
         judge: list[_Reference] = []
         layer_of = {name: name.rpartition(".layers.")[2].partition(".")[0] for name in types}

@@ -196,7 +196,7 @@ def _rank_and_scale(stated: Mapping[str, Any], rank: Any, alpha: Any, path: Path
 def _of_modules(stated: Mapping[str, Any], key: str, modules: list[str], path: Path) -> dict[str, Any]:
     """The value of the first regular expression in a pattern that a module's name matches, or its end.
 
-    Modules that match none are left out. Raises FormatError for what is no regular expression.
+    Modules that match none are left out. Raises FormatError for an invalid regular expression.
     """
     patterns = stated.get(key) or {}
     if not isinstance(patterns, dict):

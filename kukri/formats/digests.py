@@ -1,4 +1,4 @@
-"""Digests that pin a model, `NAME@sha256:HEX`: what is loaded is compared with what was named."""
+"""Digests that pin a model, `NAME@sha256:HEX`: the loaded files are compared with the digest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split_digest(text: str) -> tuple[str, str | None]:
 def model_digest(path: Path) -> str:
     """Return the SHA-256 of a model at a path, in hexadecimal.
 
-    That of a file is its own, as `sha256sum` prints it. A model of several files (a directory, parts of a
+    A file's digest is printed by `sha256sum`. A model of several files (a directory, parts of a
     GGUF file, an encoder of images next to it) has the digest of the lines that `sha256sum` prints of them,
     sorted by their names in its folder. Reads all files. Raises FormatError if one cannot be read.
     """

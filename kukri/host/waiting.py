@@ -24,7 +24,7 @@ def ready(
     """Wait until a socket is ready, at most `wait_s`. Raises ValueError if one is closed, and OSError.
 
     Returns file descriptors: of `read` with input and of `watched` that have hung up; of `write` that take
-    bytes. Those that are lost are in both sets.
+    bytes. Lost sockets are in both sets.
     """
     if sys.platform == "win32":
         return _selected(read, write, watched, inf if wait_s is None else monotonic() + wait_s)

@@ -155,8 +155,9 @@ class EncoderSession(Names):
         return found
 
     def prepared(self, images: Any) -> tuple[list[ImageInput], bool]:
-        """The images ready for the encoder, and True if one was given that is in no list. Raises RequestError
-        on what the encoder cannot see.
+        """Return the images ready for the encoder, and True if one image was given without a list.
+
+        Raises RequestError on what the encoder cannot see.
         """
         is_one = not isinstance(images, list | tuple)
         found = [self._prepared(image) for image in ([images] if is_one else images)]
@@ -173,7 +174,7 @@ class EncoderSession(Names):
         return processor.prepare(decode(image, "images"))
 
     def _exists(self, point: Point) -> bool:
-        """False for what only texts have, and for patterns of patches that see one window's alone."""
+        """False for points that only texts have, and for patterns of patches that see only a window."""
         if point.form in ("scores", "pattern"):
             return not self.vision_config.window or point.layer in self.vision_config.full_layers
         return point.form not in ("tokens", "logits", "cos", "sin")

@@ -75,7 +75,7 @@ class Session(Names):
         self.catalog.backend = backend
         self.catalog.check(self.values)
         self.added: list[Listening] = []  # by add_hook
-        self._adapted: dict[Adapter, Session] = {}  # those used last
+        self._adapted: dict[Adapter, Session] = {}  # the adapters used last
         self._limiter = ReadLimiter()
 
     def adapted(self, adapter: Adapter | None) -> Session:

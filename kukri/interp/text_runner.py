@@ -51,7 +51,7 @@ class TextRunner:
         return -(-n_tokens // self.page_tokens)
 
     def reserve(self, n_pages: int, n_texts: int = 0) -> None:
-        """Make room for `n_pages` pages and the states of `n_texts` texts. Growing loses what was cached."""
+        """Make room for `n_pages` pages and the states of `n_texts` texts. Growing empties the cache."""
         n_states = _room(n_texts) if has_states(self.model.cache_layout) else 0
         if (
             self._cache is not None

@@ -1,8 +1,8 @@
-"""The types of KV caches as NumPy defines them: what is kept of a head, and what is read of that.
+"""The types of KV caches as NumPy defines them: how a head is stored, and how it is read.
 
 The heads of q4 are rotated before: a fixed rotation mixes their numbers, as in QuaRot (Ashkboos et al. 2024),
-so what was large in one dimension is spread over all, and 4 bits hold it better. Queries are rotated as keys
-are, which leaves scores as they were, and attention's result is rotated back.
+so large numbers of one dimension are spread over all dimensions, and 4 bits hold them better. Queries are
+rotated as keys are, which leaves scores as they were, and attention's result is rotated back.
 
 Types of few bits (`has_range`) keep keys by their `KeyRange`, if a layer has one, before all else.
 """
@@ -84,7 +84,7 @@ def rotate_heads(x: FloatArray) -> FloatArray:
 
 
 def q4_bytes(d_head: int) -> int:
-    """Bytes of one head's 4-bit numbers: those of whole blocks of 32 dimensions."""
+    """Return the bytes of one head's 4-bit numbers, which are stored in whole blocks of 32 dimensions."""
     return -(-d_head // Q4_BLOCK) * (Q4_BLOCK // 2)
 
 

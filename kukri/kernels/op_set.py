@@ -118,8 +118,8 @@ class Ops(Protocol):
     def map(
         self, name: str, x: Tensor, other: Tensor | None = None, a: float = 0.0, b: float = 0.0
     ) -> Tensor:
-        """The element-wise op `name` of `kukri.kernels.activations`: a function of each number of x, of that
-        of `other`, of the same shape, and of a and b.
+        """The element-wise op `name` of `kukri.kernels.activations`: a function of each number of x, of the
+        number of `other` at the same place, and of a and b.
         """
 
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Tensor:
@@ -133,7 +133,7 @@ class Ops(Protocol):
         self, x: Tensor, routes: Tensor, experts: Sequence[Experts], bias: Vector | None = None
     ) -> Tensor:
         """x times the transposed matrices of the experts that each token uses, side by side -> [T * n_used,
-        sum of out_i]. Row t * n_used + j is that of token t and the j-th expert it uses, by their numbers.
+        sum of out_i]. Row t * n_used + j belongs to token t and its j-th expert, by their numbers.
 
         x is [T, in], or such rows of another expert_linear. `bias` [E * sum of out_i] is added, an expert's
         after another's. Rows that a token has no expert for are undefined; experts that no token uses are not

@@ -119,7 +119,7 @@ class PagedKV(Cache):
 
 
 def pages_of_pools(n_pages: int | Sequence[int], n_pools: int) -> tuple[int, ...]:
-    """Numbers of pages of each pool: one number is that of each."""
+    """Return the number of pages of each pool; a single number counts for every pool."""
     if isinstance(n_pages, int):
         return (n_pages,) * n_pools
     assert len(n_pages) == n_pools, f"{len(n_pages)} numbers of pages for {n_pools} pools"

@@ -70,7 +70,7 @@ def requantize(
 
 
 def _on_all_cores(work: Callable[[slice], None], parts: list[slice]) -> None:
-    """Calls `work` with each part. What it raises, and Ctrl-C, ends the rest."""
+    """Calls `work` with each part. An exception from it, and Ctrl-C, ends the rest."""
     if len(parts) == 1:
         return work(parts[0])
     pool = ThreadPoolExecutor(usable_cores())

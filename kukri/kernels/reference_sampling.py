@@ -108,7 +108,7 @@ def run_stages(candidates: Candidates, record: Record) -> None:
 class Candidates:
     """The tokens in play: `ids` ascending, with their `logits`; a stage removes some, or edits them.
 
-    Until a stage has filtered, all tokens are there, and those that may not come have -inf.
+    Until a stage has filtered, all tokens are there, and forbidden tokens have -inf.
     """
 
     def __init__(self, row: FloatArray) -> None:

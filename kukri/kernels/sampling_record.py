@@ -37,14 +37,14 @@ POWER_TERMS = (
 )  # fmt: skip
 MAX_VOCAB = 2**20  # the weights of this many tokens add up exactly
 MIN_SCALE, MAX_SCALE = 1e-30, 1e6
-MIROSTAT_TOKENS = 100  # that mirostat 1 estimates Zipf's exponent from
+MIROSTAT_TOKENS = 100  # tokens by which mirostat 1 estimates Zipf's exponent
 
 # `status` of a record once its row was sampled
 CHOSEN, NOT_FINITE, NONE_ALLOWED = range(3)
 
 RECORD = np.dtype([
     *((name, np.int64) for name in (
-        "row",  # which row of the logits
+        "row",  # the row of the logits
         "is_given",  # 1: `token` is given, and only its log-probability is wanted
         "is_greedy",
         "xtc_applies",  # 1: this time
@@ -65,7 +65,7 @@ RECORD = np.dtype([
         *(name for stage in STAGES for name in stage.numbers),
         "surprise_power",  # 2^mu of mirostat
         # results
-        "probability",  # that of the chosen token among those left
+        "probability",  # the chosen token's among the remaining tokens
         "peak", "sum_exp",  # from the row as given: its largest logit, and the sum of exp(logit - peak)
     )),
     ("stages", np.int64, MAX_STAGES),  # codes, ended by END

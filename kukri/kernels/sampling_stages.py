@@ -1,4 +1,4 @@
-"""The stages of sampling: a row for each, in their default order, which is that of llama.cpp's chain.
+"""The stages of sampling: a row for each, in their default order, the order of llama.cpp's chain.
 
 From a row follow the names in `SamplingParams.samplers`, when a stage is on, what `mirostat` and `samplers`
 switch off, and the numbers that a sampling record holds for it. `reference_sampling` defines what each does;

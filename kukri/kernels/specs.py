@@ -42,7 +42,7 @@ class Routing:
 
     @property
     def chooses_by_logits(self) -> bool:
-        """True if the order of scores is that of logits, and nothing else decides."""
+        """True if scores have the order of logits, and nothing else decides."""
         return self.bias is None and self.n_groups == 1
 
 
@@ -71,7 +71,7 @@ class AttentionSpec:
     those from `stop_key` on.
 
     `distances` [H * 2R], if there are any, are added to scores: of each head the numbers of keys that are R
-    tokens before a query to R - 1 after it. Keys further off have those of the ends.
+    tokens before a query to R - 1 after it. Keys further away have the bias at the end of the table.
     """
 
     layer: int

@@ -38,7 +38,7 @@ class ForwardBatch(StepArrays[IntArray]):
     rope_positions: IntArray | None = None  # [T], or [axes, T]
     mask: FloatArray | None = None  # [1 or H, T, context_len[0]]
     activations: FloatArray | None = None  # [T, D]
-    inputs: StepInputs | None = None  # whose arrays these are, so that none is copied; None: others
+    inputs: StepInputs | None = None  # they own these arrays, so that none is copied; None: none do
 
     def __post_init__(self) -> None:
         for row in OPTIONAL_ARRAYS:

@@ -43,7 +43,7 @@ class StepArray:
 
     name: str
     count: int  # the place in `StepCounts` of the number by which it is counted
-    default: int | Literal["index"]  # what every entry holds; "index": each entry holds its own place
+    default: int | Literal["index"]  # the value of every entry; "index": each entry holds its own place
     is_table: bool  # each entry is a row of pages
 
     def filled(self, counts: StepCounts, n_pages: int) -> IntArray:

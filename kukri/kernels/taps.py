@@ -52,7 +52,7 @@ def in_turn(listeners: Sequence[TapListener]) -> Hook:
 
 
 def sees_logit_rows(name: str) -> bool:
-    """True if a tap sees the rows that give logits, not those of all tokens."""
+    """Return True if a tap sees only the rows that give logits, not the rows of all tokens."""
     return not name.startswith("blocks.") and name != "hook_embed"
 
 
@@ -76,7 +76,7 @@ class Hooks:
         return bool(self._by_name)
 
     def add(self, hooks: Mapping[str, Hook]) -> None:
-        """Adds each hook to its tap, after earlier ones."""
+        """Add each hook to its tap, after earlier hooks."""
         for name, hook in hooks.items():
             self._by_name[name] = (*self._by_name.get(name, ()), hook)
 

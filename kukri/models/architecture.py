@@ -98,19 +98,19 @@ class Architecture:
     full_interval: int = 0  # each n-th layer has none if a file does not list them; 0: all have one
     is_full_first: bool = False  # the full layer is the first of each interval, not the last, in GGUF too
     local_rope: bool = False  # they rotate unscaled, by a base of their own if a file has one
-    local_theta: float | None = None  # that base if the file has none; None: the model's
+    local_theta: float | None = None  # the base in files without it; None: the model's base
 
     # config.json
     hf_type: str = ""  # its model_type; "": the name
     hf_mark: tuple[str, Any] | None = None  # a key and its value in files of this kind of the model_type
     hf_prefix: str = "model."  # before the names of tensors below the head
     hf_when: Callable[[Mapping[str, Any]], bool] | None = None  # tells such files if no single key does
-    first_position: int = 0  # rows before that of a text's first token, of positions in safetensors
+    first_position: int = 0  # unused rows before position 0, in positions of safetensors
     # modules of a layer in safetensors that hold the rows of several, or have another name there
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hf_epsilon: str = "rms_norm_eps"
     hf_interleaved_rope: bool = False  # rows of q and k in safetensors are ordered in pairs too
-    hf_norm_offset: float = 0.0  # what is added to norms' weights; GGUF files hold them as they multiply
+    hf_norm_offset: float = 0.0  # added to norms' weights, which GGUF files hold with it added
     hf_activation: str = "hidden_act"
     hf_quantized: str = ""  # the quant_method of packed weights that are read
     activation: str = "silu"
@@ -126,12 +126,12 @@ class Architecture:
     recurrent: RecurrentKeys | None = None  # for layers that keep a state
     aliases: Mapping[str, str] = field(default_factory=dict)  # older keys of config.json, which win
     respelled: Callable[[dict[str, Any]], dict[str, Any]] = dict  # config.json in one of several spellings
-    # what GGUF files have a module's matrix, or each of its rows, multiplied by
+    # the factor, or a factor for each row, by which GGUF files multiply a module's matrix
     gguf_factors: Callable[[ModelConfig, str], Any] | None = None
     hf_layers: Set[str] = frozenset()  # fields of LayerConfig that `write_hf` writes
 
     lenses: tuple[Lens, ...] = ()  # further facts, each read from both formats and written to both
-    # what no lens says: changes the fields of `ModelConfig` that the common keys gave, or the keys to write
+    # facts without a lens: they change fields of `ModelConfig` from the common keys, or the keys to write
     read_hf: Callable[[Keys, dict[str, Any]], None] = lambda keys, facts: None
     read_gguf: Callable[[Keys, dict[str, Any]], None] = lambda keys, facts: None
     write_hf: Callable[[ModelConfig, dict[str, Any]], None] = lambda config, keys: None

@@ -30,7 +30,7 @@ ERNIE4_5_MOE = replace(
         **{"moe_layer_start_index": 1, "moe_layer_end_index": -1},
     },
     biases={**ERNIE4_5.biases, "mlp.gate": False},
-    lenses=(Stated("gguf", "interleave_moe_layer_step", 1),),  # which other readers want
+    lenses=(Stated("gguf", "interleave_moe_layer_step", 1),),  # a key that other readers require
     experts=ExpertKeys(
         *("moe_num_experts", "moe_intermediate_size", True),
         gguf_normalized=True,

@@ -27,7 +27,7 @@ GEMMA3_TEXT = replace(
     ignores=GEMMA2.ignores | {"attn_logit_softcapping", "_sliding_window_pattern"},
     defaults={
         **{**GEMMA2.defaults, "rope_theta": 1e6, "final_logit_softcapping": None},
-        # which the text of a model of images may leave out
+        # the text of a model of images may leave them out
         **{"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072},
     },
 )

@@ -2,8 +2,8 @@
 
 Qwen2's biases reach hundreds in dimensions that hardly rotate, where the rest of a key is a few units large.
 One scale for all dimensions leaves the others no bits. SageAttention (Zhang et al. 2024) subtracts the mean
-of a prompt's keys, KIVI (Liu et al. 2024) has a scale for each dimension; a bias is known before any token
-is, so here no number depends on what a cache holds.
+of a prompt's keys, KIVI (Liu et al. 2024) has a scale for each dimension. A bias is known
+before any token is, so here no number depends on the contents of a cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kukri.kernels.arrays import FloatArray
 from kukri.kernels.specs import KeyRange
 from kukri.kernels.weight_handles import RopeFrequencies, Vector
 
-_POSITIONS = 8192  # first ones, over which a rotating bias is averaged
+_POSITIONS = 8192  # first positions, over which a rotating bias is averaged
 _PLAIN_REACH = 4.0  # how large the numbers of a key are without their bias
 _STEP = 1 / 16  # middles are its multiples, so that no function's last bit decides one
 

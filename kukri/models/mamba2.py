@@ -20,7 +20,7 @@ CONTEXT = 1 << 20  # the value in files without a bound
 
 
 class _Sizes(Lens):
-    """The model's heads and widths, which are the states'."""
+    """The model's heads and widths, which are the heads and widths of the states."""
 
     def read(self, keys: Keys, form: Format, facts: dict[str, Any]) -> None:
         own = facts["recurrent"]

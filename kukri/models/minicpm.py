@@ -6,7 +6,7 @@ from kukri.models.architecture import Architecture
 from kukri.models.granite import Granite
 from kukri.models.lenses import Number
 
-EMBEDDING, DEPTH, BASE = 12.0, 1.4, 256  # what GGUF files mean that do not say it
+EMBEDDING, DEPTH, BASE = 12.0, 1.4, 256  # the values in GGUF files without these keys
 
 
 # Granite's multipliers, and what GGUF files mean that do not say them

@@ -56,7 +56,7 @@ class SharedMLP(GatedMLP):
         return self.down(ops, hidden, residual, ("mlp.hook_shared_out", self.layer))
 
     def width(self, config: ModelConfig, layer: int) -> int:
-        """The mixture's, or that of the model's MLPs."""
+        """The width that the mixture states, or the width of the model's MLPs."""
         assert config.mixture is not None, "it stands next to one"
         return config.mixture.d_shared or config.mlp_width(layer)
 

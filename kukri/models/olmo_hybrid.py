@@ -44,7 +44,7 @@ class OlmoHybrid(Llama):
 
     @staticmethod
     def block_type(source: WeightSource, config: ModelConfig, layer: int) -> Any:
-        """The layer, by what it is and how it is named."""
+        """Return the layer by its kind and its names."""
         if config.layers[layer].is_recurrent:
             return OlmoRecurrentBlock(source, config, layer)
         is_renamed = source.has(f"model.layers.{layer}.{OlmoRenamedBlock.attention_norm_name}.weight")

@@ -51,7 +51,7 @@ class GatedDeltaNet:
     conv_names: tuple[str, ...] = ("conv1d",)
     norm_name, out_name = "norm", "out_proj"
     norm_eps: float | None = None  # None: the model's
-    strength = 1.0  # multiplies what is written
+    strength = 1.0  # multiplies the written values
 
     def __init__(self, source: WeightSource, name: str, config: ModelConfig, layer: int) -> None:
         own = config.recurrent
@@ -76,7 +76,7 @@ class GatedDeltaNet:
         self.cache_layer = state_layer(self.conv.states, (("delta", (own.n_heads, own.d_state, own.d_head)),))
         # x / sqrt(sum(x^2) + eps) by a norm whose mean has the d_state in it; queries are divided by its root
         self.eps = _L2_EPS / own.d_state
-        # keys and values times the root of `strength` write as much as a rule that is so much stronger
+        # keys and values times the root of `strength` act as a rule that is `strength` times stronger
         self.root = self.strength**0.5
         self.of_keys = Vector(np.full(own.d_state, self.root * own.d_state**-0.5, np.float32))
         self.of_queries = Vector(np.full(own.d_state, 1 / own.d_state, np.float32))

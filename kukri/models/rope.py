@@ -1,7 +1,7 @@
 """RoPE's frequencies, plain and scaled beyond a model's training context: one pure function for each kind;
 and the order of interleaved rows.
 
-Rounding is that of transformers' `ROPE_INIT_FUNCTIONS` (modeling_rope_utils.py): float32 after each
+Rounding follows transformers' `ROPE_INIT_FUNCTIONS` (modeling_rope_utils.py): float32 after each
 operation.
 
 Two kinds depend on the length of a sequence in transformers, which recomputes them as a sequence grows, and
@@ -31,7 +31,7 @@ _ONE = np.float32(1)
 _ROTATED = re.compile(r".*\bself_attn\.[qk]_proj\.(?:weight|bias)")
 _HEAD_BY_HEAD = re.compile(r".*\bself_attn\.qkv_proj\.(?:weight|bias)")
 _LATENT = re.compile(r".*\bself_attn\.(?:q_proj|q_b_proj|(?P<kv>kv_a_proj_with_mqa))\.(?:weight|bias)")
-USER_SCALINGS = ("linear", "dynamic", "yarn")  # a kind and a factor say it all
+USER_SCALINGS = ("linear", "dynamic", "yarn")  # kinds that need no parameter but a factor
 
 
 def rope_frequencies(rope: RopeConfig, max_context: int) -> RopeFrequencies:
@@ -135,7 +135,7 @@ def _dynamic_theta(rope: RopeConfig, scaling: RopeScaling, max_context: int) -> 
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """YaRN's factor of cos and sin for a stretch: 1 for none."""
+    """Return YaRN's factor of cos and sin for a stretch, 1 without a stretch."""
     return 0.1 * weight * math.log(max(factor, 1.0)) + 1
 
 
@@ -198,7 +198,7 @@ def rope_row_order(name: str, n_rows: int, config: ModelConfig) -> npt.NDArray[n
     if _ROTATED.fullmatch(name) is None:
         return None
     if config.has_gates:
-        if ".k_proj." in name:  # which may have a single head
+        if ".k_proj." in name:  # attention may have a single key head
             return None
         return np.arange(n_rows).reshape(-1, 2, config.d_head).swapaxes(0, 1).reshape(-1)
     return half_split_order(n_rows, config.d_head, config.rope.rotary_dim)

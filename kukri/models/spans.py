@@ -11,7 +11,7 @@ from kukri.errors import RequestError
 class SpanInput(Protocol):
     """What an encoder makes rows from, such as one image."""
 
-    noun: ClassVar[str]  # what errors call it; its plural ends in s
+    noun: ClassVar[str]  # its noun in errors; the plural ends in s
 
     @property
     def n_tokens(self) -> int:

@@ -14,7 +14,7 @@ from kukri.config import RecurrentConfig
 from kukri.dataclass import dataclass
 from kukri.kernels.arrays import FloatArray
 
-Order = npt.NDArray[np.int64] | None  # for each row or column of the model's, that of a file; None: the same
+Order = npt.NDArray[np.int64] | None  # the place in a file of each row or column of the model; None: the same
 Shape = tuple[int, ...]
 
 

@@ -77,7 +77,7 @@ class _Value:
     tap: str | None = None
     made_by: Norm | Matrix | None = None
     rope: RopeFrequencies | None = None
-    product: Matrix | None = None  # that a norm was applied to
+    product: Matrix | None = None  # the matrix whose result a norm was applied to
     path: Path | None = None  # None if other ops, or several values, made it
 
     def then(self, step: Step) -> Path | None:
@@ -141,7 +141,7 @@ class Trace:
         return run
 
     def embed(self, weight: Weight, batch: Any, *rest: Any, **options: Any) -> _Value:
-        """Notes the first embedding, that of the tokens."""
+        """Note the first embedding, which embeds the tokens."""
         self._embeddings.add(weight.name)
         self.embedding = self.embedding or weight
         return _Value(weight.shape[1])
@@ -200,7 +200,7 @@ class Trace:
         return _Value(sum(each.shape[1] for each in experts))
 
     def scale(self, x: _Value, factor: float) -> _Value:
-        """A value that knows what was scaled."""
+        """Return a value that knows the scaled value."""
         return _Value(x.width, product=_product(x), path=x.then(factor))
 
     def split(self, x: _Value, widths: Sequence[int]) -> tuple[_Value, ...]:

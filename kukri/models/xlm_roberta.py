@@ -1,6 +1,7 @@
 """XLM-RoBERTa (Conneau et al. 2020), of multilingual E5, BGE-M3 and their rerankers: BERT with another head.
 
-In safetensors positions are counted from 2 on, after that of padding; in GGUF, where it is a bert, from 0.
+In safetensors positions are counted from 2 on, after the position of padding; in GGUF, where it is a bert,
+from 0.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from kukri.tasks.embedding import TextEncoder
 from kukri.tasks.late_interaction import as_encoder
 from kukri.tokenizer import Tokenizer, load_tokenizer
 
-if TYPE_CHECKING:  # what only some models need is imported where it is made
+if TYPE_CHECKING:  # modules that only some models need are imported where they are used
     from kukri.engine.draft_model import DraftSource
     from kukri.engine.spans.encoder import SpanEncoder
     from kukri.sound.whisper import WhisperEncoder
@@ -69,7 +69,7 @@ class ReadModel:
     model: Model
     vision: VisionModel | None  # the encoder of images, of a model that sees
     sound: WhisperEncoder | None  # the encoder of sound, of a model that hears
-    image_processor: ImageProcessor | None  # which prepares images for it
+    image_processor: ImageProcessor | None  # prepares images for it
     mmproj: Path | None  # the encoder's file, if it is a separate one
     default_params: SamplingParams  # as the files advise
     text_encoder: TextEncoder
@@ -79,7 +79,7 @@ class ReadModel:
 class LoadedModel(ReadModel):
     """A model in memory, on its backend. A head for a task has no engine."""
 
-    options: ModelOptions  # with what was chosen for the memory
+    options: ModelOptions  # with the options that were chosen for the memory
     engine_config: EngineConfig
     backend: Backend
     engine: Engine

@@ -30,7 +30,7 @@ from kukri.opening.model_options import ModelOptions
 from kukri.quant.mixes import FILE_TYPES
 from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 
-if TYPE_CHECKING:  # what a start from a GGUF file does not need is imported where it is used
+if TYPE_CHECKING:  # modules that a start from a GGUF file does not need are imported where they are used
     from kukri.formats.headers import Headers, StoredTensor
 
 _log = logging.getLogger("kukri.opening.memory")
@@ -38,7 +38,7 @@ _MAX_REQUESTS = 16  # side by side; more gain little on a CPU, whose steps are b
 _LOGIT_ROWS = 64  # the most rows that a step computes besides its requests' rows
 _EMBEDDING = re.compile(r"token_embd\.weight|(?:.+\.)?embed_tokens\.weight")
 _LAYER_EMBEDDING = re.compile(r"per_layer_token_embd\.weight|(?:.+\.)?embed_tokens_per_layer\.weight")
-# what a choice may change, the first first; types that lose more are taken by hand alone
+# the options that a choice changes, in order; types that lose more must be asked for
 _KV_TYPES: tuple[KVType, ...] = ("f16", "q8_0")
 _PACKED = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
 _FLOATS = ("F32", "F16", "BF16")

@@ -60,7 +60,7 @@ _CLASSES = {"model": "Model", "transformer": "Model", "self_attn": "Attention", 
     "mixer": "Mixer",
     "shared_mlp": "MLP",
 }
-# and those that transformers calls otherwise
+# and modules with other names in transformers
 _OWN_CLASSES = {
     "Cohere2RMSNorm": "Cohere2LayerNorm",
     "GraniteMoeSparseMoeBlock": "GraniteMoeMoE",

@@ -76,7 +76,7 @@ def _parts(whole: Mapping[str, Any], root: Mapping[str, Any], n_most: int) -> li
     if not branches or not ("properties" in whole or len(branches) > 1 or is_several):
         return []
     parts, seen = [whole], {id(whole)}
-    for part in parts:  # which grows
+    for part in parts:  # `parts` grows meanwhile
         if len(parts) >= n_most:
             break
         given = [part.get(name) for name in ("allOf", "anyOf", "oneOf", "then", "else")]

@@ -18,7 +18,7 @@ OWN_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0
 def default_params(advice: Mapping[str, Any]) -> SamplingParams:
     """The parameters that a checkpoint advises, by field of SamplingParams; OWN_DEFAULTS if it advises none.
 
-    Values that cannot be are left out, with a warning: no request fails for a file's advice.
+    Impossible values are left out, with a warning, so that no request fails because of a file's advice.
     """
     params, n_taken = SamplingParams(), 0
     for name, value in sorted(advice.items(), key=lambda item: item[0] == "mirostat"):

@@ -169,7 +169,7 @@ def compiled(grammar: Grammar, tokenizer: GrammarTokenizer) -> CompiledGrammar:
 
 
 def _fault(grammar: Grammar, tokens: Any, llguidance: Any) -> tuple[str, list[str]]:
-    """What is wrong with a grammar, "" if nothing is, and what of it is not enforced."""
+    """Return the fault of a grammar, "" without a fault, and the parts that are not enforced."""
     if grammar.kind == "json" and (reason := rounded_number(json.loads(grammar.source))):
         return reason, []
     source = _source(grammar, llguidance)
@@ -250,7 +250,7 @@ def _with_options(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[s
     return {**limited(closed(schema), lenient=lenient), "x-guidance": options}
 
 
-_TOKENS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what llguidance makes of a vocabulary
+_TOKENS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # llguidance's form of a vocabulary
 _TOKENS_LOCK = threading.Lock()
 
 

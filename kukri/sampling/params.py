@@ -440,7 +440,7 @@ def _checked_bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
 def _checked_breakers(breakers: Any) -> tuple[str | tuple[int, ...], ...]:
     resolved: tuple[Any, ...] = ()
     if isinstance(breakers, Sequence):
-        resolved = tuple(one for one in breakers if isinstance(one, TokenSet))  # which may hold thousands
+        resolved = tuple(one for one in breakers if isinstance(one, TokenSet))  # a set may hold thousands
         breakers = [one for one in breakers if not isinstance(one, TokenSet)] if resolved else breakers
     name, allowed = "dry_sequence_breakers", f"at most {MAX_STOPS} strings, and token ids: {_A_PHRASE}"
     checked = _checked_phrases(name, breakers, allowed)

@@ -141,7 +141,7 @@ def predictor(
 def _answered(
     answer: Callable[[list[Any]], list[Any]], inputs: list[Any]
 ) -> tuple[list[Any | None], list[str]]:
-    """The results of inputs and their errors: of all at once, or one by one if some are wrong."""
+    """Return the results of inputs and their errors, of all at once, or one by one if some are wrong."""
     try:
         return answer(inputs), [""] * len(inputs)
     except RequestError:

@@ -21,7 +21,7 @@ _EXCESS = 1.25  # the most of the mean load that a replica may have and still ge
 
 
 class PrefixRouter:
-    """Chooses replicas by what it has sent them. Replicas are known by a name."""
+    """Chooses replicas by the requests that it has sent them. Replicas are known by a name."""
 
     def __init__(self) -> None:
         self._known: dict[str, OrderedDict[PageKey, None]] = {}  # the longest unused first

@@ -49,7 +49,7 @@ class ReplicaOptions:
     n_replicas: int = 1
     max_replicas: int | None = None
     target_requests: int | None = None  # None: three quarters of `max_requests` of a replica
-    cpus: float | None = None  # that Ray reserves for each replica; None: its threads, or a machine's
+    cpus: float | None = None  # reserved by Ray for each replica; None: its threads, or a machine's
     gpus: float = 0
     drain_s: float = 60.0  # for running requests of a replica that is removed
     spare_s: float = 120.0  # seconds

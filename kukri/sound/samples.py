@@ -31,7 +31,7 @@ def checked_samples(samples: Any, rate: int = RATE) -> FloatArray:
 
 
 def resampled(samples: FloatArray, rate: int) -> FloatArray:
-    """Samples [n] at 16 kHz, without what is too high for that rate. Raises RequestError on the rate."""
+    """Samples [n] at 16 kHz, without frequencies above this rate's half. Raises RequestError on the rate."""
     if not MIN_RATE <= rate <= MAX_RATE:
         raise RequestError.of("rate", f"must be from {MIN_RATE} to {MAX_RATE} samples a second, not {rate}")
     if rate == RATE:

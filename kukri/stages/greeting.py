@@ -17,7 +17,7 @@ from kukri.host.waiting import ready
 from kukri.stages.connection import Connection
 from kukri.stages.processes import TOKEN_VARIABLE
 
-Role = Literal["engine", "stage", "replica"]  # who connects: an engine, the stage before, …
+Role = Literal["engine", "stage", "replica"]  # the connecting process: an engine, the stage before, …
 _GREETING = b"kukri stage 2\n"
 _ROLES: dict[Role, bytes] = {"engine": b"E", "stage": b"S", "replica": b"R"}
 _ACCEPTED, _BUSY = b"A", b"B"  # the verdicts of the listening side

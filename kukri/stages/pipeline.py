@@ -61,7 +61,7 @@ class Pipeline:
         self._stages: list[Connection] = []
         self._inbox: Inbox | None = None
         self._opening: Opening | None = None
-        self._loss: StageError | None = None  # that has not been reported yet
+        self._loss: StageError | None = None  # an error that has not been reported yet
         self.rooms = self._connect()
 
     def __len__(self) -> int:

@@ -108,7 +108,7 @@ def stage_source(
 ) -> StageSource:
     """The stages before the last, by their number, devices, addresses or placer.
 
-    `n_bytes` are those of the weights, and of the keys and values of a context; `n_threads` those asked for,
+    `n_bytes` are the bytes of the weights, and of the keys and values of a context; `n_threads` the threads
     of each stage. Raises ConfigError on anything that makes no pipeline.
     """
     addresses: list[Address] = []

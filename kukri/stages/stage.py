@@ -16,7 +16,7 @@ from kukri.stages.program import StageProgram, stage_layout
 
 
 class Stage:
-    """`layers` of a model. All stages number pages and slots of states alike."""
+    """Runs `layers` of a model. All stages number pages and slots of states alike."""
 
     def __init__(
         self,

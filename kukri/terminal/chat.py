@@ -108,7 +108,7 @@ def _opened(name: str | None, loading: dict[str, Any]) -> LLM:
 
 
 def _converse(chat: Chat, resumed: SavedChat | None) -> None:
-    """Takes what is typed until Ctrl-D or /exit, and closes the model."""
+    """Read lines until Ctrl-D or /exit, and close the model."""
     try:
         with _line_editing():
             if resumed is not None:

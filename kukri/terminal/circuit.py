@@ -18,7 +18,7 @@ from kukri.terminal.progress import counting_bar, loading_bar
 def write_circuit(
     prompt: str, model: str | None, options: CircuitOptions, loading: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Writes the graph of a prompt, and says what it has. See `LLM.attribute`."""
+    """Write the graph of a prompt, and print its size. See `LLM.attribute`."""
     if options.transcoders is None or options.out is None:
         raise ConfigError("--transcoders and --out are required: --transcoders DIR --out graph.json")
     with loading_bar() as progress:

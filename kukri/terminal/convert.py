@@ -182,7 +182,7 @@ def _as_it_is(source: Path) -> Iterator[Conversion]:
         config, dense = checkpoint.config, checkpoint.dense
         text = tokenizer_metadata(checkpoint.tokenizer) | gguf_keys(config, checkpoint.embedding, dense)
         text |= advice_keys(checkpoint.sampling)
-        if checkpoint.vision is not None and checkpoint.vision.deep_layers:  # whose rows llama.cpp adds
+        if checkpoint.vision is not None and checkpoint.vision.deep_layers:  # llama.cpp adds their rows
             text |= deep_keys(config, len(checkpoint.vision.deep_layers))
         _note_losses(checkpoint, "gguf")
         yield of_directory(source, config, checkpoint.weights(config), text, dense_tensors(config, dense))
@@ -207,7 +207,7 @@ def check_target(source: Path, target: Path) -> None:
 
 @contextmanager
 def progress(plan: Conversion) -> Iterator[Callable[[Step], None]]:
-    """A bar of bytes read."""
+    """A progress bar of bytes read."""
     with progress_bar(sum(step.source_bytes for step in plan.steps)) as advance:
         yield lambda step: advance(step.source_bytes, f"{step.name} ({step.target.name})")
 

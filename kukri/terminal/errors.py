@@ -32,7 +32,7 @@ class ErrorReportingGroup(LightParams, TyperGroup):
     """A command group that turns its commands' exceptions into a line on stderr and an exit code."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the commands by what they are for."""
+        """Write the commands by their purpose."""
         listed = self.list_commands(ctx)
         width = formatter.width - 6 - max(map(len, listed), default=0)
         for heading, names in HEADINGS.items():

@@ -17,7 +17,7 @@ from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_table
 
 _DEFAULT_CONCURRENCY, _DEFAULT_REQUESTS = "1,4,16", 100
-_LATE_MS = 20.0  # from here on the client, or a busy machine, is part of what was measured
+_LATE_MS = 20.0  # from here on the client, or a busy machine, is part of the figures
 
 
 def load_server(options: LoadTestOptions, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ _BOLD, _ITALIC, _CODE, _HEAD, _QUOTE, _OFF = (
     "\x1b[2m",
     "\x1b[0m",
 )
-# what may begin a line and still become something else: it is held back
+# beginnings of a line that may still become something else, and are held back
 _UNSURE = re.compile(r" {0,3}(?:#{1,6}|`{1,2}|~{1,2}|>|[*+-]|\d{1,3}[.)]?)?")
 _HEADING = re.compile(r" {0,3}#{1,6} ")
 _FENCE = re.compile(r" {0,3}(```|~~~)")
@@ -53,7 +53,7 @@ class MarkdownStream:
         return self._take(is_end=False)
 
     def flush(self) -> str:
-        """What was held back, and the end of all styles."""
+        """Return the text that was held back, and the end of all styles."""
         shown = self._take(is_end=True)
         is_styled = bool(self._line or self._inline or self._fence)
         self._begin()

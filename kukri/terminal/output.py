@@ -16,7 +16,7 @@ _CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if code 
 def write_text(text: str, markdown: MarkdownStream | None = None) -> None:
     """Writes text to stdout at once. On a terminal its control characters are left out.
 
-    What `markdown` makes of it is written, if given.
+    With `markdown` the formatted text is written.
     """
     text = text.translate(_CONTROLS) if sys.stdout.isatty() else text
     sys.stdout.write(text if markdown is None else markdown.push(text))

@@ -14,7 +14,7 @@ from kukri.host.private_files import write_private
 from kukri.terminal.files import read_text
 
 _MOST_BYTES = 1 << 20
-_BACKUP = ".before-kukri"  # what the name of the file as it was ends with; empty if there was no file
+_BACKUP = ".before-kukri"  # ends the name of the original's copy, which is empty if there was no file
 
 
 def install(file: Path, settings: Mapping[str, Any]) -> Path:

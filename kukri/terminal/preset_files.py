@@ -22,7 +22,7 @@ _KEYS = ("model", "system", "parameters", "messages", "template", "adapter", "ma
 _ROLES = ("system", "user", "assistant")
 _INSTRUCTION = re.compile(r"(?P<name>[A-Za-z]+)(?:[ \t]+(?P<rest>.*))?")
 _IGNORED = ("LICENSE", "REQUIRES", "RENDERER", "PARSER")  # tell nothing that changes an answer here
-# what Go's templates have and Jinja's have not
+# features of Go's templates that Jinja lacks
 _GO = re.compile(r"\{\{-?\s*(?:[.$]|(?:if|range|end|else|with|template|define|block)\b)")
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from kukri.errors import printable
 
-_PATIENCE_S = 1.0  # that loading may take without a bar
+_PATIENCE_S = 1.0  # loading may take this long without a bar
 
 
 @contextmanager

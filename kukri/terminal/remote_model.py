@@ -27,8 +27,8 @@ _MOST_ERROR = 1 << 16
 class RemoteModel:
     """Asks the chat endpoint at `url`. It has the parts of an `LLM` that `Chat` uses.
 
-    `sampling` are the fields that the user set. Raises ConfigError for what is not a URL, KukriError if the
-    server does not answer.
+    `sampling` are the fields that the user set. Raises ConfigError for text that is not a URL, KukriError if
+    the server does not answer.
     """
 
     adapters: tuple[str, ...] = ()

@@ -247,7 +247,7 @@ def _check_certificate(certificate: Path, key: Path | None) -> None:
 
 def announce(names: Sequence[str], settings: ServerSettings, bound: socket.socket) -> None:
     """Begins to listen, and prints to stderr the URL, the models' names, and a warning without keys."""
-    bound.listen()  # who reads the URL may connect at once: uvicorn accepts it later
+    bound.listen()  # a reader of the URL may connect at once, before uvicorn accepts
     if isinstance(path := bound.getsockname(), str):
         print(
             f"serving {', '.join(names) or 'no model yet'} on the Unix socket {path}",
@@ -293,7 +293,7 @@ def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:
         on_hangup(lambda: reread_keys(app, settings.api_key_file))
     config = uvicorn.Config(app, **uvicorn_options(settings))
     gc.collect()
-    gc.freeze()  # what is there by now stays: to look through it again stops all streams for 40 ms
+    gc.freeze()  # these objects stay, and looking through them again would stop all streams for 40 ms
     gc.set_threshold(700)  # again, because a search through 50,000 young objects stops all streams too
     with suppress(SystemExit):  # the start failed: its reason follows
         Server(config).run(sockets=[bound])

@@ -1,4 +1,4 @@
-"""Options of the server: besides those of `kukri.terminal.options`, as no other command needs them."""
+"""Options that only the server has, besides the options of `kukri.terminal.options`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from kukri.terminal.options import flags
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Takes the options of a configuration file for those that the command line leaves out."""
+    """Take options that the command line leaves out from a configuration file."""
     if file is not None and not context.resilient_parsing:
         from kukri.terminal.config_file import option_defaults
 

@@ -1,4 +1,4 @@
-"""The models of `kukri serve`: those of the command line and of its configuration file."""
+"""The models of `kukri serve`, from the command line and from its configuration file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def served_models(
 ) -> list[ModelSpec]:
     """The models of the command line, NAME=MODEL or MODEL, and of the configuration file.
 
-    Without any, the default model. Options of loading hold for all but those of the file.
+    Without any, the default model. Options of loading hold for all models but the file's models.
     """
     served = [] if options.config is None else configured_models(options.config)
     settings = options.settings()

@@ -1,6 +1,6 @@
 """Facts and tables as plain lines, never cut to a width, for readers and programs alike.
 
-What they show may come from a hostile file, so control characters in it are spelled out.
+Cells may come from a hostile file, so their control characters are spelled out.
 """
 
 from __future__ import annotations

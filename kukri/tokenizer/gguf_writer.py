@@ -236,7 +236,7 @@ def _special_ids(vocabulary: Vocabulary, files: TokenizerFiles) -> dict[str, int
     stated = [] if vocabulary.eos_id is None else [vocabulary.eos_id]
     known = ends_by_text(vocabulary.id_of)
     others = [i for i in sorted(vocabulary.eos_ids) if i not in stated]
-    # what readers know anyhow comes last
+    # keys that readers do not need come last
     ends = stated + sorted(others, key=lambda i: i in known)
     if len(ends) > 3 and not set(ends[3:]) <= known:
         raise UnsupportedError(

@@ -46,7 +46,7 @@ class ImageMarks:
 
     def __init__(self, placeholder: str, written: str, tokens: Sequence[str]) -> None:
         self.placeholder, self.written, self.tokens = placeholder, written, tuple(tokens)
-        self.texts: list[str] = []  # what each image becomes in the prompt
+        self.texts: list[str] = []  # the text of each image in the prompt
         self.order: list[int] = []  # numbers of images as they stand in the prompt
         self._mark = f"{_END}{secrets.token_hex(8)}"
         self._finder = re.compile(f"{self._mark}([0-9]+){_END}")

@@ -17,7 +17,7 @@ def inner_text(text: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
         inner.normalizer = _sequence(normalizers.Sequence([]), "normalizers", steps)
     if text.pre_tokenizer is not None:
         steps = [_unprefixed(step) for step in _steps(text.pre_tokenizer, "pretokenizers")]
-        if any(step["type"] == "Metaspace" for step in steps):  # which alone keeps the spaces between words
+        if any(step["type"] == "Metaspace" for step in steps):  # it alone keeps the spaces between words
             steps = [step for step in steps if step["type"] != "WhitespaceSplit"]
         inner.pre_tokenizer = _sequence(pre_tokenizers.Sequence([]), "pretokenizers", steps)
     inner.add_tokens(list(text.get_added_tokens_decoder().values()))

@@ -68,7 +68,7 @@ class Vocabulary:
     kind: str
     tokens: list[str]
     id_of: dict[str, int]
-    types: list[int]  # empty: the file does not say, all are normal
+    types: list[int]  # empty if the file does not say it, and all are normal
     bos_id: int | None
     eos_id: int | None
     unk_id: int | None
@@ -161,9 +161,9 @@ def read_vocabulary(keys: TokenizerKeys) -> Vocabulary:
 
     # SentencePiece's own defaults, and BERT's; a byte-level file without the key has no such token
     defaults = _DEFAULT_IDS.get(kind, {})
-    if kind == "bert":  # readers know its ends by other names
+    if kind == "bert":  # readers find its end tokens by other names
         found = {"bos": keys.token_id("cls", None, len(tokens))}
-        found["eos"] = keys.token_id("seperator", None, len(tokens))  # so spelled in GGUF
+        found["eos"] = keys.token_id("seperator", None, len(tokens))  # spelled like this in GGUF
         defaults = defaults | {name: i for name, i in found.items() if i is not None}
     ids = {
         name: keys.token_id(name, defaults.get(name), len(tokens)) for name in ("bos", "unknown", *_END_KEYS)

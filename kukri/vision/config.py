@@ -35,7 +35,7 @@ class VisionConfig:
     n_frames: int = 1  # times that a patch repeats its picture, in families that also read videos
     # in the text a row has three positions: of the image, and of its place there (M-RoPE)
     has_places: bool = False
-    deep_layers: tuple[int, ...] = ()  # whose states become rows for the text's first layers too (DeepStack)
+    deep_layers: tuple[int, ...] = ()  # their states are rows for the text's first layers too (DeepStack)
     window: int = 0  # side, in rows of embeddings, of the squares that most layers attend within; 0: none
     full_layers: tuple[int, ...] = ()  # layers that attend to all patches in spite of a window
     # the token that stands for a row in texts whose layers have embeddings of their own

@@ -43,7 +43,7 @@ class VisionModel(Protocol):
         """Hidden states [T, D] of a part of this grid, the last or of a deep layer -> [R, width]."""
 
     def unmerged(self, grad: FloatArray, grid: tuple[int, int]) -> FloatArray:
-        """Return the gradient [T, D] by the input of `merged`, given that [R, width] by its result."""
+        """Return the gradient [T, D] by the input of `merged`, of the gradient [R, width] by its result."""
 
     def project(self, ops: Any, batch: Any) -> Tensor:
         """Project the batch's activations [R, (1 + n deep) * width], which are the merged last states and

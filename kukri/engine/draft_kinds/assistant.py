@@ -25,7 +25,7 @@ from kukri.models.next_token import RESULT
 class AssistantDrafts(RowDrafts, CountedDrafts):
     """The drafts of one request, made from the row of the last token that the model computed."""
 
-    sequence: TokenSequence | None = None  # whose pages are read, from its first row on
+    sequence: TokenSequence | None = None  # the sequence whose pages are read, from its first row on
 
     def note(self, chunk: ScheduledChunk, rows: FloatArray) -> None:
         self.sequence, self._first_row, self._rows = chunk.sequence, chunk.start, rows
@@ -50,7 +50,7 @@ class AssistantModel(Drafter):
         self._n_vocab = min(assistant.config.n_vocab, runner.model.config.n_vocab)
         self._max_context, self._page_tokens = runner.model.config.max_context, runner.cache.page_tokens
         self._program = runner.backend.compile(assistant, runner.cache, limits, frozenset([RESULT]))
-        self._results: FloatArray | None = None  # what the last run made
+        self._results: FloatArray | None = None  # the rows that the last run made
 
     def drafts_for(self, prompt: IntArray) -> Callable[[], AssistantDrafts]:
         return partial(AssistantDrafts, self._max_context, self._n_vocab, self.cost)

@@ -14,7 +14,7 @@ from kukri.models.spans import SpanInput
 class SpanEncoder(Protocol):
     """Makes rows of inputs of one class. A kind of spans is one implementation, in a file next to this one.
 
-    `Encodings` keeps the rows, within a budget; what other memory an encoder needs is its own.
+    `Encodings` keeps the rows, within a budget; an encoder manages its other memory itself.
     """
 
     input_type: type[SpanInput]

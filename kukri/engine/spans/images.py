@@ -166,7 +166,7 @@ class _EncoderPrograms:
         def on_tap(name: str, x: FloatArray) -> FloatArray:
             nonlocal is_begun
             if name == start and job.hidden is not None:
-                x[:] = job.hidden[rows]  # which was shown before
+                x[:] = job.hidden[rows]  # these rows were shown before
                 is_begun = True
             elif is_begun:  # backends that begin at no tap compute earlier layers again, with other windows
                 replacement = job.listener(name, x)

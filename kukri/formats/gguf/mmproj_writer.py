@@ -119,7 +119,7 @@ def _written(
     """The tensors of llama.cpp's that hold one of these, in its layout."""
     clip, stored, f32 = clip_of(config), stored_name(name, config), QUANT_TYPES["F32"]
     if name in ("model.embed_patches.weight", "model.embed_positions.weight"):
-        data, kind = dequantize(data, kind).reshape(shape), f32  # which llama.cpp's convolutions read
+        data, kind = dequantize(data, kind).reshape(shape), f32  # llama.cpp's convolutions read float32
     if name == "model.embed_positions.weight":  # several tables have an axis of their own
         data = data.reshape(shape[0], -1, config.encoder.d_model)
         data = np.ascontiguousarray(data.swapaxes(0, 1)) if clip.flat else data

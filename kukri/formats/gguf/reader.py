@@ -152,7 +152,7 @@ class _Part:
         self.alignment = alignment_of(self.metadata, path)
         self.tensors = _read_tensors(cursor, n_tensors, self.alignment)
         end = max((t.offset + t.n_bytes for t in self.tensors.values()), default=cursor.position)
-        for start in (end, aligned(end, self.alignment)):  # writers differ in what they add
+        for start in (end, aligned(end, self.alignment)):  # writers add different keys
             if self.bytes[start : start + 4].tobytes() == b"GGUF":
                 raise FormatError(
                     "holds another GGUF file after its own tensors, as `cat` joins files: keep the parts, or "

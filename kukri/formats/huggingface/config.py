@@ -120,7 +120,7 @@ def _model_config(keys: Keys, architecture: Architecture, name: str) -> ModelCon
     _check_neutral(keys, architecture)
     numbers = read_numbers(keys, "hf", architecture, {})
     if architecture.first_position:
-        keys.expect("pad_token_id", architecture.first_position - 1)  # whose position is the one before
+        keys.expect("pad_token_id", architecture.first_position - 1)  # its position is the one before
         numbers["max_context"] -= architecture.first_position
         if numbers["max_context"] < 1:
             raise keys.error(_POSITIONS, f"must be more than {architecture.first_position}")
@@ -235,7 +235,7 @@ def _check_written(config: ModelConfig, made: Mapping[str, Any], architecture: A
 
 
 def _said(config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """What config.json must say, by name."""
+    """Return the required values of config.json, by name."""
     for part in (
         "d_model",
         "n_heads",

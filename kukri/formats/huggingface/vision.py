@@ -25,7 +25,7 @@ from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionFamily
 from kukri.vision.encoders import family_of
 
-_UNPACKED = ("model.embed_patches.weight", "model.embed_positions.weight")  # what every patch begins with
+_UNPACKED = ("model.embed_patches.weight", "model.embed_positions.weight")  # every patch is embedded by them
 
 
 def vision_family(stated: Mapping[str, Any]) -> VisionFamily | None:

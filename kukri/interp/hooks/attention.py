@@ -67,14 +67,14 @@ def mixed(weights: FloatArray, v: FloatArray, spec: AttentionSpec) -> FloatArray
 
 
 def keys_ahead(n_tokens: int) -> IntArray:
-    """By how many tokens each key of a text comes after a query, [query, key]."""
+    """Return by how many tokens each key of a text comes after a query, [query, key]."""
     steps = np.arange(n_tokens)
     ahead: IntArray = steps - steps[:, None]
     return ahead
 
 
 def seen_keys(spec: AttentionSpec, n_tokens: int) -> npt.NDArray[np.bool_]:
-    """Which keys of a text of n_tokens a query sees, [query, key]."""
+    """Return which keys of a text of `n_tokens` tokens a query sees: bool [query, key]."""
     query, key = np.arange(n_tokens)[:, None], np.arange(n_tokens)
     seen = key <= query if spec.is_causal else np.ones((n_tokens, n_tokens), np.bool_)
     seen = seen & (key >= spec.first_key) & (key < (spec.stop_key or n_tokens))
@@ -82,6 +82,6 @@ def seen_keys(spec: AttentionSpec, n_tokens: int) -> npt.NDArray[np.bool_]:
 
 
 def _is_seen(spec: AttentionSpec, n_tokens: int, lengths: IntArray) -> npt.NDArray[np.bool_]:
-    """Which keys a query sees: bool [B, T, T]."""
+    """Return which keys each query sees: bool [B, T, T]."""
     is_token = np.arange(n_tokens) < lengths[:, None]  # [B, T]
     return seen_keys(spec, n_tokens) & is_token[:, None] & is_token[:, :, None]

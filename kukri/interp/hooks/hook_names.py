@@ -135,7 +135,7 @@ class Point:
     layer: int | None = None
     edit_tap: str = ""
     norm: Norm | None = None  # for the forms that need one
-    matrix: Matrix | None = None  # that the tap is multiplied by first, for a product that no tap shows
+    matrix: Matrix | None = None  # multiplies the tap first, for a product that no tap shows
     steps: tuple[Step, ...] = ()  # for heads' inputs: what makes a query, key or value of one
     # for scores and patterns: the layer whose keys and values it reads, and the tap of these values
     kv_layer: int | None = None

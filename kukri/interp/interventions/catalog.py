@@ -77,8 +77,9 @@ class Catalog:
             yield from (("transcoder", name, found.reader(layer)) for layer in found.layers)
 
     def known(self, kind: str, name: Any) -> Any:
-        """What has this name: of the kind "control vector", "probe", "sae" or "transcoder". Raises
-        RequestError.
+        """Return the object of a name and a kind: "control vector", "probe", "sae" or "transcoder".
+
+        Raises RequestError.
         """
         kinds: dict[str, Mapping[str, Any]] = {
             "control vector": self.vectors, "probe": self.probes, "sae": self.saes,

@@ -16,7 +16,7 @@ from kukri.interp.interventions.positions import Spans
 from kukri.kernels.arrays import FloatArray
 
 Op = Literal["capture", "add", "scale", "replace", "ablate", "clamp", "read"]
-_ROWS = 64  # that features are read of at a time
+_ROWS = 64  # rows whose features are read at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class When:
 
     point: Point
     reader: Probe | FeatureReader
-    index: int  # which score or feature
+    index: int  # the number of the score or the feature
     above: float
     below: float
 
@@ -208,7 +208,7 @@ class Reading:
         found: list[dict[str, float]] = []
         for start in range(0, len(x), _ROWS):  # an autoencoder has many features
             for row in self.reader.features(x[start : start + _ROWS]):
-                active = np.flatnonzero(row > 0)  # few: all features take longer to sort than to compute
+                active = np.flatnonzero(row > 0)  # few, and sorting all takes longer than computing all
                 largest = np.argsort(-row[active], kind="stable")[: self.top_k]
                 found.append({str(i): float(row[i]) for i in active[largest].tolist()})
         return found

@@ -16,7 +16,7 @@ from kukri.interp.session import Session
 from kukri.kernels.arrays import FloatArray
 
 VIEWER = Path(__file__).parent / "viewer"  # the files of the page, of which a server's page has two
-_N_TOKENS = 8  # that are named of a feature
+_N_TOKENS = 8  # tokens that are named for a feature
 _BATCH = 64  # features whose logits are computed at a time
 
 

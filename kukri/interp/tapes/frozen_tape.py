@@ -93,7 +93,7 @@ class FrozenTape(Tape):
     def map(
         self, name: str, x: Variable, other: Variable | None = None, a: float = 0.0, b: float = 0.0
     ) -> Variable:
-        """A gated value whose gate is frozen: no gradient reaches that, and the value is a line in x."""
+        """Return a gated value with a frozen gate, linear in x: no gradient reaches the gate."""
         if other is None:
             return _map(self, name, x, other, a, b)
         if name == "gated_itself":

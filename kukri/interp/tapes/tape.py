@@ -240,7 +240,7 @@ class Tape:
         return found if residual is None else self.add(found, residual)
 
     def split(self, x: Variable, widths: Sequence[int]) -> tuple[Variable, ...]:
-        """Columns, as those of a single head."""
+        """Return columns of x, which counts as a single head."""
         stops = accumulate(widths)
         return tuple(self.head_columns(x, 1, stop - width, stop) for width, stop in zip(widths, stops))
 

@@ -63,7 +63,7 @@ def linear_float(x: Tensor, routes: Routes, w: Tensor, bias: Tensor | None) -> T
 
 
 def linear_f32(x: Tensor, routes: Routes, w: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in float32: a GEMV for each row, for any T."""
+    """The same product in float32: a GEMV for each row, for any T."""
     out, _ = _output(routes, len(w), bias)
     products.linear_f32(x, w, out, routes.experts)
     return out.y

@@ -1,4 +1,4 @@
-"""The op set on Triton kernels, and plain PyTorch ops for what they do not cover.
+"""The op set on Triton kernels, and plain PyTorch ops for the rest.
 
 A norm, a SwiGLU and a rotation are put off until their reader is known: a matrix reads them quantized,
 attention rotates as it stores. A tap reads floats. So a step has no launch whose result is not read.

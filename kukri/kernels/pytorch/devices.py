@@ -1,4 +1,4 @@
-"""Devices by name: which there are, what they compute in, how much memory they have."""
+"""Devices by name: whether they exist, the types they compute in, and their memory."""
 
 from __future__ import annotations
 

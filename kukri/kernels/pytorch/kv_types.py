@@ -24,7 +24,7 @@ class TensorNumbers:
 
 
 def rotate_heads(x: Tensor, d_head: int) -> Tensor:
-    """x [T, heads*K] with each head rotated; done twice, it gives x again."""
+    """Return x [T, heads*K] with each head rotated; a second rotation gives x again."""
     size, distance = rotated_run(d_head), 1
     heads = (len(x), -1, d_head // size, size)
     y = x

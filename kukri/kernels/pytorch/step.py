@@ -85,7 +85,7 @@ class DeviceBatch(StepArrays[Tensor]):
             self.rope_positions = torch.from_numpy(np.ascontiguousarray(rotated_by)).to(device)
         self.max_context = int(batch.context_len.max())
         self.is_decode = batch.n_tokens == batch.n_sequences  # one token for each
-        self.kept: dict[object, Tensor] = {}  # what layers have in common
+        self.kept: dict[object, Tensor] = {}  # values that several layers read
         self.mask = None if batch.mask is None else torch.from_numpy(batch.mask).to(device)
         self._device = device
         self._groups: dict[tuple[_Seen, int], list[AttentionGroup]] = {}

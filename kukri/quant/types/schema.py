@@ -9,7 +9,7 @@ A weight of a type in blocks is
 where d and m are float16 numbers of the block, s and t whole numbers of a group of weights, q the weight's
 quant, level(q) an entry of a table or q - offset, and step(s) = times * s + plus. A type states these facts
 once, in a file of its own. From them follow decoding in NumPy (`blocks.py`), PyTorch and compiled code, how
-weights are packed into tiles, and where quantizers put what they found.
+weights are packed into tiles, and where quantizers put their results.
 
 To read a type is to state it: docs/adding-a-part.md shows how to add one.
 """
@@ -119,11 +119,11 @@ class Block:
 
     struct: np.dtype[Any]
     quants: Numbers | Codebook
-    values: tuple[int, ...] | None = None  # what quants stand for; None: q - offset
+    values: tuple[int, ...] | None = None  # the values of quants; None: q - offset
     offset: int = 0
     factor: float = 1.0  # a power of two
     scale: Numbers = (Bits("d", 16),)  # d, of the block or of each group: bits of a float16, or numbers of
-    scale_values: npt.NDArray[np.float32] | None = None  # what they stand for
+    scale_values: npt.NDArray[np.float32] | None = None  # the values of scales
     scales: Numbers = ()
     times: int = 1
     plus: int = 0

@@ -22,7 +22,7 @@ from kukri.vision.encoder import ImagePart
 from kukri.vision.encoders.siglip import PatchEncoder, SiglipAttention, from_squares, squares_of
 from kukri.vision.image import ImageInput
 
-MOST_PATCHES = 1 << 15  # that are computed at once
+MOST_PATCHES = 1 << 15  # patches that are computed at once
 
 
 class RotatedAttention(SiglipAttention):

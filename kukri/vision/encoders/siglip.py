@@ -119,7 +119,7 @@ def from_squares(squares: FloatArray, grid: tuple[int, int], merge: int) -> Floa
 
 
 def from_means(means: FloatArray, grid: tuple[int, int], merge: int) -> FloatArray:
-    """The gradient by hidden states, of that by the means of their squares [squares, D]."""
+    """Return the gradient by hidden states, given the gradient by the means of their squares [squares, D]."""
     n = merge**2
     return from_squares(np.repeat(means[:, None] / np.float32(n), n, axis=1), grid, merge)
 

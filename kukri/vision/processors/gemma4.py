@@ -46,7 +46,7 @@ class Gemma4Processor(ImageProcessor):
         return self.made(image, cut, grid, len(cut) // self.pool**2)
 
     def text(self, image: ImageInput) -> str:
-        """The tokens between those of the beginning and the end."""
+        """The tokens between the beginning and end tokens."""
         return f"<|image>{self.token * image.n_tokens}<image|>"
 
     def with_detail(self, detail: Literal["low", "high"]) -> Self:
