@@ -178,7 +178,7 @@ class Conversation:
         message: dict[str, Any] = {"role": "assistant", "content": result.text}
         if result.reasoning:
             message["reasoning_content"] = result.reasoning
-        calls = [call for call in result.tool_calls if _is_whole(call)]
+        calls = [call for call in result.tool_calls if _is_complete(call)]
         if calls:
             message["tool_calls"] = [call.message for call in calls]
         self._messages.append(message)
@@ -230,7 +230,7 @@ def _result_message(call: ToolCall, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
 
-def _is_whole(call: ToolCall) -> bool:
+def _is_complete(call: ToolCall) -> bool:
     """False if the answer ended within the arguments."""
     try:
         json.loads(call.arguments)

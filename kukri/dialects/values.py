@@ -305,24 +305,24 @@ def _is_end(feed: Feed, quote: str, ends: Ends) -> Reading[bool]:
     while True:
         text = yield from feed.ahead(n)
         after = _SPACES.sub("", text[len(quote) :])
-        is_whole = len(text) < n  # nothing more comes
+        is_complete = len(text) < n  # nothing more comes
         if not after:
-            if is_whole:
+            if is_complete:
                 return True
         elif after[0] == ")" and ")" in ends.chars:  # print("a") in a text has both too
-            if is_whole or len(after) > 1:
+            if is_complete or len(after) > 1:
                 return after[1:2] != quote[0] and (after[1:2] != ")" or ends.chars != KEYWORD_ENDS.chars)
         elif after[0] in ends.chars and not (after[0] == "," and ends.has_keys):
             return True
         elif after[0] in "\"'," and ends.has_keys:  # a comma may be missing
             key = _NEXT_KEY.match(after)
-            if key is not None or is_whole or n > _MAX_KEY:
-                return key is not None or is_whole
+            if key is not None or is_complete or n > _MAX_KEY:
+                return key is not None or is_complete
             if not _NEXT_KEY_BEGINS.fullmatch(after):
                 return False
         elif after.startswith(comments):
             return True
-        elif is_whole or after not in ("/", "<", "\\", "#"):
+        elif is_complete or after not in ("/", "<", "\\", "#"):
             return False
         n += 1
 

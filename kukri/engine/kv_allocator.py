@@ -417,17 +417,17 @@ class KVAllocator:
         """
         if not self._finds_prefixes(sequence):
             return Prefix(0, [[] for _ in self.pools])
-        whole = self.pools[0].window is None  # the first pool: its pages are all needed
+        sees_all = self.pools[0].window is None  # all pages of the first pool are needed
         keys = self._keys(sequence, 0, sequence.next_row // self.page_tokens)
-        n_found = n_known = len(self.pools[0].find(keys) if whole else keys)
+        n_found = n_known = len(self.pools[0].find(keys) if sees_all else keys)
         known, n_before = sequence.page_keys, n_known + 1
         while n_known < n_before:
             n_before = n_known
-            for pool in self.pools[whole:]:
+            for pool in self.pools[sees_all:]:
                 n_known = pool.reach(known, n_known)
             while n_known and self.states is not None and self.states.find(known[n_known - 1]) is None:
                 n_known -= 1
-        sequence.n_found = (n_found if whole else n_known) * self.page_tokens
+        sequence.n_found = (n_found if sees_all else n_known) * self.page_tokens
         firsts = [pool.first_needed(n_known * self.page_tokens) for pool in self.pools]
         return Prefix(n_known, [p.find(known[first:n_known]) for p, first in zip(self.pools, firsts)])
 

@@ -49,8 +49,8 @@ def choose(logits: FloatArray, routing: Routing) -> Choice:
             scores = (1 / (1 + np.exp(-logits))).astype(np.float32)
     else:
         scores = np.exp(logits - np.fmax.reduce(logits, axis=1, keepdims=True))
-    whole = np.ones((len(logits), 1), np.float32) if routing.by_sigmoid else scores.sum(1, keepdims=True)
-    by = logits if routing.chooses_by_logits else scores / whole
+    total = np.ones((len(logits), 1), np.float32) if routing.by_sigmoid else scores.sum(1, keepdims=True)
+    by = logits if routing.chooses_by_logits else scores / total
     if routing.bias is not None:
         by = by + routing.bias.data
     if routing.n_groups > 1:
@@ -63,9 +63,9 @@ def choose(logits: FloatArray, routing: Routing) -> Choice:
     chosen = np.take_along_axis(scores, numbers, 1)
     counted = np.full_like(scores, not routing.by_sigmoid)
     if routing.normalized:
-        whole = chosen.sum(1, keepdims=True)
+        total = chosen.sum(1, keepdims=True)
         np.put_along_axis(counted := np.zeros_like(scores), numbers, np.float32(1), axis=1)
-    return Choice(numbers, chosen / whole, scores, (np.where(counted, scores, 0) / whole)[:, None])
+    return Choice(numbers, chosen / total, scores, (np.where(counted, scores, 0) / total)[:, None])
 
 
 def _nearest(logits: FloatArray, numbers: npt.NDArray[np.int64], tolerance: float) -> FloatArray:

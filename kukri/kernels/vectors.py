@@ -6,7 +6,7 @@ from kukri.dataclass import replace
 from kukri.kernels.cache import CacheLayout, KVLayer, StateLayer
 
 
-def whole(n: int) -> int:
+def padded(n: int) -> int:
     """Return n rounded up to whole vectors of the CPU, as its kernels have the widths of heads and states."""
     return -(-n // 16) * 16
 
@@ -14,8 +14,8 @@ def whole(n: int) -> int:
 def in_vectors(layout: CacheLayout) -> CacheLayout:
     """A layout whose heads and states have the widths that the CPU's kernels run."""
     return [
-        replace(layer, d_head=whole(layer.d_head))
+        replace(layer, d_head=padded(layer.d_head))
         if isinstance(layer, KVLayer)
-        else StateLayer(tuple((name, (n, *map(whole, widths))) for name, (n, *widths) in layer.shapes))
+        else StateLayer(tuple((name, (n, *map(padded, widths))) for name, (n, *widths) in layer.shapes))
         for layer in layout
     ]

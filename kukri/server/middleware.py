@@ -282,13 +282,13 @@ class Middleware:
 
     def _limited(self, bound: _Bound, receive: Receive) -> Receive:
         """`receive` that ends a body which is too large or too slow."""
-        n_bytes, n_base64, is_whole = 0, 0, False
+        n_bytes, n_base64, is_complete = 0, 0, False
         images = ImageBytes()
         deadline_s = asyncio.get_running_loop().time() + self._settings.read_s
 
         async def limited() -> Message:
-            nonlocal n_bytes, n_base64, is_whole
-            if is_whole:
+            nonlocal n_bytes, n_base64, is_complete
+            if is_complete:
                 return await receive()
             more_s = 0.0 if bound.bytes_per_s is None else n_bytes / bound.bytes_per_s
             try:
@@ -300,7 +300,7 @@ class Middleware:
             n_bytes += len(body)
             if bound.base64_bytes:
                 n_base64 += images.count(body)
-            is_whole = not message.get("more_body", False)
+            is_complete = not message.get("more_body", False)
             if n_bytes - n_base64 > bound.n_bytes:
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, bound.message)
             if n_base64 > bound.base64_bytes:

@@ -32,7 +32,7 @@ class TextStream:
         self._drop_space = tokenizer.drops_leading_space and not continues
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """False within a character, of which the last tokens had the first bytes."""
         return not self._pending
 

@@ -58,9 +58,9 @@ class TranslatedText:
         self._stream = TextStream(translation.source, skip_special=False)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """False if the last token ends within a character, which `ids` do not have then."""
-        return self._stream.is_whole
+        return self._stream.is_complete
 
     def copy(self) -> TranslatedText:
         """The same text, to grow by itself."""

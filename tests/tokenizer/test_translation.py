@@ -37,11 +37,11 @@ def test_a_growing_text_stays_the_same_text(text: str, translation: Translation,
         start += len(part)
         so_far = translation.source.decode(ids[:start])
         assert so_far.startswith(translation.target.decode(grown.ids, skip_special=True))
-        if grown.is_whole:
+        if grown.is_complete:
             assert translation.target.decode(grown.ids, skip_special=True) == so_far
         if start >= len(ids):
             break
-    assert grown.is_whole
+    assert grown.is_complete
 
 
 @given(any_text, st.sampled_from(BOTH))

@@ -49,7 +49,7 @@ class TextDrafts(ModelDrafts):
         self._take(self._text.push(new))
 
     def chances(self, n: int) -> Iterator[float]:
-        return super().chances(n if self.n_tokens and self._text.is_whole else 0)
+        return super().chances(n if self.n_tokens and self._text.is_complete else 0)
 
     def propose(self, n: int) -> list[int]:
         self._proposed = self._back(self.drafts)[:n]

@@ -214,11 +214,11 @@ class TorchOps(ArrayOps):
 
     def route(self, logits: Tensor, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
         if routing.by_sigmoid:
-            scores, whole = torch.sigmoid(logits), torch.ones_like(logits[:, :1])
+            scores, total = torch.sigmoid(logits), torch.ones_like(logits[:, :1])
         else:
             scores = torch.exp(logits - logits.amax(-1, keepdim=True))
-            whole = scores.sum(-1, keepdim=True)
-        by = logits if routing.chooses_by_logits else scores / whole
+            total = scores.sum(-1, keepdim=True)
+        by = logits if routing.chooses_by_logits else scores / total
         if routing.bias is not None:
             by = by + self.vector(routing.bias)
         if routing.n_groups > 1:
@@ -228,7 +228,7 @@ class TorchOps(ArrayOps):
         if routing.tolerance:
             shares = _nearest(logits, order, routing.tolerance)
         else:
-            shares = shares / (shares.sum(-1, keepdim=True) if routing.normalized else whole)
+            shares = shares / (shares.sum(-1, keepdim=True) if routing.normalized else total)
         weights = torch.zeros_like(logits).scatter(1, order, shares)
         if routing.scales is not None:
             weights = weights * self.vector(routing.scales)

@@ -38,7 +38,7 @@ from kukri.kernels.rope_rows import RopeRows
 from kukri.kernels.specs import AttentionSpec, ConvSpec, DeltaSpec, Routing, ScanSpec
 from kukri.kernels.step import StepLimits
 from kukri.kernels.taps import tap_name
-from kukri.kernels.vectors import whole
+from kukri.kernels.vectors import padded
 from kukri.kernels.weight_handles import AdapterSlots, Experts, LowRank, RopeFrequencies, Vector, Weight
 
 
@@ -120,7 +120,7 @@ class Recorder(StageOps):
         return self._made(op(x, self._like(x), spec))
 
     def scan(self, x: Value, b: Value, c: Value, dt: Value, spec: ScanSpec, batch: Any) -> Value:
-        wide = _whole_state(spec)
+        wide = _padded_state(spec)
         x = self._fitted(x, spec.n_heads, wide.d_head)
         b, c = (self._fitted(each, spec.n_groups, wide.d_state) for each in (b, c))
         y = self._made(state_ops.Scan(x, b, c, dt, self._value("T", x.width), wide))
@@ -129,7 +129,7 @@ class Recorder(StageOps):
     def delta_rule(
         self, q: Value, k: Value, v: Value, decay: Value, beta: Value, spec: DeltaSpec, batch: Any
     ) -> Value:
-        wide = _whole_state(spec)
+        wide = _padded_state(spec)
         q, k = (self._fitted(each, spec.n_groups, wide.d_state) for each in (q, k))
         v = self._fitted(v, spec.n_heads, wide.d_head)
         y = self._made(state_ops.DeltaRule(q, k, v, decay, beta, self._value("T", v.width), wide))
@@ -236,7 +236,7 @@ class Recorder(StageOps):
     def head_linear(self, x: Value, heads: Experts) -> Value:
         """A product of experts, each of which gets a row of every token."""
         n_heads, n_out, n_in = heads.shape
-        d_in, d_out = whole(n_in), whole(n_out)
+        d_in, d_out = padded(n_in), padded(n_out)
         if x.stride != 4 * x.width or d_in != n_in:
             wide = self._value("T", n_heads * d_in)
             self._add(ops.FitHeads(x, wide, n_heads))
@@ -274,8 +274,8 @@ class Recorder(StageOps):
                 f"the CPU backend, only up to {MAX_TILE_ROWS}, and more for a single key head"
             )
         strides = {x.stride for x in (q, k, v) if x is not None}
-        if whole(spec.d_head) != spec.d_head or len(strides) > 1 or (k is v and k is not None):
-            wide = replace(spec, d_head=whole(spec.d_head))
+        if padded(spec.d_head) != spec.d_head or len(strides) > 1 or (k is v and k is not None):
+            wide = replace(spec, d_head=padded(spec.d_head))
             q, k, v = self._widened_heads((q, k, v), wide)
             return self._fitted(self.attention(q, k, v, wide, batch), spec.n_heads, spec.d_head)
         if spec.reads is None or KV_TYPES[self._kv_type].is_rotated:  # so have queries to be
@@ -454,13 +454,13 @@ class Recorder(StageOps):
 
     def _value(self, rows: Rows, width: int, stored_width: int = 0) -> Value:
         """A new value; kernels store `stored_width` columns of it, if that is more."""
-        stride = 4 * whole(max(width, stored_width))
+        stride = 4 * padded(max(width, stored_width))
         return Value(Buffer(self._max_rows(rows) * stride), rows, width, stride)
 
 
-def _whole_state(spec: Any) -> Any:
+def _padded_state(spec: Any) -> Any:
     """The spec of a state whose sizes are whole vectors."""
-    return replace(spec, d_state=whole(spec.d_state), d_head=whole(spec.d_head))
+    return replace(spec, d_state=padded(spec.d_state), d_head=padded(spec.d_head))
 
 
 def _by_type(weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
@@ -488,7 +488,7 @@ def _experts_by_type(experts: Sequence[Experts]) -> list[tuple[Experts, ...]]:
 def _widths(groups: Iterable[Sequence[int]]) -> tuple[int, int]:
     """(columns, columns that kernels store, of which each writes whole tiles) of results in groups."""
     sums = [sum(group) for group in groups]
-    return sum(sums), sum(sums[:-1]) + whole(sums[-1])
+    return sum(sums), sum(sums[:-1]) + padded(sums[-1])
 
 
 def _of_heads(vector: Vector | None, spec: AttentionSpec, first: int, n: int) -> Vector | None:
