@@ -244,7 +244,7 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The output head, on top of the last norm; `labels` are those of a classification."""
+    """The output head, on top of the last norm; `labels` are the labels of a classification."""
 
     kind: str = "language_model"  # one of HEADS
     labels: tuple[str, ...] = ()

@@ -118,7 +118,7 @@ class MissingKernelError(UnsupportedError):
 
 
 class RequestError(KukriError, ValueError):
-    """A request is wrong. `param` and `code` are those of an OpenAI error body."""
+    """A request is wrong. `param` and `code` are fields of an OpenAI error body."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         self.param, self.code = param, code

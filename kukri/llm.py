@@ -176,7 +176,7 @@ class LLM:
 
         The Result has the answer's `text`, apart from its `reasoning` and `tool_calls`; its `messages` are
         all that came to the conversation. Control tokens come from the template alone: in the contents they
-        stay text. The other arguments and errors are those of `generate`; a model without a chat template
+        stay text. The other arguments and errors are as in `generate`; a model without a chat template
         raises RequestError.
 
         `tools` are functions or schemas. Functions are described to the model by their signatures, type hints
@@ -224,7 +224,7 @@ class LLM:
 
         The request is checked at once and starts when the first chunk is asked for; closing the iterator ends
         it. Chunks of an answer to messages tell its text, reasoning and tool calls apart; functions among
-        `tools` are called between two answers. The other arguments and errors are those of `generate` and
+        `tools` are called between two answers. The other arguments and errors are as in `generate` and
         `chat`. Raises RequestError for a `best_of` above `n`, as the best answers are known only at the end.
         """
         checked, intervene = self.calls.params(params, overrides), self.intervene(interventions)
@@ -241,7 +241,7 @@ class LLM:
         return self._answers(conversation, conversation.next_call())
 
     def _answers(self, conversation: Conversation, call: Call) -> Iterator[Chunk]:
-        """The chunks of a conversation's answers, the first of which is that of `call`."""
+        """The chunks of a conversation's answers; `call` makes the first answer."""
         while True:
             for chunk in self.calls.chunks(call):
                 if chunk.result is None:
@@ -327,7 +327,7 @@ class LLM:
         several choices counts for the longest. `normalization` compares these ("sequence"), or their mean
         logarithm by "token" or "byte". With `content_free`, a prompt like this one that says nothing ("N/A"
         for its input), each is divided by its probability there. All are computed in one batch, which reads
-        the prompt once. After a plain prompt a choice may have to begin with a space. Errors are those of
+        the prompt once. After a plain prompt a choice may have to begin with a space. Errors are as in
         `generate`, and RequestErrors about the choices.
         """
         from kukri.calls import decide
@@ -464,7 +464,7 @@ class LLM:
         its score is what sentence-transformers gives. A model with late interaction (ColBERT) compares tokens
         by MaxSim, other models the cosine of their embeddings. Qwen3-Reranker scores by the probability of
         yes; `instruction` says what makes a document fit, in place of an answer to a web search. `truncate`
-        and `adapter` are those of `embed`.
+        and `adapter` are as in `embed`.
         """
         if isinstance(documents, str) or not isinstance(query, str):
             raise RequestError("'query' must be a text and 'documents' a list of texts", param="documents")
@@ -535,7 +535,7 @@ class LLM:
         or a function of a name that says whether it is wanted; None is all. With `stop_at_layer` nothing from
         that layer on is computed, and the stream before it [batch, pos, D] takes the logits' place.
         `return_type` "loss" gives the mean loss in nats, None no result, and nothing after the last name is
-        computed. `fwd_hooks` are those of `run_with_hooks`. `adapter` is the name of a loaded adapter, with
+        computed. `fwd_hooks` are as in `run_with_hooks`. `adapter` is the name of a loaded adapter, with
         which the model then runs. `interventions` edit before the hooks see a value: see
         `kukri.interp.Intervention`.
         """
@@ -640,7 +640,7 @@ class LLM:
         The oracle is an adapter of this name, another LLM, or with None this model as it is. It reads each
         vector at a placeholder token, as `form` says: by default as activation oracles do (Karvonen et al.
         2025), told the `layer` of the activations. It runs in the batch of all other requests. Other
-        arguments and errors are those of `generate`; RequestErrors also about activations and form.
+        arguments and errors are as in `generate`; RequestErrors also about activations and form.
         """
         from kukri.interp.interventions.oracles import ACTIVATION_ORACLE
 

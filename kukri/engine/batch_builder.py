@@ -18,8 +18,8 @@ class CachedSequence(Protocol):
     """A token sequence: its tokens and their types (None: all 0), its rows of the page tables, the slot of
     its recurrent state.
 
-    `page_rows` has a row for each pool of the cache, or one that stands for all. `adapter_slot` is that of
-    its adapter, -1 for none. `spans` are those among its tokens.
+    `page_rows` has a row for each pool of the cache, or one that stands for all. `adapter_slot` is the
+    slot of its adapter, -1 for none. `spans` are the spans among its tokens.
     """
 
     tokens: IntArray
@@ -170,7 +170,7 @@ class BatchBuilder:
 
 def _rotated_by(chunks: Sequence[Chunk], positions: IntArray) -> IntArray | None:
     """The positions that RoPE rotates by: [3, T] if tokens in spans have several, [T] if spans before
-    them moved theirs, None if they are those that count tokens.
+    them moved theirs, None if positions count tokens.
     """
     found: IntArray | None = None
     t, is_mixed = 0, False

@@ -2,7 +2,7 @@
 
 A cell of a sweep is one such run. The unpatched text is run once. A cell then computes only the layers and
 the tokens from its own on, with the stream and the cached keys and values of the unpatched run before them.
-The cells of a layer are sequences of one batch. Names are those of `transformer_lens.patching`.
+The cells of a layer are sequences of one batch. Names are as in `transformer_lens.patching`.
 """
 
 from __future__ import annotations

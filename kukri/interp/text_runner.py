@@ -102,7 +102,7 @@ class TextRunner:
     ) -> FloatArray:
         """Runs one step of the pieces' tokens, back to back; gives the logits of `logit_rows` [N, V], copied.
 
-        `logit_rows` None is all rows. `start` and `stop` are those of CompiledProgram. Writes the pages.
+        `logit_rows` None is all rows. `start` and `stop` are as in CompiledProgram. Writes the pages.
         """
         n_pages = self.pages_for(max(piece.start + len(piece.ids) for piece in pieces))
         table = np.zeros((len(pieces), n_pages), np.int32)

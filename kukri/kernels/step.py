@@ -158,7 +158,7 @@ def plain_batch(
 ) -> ForwardBatch:
     """The batch of sequences of new tokens, `lengths` of them, the first at `starts` (0) in its sequence.
 
-    `page_tables` [S, max_pages] are those of each pool of the cache; without any, each sequence has pages of
+    `page_tables` has one [S, max_pages] for each pool of the cache; without any, each sequence has pages of
     its own, one after another. Without `token_ids` all are 0, without `logit_rows` all rows are wanted.
     """
     sizes = np.asarray(lengths, np.int32)

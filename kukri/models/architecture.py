@@ -61,7 +61,7 @@ class Architecture:
     """An architecture, as the object next to its model states it; `kukri.models.ARCHITECTURES` finds all.
 
     Modules of `tensor_names` and `biases` are named as in transformers: inside a layer without its prefix
-    (`mlp.fc1`), others in full (`model.final_layernorm`). `defaults` and `reads` are those of transformers'
+    (`mlp.fc1`), others in full (`model.final_layernorm`). `defaults` and `reads` follow transformers'
     configuration class.
     """
 

@@ -2,8 +2,8 @@
 
 A head's keys and values are products of the latent with matrices of the head. The cache holds the normed
 latent and one rotated key that all heads share. The matrices are absorbed: a query is multiplied by the
-matrix of its keys, and a head's result, a mixture of latents, by the matrix of its values. So the attention
-is that of H heads over one key head, whose values are its keys; for one token as for many, whatever the
+matrix of its keys, and a head's result, a mixture of latents, by the matrix of its values. So attention
+has H heads over one key head, whose values are its keys; for one token as for many, whatever the
 chunk.
 """
 
@@ -143,7 +143,7 @@ def _write_hf(config: ModelConfig, keys: dict[str, Any]) -> None:
 
 
 def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
-    """The latent's widths of a GGUF file, whose own heads are those that attend, or the checkpoint's.
+    """Read the latent's widths from a GGUF file, whose heads are the heads that attend or the checkpoint's.
 
     Raises FormatError unless they go together.
     """
@@ -171,7 +171,7 @@ def _read_gguf(keys: Keys, facts: dict[str, Any]) -> None:
 
 
 def _write_gguf(config: ModelConfig, keys: dict[str, Any]) -> None:
-    """The keys of a GGUF file: llama.cpp's deepseek2, whose heads are those that attend.
+    """The keys of a GGUF file: llama.cpp's deepseek2, whose heads attend.
 
     Raises UnsupportedError for a YaRN that no key says.
     """

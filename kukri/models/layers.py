@@ -1,6 +1,6 @@
 """The layers that models are made of. Each pulls its weights by name and runs on the op set.
 
-Names are Hugging Face's. Layers keep no state between steps; shapes are those of `kukri.kernels.op_set`.
+Names are Hugging Face's. Layers keep no state between steps; shapes are as in `kukri.kernels.op_set`.
 """
 
 from __future__ import annotations

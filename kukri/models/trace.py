@@ -99,7 +99,7 @@ class Trace:
     """
 
     def __init__(self, program: Program, updates: Mapping[str, LowRank] | None = None) -> None:
-        """`updates` are those of an adapter, by the names of weights."""
+        """`updates` are an adapter's updates, by the names of weights."""
         self._updates = updates or {}
         self.taps: list[str] = []
         self.norms: dict[str, Norm] = {}

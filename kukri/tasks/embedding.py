@@ -229,7 +229,7 @@ class TextEncoder:
     ) -> list[Request]:
         """The requests whose `rows` are the pooled states [D] of texts when they have ended; not queued.
 
-        `priority`, `client` and `prefix_scope` are those of `RequestMaker.make_requests`. Raises RequestError
+        `priority`, `client` and `prefix_scope` are as in `RequestMaker.make_requests`. Raises RequestError
         for a sequence without tokens and for ids outside the vocabulary, ContextLengthError for one that is
         too long.
         """

@@ -53,7 +53,7 @@ def talk(
     """Holds a conversation on stdin and stdout until Ctrl-D or /exit.
 
     `sampling` are fields of SamplingParams on top of the model's defaults, `loading` are options of LLM; of
-    several adapters the first answers until another is chosen. `interventions` are those of `LLM.stream`. The
+    several adapters the first answers until another is chosen. `interventions` are as in `LLM.stream`. The
     conversation is saved after each answer; with `resumes` it continues the last one, with its model and
     saved prefix unless others are given. Raises RequestError if there is none. With a `url` a server
     answers, and the conversation is saved by /save alone. With `hides_reasoning` answers alone are shown.

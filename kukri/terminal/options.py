@@ -86,7 +86,7 @@ _MODEL_HELP = (
 
 @dataclass(eq=False, repr=False)
 class ModelName:
-    """The model of a command, None for the default model; `NeededModel` is that of a command without one."""
+    """The model of a command, None for the default model; `NeededModel` has no default model."""
 
     model: str | None = argument(_MODEL_HELP, metavar="MODEL", autocompletion=_model_names)
     model_option: str | None = option(
@@ -145,7 +145,7 @@ def one_model(argument: str | None, option: str | None) -> str | None:
 def model_and(option: str | None, *arguments: str | None, names: str, needs_model: bool = True) -> list[Any]:
     """The model and the arguments after it, of which the model comes first or is given as -m.
 
-    `names` are those of the arguments, separated by spaces, for errors. Without `needs_model` the model may
+    `names` names the arguments, separated by spaces, for errors. Without `needs_model` the model may
     be missing: the result then begins with None.
     """
     present = [argument for argument in arguments if argument is not None]

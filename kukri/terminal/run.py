@@ -43,7 +43,7 @@ def answer_or_chat(
 ) -> None:
     """Answers the prompt as `answer_prompt` does; chats if a model alone is named, by a person at a terminal.
 
-    `options` are those of `answer_prompt`, which a chat has not.
+    `options` are as in `answer_prompt`; a chat has none.
     """
     is_chat = False
     if prompt is None and named.model is not None:

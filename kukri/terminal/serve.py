@@ -129,7 +129,7 @@ def _check_options(model: ModelSpec) -> None:
 def server_settings(
     options: ServeOptions, kv_bytes: int | None, names: tuple[str, ...] = ()
 ) -> ServerSettings:
-    """The settings of a server; `names` are those of a model that is open already."""
+    """The settings of a server; `names` are the names of a model that is open already."""
     from kukri.server.settings import ServerSettings
 
     found = options.settings()

@@ -268,7 +268,7 @@ def attribute(
 ) -> AttributionGraph:
     """The attribution graph of a text, or of token ids [T].
 
-    The logits are those of `targets` (token ids), or the likeliest at the end that have `logit_share` of the
+    The logits belong to `targets` (token ids), or the likeliest at the end that have `logit_share` of the
     probability, at most `max_logits`. Edges into features are computed for the `max_features` features with
     the most influence on the logits. Positions before `n_ignored` have no features or errors, as in
     circuit-tracer, because a first token's activations say nothing about the text. A graph that would take

@@ -5,7 +5,7 @@ pass; with gradients averaged on the way from one run's embeddings to the other'
 from a few more. `patch_edge` measures one edge exactly.
 
 A source is "embed" (the stream before layer 0), a head "a3.h1" or an MLP "m3"; a target is the input of a
-head's query, key or value, "a5.h0<q>", of an MLP, or "logits". Keys and values are those of key-value heads.
+head's query, key or value, "a5.h0<q>", of an MLP, or "logits". Keys and values belong to key-value heads.
 """
 
 from __future__ import annotations

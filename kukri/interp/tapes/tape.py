@@ -361,7 +361,7 @@ class Tape:
         return self._new(np.concatenate([rule.result for rule in rules]), pull)
 
     def route(self, logits: Variable, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
-        """The derivative is that of the scores and of what divides them. Which are chosen has none."""
+        """Choose experts. Gradients pass through the scores and their divisor, not through the choice."""
         choice = choose(logits.x, routing)
 
         def at_numbers(shares: FloatArray) -> FloatArray:

@@ -12,7 +12,7 @@ from kukri.kernels.cpu.run.pool import ThreadPool
 def measure_read_speed(n_threads: int | None, n_bytes: int, n_passes: int) -> float:
     """Bytes a second that `n_threads` threads (None: the usable cores) read together, the best of the passes.
 
-    The threads are those that run models, and so is the way they share the work. `n_bytes` should be many
+    The threads run models too, and share the work in the same way. `n_bytes` should be many
     times what caches hold.
     """
     pool = ThreadPool(KernelLibrary(), n_threads)
