@@ -35,7 +35,7 @@ with lazy_imports():
     import torch
     import transformers as tr
 
-    from tests.models import bailing_class, minicpm_class, smallthinker_class
+    from tests.models import bailing_class, exaone_class, minicpm_class, smallthinker_class
 
 N_VOCAB = 272  # 12 rows more than there are tokens, as Qwen pads
 TINY = {
@@ -237,6 +237,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 9.0, "factor": 1.0},
         },
     ),
+    "exaone": ("ExaoneConfig", {"rope_parameters": LLAMA3}),
     "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "exaone4-windows": ("Exaone4Config", {"sliding_window": 9}),
     "glm4": ("Glm4Config", {"head_dim": 32}),
@@ -524,6 +525,7 @@ def byte_tokenizer() -> tr.PreTrainedTokenizerFast:
 
 HUB_CLASSES = {  # modules of classes that stand for classes on the hub
     "BailingMoeV2Config": bailing_class,
+    "ExaoneConfig": exaone_class,
     "MiniCPMConfig": minicpm_class,
     "SmallThinkerConfig": smallthinker_class,
 }

@@ -104,6 +104,7 @@ class Architecture:
     hf_type: str = ""  # its model_type; "": the name
     hf_mark: tuple[str, Any] | None = None  # a key and its value in files of this kind of the model_type
     hf_prefix: str = "model."  # before the names of tensors below the head
+    hf_names: Mapping[str, str] = field(default_factory=dict)  # beginnings of names that differ after it
     hf_when: Callable[[Mapping[str, Any]], bool] | None = None  # tells such files if no single key does
     first_position: int = 0  # unused rows before position 0, in positions of safetensors
     # modules of a layer in safetensors that hold the rows of several, or have another name there

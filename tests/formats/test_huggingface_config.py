@@ -47,7 +47,7 @@ MINIMAL = {"model_type": "llama", **TINY}
 
 def config_class(kind):
     """Return the class that transformers has for a kind."""
-    from tests.models import bailing_class, minicpm_class, smallthinker_class  # noqa: F401
+    from tests.models import bailing_class, exaone_class, minicpm_class, smallthinker_class  # noqa: F401
 
     return type(tr.AutoConfig.for_model(kind))
 
@@ -411,6 +411,15 @@ def test_published_files_of_lfm3_rotate_half_of_each_head():
         for more in ({}, {"rope_type": "proportional"})
     ]
     assert found[0] == found[1] == read(model_type="lfm3")
+
+
+def test_first_files_of_exaone_say_the_same():
+    """Catches a key of the publisher's own class that is refused or left out."""
+    older = {"num_layers": 8, "layer_norm_epsilon": 1e-6, "activation_function": "silu", "embed_dropout": 0.0}
+    usual = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    assert read(model_type="exaone", **older, num_hidden_layers="absent") == read(
+        model_type="exaone", **usual
+    )
 
 
 def test_keys_that_change_nothing_are_ignored_by_name():

@@ -163,10 +163,17 @@ def is_convolution(key: str) -> bool:
 
 def _hf_class(name: str) -> Any:
     """A class of transformers, or one of those that stand for classes on the hub."""
-    from tests.models import bailing_class, minicpm_class, smallthinker_class, token_by_token  # noqa: F401
+    from tests.models import (
+        bailing_class,
+        exaone_class,
+        minicpm_class,
+        smallthinker_class,
+        token_by_token,  # noqa: F401
+    )
 
-    own = vars(minicpm_class) | vars(smallthinker_class) | vars(bailing_class)
-    return own.get(name) or getattr(transformers, name, transformers.LlamaForCausalLM)
+    modules = bailing_class, exaone_class, minicpm_class, smallthinker_class
+    own = next((vars(module)[name] for module in modules if name in vars(module)), None)
+    return own or getattr(transformers, name, transformers.LlamaForCausalLM)
 
 
 def _stacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -537,6 +537,9 @@ TINY: dict[str, Tiny] = {
     "internlm3": Tiny("InternLM3", "llama", {"attention_bias": True, "mlp_bias": True}),
     "seed_oss": Tiny("SeedOss", "seed_oss", {"attention_out_bias": False}),
     "hunyuan_v1_dense": Tiny("HunYuanDenseV1", "hunyuan-dense", {"attention_bias": True}, tied=True),
+    "exaone": Tiny(
+        "Exaone", "exaone", {"rope_parameters": _LLAMA3}, scaling=RopeScaling("llama3", 8.0, ORIGINAL),
+    ),
     "exaone4": Tiny("Exaone4", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "exaone4-windows": Tiny(
         "Exaone4", "exaone4", {"sliding_window": 7},

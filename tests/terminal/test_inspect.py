@@ -122,6 +122,7 @@ OWN_TREE += (
     "falcon_h1",
     "falcon_h1-normed",
     "bailing_moe",
+    "exaone",
 )
 OWN_TREE += tuple(name for name in TINY if name not in IN_GGUF)
 

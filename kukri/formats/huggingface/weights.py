@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -303,6 +303,7 @@ def _layer_of(name: str) -> str:
 
 def parts_of(name: str, architecture: Architecture) -> list[str]:
     """The tensors that a tensor of safetensors holds: the inverse of `joined_name`."""
+    name = _canonical(name, architecture)
     name_of_all, expert = of_experts(name)
     match = _IN_LAYER.fullmatch(name_of_all)
     modules = architecture.joined.get(match["module"], ()) if match is not None else ()
@@ -342,7 +343,19 @@ def is_packed(name: str, shape: tuple[int, ...]) -> bool:
 def parameter_name(name: str, architecture: Architecture) -> str:
     """A tensor's name as models know it, as it is stored: parameters without a module have a short one."""
     layer, rest = _apart(name)
-    return layer + parameters(architecture.name).get(rest, rest)
+    return _renamed(layer + parameters(architecture.name).get(rest, rest), architecture.hf_names)
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """The name with another beginning below "model.", if `names` has one."""
+    below = name.removeprefix("model.")
+    own = next((own for own in names if name != below and below.startswith(own)), "")
+    return f"model.{names[own]}{below.removeprefix(own)}" if own else name
+
+
+def _canonical(name: str, architecture: Architecture) -> str:
+    """The inverse of `_renamed`."""
+    return _renamed(name, {stored: own for own, stored in architecture.hf_names.items()})
 
 
 def _apart(name: str) -> tuple[str, str]:
@@ -365,8 +378,8 @@ def is_of_images(name: str) -> bool:
 
 def model_prefix(names: Collection[str], architecture: Architecture) -> str:
     """The name prefix of the model below a head, in a checkpoint with tensors of these names."""
-    embedding = architecture.embedding.removeprefix("model.")
-    found = (prefix for prefix in prefixes(architecture) if f"{prefix}{embedding}.weight" in names)
+    embedding = parameter_name(f"{architecture.embedding}.weight", architecture).removeprefix("model.")
+    found = (prefix for prefix in prefixes(architecture) if f"{prefix}{embedding}" in names)
     return next(found, _PREFIXES[0])
 
 
@@ -388,7 +401,7 @@ def canonical_name(name: str, prefix: str, architecture: Architecture) -> str:
     own = {stored: ours for ours, stored in parameters(architecture.name).items()}
     name = layer + own.get(rest, rest)
     if name.startswith(prefix) and not is_head:
-        return f"model.{name.removeprefix(prefix)}"
+        return _canonical(f"model.{name.removeprefix(prefix)}", architecture)
     return name.removeprefix(_OUTER) if prefix == f"{_OUTER}model." else name
 
 
