@@ -30,7 +30,7 @@ WIDE = picture(40, 70, 3)
     scope="module",
     params=[
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "lighton_ocr", "paddleocr_vl")),
-        "lfm3_vl",
+        pytest.param("lfm3_vl", marks=pytest.mark.full),
         "mistral3",
         "qwen2_5_vl",
         "qwen3_vl",
