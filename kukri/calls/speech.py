@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 import numpy as np
 
+from kukri.calls.word_times import AlignmentListener, Word, split_words, timed_words
 from kukri.dataclass import dataclass, field, fields
 from kukri.errors import FormatError, RequestError, brief, close_matches
 from kukri.formats.json_files import read_json
@@ -42,7 +44,7 @@ class Segment:
     `logprobs` has the natural logarithm of the probability of each token, among the tokens that the rules
     allowed. The other numbers are facts of the window: `seek` is the frame (a hundredth of a second) where it
     begins, `avg_logprob` is the mean of its tokens, and `compression_ratio` is how many times smaller zlib
-    makes its text.
+    makes its text. `words` are there if the options ask for their times.
     """
 
     start_s: float
@@ -55,6 +57,7 @@ class Segment:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
+    words: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class SpeechOptions:
     their words come likelier, and in their spelling. A window whose text is unlikely or repeats itself is
     tried again at higher temperatures, up to 1, unless `fallback` is off. With `condition_on_previous_text`
     a window is told the text before it. `timestamps` divide the text into segments, and a sound longer than
-    a window needs them.
+    a window needs them. With `word_times` segments have words.
     """
 
     language: str | None = None
@@ -90,6 +93,7 @@ class SpeechOptions:
     fallback: bool = True
     condition_on_previous_text: bool = True
     timestamps: bool = True
+    word_times: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SpeechOptions:
@@ -112,14 +116,16 @@ class SpeechKeywords(TypedDict, total=False):
     fallback: bool
     condition_on_previous_text: bool
     timestamps: bool
+    word_times: bool
 
 
 class Asked(NamedTuple):
-    """A prompt, the parameters of its answer, and the segments that were found before."""
+    """A prompt, the parameters of its answer, the segments that were found before, and who listens to it."""
 
     prompt: SoundPrompt
     params: SamplingParams
     segments: Sequence[Segment]
+    listeners: Sequence[AlignmentListener] = ()
 
 
 @dataclass(frozen=True)
@@ -223,6 +229,9 @@ class Speech:
                 start += self.n_frames
                 continue
             new, n_heard = self._segments(take, start, min(self.n_frames, n_frames - start), look.no_speech)
+            if options.word_times and new:
+                n_rows = max(min(self.n_frames, n_frames - start) // 2, 1)
+                new = yield from self._with_words(new, sound, n_rows, language, options, segments)
             segments += new
             said += [i for segment in new for i in segment.token_ids]
             if not options.condition_on_previous_text or take.temperature > _WARM:
@@ -310,6 +319,42 @@ class Speech:
                 logprobs = tuple(take.logprobs[begin:end])
                 segments.append(Segment(place[0], place[1], text, tuple(own), logprobs, start, *about))
         return segments, (round(stop_s * RATE / HOP) if is_cut_off else 0) or self.n_frames
+
+    def _with_words(
+        self,
+        new: Sequence[Segment],
+        sound: SoundInput,
+        n_rows: int,
+        language: str,
+        options: SpeechOptions,
+        segments: Sequence[Segment],
+    ) -> Generator[Asked, Sequence[int], list[Segment]]:
+        """The segments of a window with their words, by one more look at the window, with all of its text."""
+        texts = [[i for i in one.token_ids if i < self._end] for one in new]
+        ids = [i for text in texts for i in text]
+        before = self._beginning(language, replace(options, timestamps=False))
+        prompt = SoundPrompt.of(sound, [*before, *ids, self._end])
+        d_head = self.config.d_head
+        listener = AlignmentListener(self._alignment_heads(), d_head, sound.n_tokens, len(prompt))
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        yield Asked(prompt, params, segments, [listener])
+        start_s = new[0].seek * HOP / RATE
+        frames = listener.token_frames(len(before) - 1, n_rows)
+        times_s = [round(start_s + frame / _TIMES_PER_S, 2) for frame in frames]
+        found = []
+        for one, text in zip(new, texts):
+            words = timed_words(split_words(text, self._text, language), times_s)
+            found.append(replace(one, words=tuple(words)))
+            times_s = times_s[len(text) :]
+        return found
+
+    def _alignment_heads(self) -> list[tuple[int, int]]:
+        """The heads that attend to a token's moment, pairs of layer and head, or all of the upper half."""
+        n_layers, n_heads = self.config.n_layers, self.config.n_heads
+        every = [(layer, head) for layer in range(n_layers) for head in range(n_heads)]
+        stated = self.settings.get("alignment_heads")
+        found = [pair for pair in every if isinstance(stated, list) and list(pair) in stated]
+        return found or every[n_layers // 2 * n_heads :]
 
     def _listed(self, key: str) -> list[int]:
         """The token ids of a setting."""

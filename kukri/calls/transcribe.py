@@ -36,7 +36,10 @@ def transcribe(
     found: list[Any] = [None] * len(sounds)
     asked: dict[int, Asked] = {i: next(one) for i, one in enumerate(under_way)}
     while asked:
-        batch = [calls.call(prompt, params) for prompt, params, _ in asked.values()]
+        batch = [calls.call(one.prompt, one.params) for one in asked.values()]
+        for call, one in zip(batch, asked.values()):
+            for listener in one.listeners:
+                call.answers[0].request.listen(listener)
         for i, result in zip(list(asked), calls.run(batch)):
             try:
                 asked[i] = under_way[i].send(result.token_ids)

@@ -62,6 +62,7 @@ class CrossAttention:
     def keep(self, ops: Ops, rows: Tensor, batch: Any) -> None:
         """Stores the keys and values of a sound's rows [T, D]."""
         k, v = self.kv.parts(ops, rows)
+        k = ops.tap("cross_attn.hook_k", self.layer, k)
         ops.attention(ops.scale(k, 1.0), k, v, self._stored, batch)
 
 

@@ -459,6 +459,7 @@ class TranscribeOptions:
     translate: bool = option("Translate into English.", "--translate", default=False)
     prompt: str | None = option("Text that was said before the sound.", metavar="TEXT")
     hotwords: str | None = option("Words and spellings to expect.", metavar="TEXT")
+    word_times: bool = option("Time each word.", "--word-times", default=False)
 
 
 @dataclass(eq=False, repr=False)

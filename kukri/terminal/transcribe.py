@@ -87,6 +87,7 @@ def _transcribed(
             task=task,
             prompt=options.prompt or "",
             hotwords=options.hotwords or "",
+            word_times=options.word_times,
         )
         yield from zip(sounds, found)
 

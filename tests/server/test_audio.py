@@ -117,6 +117,20 @@ def test_translations_are_a_task(llm: LLM, server: Served, sound: Path) -> None:
 
 
 @pytest.mark.full
+def test_words_have_times(llm: LLM, server: Served, sound: Path) -> None:
+    """Catches words of another window, segments that nobody asked for, and times that change the text."""
+    want = llm.transcribe(sound, language="de", word_times=True)
+    words = [(one.text.strip(), one.start_s, one.end_s) for each in want.segments for one in each.words]
+    assert len(words) > 5
+    given: Any = {"model": MODEL, "language": "de", "file": sound, "response_format": "verbose_json"}
+    for asked in (["word"], ["segment", "word"]):
+        found = server.client.audio.transcriptions.create(**given, timestamp_granularities=asked)
+        assert found.text == want.text
+        assert [(one.word, one.start, one.end) for one in found.words] == words
+        assert bool(found.segments) == ("segment" in asked)
+
+
+@pytest.mark.full
 def test_files_of_other_formats_are_heard(llm: LLM, server: Served, sound: Path) -> None:
     """Catches a face that reads WAV files alone, and samples that another format changes."""
     flac = encoded(read_sound_file(sound), "flac", "flac", RATE)
@@ -130,7 +144,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"file": b"no sound"}, "'file' must be a sound file"),
     ({"file": b""}, "'file' must not be empty"),
     ({"response_format": "diarized_json"}, "'response_format' must be"),
-    ({"timestamp_granularities[]": ["segment", "word"]}, "times of words"),
+    ({"timestamp_granularities[]": ["segment", "word"]}, "'response_format' must be 'verbose_json'"),
+    ({"timestamp_granularities[]": "letter"}, "'timestamp_granularities[0]' must be"),
     ({"temperature": "1e9"}, "'temperature' must be at most 1"),
     ({"temperature": "nan"}, "'temperature' must be a number"),
     ({"language": "xx"}, "'language' must be one of de, en, fr"),

@@ -82,3 +82,16 @@ def test_no_file_is_overwritten(model: Path, tmp_path: Path) -> None:
     other = save_noise(tmp_path / "other" / "a.wav", 2)
     assert "cannot be combined" in said(model, path, other, "-o", tmp_path / "both")[2]
     assert "model is required" in said(path)[2]
+
+
+@pytest.mark.full
+def test_words_are_cues(model: Path, tmp_path: Path) -> None:
+    """Catches an option that is lost, and words of half a cue."""
+    path = save_noise(tmp_path / "a.wav", 1)
+    made = json.loads(said(model, path, "--word-times", "--json")[1])
+    words = [word for one in made["segments"] for word in one["words"]]
+    text = "".join(word["text"] for word in words).strip()
+    assert text.replace("\ufffd", "") == made["text"].replace("\ufffd", "")  # bytes that are no text
+    cues = said(model, path, "--word-times", "-f", "srt")[1]
+    assert cues.count("-->") == len(words)
+    assert cues.startswith(f"1\n00:00:0{words[0]['start_s']:.3f}".replace(".", ","))

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kukri.calls.speech import Asked, Segment, Speech, SpeechOptions, Task, Transcription
 from kukri.calls.subtitles import srt_of, vtt_of
+from kukri.calls.word_times import Word
 from kukri.errors import CapacityError, RequestError
 from kukri.server.access import client_of
 from kukri.server.answers.event_reply import EventReply
@@ -44,7 +45,6 @@ class AudioBody(Body):
     refused: ClassVar[Refused] = {
         "chunking_strategy": (("auto",), "sounds are heard in windows of the model's length"),
         "temperature_inc": (("0.2",), "it is 0.2"),  # whisper.cpp's
-        "timestamp_granularities": (("segment", ["segment"]), "the times of words are not known"),
     }
     model: str | None = None
     language: str | None = None
@@ -54,6 +54,7 @@ class AudioBody(Body):
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | None = None
     include: list[Literal["logprobs"]] | None = None
     stream: bool | None = None
+    timestamp_granularities: list[Literal["word", "segment"]] | None = None
     user: str | None = None
 
 
@@ -123,12 +124,16 @@ async def _answer(
         raise RequestError.of("model", f"must be a model that hears, not {served.names[0]}")
     if body.stream and body.response_format not in ("json", "text", None):
         raise RequestError.of("stream", f"cannot be combined with the form {body.response_format}")
+    times = body.timestamp_granularities or ["segment"]
+    if "word" in times and body.response_format != "verbose_json":
+        raise RequestError.of("response_format", "must be 'verbose_json' for the times of words")
     options = SpeechOptions(
         language=body.language or None,
         task=task,
         prompt=body.prompt or "",
         hotwords=", ".join(body.keywords or ()),
         temperature=body.temperature or 0.0,
+        word_times="word" in times,
     )
     async with held.room.turns:
         steps, first = await asyncio.to_thread(_begun, speech, held, options)
@@ -210,9 +215,14 @@ class _Hearing:
                     "language": language_name(found.language),
                     "duration": found.duration_s,
                 }
-                segments = [_segment(i, one) for i, one in enumerate(found.segments)]
+                parts: dict[str, Any] = {"text": found.text}
+                times = self._body.timestamp_granularities or ["segment"]
+                if "segment" in times:
+                    parts["segments"] = [_segment(i, one) for i, one in enumerate(found.segments)]
+                if "word" in times:
+                    parts["words"] = [_word(word) for one in found.segments for word in one.words]
                 usage = {"type": "duration", "seconds": math.ceil(found.duration_s)}
-                return JSONResponse({**facts, "text": found.text, "segments": segments, "usage": usage})
+                return JSONResponse({**facts, **parts, "usage": usage})
         return JSONResponse({"text": found.text, **self._logprobs(found.segments), "usage": self._usage()})
 
     async def _segments(self) -> AsyncGenerator[Segment]:
@@ -229,6 +239,8 @@ class _Hearing:
                 partial(maker.make_requests, step.prompt, step.params, **options)
             )
             maker.check_fits(request)
+            for listener in step.listeners:
+                request.listen(listener)
             request.times.trace = scope["kukri.trace"]
             n_prompt = len(step.prompt) if step.prompt.sound is not sound else len(step.prompt.text)
             sound = step.prompt.sound  # whose other answers find it in the cache
@@ -276,3 +288,7 @@ def _segment(i: int, one: Segment) -> dict[str, Any]:
     facts = ("seek", "text", "temperature", "avg_logprob", "compression_ratio", "no_speech_prob")
     named = {name: getattr(one, name) for name in facts}
     return {"id": i, "start": one.start_s, "end": one.end_s, "tokens": one.token_ids, **named}
+
+
+def _word(word: Word) -> dict[str, Any]:
+    return {"word": word.text.strip(), "start": word.start_s, "end": word.end_s}
