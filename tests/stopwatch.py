@@ -53,6 +53,17 @@ def keeps(seconds: float, limit_s: float) -> bool:
     return seconds < limit_s or seconds < limit_s * slowness()
 
 
+def waited_less(seconds: float, limit_s: float) -> bool:
+    """True if a wait is shorter than a limit for a machine that is not slow and does nothing else.
+
+    Other processes make a wait longer by what they make of the yardstick's own time on the wall.
+    """
+    started_s = time.perf_counter()
+    slow = slowness()
+    wall_s = time.perf_counter() - started_s
+    return seconds < limit_s or seconds < limit_s * max(slow, wall_s / 20e-3)
+
+
 def slowness() -> float:
     """How many times a millisecond the yardstick takes now, on average; at least 1."""
     return max(1.0, sum(yardstick_s() for _ in range(20)) / 20 / 1e-3)
