@@ -309,6 +309,7 @@ def test_the_tiny_models_exercise_what_they_claim() -> None:
     assert kinds == {
         "deepseek_v2": "yarn",
         "ministral3": "yarn",
+        "exaone": "llama3",
         "apertus": "llama3",
         "llama": "llama3",
         "smollm3": "yarn",
