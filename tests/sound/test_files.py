@@ -38,6 +38,7 @@ def test_channels_are_mixed_and_values_clipped() -> None:
     assert np.abs(loud).max() == 1
 
 
+@pytest.mark.full
 def test_silence_is_a_sound() -> None:
     assert not decode_sound(encoded(np.zeros(RATE, np.float32), "flac", "flac", RATE)).any()
 
