@@ -138,8 +138,8 @@ def image_bombs() -> Bombs:
         messages = [{"role": "user", "content": content}]
         return json.dumps({"model": _MODEL, "messages": messages, "max_tokens": 1}).encode()
 
-    files = [(each,) for each in (*HOSTILE.values(), *ODD.values())]
-    return [("/v1/chat/completions", chat(*given)) for given in (*files, (ODD["1 x 1"],) * 50)]
+    files = [(make(),) for make in (*HOSTILE.values(), *ODD.values())]
+    return [("/v1/chat/completions", chat(*given)) for given in (*files, (ODD["1 x 1"](),) * 50)]
 
 
 def _data_url(file: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -51,40 +52,40 @@ def a_png(width: int, height: int, data: bytes = b"") -> bytes:
 
 
 PHOTO = picture(48, 64)
-# an image that no decoder may take memory or time for
-HOSTILE = {
-    "empty": b"",
-    "garbage": bytes(range(256)) * 40,
-    "text": b"not an image",
-    "svg": b"<svg xmlns='http://www.w3.org/2000/svg'><rect width='9' height='9'/></svg>",
-    "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
-    "psd": b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 9, 9, 8, 3) + bytes(20),
-    "tiff": encoded(PHOTO, "TIFF"),
-    "pdf": b"%PDF-1.7\n1 0 obj\n",
-    "truncated png": encoded(PHOTO)[:-900],
-    "truncated jpeg": encoded(PHOTO, "JPEG")[:400],
-    "truncated webp": encoded(PHOTO, "WEBP")[:60],
-    "a png's header": a_png(64, 48)[:33],
-    "a png without pixels": a_png(64, 48),
-    "a bomb of 60,000 x 60,000": a_png(60_000, 60_000, bytes(1000)),
-    "a line of 2^31": a_png(2**31 - 1, 1),
-    "no width": a_png(0, 10),
-    "a bitmap of 60,000 x 60,000": b"BM" + struct.pack(
+# an image that no decoder may take memory or time for, made when it is asked for, as some take a while
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "empty": lambda: b"",
+    "garbage": lambda: bytes(range(256)) * 40,
+    "text": lambda: b"not an image",
+    "svg": lambda: b"<svg xmlns='http://www.w3.org/2000/svg'><rect width='9' height='9'/></svg>",
+    "eps": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
+    "psd": lambda: b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 9, 9, 8, 3) + bytes(20),
+    "tiff": lambda: encoded(PHOTO, "TIFF"),
+    "pdf": lambda: b"%PDF-1.7\n1 0 obj\n",
+    "truncated png": lambda: encoded(PHOTO)[:-900],
+    "truncated jpeg": lambda: encoded(PHOTO, "JPEG")[:400],
+    "truncated webp": lambda: encoded(PHOTO, "WEBP")[:60],
+    "a png's header": lambda: a_png(64, 48)[:33],
+    "a png without pixels": lambda: a_png(64, 48),
+    "a bomb of 60,000 x 60,000": lambda: a_png(60_000, 60_000, bytes(1000)),
+    "a line of 2^31": lambda: a_png(2**31 - 1, 1),
+    "no width": lambda: a_png(0, 10),
+    "a bitmap of 60,000 x 60,000": lambda: b"BM" + struct.pack(
         "<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 60_000, 60_000, 1, 24, 0, 0, 0, 0, 0, 0
     ),
-    "a gif of 65,535 x 65,535": b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";",
-    "a webp of 16,383 x 16,383": b"RIFF" + struct.pack("<I", 30) + b"WEBPVP8X" + struct.pack("<I", 10)
+    "a gif of 65,535 x 65,535": lambda: b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";",
+    "a webp of 16,383 x 16,383": lambda: b"RIFF" + struct.pack("<I", 30) + b"WEBPVP8X" + struct.pack("<I", 10)
     + bytes(4) + (16382).to_bytes(3, "little") * 2 + b"VP8 " + struct.pack("<I", 0),
-    "a jpeg of many scans": encoded(
+    "a jpeg of many scans": lambda: encoded(
         np.tile(picture(300, 400), (10, 10, 1)), "JPEG", progressive=True, quality=5
     ) + b"\xff\xda" * 100,
 }  # fmt: skip
 # what is an image after all
-ODD = {
-    "1 x 1": encoded(picture(1, 1)),
-    "30,000 x 2": encoded(picture(2, 30_000)),
-    "an animation": encoded(
+ODD: dict[str, Callable[[], bytes]] = {
+    "1 x 1": lambda: encoded(picture(1, 1)),
+    "30,000 x 2": lambda: encoded(picture(2, 30_000)),
+    "an animation": lambda: encoded(
         Image.fromarray(PHOTO).quantize(), "GIF", save_all=True, append_images=[Image.fromarray(PHOTO[::-1])]
     ),
-    "16-bit gray": encoded(Image.fromarray((np.arange(4096).reshape(64, 64) * 16).astype(np.uint16))),
+    "16-bit gray": lambda: encoded(Image.fromarray((np.arange(4096).reshape(64, 64) * 16).astype(np.uint16))),
 }

@@ -54,27 +54,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Takes the mark from parameters that stay in the first tier, and puts early tests in front."""
     unused: set[tuple[str, str]] = set()
     used: set[tuple[str, str]] = set()
+    n_full = 0
     for item in items:
-        is_dear = DEAR_FIXTURES & set(getattr(item, "fixturenames", ()))
+        is_dear = not DEAR_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
         if is_dear and item.get_closest_marker("representative") is None:
             item.add_marker("full")
         mark = item.get_closest_marker("full")
-        if mark is None or not (patterns := _patterns(mark)):
+        if mark is None:
             continue
-        test, _, rest = item.nodeid.partition("[")
-        matching = [one for one in patterns if fnmatchcase(rest.removesuffix("]"), one)]
-        used |= {(test, one) for one in matching}
-        unused |= {(test, one) for one in patterns}
-        if bool(matching) == ("but" in mark.kwargs):
-            item.own_markers = [one for one in item.own_markers if one.name != "full"]
+        if patterns := _patterns(mark):
+            test, _, rest = item.nodeid.partition("[")
+            matching = [one for one in patterns if fnmatchcase(rest.removesuffix("]"), one)]
+            used |= {(test, one) for one in matching}
+            unused |= {(test, one) for one in patterns}
+            if bool(matching) == ("but" in mark.kwargs):
+                item.own_markers = [one for one in item.own_markers if one.name != "full"]
+        if {one.name for one in item.iter_markers()} & {"full", "slow", "ray"} == {"full"}:
+            n_full += 1
     if is_whole(config) and unused - used:
         listed = "\n".join(f"{test}: {pattern}" for test, pattern in sorted(unused - used))
         raise pytest.UsageError(f"patterns of the mark full match no parameter:\n{listed}")
     order = {file: place for place, file in enumerate(EARLY)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
-    counted = [item for item in items if item.get_closest_marker("full")]
-    counted = [item for item in counted if not any(item.get_closest_marker(one) for one in ("slow", "ray"))]
-    _output(config)["n_full"] = len(counted)
+    _output(config)["n_full"] = n_full
 
 
 def _patterns(mark: pytest.Mark) -> list[str]:

@@ -214,7 +214,7 @@ def test_llama_cpp_s_clients_send_images(served, llm):
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_images_are_a_400(name, served):
     """Catches an error of the server's for a client's broken file."""
-    data = "data:image/png;base64," + base64.b64encode(HOSTILE[name]).decode()
+    data = "data:image/png;base64," + base64.b64encode(HOSTILE[name]()).decode()
     part = {"type": "image_url", "image_url": {"url": data}}
     with served.http() as http:
         response = http.post("/v1/chat/completions", json={"messages": [user(["x", part][1:])], **LIKELIEST})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from functools import cache
 from typing import Any
 
@@ -22,8 +23,14 @@ def byte_level_metadata(pre: str, words: PreTokenizer, **keys: Any) -> dict[str,
 
     <tool> is user-defined, "unused word" an unused slot; `keys` are added below tokenizer.ggml.
     """
+    return metadata_of(Tokenizer.from_str(_learned_words(pickle.dumps(words))), pre, **keys)
+
+
+@cache
+def _learned_words(words: bytes) -> str:
+    """The file of a byte-level BPE vocabulary that is learned on the words of a pickled pre-tokenizer."""
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = words
+    trained.pre_tokenizer = pickle.loads(words)
     trainer = trainers.BpeTrainer(
         vocab_size=700,
         special_tokens=SPECIALS[:2],
@@ -31,7 +38,7 @@ def byte_level_metadata(pre: str, words: PreTokenizer, **keys: Any) -> dict[str,
         show_progress=False,
     )
     trained.train_from_iterator(CORPUS, trainer)
-    return metadata_of(trained, pre, **keys)
+    return trained.to_str()
 
 
 def metadata_of(trained: Tokenizer, pre: str, **keys: Any) -> dict[str, Any]:
