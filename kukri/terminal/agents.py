@@ -1,15 +1,17 @@
-"""The agents that `kukri launch` knows: how each is installed, and what makes it use a server.
+"""The agents that `kukri launch` knows, by agents.yaml: how each is installed, and uses a server.
 
-Each row was tried with the version that it names. Its texts may hold the names of `FILLED` in braces, which
-are filled in when the agent runs. Only texts of variables and files may hold the key, because
-arguments can be seen by other users.
+Texts there may hold the names of `FILLED` in braces, which are filled in when the agent runs. Only texts of
+variables and files may hold the key, because arguments can be seen by other users.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kukri.dataclass import dataclass, field, fields, replace
 from kukri.errors import ConfigError, brief, close_matches
@@ -52,129 +54,18 @@ class Agent:
         return replace(self, **{one.name: fill(getattr(self, one.name)) for one in fields(self)})
 
 
-# in TOML, for codex' option -c
-_CODEX = (
-    'model="{model}"',
-    'model_provider="kukri"',
-    "model_context_window={context}",
-    'model_providers.kukri={name="kukri", base_url="{url}/v1", wire_api="responses", '
-    'env_key="KUKRI_API_KEY", stream_idle_timeout_ms=3600000}',
-)
-_CLINE = (
-    '{"version": 1, "lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": {"settings": '
-    '{"provider": "openai-compatible", "apiKey": "{key}", "model": "{model}", "baseUrl": "{url}/v1"}, '
-    '"updatedAt": "2026-11-30T00:00:00.000Z", "tokenSource": "manual"}}}'
-)
-_OPENCODE = (
-    '{"provider": {"kukri": {"npm": "@ai-sdk/openai-compatible", "name": "kukri", "options": '
-    '{"baseURL": "{url}/v1", "apiKey": "{key}"}, "models": {"{model}": {"limit": '
-    '{"context": {context}, "output": {answer}}}}}}, "model": "kukri/{model}", '
-    '"small_model": "kukri/{model}", "autoupdate": false}'
-)
-_PI = """\
-export default function (pi) {
-  pi.registerProvider("kukri", {
-    baseUrl: "{url}/v1", apiKey: "KUKRI_API_KEY", api: "openai-completions",
-    models: [{
-      id: "{model}", name: "{model}", reasoning: false, input: ["text"], contextWindow: {context},
-      maxTokens: {answer}, cost: { input: 0, output: 0, cacheRead: 0, cacheWrite: 0 },
-    }],
-  });
-}
-"""
+def _agents() -> dict[str, Agent]:
+    """The rows of agents.yaml."""
+    rows = yaml.safe_load(Path(__file__).with_name("agents.yaml").read_bytes())
+    for row in rows.values():
+        row["arguments"] = tuple(row.get("arguments", ()))
+        if "own" in row:
+            file, settings = row["own"]
+            row["own"] = file, settings if isinstance(settings, str) else json.dumps(settings)
+    return {name: Agent(**row) for name, row in rows.items()}
 
-_CLAUDE: dict[str, str | None] = {
-    "ANTHROPIC_BASE_URL": "{url}",
-    "ANTHROPIC_AUTH_TOKEN": "{key}",
-    "ANTHROPIC_API_KEY": None,  # it would be sent too
-    "ANTHROPIC_MODEL": "{model}",
-    "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
-    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "{context}",
-    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{answer}",
-    "API_TIMEOUT_MS": "3600000",
-}
 
-AGENTS = {
-    "aider": Agent(
-        "aider",
-        "python3 -m pip install aider-chat",
-        "0.86.2",
-        ("--model", "openai/{model}"),
-        {"OPENAI_API_KEY": "{key}", "OPENAI_API_BASE": "{url}/v1"},
-        context=2048,
-    ),
-    "claude": Agent(
-        "claude",
-        "npm install -g @anthropic-ai/claude-code",
-        "2.1.332",
-        environment=_CLAUDE,
-        context=4096,
-        own=(
-            ".claude/settings.json",
-            json.dumps({"env": {n: v for n, v in _CLAUDE.items() if v is not None}}),
-        ),
-    ),
-    "cline": Agent(
-        "cline",
-        "npm install -g cline",
-        "3.0.65",
-        ("--data-dir", "{home}/cline", "--provider", "openai-compatible", "--model", "{model}"),
-        files={"cline/settings/providers.json": _CLINE},
-        context=8192,
-    ),
-    "codex": Agent(
-        "codex",
-        "npm install -g @openai/codex",
-        "0.171.0",
-        tuple(part for setting in _CODEX for part in ("-c", setting)),
-        {"KUKRI_API_KEY": "{key}"},
-        context=12288,
-    ),
-    "mini-swe-agent": Agent(
-        "mini",
-        "python3 -m pip install mini-swe-agent",
-        "2.4.6",
-        ("--model", "openai/{model}"),
-        {
-            "OPENAI_API_KEY": "{key}",
-            "OPENAI_API_BASE": "{url}/v1",
-            "MSWEA_CONFIGURED": "true",
-            "MSWEA_COST_TRACKING": "ignore_errors",
-        },
-        context=2048,
-    ),
-    "opencode": Agent(
-        "opencode",
-        "npm install -g opencode-ai",
-        "1.18.33",
-        environment={"OPENCODE_CONFIG_CONTENT": _OPENCODE},
-        own=(".config/opencode/opencode.json", _OPENCODE),
-        context=10240,
-    ),
-    "pi": Agent(
-        "pi",
-        "npm install -g @mariozechner/pi-coding-agent",
-        "0.73.1",
-        ("--extension", "{home}/pi.ts", "--provider", "kukri", "--model", "{model}"),
-        {"KUKRI_API_KEY": "{key}"},
-        {"pi.ts": _PI},
-        context=4096,
-    ),
-    "qwen-code": Agent(
-        "qwen",
-        "npm install -g @qwen-code/qwen-code",
-        "0.24.4",
-        ("--auth-type", "openai"),
-        {
-            "OPENAI_API_KEY": "{key}",
-            "OPENAI_BASE_URL": "{url}/v1",
-            "OPENAI_MODEL": "{model}",
-            "QWEN_STREAM_IDLE_TIMEOUT_MS": "3600000",
-        },
-        context=20480,
-    ),
-}
+AGENTS = _agents()
 
 
 def agent_of(name: str, variables: list[str]) -> Agent:
