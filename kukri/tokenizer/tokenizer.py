@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,6 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from kukri.errors import ContextLengthError, RequestError, brief, reading
 from kukri.formats.gguf.reader import GGUFFile
 from kukri.tokenizer.gguf_keys import TokenizerKeys
-from kukri.tokenizer.inner_text import inner_text
 from kukri.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 from kukri.tokenizer.unigram import check_charsmap, unigram
 from kukri.tokenizer.vocabulary import (
@@ -27,6 +27,7 @@ from kukri.tokenizer.vocabulary import (
     read_vocabulary,
 )
 
+_AT_ENDS = ("Prepend", "Strip")  # normalizers that change the beginning or the ends of a text
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _LONG = 8  # characters for each token allowed: a longer text is counted in slices before it is encoded
 _SLICE = 1 << 12  # characters a slice: a prompt that is far too long is refused after a few slices
@@ -252,7 +253,7 @@ class Tokenizer:
 
     @cached_property
     def _inner(self) -> tokenizers.Tokenizer:
-        return inner_text(self.text)
+        return _inner_text(self.text)
 
     def _add_bos(self, ids: list[int]) -> None:
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -413,3 +414,35 @@ def merges_from_scores(vocabulary: Vocabulary, keys: TokenizerKeys) -> list[tupl
         if piece[:at] in pieces and piece[at:] in pieces
     )
     return [(tokens[i][:-at], tokens[i][-at:]) for _, at, _, i in ranked]
+
+
+def _inner_text(text: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer, sharing its vocabulary, which adds and removes nothing at the ends of a text."""
+    inner = tokenizers.Tokenizer(text.model)
+    if text.normalizer is not None:
+        steps = [step for step in _steps(text.normalizer, "normalizers") if step["type"] not in _AT_ENDS]
+        inner.normalizer = _sequence(normalizers.Sequence([]), "normalizers", steps)
+    if text.pre_tokenizer is not None:
+        steps = [_unprefixed(step) for step in _steps(text.pre_tokenizer, "pretokenizers")]
+        if any(step["type"] == "Metaspace" for step in steps):  # it alone keeps the spaces between words
+            steps = [step for step in steps if step["type"] != "WhitespaceSplit"]
+        inner.pre_tokenizer = _sequence(pre_tokenizers.Sequence([]), "pretokenizers", steps)
+    inner.add_tokens(list(text.get_added_tokens_decoder().values()))
+    return inner
+
+
+def _steps(made: Any, inside: str) -> list[dict[str, Any]]:
+    state = json.loads(made.__getstate__())
+    steps: list[dict[str, Any]] = state[inside] if state["type"] == "Sequence" else [state]
+    return steps
+
+
+def _sequence(empty: Any, inside: str, steps: list[dict[str, Any]]) -> Any:
+    empty.__setstate__(json.dumps({"type": "Sequence", inside: steps}).encode())
+    return empty
+
+
+def _unprefixed(step: dict[str, Any]) -> dict[str, Any]:
+    """A pre-tokenizer that puts no space before a text."""
+    changes = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {**step, **{key: value for key, value in changes.items() if key in step}}
