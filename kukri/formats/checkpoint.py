@@ -147,8 +147,12 @@ def _with_mmproj(opened: Checkpoint, gguf: GGUFFile, file: GGUFFile, *, is_named
 def _open_directory(directory: Path, quantize: str | None) -> Checkpoint:
     from kukri.formats.huggingface.config import text_config, unknown_config_keys
     from kukri.formats.huggingface.directory import directory_config, tokenizer_files
-    from kukri.formats.huggingface.image_processor import read_image_processor
-    from kukri.formats.huggingface.vision import VisionWeights, vision_config, vision_family
+    from kukri.formats.huggingface.vision import (
+        VisionWeights,
+        read_image_processor,
+        vision_config,
+        vision_family,
+    )
     from kukri.vision.encoder import load_vision
 
     whole = read_json(directory / "config.json")

@@ -1,7 +1,8 @@
-"""The encoder of images in a checkpoint's directory: its configuration, and its weights."""
+"""The encoder of images in a checkpoint's directory: its configuration, processor and weights."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -11,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kukri.errors import FormatError, UnusedTensorError, brief, brief_list
+from kukri.errors import FormatError, UnsupportedError, UnusedTensorError, brief, brief_list
 from kukri.formats.huggingface.safetensors import open_files
 from kukri.formats.huggingface.weights import RUNS, is_of_images, packed_type, stored_data
+from kukri.formats.json_files import read_json
 from kukri.kernels.arrays import ByteArray, FloatArray
 from kukri.kernels.quantize import requantize
 from kukri.kernels.weight_handles import Experts, Weight
@@ -24,7 +26,9 @@ from kukri.quant.types import QUANT_TYPES, QuantType, fitting_type
 from kukri.vision.config import VisionConfig
 from kukri.vision.encoder import VisionFamily
 from kukri.vision.encoders import family_of
+from kukri.vision.processors import ImageProcessor, image_processor
 
+_log = logging.getLogger("kukri.formats")
 _UNPACKED = ("model.embed_patches.weight", "model.embed_positions.weight")  # every patch is embedded by them
 
 
@@ -128,3 +132,26 @@ class VisionWeights(EncoderWeights):
         data = stored_data(file, name, RUNS)
         self._taken.add(name)
         return data, QUANT_TYPES[tensor.dtype]
+
+
+def read_image_processor(directory: Path) -> ImageProcessor | None:
+    """The processor of a model that sees, by preprocessor_config.json and processor_config.json.
+
+    None, with a warning, if there is neither, or if it is of a kind that is not known here. Raises
+    FormatError on values that no checkpoint has.
+    """
+    stated, processor, model = (
+        _read(directory / name)
+        for name in ("preprocessor_config.json", "processor_config.json", "config.json")
+    )
+    try:
+        if not stated and not processor:
+            raise UnsupportedError("preprocessor_config.json was not found")
+        return image_processor(stated, processor, model)
+    except UnsupportedError as error:
+        _log.warning("%s: images are not read: %s", directory, error)
+        return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
