@@ -484,7 +484,7 @@ def pull(
     json: Json = False,
 ) -> None:
     """Download a model into the cache and print its path."""
-    from kukri.terminal.pull import pull_model
+    from kukri.terminal.models import pull_model
 
     pull_model(named.name, verify=verify, as_json=json, with_digest=digest)
 
@@ -690,7 +690,7 @@ def compare(
 
     if model_option is not None:
         a, b = model_option, a if b is None else one_model(a, model_option)
-    compare_models(a, b, Reading(**vars(reading)), **vars(options), as_json=json)
+    compare_models(a, b, Reading(**vars(reading)), options, as_json=json)
 
 
 @command(app, "tune-recipe")

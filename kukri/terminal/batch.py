@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kukri.calls.batch_files import BatchLine, Results, files_of, read_batch
 from kukri.errors import ConfigError
 from kukri.terminal.files import check_parent
+from kukri.terminal.output import say
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.serve import require_web_stack
 from kukri.terminal.tables import print_facts
@@ -75,9 +75,7 @@ def run_batch(
         opened = partial(_on_replicas, cluster, target) if cluster is not None else _on_an_engine
         _answer_all(lines, results, counts, partial(opened, model, names, loading))
     except KeyboardInterrupt:
-        print(
-            f"\n{len(results)} of {len(lines)} are done: the same command resumes from there", file=sys.stderr
-        )
+        say(f"\n{len(results)} of {len(lines)} are done: the same command resumes from there")
         raise
     finally:
         results.close()

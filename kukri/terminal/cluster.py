@@ -14,6 +14,7 @@ from kukri.dataclass import dataclass
 from kukri.errors import ConfigError, KukriError, UnsupportedError
 from kukri.host.installed import needs_package
 from kukri.terminal.options import ClusterOptions
+from kukri.terminal.output import say
 from kukri.terminal.serve_options import ServeOptions
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def serve_cluster(
         app = server(cluster.handle, cluster.facts, cluster.options, settings, cluster.host)
         announce(names, settings, bound)
         where = f"on {cluster.n_machines} machine{'s' * (cluster.n_machines > 1)}"
-        print(f"{options.n_replicas} replicas {where}", file=sys.stderr, flush=True)
+        say(f"{options.n_replicas} replicas {where}")
         run_app(app, settings, bound)
 
 

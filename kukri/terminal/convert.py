@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +33,7 @@ from kukri.models.weights import TakenWeights
 from kukri.quant.blocks import dequantize
 from kukri.quant.recipes import Recipe, recipe_named, shipped_recipes
 from kukri.terminal.files import check_parent
-from kukri.terminal.output import n_bytes_text
+from kukri.terminal.output import n_bytes_text, say
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts, print_table
 from kukri.tokenizer import load_tokenizer
@@ -74,7 +73,7 @@ def convert_model(
 
 def _note_losses(checkpoint: Checkpoint, to: str) -> None:
     for loss in losses(checkpoint.config, checkpoint.embedding, to):
-        print(f"note: {loss}", file=sys.stderr)
+        say(f"note: {loss}")
 
 
 def _write_encoder(source: Path, target: Path) -> None:
@@ -86,10 +85,9 @@ def _write_encoder(source: Path, target: Path) -> None:
             return
         processor = checkpoint.image_processor()
         if processor is None:
-            print(
+            say(
                 f"the encoder of images is left out: {source} has no preprocessor_config.json, "
                 "which says how they are prepared",
-                file=sys.stderr,
             )
             return
         break_id = load_tokenizer(checkpoint.tokenizer).vocabulary.id_of.get("[IMG_BREAK]")
@@ -102,9 +100,9 @@ def _write_encoder(source: Path, target: Path) -> None:
         try:
             write_mmproj(source, checkpoint.config.d_model, path, processor, others)
         except UnsupportedError as error:
-            print(f"the encoder of images is left out: {error}", file=sys.stderr)
+            say(f"the encoder of images is left out: {error}")
             return
-    print(f"wrote {path}: the encoder of images", file=sys.stderr)
+    say(f"wrote {path}: the encoder of images")
 
 
 def source_path(model: str | None) -> Path:
@@ -217,10 +215,9 @@ def _note_unmeasured(plan: Conversion, imatrix: Path | None) -> None:
     steps = weighed(plan.steps)
     lacking = [step.name for step in steps if step.importance is None]
     if imatrix is not None and lacking:
-        print(
+        say(
             f"note: {imatrix} has importances for {len(steps) - len(lacking)} of {len(steps)} matrices that "
             f"are quantized; the others are quantized without: {brief_list(lacking, 3)}",
-            file=sys.stderr,
         )
 
 
@@ -255,10 +252,9 @@ def _report(plan: Conversion, target: Path, *, dry_run: bool, as_json: bool) -> 
     ]
     print_facts(facts_)
     if own := [key for key in plan.metadata if "kukri." in key]:
-        print(f"note: other programs ignore kukri's own keys: {', '.join(own)}", file=sys.stderr)
+        say(f"note: other programs ignore kukri's own keys: {', '.join(own)}")
     if twice := requantized(plan.steps):
-        print(
+        say(
             f"note: {len(twice)} tensors were quantized already: their errors add up; convert from the"
             " original weights where you can",
-            file=sys.stderr,
         )

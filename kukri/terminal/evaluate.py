@@ -20,7 +20,7 @@ from kukri.formats.imatrix import write_imatrix
 from kukri.quant.recipes import recipe_named
 from kukri.terminal.convert import quantized_file
 from kukri.terminal.files import check_parent
-from kukri.terminal.options import TextOptions
+from kukri.terminal.options import CompareOptions, TextOptions
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.plots import Chart, require_plots, save_chart
 from kukri.terminal.progress import progress_bar
@@ -52,25 +52,18 @@ class Reading(TextOptions):
 
 
 def compare_models(
-    a: str | None,
-    b: str | None,
-    reading: Reading,
-    *,
-    types: str | None,
-    imatrix: Path | None,
-    plot: Path | None,
-    as_json: bool,
+    a: str | None, b: str | None, reading: Reading, options: CompareOptions, *, as_json: bool
 ) -> None:
     """Compares A with B, or with itself in other types. Raises ConfigError unless it is one of the two."""
-    if (b is None) == (types is None):
+    if (b is None) == (options.types is None):
         raise ConfigError(
             "a second model is required, or --types to compare the first with, such as Q8_0,Q4_K_M"
         )
     if b is not None:
-        if imatrix is not None:
+        if options.imatrix is not None:
             raise ConfigError("--imatrix requires --types")
-        return show_comparison(a, b, reading, plot, as_json=as_json)
-    show_types(hub.resolve(a), type_list(types or ""), reading, plot, imatrix, as_json=as_json)
+        return show_comparison(a, b, reading, options.plot, as_json=as_json)
+    show_types(hub.resolve(a), reading, options, as_json=as_json)
 
 
 def write_importances(
@@ -148,16 +141,9 @@ def _facts(found: Comparison) -> list[tuple[str, str]]:
     ]
 
 
-def show_types(
-    model: Path,
-    types: Sequence[str],
-    reading: Reading,
-    plot: Path | None,
-    imatrix: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Quantizes a model to each type in turn and prints the sizes and losses; `plot` names a PNG."""
+def show_types(model: Path, reading: Reading, options: CompareOptions, *, as_json: bool) -> None:
+    """Quantizes a model to each type in turn and prints the sizes and losses; `options.plot` names a PNG."""
+    types, plot = type_list(options.types or ""), options.plot
     for name in types:
         recipe_named(name)
     if plot is not None:
@@ -169,7 +155,7 @@ def show_types(
             for name in types:
                 advance(1, name)
                 path = Path(directory) / "model.gguf"
-                n_bytes = quantized_file(model, path, name, imatrix)
+                n_bytes = quantized_file(model, path, name, options.imatrix)
                 with reading.open(path) as llm:
                     found[name] = n_bytes, compare(original, llm, windows)
     if plot is not None:

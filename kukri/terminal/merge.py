@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from kukri.errors import ConfigError
@@ -13,6 +12,7 @@ from kukri.formats.convert import write
 from kukri.formats.merge import with_adapter, write_merged_directory
 from kukri.models import load_model
 from kukri.terminal.convert import check_target, opened, progress, source_path
+from kukri.terminal.output import say
 from kukri.terminal.progress import progress_bar
 from kukri.terminal.tables import print_facts
 
@@ -52,8 +52,7 @@ def merge_model(model: str | None, adapter: Path, target: Path | None, *, as_jso
     else:
         print_facts([("wrote", str(target)), ("merged", f"{n} tensors, rank {changes.rank}")])
     if n_packed:
-        print(
+        say(
             f"note: {n_packed} merged tensors were quantized again, which may lose more than the adapter"
             " adds: merge into the original weights, and quantize then",
-            file=sys.stderr,
         )

@@ -1,19 +1,37 @@
-"""`kukri list`, `kukri rm` and `kukri show`: the models in the caches."""
+"""`kukri pull`, `kukri list`, `kukri rm` and `kukri show`: the models in the caches."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 from kukri.errors import ConfigError, printable
 from kukri.formats import hub
+from kukri.formats.digests import model_digest, split_digest
 from kukri.formats.known_models import COLUMNS, table
 from kukri.formats.model_cache import cached_models, cached_path, remove
 from kukri.formats.repos import SHORT_NAMES
 from kukri.terminal.inspect import show_model
 from kukri.terminal.output import n_bytes_text
 from kukri.terminal.tables import print_table
+
+
+def pull_model(name: str | None, *, verify: bool, as_json: bool, with_digest: bool = False) -> None:
+    """Fetches a known model if need be and prints where it is, or its name with its digest."""
+    path = hub.pull(name, verify=verify)
+    plain, _ = split_digest(name or hub.DEFAULT_MODEL)
+    digest = model_digest(path) if with_digest else None
+    if as_json:
+        files = path.rglob("*") if path.is_dir() else [path]
+        n_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        facts: dict[str, Any] = {"name": plain, "path": str(path), "n_bytes": n_bytes}
+        print(json.dumps(facts | ({"digest": f"sha256:{digest}"} if digest else {}), ensure_ascii=False))
+    elif digest:
+        print(f"{plain}@sha256:{digest}")
+    else:
+        print(path)
 
 
 def list_models(*, with_known: bool, as_json: bool) -> None:

@@ -534,7 +534,7 @@ class InspectOptions:
 
 @dataclass(eq=False, repr=False)
 class CompareOptions:
-    """Options of `kukri compare`, as `compare_models` has them."""
+    """Options of `kukri compare`."""
 
     types: str | None = option("Compare A with its own quantizations: Q8_0,Q4_K_M.", metavar="LIST")
     imatrix: Path | None = option("Importance matrix from `kukri imatrix` or llama.cpp.", metavar="FILE")

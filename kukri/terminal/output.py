@@ -23,6 +23,11 @@ def write_text(text: str, markdown: MarkdownStream | None = None) -> None:
     sys.stdout.flush()
 
 
+def say(text: str) -> None:
+    """Print a line to stderr, where what a command tells a person is apart from its output."""
+    print(text, file=sys.stderr)
+
+
 def allow_any_text() -> None:
     """Makes stdout print `?` for characters that its encoding lacks, instead of raising."""
     if hasattr(sys.stdout, "reconfigure"):

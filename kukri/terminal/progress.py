@@ -5,41 +5,40 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 from kukri.errors import printable
+from kukri.terminal.output import say
 
 _PATIENCE_S = 1.0  # loading may take this long without a bar
 
 
-@contextmanager
-def loading_bar() -> Iterator[Callable[[int, int], None]]:
+def loading_bar() -> AbstractContextManager[Callable[[int, int], None]]:
     """Yields a `progress` for `LLM`: a bar on a terminal, once loading has taken a second."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
+    return _bar_of_both("loading", "DownloadColumn", _PATIENCE_S)
+
+
+def counting_bar(what: str = "tokens") -> AbstractContextManager[Callable[[int, int], None]]:
+    """Yields a function of (tokens done, all of them), which moves a bar on a terminal."""
+    return _bar_of_both(what, "MofNCompleteColumn", 0.0)
+
+
+@contextmanager
+def _bar_of_both(title: str, amounts: str, patience_s: float) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function of (amount done, all of it), which shows a bar once `patience_s` seconds are over."""
     started_s = time.monotonic()
     with ExitStack() as stack:
-        bars: list[Callable[[int], None]] = []
+        bars: list[Any] = []
 
-        def progress(done: int, total: int) -> None:
-            if not bars and time.monotonic() - started_s > _PATIENCE_S:
-                bars.append(_byte_bar(stack, total))
-            for show in bars:
-                show(done)
+        def show(done: int, total: int) -> None:
+            if not bars and time.monotonic() - started_s >= patience_s:
+                columns = title, "BarColumn", amounts, "TimeRemainingColumn"
+                bars.append(_opened(stack, *columns, total=total))
+            for bar in bars:
+                bar.update(0, completed=done, total=total)
 
-        yield progress
-
-
-def _byte_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
-    """Shows a bar of bytes until the stack is closed; the function given moves it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
-    task = bar.add_task("loading", total=total)
-    return lambda done: bar.update(task, completed=done)
+        yield show if sys.stderr.isatty() else lambda done, total: None
 
 
 @contextmanager
@@ -62,30 +61,10 @@ def waiting(title: str) -> Iterator[Callable[[str], None]]:
 def _seconds(stack: ExitStack, title: str) -> Callable[[str], None]:
     """Shows a title, seconds and a text until the stack is closed; the function given changes the text."""
     if not sys.stderr.isatty():
-        print(title, file=sys.stderr, flush=True)
+        say(title)
         return lambda text: None
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(title), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
-    task = bar.add_task("", total=None)
-    return lambda text: bar.update(task, description=printable(text))
-
-
-@contextmanager
-def counting_bar(what: str = "tokens") -> Iterator[Callable[[int, int], None]]:
-    """Yields a function of (tokens done, all of them), which moves a bar on a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = _opened(stack, title, "TimeElapsedColumn", "{task.description}")
+    return lambda text: bar.update(0, description=printable(text))
 
 
 @contextmanager
@@ -94,15 +73,26 @@ def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
     if not sys.stderr.isatty():
         yield lambda amount, text: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, under_way = bar.add_task("", total=total), [0]
+    with ExitStack() as stack:
+        columns = "{task.description}", "BarColumn", "TaskProgressColumn", "TimeRemainingColumn"
+        bar, under_way = _opened(stack, *columns, total=total), [0]
 
         def advance(amount: int, text: str) -> None:
-            bar.update(task, advance=under_way[0], description=printable(text))
+            bar.update(0, advance=under_way[0], description=printable(text))
             under_way[0] = amount
 
         yield advance
+
+
+def _opened(stack: ExitStack, *columns: str, total: int | None = None) -> Any:
+    """Show a bar with the task 0 until the stack is closed; columns are rich's, by name, or texts."""
+    from rich import progress
+    from rich.console import Console
+
+    made = [
+        getattr(progress, one)() if one.endswith("Column") else progress.TextColumn(one, markup=False)
+        for one in columns
+    ]
+    bar = stack.enter_context(progress.Progress(*made, console=Console(stderr=True), transient=True))
+    bar.add_task("", total=total)
+    return bar

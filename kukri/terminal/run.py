@@ -22,7 +22,7 @@ from kukri.sampling import Grammar, SamplingParams
 from kukri.terminal.answer_writer import AnswerWriter
 from kukri.terminal.command import given as given_options
 from kukri.terminal.options import FormOptions, ModelName, ToolOptions
-from kukri.terminal.output import allow_any_text, describe_timings, timings_as_dict
+from kukri.terminal.output import allow_any_text, describe_timings, say, timings_as_dict
 from kukri.terminal.progress import loading_bar
 from kukri.tokenizer.template_process import start_early
 
@@ -131,7 +131,7 @@ def answer_prompt(
                 raise RequestError(
                     "--image requires a chat template, which the model does not have", param="image"
                 )
-            print("the model has no chat template and continues the text, as with --raw", file=sys.stderr)
+            say("the model has no chat template and continues the text, as with --raw")
             raw = True
         if grammar is not None:
             from kukri.terminal.answer_form import compiled_in_time
@@ -158,9 +158,9 @@ def answer_prompt(
             result = _stream(llm.stream(request, params, **asked), shows_reasoning=not hides_reasoning)
     if grammar is not None and result.finish_reason == "length":
         n_tokens = len(result.token_ids)
-        print(f"the answer was cut off after {n_tokens} tokens: raise --max-tokens", file=sys.stderr)
+        say(f"the answer was cut off after {n_tokens} tokens: raise --max-tokens")
     if with_stats:
-        print(describe_timings(result.timings), file=sys.stderr)
+        say(describe_timings(result.timings))
 
 
 def is_model(argument: str) -> bool:

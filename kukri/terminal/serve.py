@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import ssl
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +20,7 @@ from kukri.host.installed import needs_package
 from kukri.host.os_calls import on_hangup, unix_socket
 from kukri.terminal.files import read_text
 from kukri.terminal.idle_exit import IdleExit
+from kukri.terminal.output import say
 from kukri.terminal.progress import loading_bar
 from kukri.terminal.serve_options import ServeOptions
 
@@ -74,11 +74,9 @@ def _serve_one(model: ModelSpec, settings: ServerSettings, bound: socket.socket)
         app = create_app(llm, settings)
         announce(model.names, settings, bound)
         config, n_tokens = llm.engine_config, llm.engine.pool.n_pages * llm.engine.pool.page_tokens
-        print(
+        say(
             f"KV cache {llm.engine.runner.cache.n_bytes / 2**20:,.0f} MiB: {n_tokens:,} tokens, "
             f"{config.max_requests} requests at a time, {llm.engine.max_context:,} tokens of context",
-            file=sys.stderr,
-            flush=True,
         )
         run_app(app, settings, bound)
 
@@ -96,10 +94,8 @@ def _serve_box(models: Sequence[ModelSpec], settings: ServerSettings, bound: soc
             f"a model was not found in {settings.model_dir}: give a model, or another directory"
         )
     announce([entry.name for entry in registry.entries], settings, bound)
-    print(
+    say(
         f"{registry.memory_bytes / 2**30:.1f} GiB for models, {settings.max_loaded} loaded at a time at most",
-        file=sys.stderr,
-        flush=True,
     )
     run_app(app, settings, bound)
 
@@ -249,10 +245,8 @@ def announce(names: Sequence[str], settings: ServerSettings, bound: socket.socke
     """Begins to listen, and prints to stderr the URL, the models' names, and a warning without keys."""
     bound.listen()  # a reader of the URL may connect at once, before uvicorn accepts
     if isinstance(path := bound.getsockname(), str):
-        print(
+        say(
             f"serving {', '.join(names) or 'no model yet'} on the Unix socket {path}",
-            file=sys.stderr,
-            flush=True,
         )
         return
     scheme = "http" if settings.ssl_certfile is None else "https"
@@ -260,13 +254,11 @@ def announce(names: Sequence[str], settings: ServerSettings, bound: socket.socke
     shown = f"[{host}]" if ":" in host else host
     page = f", a page to chat on at {scheme}://{shown}:{port}/" if settings.has_page else ""
     listed = ", ".join(names) or "no model yet"
-    print(f"serving {listed} on {scheme}://{shown}:{port}/v1{page}", file=sys.stderr)
+    say(f"serving {listed} on {scheme}://{shown}:{port}/v1{page}")
     if not settings.api_keys and host not in _LOOPBACK:
-        print(
+        say(
             f"warning: everybody who reaches {host} may use this server: set KUKRI_API_KEY or --api-key-file",
-            file=sys.stderr,
         )
-    sys.stderr.flush()
 
 
 def run_app(app: Any, settings: ServerSettings, bound: socket.socket) -> None:

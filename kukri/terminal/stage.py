@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from kukri.errors import ConfigError
 from kukri.stages.greeting import listen
 from kukri.stages.processes import MIN_TOKEN, TOKEN_VARIABLE, Address
+from kukri.terminal.output import say
 
 
 def run_stage(address: str, device: str | None, n_threads: int | None, *, once: bool) -> None:
@@ -38,7 +38,7 @@ def run_stage(address: str, device: str | None, n_threads: int | None, *, once: 
     bound = listener.getsockname()
     print(f"{Address(bound[0], bound[1])}", flush=True)
     if not once:
-        print("waiting for an engine: kukri serve MODEL --stages HOST:PORT", file=sys.stderr, flush=True)
+        say("waiting for an engine: kukri serve MODEL --stages HOST:PORT")
     with listener:
         own = StageOptions(device, n_threads, speed)
         serve_stage(listener, token, own, read_stage_model, once=once)
