@@ -140,6 +140,20 @@ def test_files_of_other_formats_are_heard(llm: LLM, server: Served, sound: Path)
     assert server.client.audio.transcriptions.create(file=("a.flac", flac), **given).text == want
 
 
+@pytest.mark.full
+def test_a_server_without_the_decoder_says_so(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches an error of the server, and its directories in an answer to a client."""
+    monkeypatch.setattr("kukri.sound.files.find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING), server.http() as http:
+        answer = http.post(PATH, files={"file": b"fLaC" + bytes(100)}, data={"model": MODEL})
+    assert answer.status_code == 400
+    assert "must be a WAV file" in answer.text
+    assert "pip install" in caplog.text
+    assert "pip install" not in answer.text
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"file": b"no sound"}, "'file' must be a sound file"),
     ({"file": b""}, "'file' must not be empty"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from kukri.calls.speech import Asked, Segment, Speech, SpeechOptions, Task, Transcription
 from kukri.calls.subtitles import srt_of, vtt_of
 from kukri.calls.word_times import Word
-from kukri.errors import CapacityError, RequestError
+from kukri.errors import CapacityError, RequestError, UnsupportedError
 from kukri.server.access import client_of
 from kukri.server.answers.event_reply import EventReply
 from kukri.server.answers.loading_reply import answered
@@ -33,6 +34,8 @@ from kukri.sound.bounds import MAX_FILE_BYTES
 from kukri.sound.files import decode_sound
 from kukri.sound.languages import language_name
 from kukri.sound.prompt import SoundInput
+
+log = logging.getLogger("kukri.server")
 
 MAX_HELD_BYTES = 1 << 30  # by the sounds of all requests
 _N_DECODED = 2  # sounds that are decoded at a time
@@ -148,7 +151,11 @@ def _begun(
     speech: Speech, held: HeldSound, options: SpeechOptions
 ) -> tuple[Generator[Asked, Sequence[int], Transcription], Asked]:
     """The steps of a sound, and the first of them. Raises RequestError, and CapacityError as `take` does."""
-    samples = decode_sound(held.data)
+    try:
+        samples = decode_sound(held.data)
+    except UnsupportedError as error:  # how to install the decoder is for who runs the server
+        log.warning("%s", error)
+        raise RequestError.of("file", "must be a WAV file, because this server decodes no other") from None
     held.data = bytearray()
     held.take(2 * samples.nbytes)  # features take as much as samples
     steps = speech.transcribe(samples, options)
