@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from kukri.errors import ConfigError, RequestError
 from kukri.server.errors import NotFoundError
 from kukri.server.keys import KeyRing
+from kukri.server.openai import response_store
 from kukri.server.openai.response_store import ResponseFiles, ResponseStore
 from kukri.server.openai.responses import parse_response
 from kukri.server.openai.responses_schema import ResponseBody
@@ -297,6 +300,53 @@ def test_responses_outlive_the_server(tmp_path, caplog):
     assert [path.stem for path in sorted((tmp_path / "responses").glob("*.json"))] == ["resp_0"]
     assert last.find(owner, "resp_0").response["id"] == "resp_0", "which was used last"
     assert "resp_1.json is damaged" in caplog.text
+
+
+def _of_another_version(data: bytes) -> bytes:
+    data = json.dumps({**json.loads(data.partition(b"\n")[2]), "version": 2}).encode()
+    return sha256(data).hexdigest().encode() + b"\n" + data
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(_of_another_version(path.read_bytes())),
+        lambda path: path.chmod(0o666),
+        lambda path: path.rename(path.with_suffix(".kept")) and path.symlink_to("resp_0.kept"),
+        lambda path: path.unlink() or path.mkdir(),
+    ],
+    ids=["version", "mode", "link", "directory"],
+)
+def test_a_stored_response_that_cannot_be_served_stays(tmp_path, caplog, spoil):
+    """Catches another version of kukri, or a fault of the system, that deletes what clients stored."""
+    path = tmp_path / "responses"
+    store = ResponseStore(files=ResponseFiles(path, KeyRing([])))
+    for i in range(2):
+        store.add("", None, [], {"id": f"resp_{i}", "output": []})
+    store.close()
+    spoil(path / "resp_0.json")
+    before = (path / "resp_0.json").lstat()
+    again = ResponseStore(files=ResponseFiles(path, KeyRing([])))
+    again.close()
+    assert (path / "resp_0.json").lstat() == before
+    assert "stays, but is not served" in caplog.text
+    assert again.find("", "resp_1")
+    with pytest.raises(NotFoundError):
+        again.find("", "resp_0")
+
+
+def test_a_lack_of_descriptors_removes_no_responses(tmp_path, monkeypatch):
+    """Catches responses that are lost because the process had too many files open."""
+    path = tmp_path / "responses"
+    store = ResponseStore(files=ResponseFiles(path, KeyRing([])))
+    store.add("", None, [], {"id": "resp_0", "output": []})
+    store.close()
+    files = ResponseFiles(path, KeyRing([]))
+    monkeypatch.setattr(
+        response_store, "open_private", lambda _: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many"))
+    )
+    ResponseStore(files=files).close()
+    assert (path / "resp_0.json").exists()
 
 
 def test_a_response_that_cannot_be_written_is_logged(tmp_path, caplog):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,12 @@ import pytest
 
 from kukri import LLM
 from kukri.engine import EngineLoop
-from kukri.errors import RequestError
+from kukri.errors import ConfigError, RequestError
+from kukri.host.os_calls import HAS_FORK
+from kukri.server.keys import KeyRing
 from kukri.server.openai import batches as batches_module
+from kukri.server.openai.batches import Batches
+from kukri.server.openai.response_store import ResponseFiles
 from kukri.server.openai.uploads import Form, FormReader
 from tests.lazy_imports import lazy_imports
 from tests.server.live_server import MODEL, Served, serving
@@ -29,6 +33,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     path = write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf")
     with LLM(path, max_requests=4, n_threads=1) as llm:
         yield llm
+
+
+def batches_at(directory: Path, keys: KeyRing, app: Any = None) -> Batches:
+    return Batches(app, directory, keys, max_upload_bytes=1 << 20, max_body_bytes=1 << 20)
 
 
 def client(server: Served, key: str = "none") -> openai.OpenAI:
@@ -366,6 +374,33 @@ def test_what_a_crash_left_of_uploads_is_removed(tiny: LLM, tmp_path: Path) -> N
     with serving(tiny, batch_dir=tmp_path) as server:
         assert [one.id for one in client(server).files.list()] == [kept]
     assert {path.name for path in tmp_path.iterdir()} == {f"{kept}.json", f"{kept}.data", "salt"}
+
+
+@pytest.mark.skipif(not HAS_FORK, reason="needs a system with locks")
+@pytest.mark.parametrize("keep", [batches_at, ResponseFiles], ids=["batches", "responses"])
+def test_a_directory_has_one_server(tmp_path: Path, keep: Callable[[Path, KeyRing], Any]) -> None:
+    """Catches two servers that answer the same batches, and remove what the other is writing."""
+    first = keep(tmp_path, KeyRing([]))
+    unfinished = tmp_path / ".new-abc"
+    unfinished.write_bytes(b"half")
+    with pytest.raises(ConfigError, match="must be used by one server") as failure:
+        keep(tmp_path, KeyRing([]))
+    assert "\n" not in str(failure.value)
+    assert unfinished.exists()
+    first.owners.close()
+    keep(tmp_path, KeyRing([])).owners.close()
+    assert not unfinished.exists()
+
+
+def test_notes_of_another_version_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches files and batches that disappear without a word, or are removed, after a change of version."""
+    notes = {tmp_path / f"{name}.json": b'{"of": "another version"}' for name in ("file-0", "batch_0")}
+    kept = {**notes, tmp_path / "batch_0.results.part": b"{}\n", tmp_path / "file-0.data": b"{}\n"}
+    for path, data in kept.items():
+        path.write_bytes(data)
+    batches_at(tmp_path, KeyRing([])).owners.close()
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert all(str(path) in caplog.text for path in notes)
 
 
 @pytest.mark.full

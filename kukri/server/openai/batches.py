@@ -26,7 +26,7 @@ from kukri.calls.batch_files import URLS, BatchLine, Results, files_of, read_bat
 from kukri.dataclass import asdict, dataclass, field, replace
 from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.host.files import clear, remove_file
-from kukri.host.private_files import UNFINISHED, make_private, write_private, writing_private
+from kukri.host.private_files import write_private, writing_private
 from kukri.server.asgi_client import AppResponse, answer_lines, post
 from kukri.server.errors import LATE, NotFoundError
 from kukri.server.keys import Client, KeyRing
@@ -115,7 +115,10 @@ class Batches:
     def __init__(
         self, app: FastAPI, directory: Path, keys: KeyRing, max_upload_bytes: int, max_body_bytes: int
     ) -> None:
-        """Raises ConfigError if the directory cannot be made or trusted."""
+        """Raises ConfigError, as Owners does, or if a note in the directory cannot be read.
+
+        A note that is damaged, or of another version, stays as it is.
+        """
         self._app, self._directory = app, directory
         self._max_upload_bytes, self._max_body_bytes = max_upload_bytes, max_body_bytes
         self._incoming: list[str] = []  # the owner of each upload under way
@@ -124,20 +127,21 @@ class Batches:
         self._queue: asyncio.Queue[Batch] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
         self._saved_s = 0.0  # when a running batch's counts were noted last
+        self.owners = Owners(directory, keys, "batches")
         try:
-            make_private(directory)
-            self.owners = Owners(directory, keys)
             # uploads that ended with their server
             alone = [path for path in directory.glob("file-*.data") if not path.with_suffix(".json").exists()]
-            for path in (*directory.glob(f"{UNFINISHED}*"), *alone):
+            for path in alone:
                 remove_file(path)
             for path in sorted(directory.glob("*.json")):
-                with suppress(ValueError, TypeError):  # damaged, or of another version
+                try:
                     facts = json.loads(path.read_bytes())
                     if path.name.startswith("file-"):
                         self._files[path.stem] = StoredFile(**facts)
                     else:
                         self._batches[path.stem] = Batch(**facts)
+                except (ValueError, TypeError):
+                    log.warning("a note that is damaged or of another version stays, unused: %s", path)
         except OSError as error:
             raise ConfigError(f"batches cannot be kept in {directory}: {error.strerror}") from None
 
@@ -156,6 +160,7 @@ class Batches:
             self._worker.cancel()
             with suppress(asyncio.CancelledError):
                 await self._worker
+        self.owners.close()
 
     # Files
 

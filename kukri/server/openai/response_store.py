@@ -16,7 +16,7 @@ from typing import Any
 from kukri.dataclass import asdict, dataclass
 from kukri.errors import ConfigError, RequestError
 from kukri.host.files import remove_file
-from kukri.host.private_files import UNFINISHED, make_private, open_private, write_private
+from kukri.host.private_files import open_private, write_private
 from kukri.server.errors import NotFoundError
 from kukri.server.keys import Client, KeyRing
 from kukri.server.openai.owners import Owners
@@ -48,34 +48,33 @@ class StoredResponse:
 class ResponseFiles:
     """Responses on disk: a private file each, written and removed on a thread, in order.
 
-    A file that is damaged is removed. Attributes: owners, what is written down of clients.
+    A file that is damaged is removed; a file that cannot be read, or is another version's, stays as it is. A
+    version that gives a field another meaning writes a `version`, which this version leaves out.
+    Attributes: owners, what is written down of clients.
     """
 
     def __init__(self, directory: Path, keys: KeyRing) -> None:
-        """Makes the directory. Raises ConfigError if it cannot be used, or others may write to it."""
+        """Raises ConfigError, as Owners does."""
         self.directory = directory
-        try:
-            make_private(directory)
-            self.owners = Owners(directory, keys)
-            for path in directory.glob(f"{UNFINISHED}*"):
-                remove_file(path)
-        except OSError as error:
-            raise ConfigError(f"responses cannot be kept in {directory}: {error.strerror}") from None
+        self.owners = Owners(directory, keys, "responses")
         self._thread = ThreadPoolExecutor(1, "kukri-responses")
 
     def load(self) -> Iterator[StoredResponse]:
         """The responses of earlier processes, those used last at the end."""
         paths = [path for path in self.directory.glob("*.json") if _ID.fullmatch(path.stem)]
-        for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
+        for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns):
             try:
                 with open_private(path) as file:
                     digest, _, data = file.read(MAX_BYTES).partition(b"\n")
-                if sha256(data).hexdigest().encode() != digest:
-                    raise ConfigError(f"{path} is damaged")
-                yield StoredResponse(**json.loads(data))
-            except (OSError, ConfigError, ValueError, TypeError) as error:
-                log.warning("a stored response is removed: %s", error)
-                remove_file(path)
+                if sha256(data).hexdigest().encode() == digest:
+                    yield StoredResponse(**json.loads(data))
+                else:
+                    log.warning("a stored response is removed: %s is damaged", path)
+                    remove_file(path)
+            except (TypeError, ValueError):
+                log.warning("a stored response of another version stays, but is not served: %s", path)
+            except (OSError, ConfigError) as error:
+                log.warning("a stored response stays, but is not served: %s", error)
 
     def save(self, stored: StoredResponse) -> None:
         """Writes a response."""
@@ -92,6 +91,7 @@ class ResponseFiles:
     def close(self) -> None:
         """Waits until all is done."""
         self._thread.shutdown()
+        self.owners.close()
 
     def _path(self, response_id: str) -> Path:
         return self.directory / f"{response_id}.json"
