@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import math
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kukri import LLM
+from kukri.calls.batch_files import Results
 from kukri.engine import EngineLoop
 from kukri.errors import ConfigError, RequestError
+from kukri.host import private_files
 from kukri.host.os_calls import HAS_FORK
 from kukri.server.keys import KeyRing
 from kukri.server.openai import batches as batches_module
-from kukri.server.openai.batches import Batches
+from kukri.server.openai.batches import Batch, Batches
 from kukri.server.openai.response_store import ResponseFiles
 from kukri.server.openai.uploads import Form, FormReader
 from tests.lazy_imports import lazy_imports
@@ -401,6 +408,114 @@ def test_notes_of_another_version_stay(tmp_path: Path, caplog: pytest.LogCapture
     batches_at(tmp_path, KeyRing([])).owners.close()
     assert {path: path.read_bytes() for path in kept} == kept
     assert all(str(path) in caplog.text for path in notes)
+
+
+class Killed(BaseException):
+    """The end of a process, from which nothing recovers."""
+
+
+class Life:
+    """A process that lives for some writes to the disk; the last line of results is half written.
+
+    Attributes: noted, the ids of lines whose results are on the disk.
+    """
+
+    def __init__(self, n_writes: int) -> None:
+        self.n_left, self.noted = n_writes, set[str]()
+
+    def __enter__(self) -> Life:
+        self._patch = pytest.MonkeyPatch()
+        for module, name in ((os, "replace"), (os, "unlink"), (private_files, "mkstemp")):
+            self._patch.setattr(module, name, self._counted(getattr(module, name)))
+        add = Results.add
+
+        def noting(results: Results, result: dict[str, Any]) -> None:
+            if self.n_left == 0:
+                results._file.write(json.dumps(result).encode()[:40])
+            self._counted(add)(results, result)
+            self.noted.add(result["custom_id"])
+
+        self._patch.setattr(Results, "add", noting)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    def _counted(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **named: Any) -> Any:
+            if self.n_left == 0:
+                raise Killed
+            self.n_left -= 1
+            return write(*args, **named)
+
+        return counted
+
+
+async def queued(directory: Path, lines: list[str]) -> None:
+    """Leaves a batch to the next server on a directory."""
+    here = batches_at(directory, KeyRing([]))
+    form = 'content-disposition: form-data; name="{}"\r\n\r\n{}\r\n--x'
+    parts = (form.format("purpose", "batch"), form.format('file"; filename="a', "\n".join(lines)))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield "\r\n".join(["--x", *parts]).encode() + b"--\r\n"
+
+    stored = await here.upload("", "multipart/form-data; boundary=x", pieces())
+    await here.add_batch("", stored.id, "/v1/completions", "24h", None)
+    await here.stop()
+
+
+async def lived(directory: Path) -> tuple[Batch, list[str]]:
+    """The only batch of a server that lives until all have ended, or it is killed, and whom it answered."""
+    answered: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        name = json.loads((await receive())["body"])["prompt"]
+        answered.append(name)
+        headers = [(b"x-request-id", b"r")]
+        await send(
+            {"type": "http.response.start", "status": 400 if name == "bad" else 200, "headers": headers}
+        )
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    here = batches_at(directory, KeyRing([]), app)
+    (batch,) = here.batches("")
+    try:
+        here.start()
+        while batch.status in batches_module._RUNNING and not here._worker.done():
+            await asyncio.sleep(0.001)
+        with suppress(Killed, BaseExceptionGroup):
+            await here.stop()
+    finally:
+        here.owners.close()
+    return batch, answered
+
+
+def test_a_kill_at_any_write_loses_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches lines that are answered again after a kill, and files that a second run makes once more."""
+    monkeypatch.setattr(batches_module, "_N_AT_ONCE", 1)
+    monkeypatch.setattr(batches_module, "_SAVE_S", math.inf)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # which takes the time of this test
+    names = ["one", "bad"]
+    asyncio.run(queued(tmp_path / "queued", [line(name, prompt=name) for name in names]))
+    found: list[set[str]] = []
+    life = Life(0)
+    while life.n_left == 0:
+        directory = tmp_path / str(len(found))
+        shutil.copytree(tmp_path / "queued", directory)
+        with Life(len(found)) as life, suppress(Killed):
+            asyncio.run(lived(directory))
+        batch, answered = asyncio.run(lived(directory))
+        assert answered == [name for name in names if name not in life.noted]
+        assert batch.status == "completed"
+        for file_id, expected in ((batch.output_file_id, ["one"]), (batch.error_file_id, ["bad"])):
+            raw = (directory / f"{file_id}.data").read_text().splitlines()
+            assert [json.loads(one)["custom_id"] for one in raw] == expected
+        found.append({path.name for path in directory.iterdir()})
+    assert len(found) > 20
+    assert all(one == found[-1] and len(one) == 8 for one in found)
 
 
 @pytest.mark.full

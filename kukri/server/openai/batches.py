@@ -142,6 +142,9 @@ class Batches:
                         self._batches[path.stem] = Batch(**facts)
                 except (ValueError, TypeError):
                     log.warning("a note that is damaged or of another version stays, unused: %s", path)
+            for batch in self._batches.values():
+                if batch.status in ("completed", "cancelled"):  # and ended with its server just then
+                    remove_file(directory / f"{batch.id}.results")
         except OSError as error:
             raise ConfigError(f"batches cannot be kept in {directory}: {error.strerror}") from None
 
@@ -224,7 +227,7 @@ class Batches:
     def _expire(self, stored: StoredFile) -> None:
         if self._is_read(stored):  # a batch that has begun is finished
             asyncio.get_running_loop().call_later(_RETRY_S, self._expire, stored)
-        elif stored.id in self._files:
+        elif self._files.get(stored.id) is stored:  # and no later one of the same batch
             self._remove(stored)
 
     def files(self, owner: str, purpose: str | None = None) -> list[StoredFile]:
@@ -323,7 +326,7 @@ class Batches:
         if batch.status in _RUNNING:
             raise RequestError("the batch cannot be deleted while it runs: cancel it", param="batch_id")
         del self._batches[batch.id]
-        for path in (self._path(batch.id), *files_of(self._directory / f"{batch.id}.results")):
+        for path in (*files_of(self._directory / f"{batch.id}.results"), self._path(batch.id)):
             remove_file(path)
 
     # The work
@@ -390,7 +393,8 @@ class Batches:
             results.close()
         await self._keep_results(batch, target)
         batch.enter("cancelled" if was_cancelled else "completed")
-        self._save(batch)
+        self._save(batch)  # a restart makes the same files of the results until this is written
+        remove_file(target)
         log.info("batch ended", extra={"batch": batch.id, "status": batch.status, **batch.request_counts})
 
     async def _post(self, line: BatchLine, client: Client) -> AppResponse:
@@ -415,12 +419,15 @@ class Batches:
         await asyncio.to_thread(self._save, batch)
 
     async def _keep_results(self, batch: Batch, target: Path) -> None:
-        """Makes a file of the answers and one of the errors, in the order of the requests."""
+        """Makes a file of the answers and one of the errors, in the order of the requests.
+
+        Their ids are made from the batch's, so that a run which repeats this makes no other files.
+        """
         for kind in ("output", "error"):
             now = int(time.time())
             expires_at = None if batch.output_life_s is None else now + batch.output_life_s
             stored = StoredFile(
-                f"file-{uuid4().hex}",
+                f"file-{batch.id.removeprefix('batch_')}-{kind}",
                 batch.owner,
                 f"{batch.id}_{kind}.jsonl",
                 0,
@@ -438,8 +445,6 @@ class Batches:
                     remove_file(data)
             except OSError as error:
                 raise self._no_room(stored, error) from None
-        self._save(batch)
-        remove_file(target)
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
         batch.enter("failed")
