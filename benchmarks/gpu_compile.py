@@ -35,6 +35,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from benchmarks.prototypes import delta_chunks_kernel, layer_kernel
+from kukri.kernels.activations import ACTIVATIONS
 from kukri.kernels.gpu import (
     attention_kernels,
     expert_kernels,
@@ -99,7 +100,7 @@ class Case:
 
 
 # The types of arguments by their names, which mean the same in all kernels. What is not here is *fp32.
-_NUMBERS = frozenset(["eps", "scale", "softcap", "least", "most"])
+_NUMBERS = frozenset(["eps", "a", "b", "scale", "softcap", "least", "most"])
 _SIZES = re.compile(r"n_\w+|(?:\w+_)?stride|width|window|group|rows_each|d_model|d_ffn")
 _INTEGERS = re.compile(
     r"(?:\w+_)?(?:quants|high|scales)|x[qs]|order|work|experts|positions|slots|page_table|query_start|arrived"
@@ -153,7 +154,7 @@ def linear_cases() -> list[Case]:
     for name in PACKED_TYPES:
         form = form_of(QUANT_TYPES[name])
         for m in (1, 8) if name in ("Q4_K", "Q8_0", "IQ4_XS") else (1,):
-            for kind in ("q8", "plain", "rms_norm", "silu_mul"):
+            for kind in ("q8", "plain", "rms_norm", "gated_silu", "gelu_exact"):
                 if kind not in ("q8", "rms_norm") and name != "Q4_K":
                     continue  # what one type shows of those is true of all
                 tile = tiles.gemv_tile(form, m) if kind == "q8" else tiles.fused_tile(m)
@@ -250,7 +251,7 @@ def attention_cases() -> list[Case]:
 
 
 def row_cases() -> list[Case]:
-    """Norms, SwiGLU and quantization at the widths of SmolLM2-135M and a 3B model; RoPE with the cache."""
+    """Norms, ops and quantization at the widths of SmolLM2-135M and a 3B model; RoPE with the cache."""
     cases = []
     to_int8 = {"xq": "*i8"}
     for width in (1024, 2048):
@@ -259,8 +260,10 @@ def row_cases() -> list[Case]:
         cases.append(Case(f"rms_norm_q8 {width}", row_kernels.rms_norm_q8, w, warps, types=to_int8))
     w, warps = {"W": tiles.ROW_COLUMNS}, tiles.row_warps(tiles.ROW_COLUMNS)
     cases.append(Case("quantize_q8", row_kernels.quantize_q8, w, warps, types=to_int8))
-    cases.append(Case("silu_mul", row_kernels.silu_mul, w, warps))
-    cases.append(Case("silu_mul_q8", row_kernels.silu_mul_q8, w, warps, types=to_int8))
+    for name in ACTIVATIONS:
+        cases.append(Case(f"map {name}", row_kernels.activate, w | {"NAME": name}, warps))
+    constants = w | {"NAME": "gated_silu"}
+    cases.append(Case("map gated_silu q8", row_kernels.activate_q8, constants, warps, types=to_int8))
     for d_head, kv in ((64, "f16"), (128, "q8_0"), (128, "fp8")):
         constants = {"K": d_head, "KW": d_head, "ROTARY": d_head, "KV": kv}
         cases.append(Case(f"rope d{d_head} {kv}", rope_kernels.rope_and_store, constants, 1, types=paged(kv)))
@@ -331,7 +334,7 @@ def compile_case(case: Case, target: GPUTarget) -> Any:
     signature = case.signature
     sizes = (
         ("stride", "width", "n_columns", "n_tokens")
-        if case.name.startswith(("gemm", "rms", "silu", "quant"))
+        if case.name.startswith(("gemm", "rms", "map", "quant"))
         else ()
     )
     aligned = [

@@ -37,7 +37,7 @@ def _product(
     """A phase: the rows of a recipe quantized by each program for itself, then its tiles of the matrix."""
     n_pairs = (n_columns + 63) // 64
     x8 = xq.to(tl.pointer_type(tl.int8))
-    prepare_rows(x, other, x8, xd, xm, xs, n_tokens, x_stride, n_columns, n_pairs * 64, eps, INPUT, M, W)
+    prepare_rows(x, other, x8, xd, xm, xs, n_tokens, x_stride, n_columns, n_pairs * 64, eps, 0.0, INPUT, M, W)
     for block in range(tl.program_id(0), tl.cdiv(n_rows, BN), tl.num_programs(0)):
         gemv_rows(
             block, 0, 0, 0, quants, high, scales, xq, xd, xm, xs, y, y, residual, n_tokens, n_rows, n_pairs,
@@ -91,6 +91,6 @@ def layer(
     )  # fmt: skip
     _wait_for_all(arrived, 4 * n_programs)
     _product(
-        gate_up, gate_up + d_ffn, eps, down_quants, down_high, down_scales, xq, xd, xm, xs, y, between,
-        n_tokens, 2 * d_ffn, d_model, d_ffn, TYPE, "silu_mul", True, W_PART, M, BN, ASM,
+        gate_up + d_ffn, gate_up, eps, down_quants, down_high, down_scales, xq, xd, xm, xs, y, between,
+        n_tokens, 2 * d_ffn, d_model, d_ffn, TYPE, "gated_silu", True, W_PART, M, BN, ASM,
     )  # fmt: skip

@@ -158,20 +158,20 @@ def _add_lanes(sums, lane):
 @triton.jit
 def gemv(
     quants, high, scales, xq, xd, xm, xs, y, bias, residual, x, other, n_tokens, n_rows, n_pairs, y_stride,
-    x_stride, width, eps,
+    x_stride, width, a, b,
     TYPE: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, INPUT: tl.constexpr, W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
     """y[t, n] = x[t] · W[n] for M tokens (a power of two) and BN rows a program; `xq` as int32 words.
 
-    INPUT "q8": the int8 rows are there. Otherwise they are made first, from x, other and eps (see
+    INPUT "q8": the int8 rows are there. Otherwise they are made first, from x, other, a and b (see
     `prepare_rows`), which saves a launch.
     """
     await_inputs()
     if INPUT != "q8":
         x8 = xq.to(tl.pointer_type(tl.int8))
-        prepare_rows(x, other, x8, xd, xm, xs, n_tokens, x_stride, width, n_pairs * 64, eps, INPUT, M, W)
+        prepare_rows(x, other, x8, xd, xm, xs, n_tokens, x_stride, width, n_pairs * 64, a, b, INPUT, M, W)
     token0 = (tl.program_id(1) * M).to(tl.int64)
     gemv_rows(
         tl.program_id(0), token0, token0, 0, quants, high, scales, xq, xd, xm, xs, y, bias, residual,

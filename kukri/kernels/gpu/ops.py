@@ -1,7 +1,8 @@
 """The op set on Triton kernels, and plain PyTorch ops for the rest.
 
-A norm, a SwiGLU and a rotation are put off until their reader is known: a matrix reads them quantized,
-attention rotates as it stores. A tap reads floats. So a step has no launch whose result is not read.
+A norm, an element-wise op and a rotation are put off until their reader is known: a matrix reads them
+quantized, attention rotates as it stores. A tap reads floats. So a step has no launch whose result is not
+read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kukri.kernels.activations import ACTIVATIONS
 from kukri.kernels.expert_choice import Routes
 from kukri.kernels.gpu import attention, products, recurrent, rows, tiles
 from kukri.kernels.gpu import experts as route_experts
@@ -161,7 +163,7 @@ class TritonOps(TorchOps):
         y = torch.empty((n_rows, n_out), dtype=torch.float32, device=self.constants.device)
         if not n_rows:
             return y
-        residual = None if residual is None else residual.contiguous()
+        residual = None if residual is None else self.floats(residual).contiguous()
         added = None if bias is None else self.constants.vector(bias)
         out, start = Output(y, added, None if is_tapped else residual), 0
         for run in _runs(weights):
@@ -243,10 +245,12 @@ class TritonOps(TorchOps):
         return recurrent.delta_rule(q, k, v, decay, beta, states, spec, self.constants.vector, batch)
 
     def map(self, name: str, x: Any, other: Any = None, a: float = 0.0, b: float = 0.0) -> Any:
-        """SwiGLU has a kernel, which takes the columns of one matrix."""
+        """The kernel takes rows of one stride, such as columns of one matrix."""
         x, other = self.floats(x), self.floats(other)
-        if name == "gated_silu" and x.stride() == other.stride():
-            return Deferred(Recipe("silu_mul", other, x))
+        second = x if other is None else other
+        is_alike = (x.shape, x.stride()) == (second.shape, second.stride())
+        if name in ACTIVATIONS and x.numel() and x.ndim == 2 and x.stride(1) == 1 and is_alike:
+            return Deferred(Recipe(name, x, second, a, b))
         return super().map(name, x, other, a, b)
 
     def route(self, logits: Any, routing: Routing, tap: tuple[str, int | None] | None = None) -> Routes:
@@ -305,7 +309,7 @@ class TritonOps(TorchOps):
         tap: tuple[str, int | None] | None = None,
     ) -> Tensor:
         is_tapped = tap is not None and tap_name(*tap) in self.taps
-        residual = None if residual is None else residual.contiguous()
+        residual = None if residual is None else self.floats(residual).contiguous()
         y = route_experts.combine(self.floats(x), routes, None if is_tapped else residual)
         if tap is None or not is_tapped:
             return y

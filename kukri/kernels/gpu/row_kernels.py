@@ -1,4 +1,4 @@
-"""Triton kernels that work on rows: RMSNorm, SwiGLU, and int8 quantization of matrix inputs.
+"""Triton kernels that work on rows: RMSNorm, element-wise ops, and int8 quantization of matrix inputs.
 
 A program has one row (or a part of one), so that no result depends on other rows. Quantized rows are as
 `linear_kernels.py` reads them: int8 [T, n_pairs * 64], zeros beyond the width, with a float32 scale, the
@@ -9,7 +9,8 @@ T]. A block that holds NaN gets NaN as its scale, and with it the outputs.
 import triton
 import triton.language as tl
 
-from kukri.kernels.gpu.bits import round_even, sigmoid, tree_sum
+from kukri.kernels.gpu.activation_function import activation
+from kukri.kernels.gpu.bits import round_even, tree_sum
 from kukri.kernels.gpu.overlap import await_inputs
 
 
@@ -53,10 +54,11 @@ def _normalized(x, weight, row, n_rows, stride, width, eps, R: tl.constexpr, W: 
 
 
 @triton.jit
-def _gated(gate, up, row, n_rows, stride, at, width):
-    """silu(gate) * up, columns `at` of rows `row`: float32 [R, W]."""
-    g = _load_rows(gate, row, n_rows, stride, at, width)
-    return g * sigmoid(g) * _load_rows(up, row, n_rows, stride, at, width)
+def _activated(x, other, row, n_rows, stride, at, width, a, b, NAME: tl.constexpr):
+    """The element-wise op NAME, columns `at` of rows `row`: float32 [R, W], 0 beyond the width."""
+    v = _load_rows(x, row, n_rows, stride, at, width)
+    y = activation(NAME, v, _load_rows(other, row, n_rows, stride, at, width), a, b)
+    return tl.where((at < width)[None, :], y, 0.0)
 
 
 @triton.jit
@@ -93,44 +95,46 @@ def quantize_q8(x, xq, xd, xm, xs, stride, width, n_columns, W: tl.constexpr):
 
 
 @triton.jit
-def silu_mul(gate, up, y, stride, width, W: tl.constexpr):
-    """silu(gate) * up, W columns of a row."""
+def activate(x, other, y, stride, width, a, b, NAME: tl.constexpr, W: tl.constexpr):
+    """An element-wise op, W columns of a row."""
     await_inputs()
     row, at = _own_row(), tl.program_id(1) * W + tl.arange(0, W)
-    v = _gated(gate, up, row, tl.num_programs(0), stride, at, width)
+    v = _activated(x, other, row, tl.num_programs(0), stride, at, width, a, b, NAME)
     tl.store(y + row[:, None] * width + at[None, :], v, mask=(at < width)[None, :])
 
 
 @triton.jit
-def silu_mul_q8(gate, up, xq, xd, xm, xs, stride, width, n_columns, W: tl.constexpr):
+def activate_q8(
+    x, other, xq, xd, xm, xs, stride, width, n_columns, a, b, NAME: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
     """The same, quantized for the down projection."""
     await_inputs()
     row, n_rows, first = _own_row(), tl.num_programs(0), tl.program_id(1) * W
-    v = _gated(gate, up, row, n_rows, stride, first + tl.arange(0, W), width)
+    v = _activated(x, other, row, n_rows, stride, first + tl.arange(0, W), width, a, b, NAME)
     _store_q8(v, xq, xd, xm, xs, row, n_rows, first, n_columns, 1, W)
 
 
 @triton.jit
 def prepare_rows(
-    x, other, xq, xd, xm, xs, n_rows, stride, width, n_columns, eps, INPUT: tl.constexpr, R: tl.constexpr,
+    x, other, xq, xd, xm, xs, n_rows, stride, width, n_columns, a, b, INPUT: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
     """All rows, R at most, quantized as the kernels above do, within a program of a matrix kernel.
 
     Every program writes all of them, the same bytes to the same places, so that none waits for another.
-    INPUT says what they are: "rms_norm" of x by the weight `other`, with W >= n_columns; "silu_mul" of gate x
-    and up `other`; "plain" x, these W columns at a time.
+    INPUT says what they are: "rms_norm" of x by the weight `other` and the eps a, with W >= n_columns;
+    "plain" x, or the element-wise op of this name, these W columns at a time.
     """
     row = tl.arange(0, R)
     if INPUT == "rms_norm":
-        v = _normalized(x, other, row, n_rows, stride, width, eps, R, W)
+        v = _normalized(x, other, row, n_rows, stride, width, a, R, W)
         _store_q8(v, xq, xd, xm, xs, row, n_rows, 0, n_columns, R, W)
     else:
         for first in range(0, n_columns, W):
             at = first + tl.arange(0, W)
-            if INPUT == "silu_mul":
-                v = _gated(x, other, row, n_rows, stride, at, width)
-            else:
+            if INPUT == "plain":
                 v = _load_rows(x, row, n_rows, stride, at, width)
+            else:
+                v = _activated(x, other, row, n_rows, stride, at, width, a, b, INPUT)
             _store_q8(v, xq, xd, xm, xs, row, n_rows, first, n_columns, R, W)
     tl.debug_barrier()  # a thread reads what others of the program have written

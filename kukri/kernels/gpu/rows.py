@@ -1,11 +1,11 @@
-"""Launches the kernels that work on rows: RMSNorm, SwiGLU, and int8 quantization of matrix inputs.
+"""Launches the kernels that work on rows: RMSNorm, element-wise ops, and int8 quantization of matrix inputs.
 
 Shapes: T tokens. Tensors are contiguous unless said otherwise, on one device, and are trusted.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -34,15 +34,18 @@ class Q8Rows:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Rows that a matrix reads, to be computed: x itself, its RMSNorm by the weight `other`, silu(x) * other.
+    """Rows that a matrix reads, to be computed.
 
-    x is float32 [T, width], a view with any row stride; the second factor of SwiGLU has the same.
+    `kind` is "plain" for x itself, "rms_norm" for its RMSNorm by the weight `other` and the eps a, or an
+    element-wise op of x, `other`, a and b. x is float32 [T, width], a view with any row stride; `other` of an
+    element-wise op has the same shape and stride.
     """
 
-    kind: Literal["plain", "rms_norm", "silu_mul"]
+    kind: str
     x: Tensor
     other: Tensor
-    eps: float = 0.0
+    a: float = 0.0
+    b: float = 0.0
 
 
 def quantize(x: Tensor) -> Q8Rows:
@@ -50,7 +53,9 @@ def quantize(x: Tensor) -> Q8Rows:
     return _quantized_parts(row_kernels.quantize_q8, x)
 
 
-def _quantized_parts(kernel: Any, x: Tensor, *more: Tensor) -> Q8Rows:
+def _quantized_parts(
+    kernel: Any, x: Tensor, *more: Tensor, numbers: tuple[float, ...] = (), **constants: str
+) -> Q8Rows:
     """int8 rows that a kernel makes of views like x, a program for ROW_COLUMNS of a row."""
     rows, n_columns = empty_q8(x, x.shape[1])
     kernel[len(x), triton.cdiv(n_columns, tiles.ROW_COLUMNS)](
@@ -60,8 +65,10 @@ def _quantized_parts(kernel: Any, x: Tensor, *more: Tensor) -> Q8Rows:
         x.stride(0),
         x.shape[1],
         n_columns,
+        *numbers,
         W=tiles.ROW_COLUMNS,
         num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
+        **constants,
         **launch_options(x),
     )
     return rows
@@ -104,16 +111,20 @@ def rms_norm_q8(x: Tensor, weight: Tensor, eps: float) -> Q8Rows:
     return rows
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of float32 [T, width] views with one row stride -> float32 [T, width]."""
-    y = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
-    grid = (len(gate), triton.cdiv(gate.shape[1], tiles.ROW_COLUMNS))
-    row_kernels.silu_mul[grid](
-        gate,
-        up,
+def activate(recipe: Recipe) -> Tensor:
+    """An element-wise op -> float32 [T, width]."""
+    x = recipe.x
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    grid = (len(x), triton.cdiv(x.shape[1], tiles.ROW_COLUMNS))
+    row_kernels.activate[grid](
+        x,
+        recipe.other,
         y,
-        gate.stride(0),
-        gate.shape[1],
+        x.stride(0),
+        x.shape[1],
+        recipe.a,
+        recipe.b,
+        NAME=recipe.kind,
         W=tiles.ROW_COLUMNS,
         num_warps=tiles.row_warps(tiles.ROW_COLUMNS),
         **launch_options(y),
@@ -121,23 +132,26 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def silu_mul_q8(gate: Tensor, up: Tensor) -> Q8Rows:
+def activate_q8(recipe: Recipe) -> Q8Rows:
     """The same, quantized."""
-    return _quantized_parts(row_kernels.silu_mul_q8, gate, up)
+    numbers = recipe.a, recipe.b
+    return _quantized_parts(
+        row_kernels.activate_q8, recipe.x, recipe.other, numbers=numbers, NAME=recipe.kind
+    )
 
 
 def floats(recipe: Recipe) -> Tensor:
     """The rows of a recipe, float32."""
     if recipe.kind == "rms_norm":
-        return rms_norm(recipe.x, recipe.other, recipe.eps)
-    return silu_mul(recipe.x, recipe.other) if recipe.kind == "silu_mul" else recipe.x
+        return rms_norm(recipe.x, recipe.other, recipe.a)
+    return recipe.x if recipe.kind == "plain" else activate(recipe)
 
 
 def quantized(recipe: Recipe) -> Q8Rows:
     """The rows of a recipe, quantized by a launch of its own."""
     if recipe.kind == "rms_norm":
-        return rms_norm_q8(recipe.x, recipe.other, recipe.eps)
-    return silu_mul_q8(recipe.x, recipe.other) if recipe.kind == "silu_mul" else quantize(recipe.x)
+        return rms_norm_q8(recipe.x, recipe.other, recipe.a)
+    return quantize(recipe.x) if recipe.kind == "plain" else activate_q8(recipe)
 
 
 def empty_q8(x: Tensor, width: int) -> tuple[Q8Rows, int]:

@@ -57,7 +57,7 @@ def test_a_layer_is_its_five_launches():
     attended = attention.decode(new, want_cache, *tensors, spec).view(2, -1)
     between = product(Recipe("plain", attended, attended), weights.out, x)
     gate, up = product(Recipe("rms_norm", between, weights.mlp_norm, 1e-5), weights.gate_up).split(d_ffn, 1)
-    want = product(Recipe("silu_mul", gate, up), weights.down, between)
+    want = product(Recipe("gated_silu", up, gate), weights.down, between)
     assert want.isfinite().all()
     same(got, want)
     same_caches(cache, want_cache)

@@ -115,25 +115,25 @@ def recipe_of(kind, n_tokens, n_columns):
     """Rows to be computed, columns of a wider tensor with NaN next to them."""
     wide = torch.full((n_tokens, 2 * n_columns + 7), float("nan"))
     wide[:, : 2 * n_columns] = torch.randn(n_tokens, 2 * n_columns)
-    x, up = wide[:, :n_columns], wide[:, n_columns : 2 * n_columns]
-    return Recipe(kind, x, {"rms_norm": torch.randn(n_columns), "silu_mul": up}.get(kind, x), 1e-5)
+    x, gate = wide[:, :n_columns], wide[:, n_columns : 2 * n_columns]
+    return Recipe(kind, x, {"rms_norm": torch.randn(n_columns), "plain": x}.get(kind, gate), 1e-5, 1.0)
 
 
-KINDS = ("plain", "rms_norm", "silu_mul")
+KINDS = ("plain", "rms_norm", "gated_silu", "clamp")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("type_name", "n_columns", "kind"),
     [
-        *quick([(name, None, KINDS[i % 3]) for i, name in enumerate(TYPES)], kept=[]),
+        *quick([(name, None, KINDS[i % 4]) for i, name in enumerate(TYPES)], kept=[]),
         *(("Q4_0", 1120, kind) for kind in KINDS),
     ],
 )
 def test_quantizing_in_the_same_launch_changes_no_bit(type_name, n_columns, kind, monkeypatch):
     """Catches another order of sums or rounding in the norm, a row left out, columns after the first 1024."""
     monkeypatch.setattr("torch.empty", lambda *shape, dtype, device: torch.full(*shape, 113, dtype=dtype))
-    n_tokens = {"plain": 1, "rms_norm": 3, "silu_mul": 8}[kind]
+    n_tokens = {"plain": 1, "rms_norm": 3}.get(kind, 8)
     matrix, _, x = case(type_name, n_tokens, n_columns)
     recipe = recipe_of(kind, n_tokens, x.shape[1])
     rows, y = quantized(recipe), poisoned(n_tokens, N_ROWS)
@@ -144,7 +144,7 @@ def test_quantizing_in_the_same_launch_changes_no_bit(type_name, n_columns, kind
     assert y.isfinite().all()
     assert (bits(y) == bits(product(matrix, rows, **added))).all()
     # a row of the batch, alone
-    last = replace(recipe, x=recipe.x[-1:], other=recipe.other[-1:] if kind == "silu_mul" else recipe.other)
+    last = replace(recipe, x=recipe.x[-1:], other=recipe.other if kind == "rms_norm" else recipe.other[-1:])
     one = poisoned(1, N_ROWS)
     linear_of(last, matrix, Output(one, added["bias"], added["residual"][-1:]))
     assert (bits(one) == bits(y)[-1:]).all()

@@ -1,10 +1,11 @@
-"""Kernels on rows under Triton's interpreter: norms, SwiGLU, quantization, RoPE with the cache."""
+"""Kernels on rows under Triton's interpreter: norms, element-wise ops, quantization, RoPE with the cache."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from kukri.kernels.activations import ACTIVATIONS
 from kukri.kernels.cache import KVLayer
 from kukri.kernels.paged_kv import PagedKV
 from kukri.kernels.reference import ReferenceOps
@@ -16,7 +17,7 @@ with lazy_imports():
     import torch
 
     from kukri.kernels.gpu import attention
-    from kukri.kernels.gpu.rows import quantize, rms_norm, rms_norm_q8, silu_mul, silu_mul_q8
+    from kukri.kernels.gpu.rows import Recipe, activate, activate_q8, quantize, rms_norm, rms_norm_q8
 
 OPS = ReferenceOps(PagedKV([KVLayer(1, 16)], 1))
 
@@ -89,15 +90,29 @@ def test_rms_norm_of_heads():
 
 
 @pytest.mark.parametrize("width", [96, 1100])
-def test_silu_mul(width):
+def test_gated_silu(width):
     """Catches lost columns, gate and up exchanged, and an overflow in either tail."""
     gate_up = np.random.default_rng(width).standard_normal((3, 2 * width), dtype=np.float32) * 30
     gate_up[0, :2] = [-200, 200]
     gate, up = gate_up[:, :width], gate_up[:, width:]
     want = OPS.map("gated_silu", up, gate)
-    parts = torch.as_tensor(gate_up).split(width, 1)
-    np.testing.assert_allclose(silu_mul(*parts).numpy(), want, rtol=1e-5, atol=1e-12)
-    check_q8(silu_mul_q8(*parts), want)
+    recipe = Recipe("gated_silu", *reversed(torch.as_tensor(gate_up).split(width, 1)))
+    np.testing.assert_allclose(activate(recipe).numpy(), want, rtol=1e-5, atol=1e-12)
+    check_q8(activate_q8(recipe), want)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_element_wise_op_is_its_formula(name):
+    """Catches a formula that Triton reads otherwise, a bound that swallows NaN, and padding that is not 0."""
+    parts = np.random.default_rng(0).standard_normal((2, 3, 96), dtype=np.float32) * 4
+    parts[:, 0, :2] = [[-80, 80], [60, -60]]
+    numbers = 0.75, 1.25
+    want = OPS.map(name, *parts, *numbers)
+    recipe = Recipe(name, *torch.as_tensor(parts), *numbers)
+    np.testing.assert_allclose(activate(recipe).numpy(), want, rtol=1e-5, atol=2e-6)
+    check_q8(activate_q8(recipe), activate(recipe).numpy())
+    recipe.x[1, 40] = float("nan")
+    assert activate(recipe).isnan().sum() == 1
 
 
 @pytest.mark.parametrize(
