@@ -21,6 +21,7 @@ EXTENSIONS = {
     *("reasoning_content", "max_model_len"),
     *("state", "memory_bytes", "running_requests", "expires_in_s", "root", "capabilities"),  # those of models
     "id",  # that of embeddings, as vLLM has it
+    "store",  # whether a response is stored: OpenAI answers it, and its client has no such field
 }
 
 # properties that OpenAI's published schema lists as required though they may be null, by object

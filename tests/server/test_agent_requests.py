@@ -21,7 +21,7 @@ from kukri.server.openai.responses_schema import ResponseBody
 from kukri.tokenizer.messages import ROLES, checked_messages
 from tests.server.bodies import check_error, check_event, check_response, events
 from tests.server.forcing import force
-from tests.server.live_server import MODEL
+from tests.server.live_server import MODEL, serving
 
 PATCH = {
     "type": "custom",
@@ -245,12 +245,41 @@ def test_all_apis_give_the_likeliest_answer(served, offline):
     assert message["content"][0]["text"] == want
 
 
+def add(store: ResponseStore, *response: Any) -> None:
+    assert asyncio.run(store.add(*response))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_disk_is_told_with_the_answer(offline, tmp_path, monkeypatch, stream):
+    """Catches a response that is said to be stored, and is not known to the next server."""
+    asked = {"model": MODEL, "input": "Hi", "max_output_tokens": 2, "ignore_eos": True, "stream": stream}
+
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def respond(http):
+        reply = http.post("/v1/responses", json=asked)
+        response = [*events(reply)][-1]["response"] if stream else reply.json()
+        check_response(response)
+        return response
+
+    with serving(offline, response_dir=tmp_path) as server, server.http() as http:
+        with monkeypatch.context() as full:
+            full.setattr(response_store, "write_private", write)
+            lost = respond(http)
+        kept = respond(http)
+        assert (lost["status"], lost["store"], kept["store"]) == ("incomplete", False, True)
+        check_error(http.get(f"/v1/responses/{lost['id']}"), 404)
+    with serving(offline, response_dir=tmp_path) as server, server.http() as http:
+        assert http.get(f"/v1/responses/{kept['id']}").json()["store"]
+
+
 def test_the_store_is_bounded_and_each_owners_own():
     """Catches a server whose memory grows with each response, and one key that reads another's."""
     store = ResponseStore(max_bytes=40_000)
     for i in range(100):
         item = {"id": f"msg_{i}", "content": "x" * 1000}
-        store.add("a", f"resp_{i - 1}" if i else None, [], {"id": f"resp_{i}", "output": [item]})
+        add(store, "a", f"resp_{i - 1}" if i else None, [], {"id": f"resp_{i}", "output": [item]})
     assert 5 < len(store._stored) < 20
     assert store._n_bytes == sum(one.n_bytes for one in store._stored.values()) <= 40_000
     with pytest.raises(NotFoundError):
@@ -259,7 +288,8 @@ def test_the_store_is_bounded_and_each_owners_own():
         store.items_before("a", "resp_99")
     assert store.items_by_id("a", {"msg_99", "msg_0"}).keys() == {"msg_99"}
     assert store.items_by_id("b", {"msg_99"}) == {}
-    store.add("a", None, [], {"id": "huge", "output": [{"content": "x" * 20_000}]})
+    huge = {"id": "huge", "output": [{"content": "x" * 20_000}]}
+    assert not asyncio.run(store.add("a", None, [], huge)), "a client is told so"
     with pytest.raises(NotFoundError):
         store.find("a", "huge")
     for name in list(store._stored):
@@ -280,7 +310,7 @@ def test_responses_outlive_the_server(tmp_path, caplog):
     for i in range(4):
         output = [{"id": f"msg_{i}", "content": "x" * 1000}]
         given = [{"id": f"in_{i}", "content": "é"}]
-        store.add(owner, f"resp_{i - 1}" if i else None, given, {"id": f"resp_{i}", "output": output})
+        add(store, owner, f"resp_{i - 1}" if i else None, given, {"id": f"resp_{i}", "output": output})
     before = store.items_before(owner, "resp_3")
     store.forget(owner, "resp_2")
     store.close()
@@ -322,7 +352,7 @@ def test_a_stored_response_that_cannot_be_served_stays(tmp_path, caplog, spoil):
     path = tmp_path / "responses"
     store = ResponseStore(files=ResponseFiles(path, KeyRing([])))
     for i in range(2):
-        store.add("", None, [], {"id": f"resp_{i}", "output": []})
+        add(store, "", None, [], {"id": f"resp_{i}", "output": []})
     store.close()
     spoil(path / "resp_0.json")
     before = (path / "resp_0.json").lstat()
@@ -339,7 +369,7 @@ def test_a_lack_of_descriptors_removes_no_responses(tmp_path, monkeypatch):
     """Catches responses that are lost because the process had too many files open."""
     path = tmp_path / "responses"
     store = ResponseStore(files=ResponseFiles(path, KeyRing([])))
-    store.add("", None, [], {"id": "resp_0", "output": []})
+    add(store, "", None, [], {"id": "resp_0", "output": []})
     store.close()
     files = ResponseFiles(path, KeyRing([]))
     monkeypatch.setattr(
@@ -352,7 +382,7 @@ def test_a_lack_of_descriptors_removes_no_responses(tmp_path, monkeypatch):
 def test_a_response_that_cannot_be_written_is_logged(tmp_path, caplog):
     """Catches a fault other than the disk's that nobody hears of, as nobody waits for the outcome."""
     files = ResponseFiles(tmp_path / "responses", KeyRing([]))
-    files.save(SimpleNamespace(id="resp_0"))  # of another class
+    assert not asyncio.run(files.save(SimpleNamespace(id="resp_0")))  # of another class
     files.close()
     assert "TypeError" in caplog.text
 

@@ -25,6 +25,9 @@ class Writer:
         self.has_taken = True
         return b"data: text\n\n"
 
+    async def settle(self) -> None:
+        pass
+
     def end(self) -> bytes:
         return b"data: [DONE]\n\n"
 

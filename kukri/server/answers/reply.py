@@ -104,6 +104,9 @@ class AnswerWriter(ABC):
                 written += self._news(i, events) if self._is_stream else ""
         return written.encode()
 
+    async def settle(self) -> None:  # noqa: B027  # most writers have nothing to do
+        """Does what must be done before the client hears that every answer has ended."""
+
     def end(self) -> bytes:
         """The last events, when every answer has ended."""
         return b""
@@ -352,6 +355,7 @@ class Reply(Response):
     async def _last(self) -> bytes:
         """What a response ends with: a stream's last events, or all of one that is whole."""
         try:
+            await self._writer.settle()
             if self._is_stream:
                 return self._writer.end()
             if self._call.n_prompt_tokens + self._call.n_generated > _MANY_TOKENS:

@@ -80,7 +80,7 @@ FORMS: dict[str, Any] = {
         "previous_response_id": (str, None), "prompt_cache_key": (str, None),
         "safety_identifier": (str, None),
         "reasoning": {"effort": (str, None), "summary": (str, None)}, "service_tier": str,
-        "temperature": float,
+        "store": bool, "temperature": float,
         "text": {"format": dict, "verbosity": str}, "tool_choice": (str, dict), "tools": [dict],
         "top_logprobs": int, "top_p": float, "truncation": str, "usage": ("ResponseUsage", None),
         "user": (str, None), "timings?": "Timings", **INTERP,

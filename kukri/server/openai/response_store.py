@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,10 @@ class ResponseFiles:
             except (OSError, ConfigError) as error:
                 log.warning("a stored response stays, but is not served: %s", error)
 
-    def save(self, stored: StoredResponse) -> None:
-        """Writes a response."""
-        self._do(lambda: write_private(self._path(stored.id), _written(stored)))
+    async def save(self, stored: StoredResponse) -> bool:
+        """Write a response, and return whether it is on the disk; the log says why not."""
+        done = self._do(lambda: write_private(self._path(stored.id), _written(stored)))
+        return await asyncio.wrap_future(done)
 
     def remove(self, response_id: str) -> None:
         """Removes a response."""
@@ -96,14 +98,18 @@ class ResponseFiles:
     def _path(self, response_id: str) -> Path:
         return self.directory / f"{response_id}.json"
 
-    def _do(self, work: Callable[[], None]) -> None:
-        def run() -> None:
+    def _do(self, work: Callable[[], None]) -> Future[bool]:
+        """Whether the work was done, which is to be known later."""
+
+        def run() -> bool:
             try:
                 work()
-            except Exception as error:  # nobody asks for the outcome
+            except Exception as error:  # a response is finished, whatever becomes of its file
                 log.warning("responses in %s: %r", self.directory, error)
+                return False
+            return True
 
-        self._thread.submit(run)
+        return self._thread.submit(run)
 
 
 def _written(stored: StoredResponse) -> bytes:
@@ -131,22 +137,26 @@ class ResponseStore:
         if self._files is not None:
             self._files.close()
 
-    def add(
+    async def add(
         self,
         owner: str,
         previous: str | None,
         given: list[dict[str, Any]],
         response: dict[str, Any],
-    ) -> None:
-        """Keeps a response with its own input `given`; forgets others, or none of it if it is too large."""
+    ) -> bool:
+        """Keep a response with its own input `given`, for which others may be forgotten.
+
+        Returns whether it is kept, and on the disk, if it is to be: one that is too large is not.
+        """
         items = [*given, *response["output"]]
         n_bytes = len(json.dumps(items)) + len(json.dumps(response))
         if n_bytes > self._max_bytes // 4:
-            return
+            return False
         stored = StoredResponse(owner, previous, items, len(given), response, n_bytes)
-        if self._files is not None:
-            self._files.save(stored)
+        if self._files is not None and not await self._files.save(stored):
+            return False
         self._put(stored)
+        return True
 
     def _put(self, stored: StoredResponse) -> None:
         self._stored[stored.id] = stored

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
@@ -106,11 +107,11 @@ def _own_items(body: ResponseBody) -> list[Item]:
     return list(body.input)
 
 
-def _keep(
+async def _keep(
     store: ResponseStore, owner: str, previous: str | None, own: Sequence[Item], response: dict[str, Any]
-) -> None:
-    """Keeps a response that is finished, with its own input."""
-    store.add(owner, previous, [_as_listed(item) for item in own], response)
+) -> bool:
+    """Keep a response that is finished, with its own input, and return whether the store could."""
+    return await store.add(owner, previous, [_as_listed(item) for item in own], response)
 
 
 def _as_listed(item: Item) -> dict[str, Any]:
@@ -246,9 +247,9 @@ class ResponseWriter(AnswerWriter):
         body: ResponseBody,
         model: str,
         tools: ResponseTools,
-        keep: Callable[[dict[str, Any]], None] | None,
+        keep: Callable[[dict[str, Any]], Awaitable[bool]] | None,
     ) -> None:
-        """`keep` is called with the finished response."""
+        """`keep` is called with the finished response, and returns whether it is stored."""
         super().__init__(chat.call, chat.choices, stream=bool(body.stream), progress=body.return_progress)
         self._served, self._body, self._model, self._tools, self._keep = served, body, model, tools, keep
         self._choice = chat.choices[0]
@@ -256,9 +257,16 @@ class ResponseWriter(AnswerWriter):
         self._n_events = 0
         self._delta_prefix = ""
 
+    async def settle(self) -> None:
+        """Makes the finished response, with an empty message if it has nothing else, and stores it."""
+        self._added = self._choice.add_empty()
+        self._ended = await asyncio.to_thread(self._response, self._status, self._choice.parts)
+        if self._keep is not None:
+            self._ended["store"] = await self._keep(self._ended)
+
     def end(self) -> bytes:
-        """The finished response, with an empty message if it has nothing else."""
-        events = self._news(0, self._choice.add_empty())
+        """The last events."""
+        events = self._news(0, self._added)
         last = self._event(f"response.{self._status}", response=self._whole(), **self._timings())
         return (events + last).encode()
 
@@ -273,7 +281,6 @@ class ResponseWriter(AnswerWriter):
 
     def body(self) -> dict[str, Any]:
         """The response."""
-        self._choice.add_empty()
         return {**self._whole(), **self._timings()}
 
     @property
@@ -384,10 +391,7 @@ class ResponseWriter(AnswerWriter):
         return sse({"type": kind, "sequence_number": self._n_events - 1, **fields}, kind)
 
     def _whole(self) -> dict[str, Any]:
-        response = self._response(self._status, self._choice.parts)
-        if self._keep is not None:
-            self._keep(response)
-        return {**response, **interp_fields(self._call, 0)}
+        return {**self._ended, **interp_fields(self._call, 0)}
 
     def _response(self, status: str, parts: Sequence[Part]) -> dict[str, Any]:
         body, params = self._body, self._call.answers[0].request.params
@@ -413,6 +417,7 @@ class ResponseWriter(AnswerWriter):
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "safety_identifier": None,
             "service_tier": "default",
+            "store": self._keep is not None,
             "temperature": params.temperature,
             "text": {"format": self._format(), "verbosity": "medium"},
             "tool_choice": choice if isinstance(choice, str) else _given(choice) if choice else "auto",
