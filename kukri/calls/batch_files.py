@@ -23,6 +23,10 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank
 _FIELDS = {"custom_id", "method", "url", "body"}
 
 
+class BatchFileError(ConfigError):
+    """The system cannot read or write a file of a batch now: a later run may continue."""
+
+
 class Place(NamedTuple):
     """The location of a line: a file and a range of bytes."""
 
@@ -53,7 +57,7 @@ class BatchLine:
         try:
             raw = self.place.read()
         except OSError as error:
-            raise ConfigError(f"{self.place.path} cannot be read: {error.strerror}") from None
+            raise BatchFileError(f"{self.place.path} cannot be read: {error.strerror}") from None
         if _digest(raw) not in self.id:
             raise ConfigError(f"{self.place.path} must not change while it is answered: run this again")
         body: Mapping[str, Any] = json.loads(raw)["body"]
@@ -91,7 +95,7 @@ def read_batch(
                 else:
                     lines.append(_line(raw, place, number, result_id, custom_ids))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise BatchFileError(f"{path} cannot be read: {error.strerror}") from None
     if not lines:
         raise ConfigError(f"{path} must have requests, one per line, as OpenAI's batches have them")
     return lines
@@ -188,7 +192,7 @@ class Results:
             self._file = open(self.part, "ab")  # noqa: SIM115
             self._file.truncate(self._end_of_last_line())
         except OSError as error:
-            raise ConfigError(f"{error.filename or target} cannot be used: {error.strerror}") from None
+            raise BatchFileError(f"{error.filename or target} cannot be used: {error.strerror}") from None
 
     def __len__(self) -> int:
         return len(self._places)
@@ -204,7 +208,7 @@ class Results:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            raise ConfigError(f"{self.part} cannot be written: {error.strerror}") from None
+            raise BatchFileError(f"{self.part} cannot be written: {error.strerror}") from None
         self._note(result, Place(self.part, start, len(line)))
 
     def finish(self) -> None:
@@ -220,7 +224,7 @@ class Results:
             remove_file(self.part)
         except OSError as error:
             clear(self._new)
-            raise ConfigError(f"{self.target} cannot be written: {error.strerror}") from None
+            raise BatchFileError(f"{self.target} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
         """Closes the file; the results added stay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import math
@@ -19,7 +20,7 @@ import pytest
 from kukri import LLM
 from kukri.calls.batch_files import Results
 from kukri.engine import EngineLoop
-from kukri.errors import ConfigError, RequestError
+from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.host import private_files
 from kukri.host.os_calls import HAS_FORK
 from kukri.server.keys import KeyRing
@@ -414,14 +415,22 @@ class Killed(BaseException):
     """The end of a process, from which nothing recovers."""
 
 
+class FullFile(io.BufferedWriter):
+    """A file on a full disk."""
+
+    def write(self, _: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
 class Life:
     """A process that lives for some writes to the disk; the last line of results is half written.
 
-    Attributes: noted, the ids of lines whose results are on the disk.
+    With an `error` the next write fails by it, and the process lives on. Attributes: n_left, the writes until
+    then; noted, the ids of lines whose results are on the disk; n_lost, answers that the error kept from it.
     """
 
-    def __init__(self, n_writes: int) -> None:
-        self.n_left, self.noted = n_writes, set[str]()
+    def __init__(self, n_writes: int, error: OSError | None = None) -> None:
+        self.n_left, self.noted, self._error, self.n_lost = n_writes, set[str](), error, 0
 
     def __enter__(self) -> Life:
         self._patch = pytest.MonkeyPatch()
@@ -430,8 +439,11 @@ class Life:
         add = Results.add
 
         def noting(results: Results, result: dict[str, Any]) -> None:
-            if self.n_left == 0:
+            if self.n_left == 0 and self._error is not None:
+                results._file, self.n_lost = FullFile(results._file.detach()), 1
+            elif self.n_left == 0:
                 results._file.write(json.dumps(result).encode()[:40])
+            self.n_left -= self.n_lost  # whose error is the file's own
             self._counted(add)(results, result)
             self.noted.add(result["custom_id"])
 
@@ -443,9 +455,11 @@ class Life:
 
     def _counted(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **named: Any) -> Any:
-            if self.n_left == 0:
+            if self.n_left == 0 and self._error is None:
                 raise Killed
             self.n_left -= 1
+            if self.n_left == -1 and self._error is not None:
+                raise self._error
             return write(*args, **named)
 
         return counted
@@ -479,16 +493,15 @@ async def lived(directory: Path) -> tuple[Batch, list[str]]:
         await send({"type": "http.response.body", "body": b"{}"})
 
     here = batches_at(directory, KeyRing([]), app)
-    (batch,) = here.batches("")
     try:
         here.start()
-        while batch.status in batches_module._RUNNING and not here._worker.done():
+        while here.batches("")[0].status in batches_module._RUNNING and not here._worker.done():
             await asyncio.sleep(0.001)
         with suppress(Killed, BaseExceptionGroup):
             await here.stop()
     finally:
         here.owners.close()
-    return batch, answered
+    return here.batches("")[0], answered
 
 
 def test_a_kill_at_any_write_loses_and_doubles_nothing(
@@ -516,6 +529,45 @@ def test_a_kill_at_any_write_loses_and_doubles_nothing(
         found.append({path.name for path in directory.iterdir()})
     assert len(found) > 20
     assert all(one == found[-1] and len(one) == 8 for one in found)
+
+
+def test_a_disk_that_is_full_for_a_while_loses_no_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a batch that fails, with all that was answered, because one write found no room."""
+    monkeypatch.setattr(batches_module, "_RETRY_S", 0)
+    monkeypatch.setattr(batches_module, "_SAVE_S", math.inf)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # which takes the time of this test
+    asyncio.run(queued(tmp_path / "queued", [line("one", prompt="one")]))
+    n_writes, n_lost, life = 0, 0, Life(0)
+    while life.n_left <= 0:
+        directory = tmp_path / str(n_writes)
+        shutil.copytree(tmp_path / "queued", directory)
+        with Life(n_writes, OSError(errno.ENOSPC, "No space left on device")) as life:
+            batch, answered = asyncio.run(lived(directory))
+        assert (batch.status, answered) == ("completed", ["one"] * (1 + life.n_lost))
+        n_lost += life.n_lost
+        assert (directory / f"{batch.output_file_id}.data").read_text().count("\n") == 1
+        n_writes += 1
+    assert n_writes > 12
+    assert n_lost == 1
+
+
+def test_a_full_disk_takes_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a 500 for what is no fault of the server's, and a cancellation that a restart forgets."""
+    asyncio.run(queued(tmp_path, [line("one", prompt="one")]))
+    here = batches_at(tmp_path, KeyRing([]))
+    (batch,), (file,) = here.batches(""), here.files("")
+    with Life(0, OSError(errno.ENOSPC, "No space left on device")), pytest.raises(CapacityError):
+        asyncio.run(here.add_batch("", file.id, "/v1/completions", "24h", None))
+    assert here.batches("") == [batch]
+    with Life(0, OSError(errno.ENOSPC, "No space left on device")), pytest.raises(CapacityError):
+        asyncio.run(here.cancel("", batch.id))
+    asyncio.run(here.cancel("", batch.id))
+    here.owners.close()
+    again = batches_at(tmp_path, KeyRing([]))
+    assert [one.status for one in again.batches("")] == ["cancelling"]
+    again.owners.close()
 
 
 @pytest.mark.full

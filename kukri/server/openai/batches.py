@@ -22,7 +22,7 @@ from uuid import uuid4
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 
-from kukri.calls.batch_files import URLS, BatchLine, Results, files_of, read_batch
+from kukri.calls.batch_files import URLS, BatchFileError, BatchLine, Results, files_of, read_batch
 from kukri.dataclass import asdict, dataclass, field, replace
 from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.host.files import clear, remove_file
@@ -213,7 +213,7 @@ class Batches:
         self._files[stored.id] = stored
         self._await_expiry(stored)
 
-    def _no_room(self, stored: StoredFile, error: OSError) -> CapacityError:
+    def _no_room(self, stored: StoredFile | Batch, error: OSError) -> CapacityError:
         clear(self._data(stored.id))
         log.error("a file cannot be kept: %s", error)
         return CapacityError("the server cannot store files now: try again later")
@@ -274,7 +274,7 @@ class Batches:
         metadata: dict[str, str] | None,
         output_life_s: int | None = None,
     ) -> Batch:
-        """Queues a batch. Raises RequestError, NotFoundError."""
+        """Queues a batch. Raises RequestError, NotFoundError, CapacityError."""
         if endpoint not in URLS:
             raise RequestError.of("endpoint", f"must be one of {', '.join(URLS)}")
         source = self.file(owner, file_id, "input_file_id")
@@ -313,10 +313,13 @@ class Batches:
         return found
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
-        """End a batch after its running requests; a batch that has ended stays as it is."""
+        """End a batch after its running requests; a batch that has ended stays as it is. Raises
+        CapacityError.
+        """
         batch = self.batch(owner, batch_id)
         if batch.status in ("validating", "in_progress"):
             batch.enter("cancelling")
+        if batch.status == "cancelling":  # perhaps since a request whose note found no room
             await asyncio.to_thread(self._save, batch)
         return batch
 
@@ -337,9 +340,13 @@ class Batches:
             try:
                 await self._run(batch)
             except Exception as error:  # the next batch may fare better
-                is_known = isinstance(error, ConfigError | CapacityError | OSError)
+                is_passing = isinstance(error, CapacityError | OSError | BatchFileError)
+                is_known = is_passing or isinstance(error, ConfigError)
                 log.error("batch failed: %s", error, extra={"batch": batch.id}, exc_info=not is_known)
-                self._fail(batch, "server_error", "the server could not finish the batch: see its log")
+                if is_passing:  # what is answered stays, and the disk may have room again
+                    asyncio.get_running_loop().call_later(_RETRY_S, self._queue.put_nowait, batch)
+                else:
+                    self._fail(batch, "server_error", "the server could not finish the batch: see its log")
 
     async def _run(self, batch: Batch) -> None:
         """Runs a batch to its end. Raises ConfigError, CapacityError, OSError if files cannot be used."""
@@ -359,6 +366,8 @@ class Batches:
                 max_line_bytes=self._max_body_bytes,
             )
         except ConfigError as error:
+            if isinstance(error, BatchFileError):
+                raise
             reason = str(error).replace(str(self._data(batch.input_file_id)), "the file")
             self._fail(batch, "invalid_input", reason)
             return
@@ -392,10 +401,12 @@ class Batches:
         finally:
             results.close()
         await self._keep_results(batch, target)
-        batch.enter("cancelled" if was_cancelled else "completed")
-        self._save(batch)  # a restart makes the same files of the results until this is written
-        remove_file(target)
-        log.info("batch ended", extra={"batch": batch.id, "status": batch.status, **batch.request_counts})
+        ended = replace(batch)
+        ended.enter("cancelled" if was_cancelled else "completed")
+        self._save(ended)  # a restart makes the same files of the results until this is written
+        self._batches[batch.id] = ended
+        clear(target)
+        log.info("batch ended", extra={"batch": batch.id, "status": ended.status, **batch.request_counts})
 
     async def _post(self, line: BatchLine, client: Client) -> AppResponse:
         """The response to a line; one that finds no room is tried again, one that took too long is not."""
@@ -450,7 +461,7 @@ class Batches:
         batch.enter("failed")
         error = {"code": code, "message": message, "line": None, "param": None}
         batch.errors = {"object": "list", "data": [error]}
-        with suppress(OSError):
+        with suppress(CapacityError):
             self._save(batch)
 
     def _path(self, name: str) -> Path:
@@ -460,7 +471,10 @@ class Batches:
         return self._directory / f"{file_id}.data"
 
     def _save(self, one: StoredFile | Batch) -> None:
-        write_private(self._path(one.id), json.dumps(asdict(one)).encode())
+        try:
+            write_private(self._path(one.id), json.dumps(asdict(one)).encode())
+        except OSError as error:
+            raise self._no_room(one, error) from None
 
 
 @asynccontextmanager
