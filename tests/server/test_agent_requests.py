@@ -294,7 +294,7 @@ def test_the_store_is_bounded_and_each_owners_own():
     with pytest.raises(NotFoundError):
         store.find("a", "huge")
     for name in list(store._stored):
-        store.forget("a", name)
+        asyncio.run(store.forget("a", name))
     assert store._n_bytes == 0
 
 
@@ -313,7 +313,7 @@ def test_responses_outlive_the_server(tmp_path, caplog):
         given = [{"id": f"in_{i}", "content": "é"}]
         add(store, owner, f"resp_{i - 1}" if i else None, given, {"id": f"resp_{i}", "output": output})
     before = store.items_before(owner, "resp_3")
-    store.forget(owner, "resp_2")
+    asyncio.run(store.forget(owner, "resp_2"))
     store.close()
     files = sorted((tmp_path / "responses").glob("*.json"))
     assert [path.stem for path in files] == ["resp_0", "resp_1", "resp_3"]
@@ -389,7 +389,7 @@ def test_a_lack_of_descriptors_removes_no_responses(tmp_path, monkeypatch):
 def test_a_response_that_cannot_be_written_is_logged(tmp_path, caplog):
     """Catches a fault other than the disk's that nobody hears of, as nobody waits for the outcome."""
     files = ResponseFiles(tmp_path / "responses", KeyRing([]))
-    assert not asyncio.run(files.save(SimpleNamespace(id="resp_0")))  # of another class
+    assert not files.save(SimpleNamespace(id="resp_0")).result()  # of another class
     files.close()
     assert "TypeError" in caplog.text
 

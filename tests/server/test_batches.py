@@ -26,7 +26,7 @@ from kukri.host.os_calls import HAS_FORK
 from kukri.server.keys import KeyRing
 from kukri.server.openai import batches as batches_module
 from kukri.server.openai.batches import Batch, Batches
-from kukri.server.openai.response_store import ResponseFiles
+from kukri.server.openai.response_store import ResponseFiles, ResponseStore
 from kukri.server.openai.uploads import Form, FormReader
 from tests.lazy_imports import lazy_imports
 from tests.server.live_server import MODEL, Served, serving
@@ -529,6 +529,39 @@ def test_a_kill_at_any_write_loses_and_doubles_nothing(
         found.append({path.name for path in directory.iterdir()})
     assert len(found) > 20
     assert all(one == found[-1] and len(one) == 8 for one in found)
+
+
+def test_a_kill_at_any_write_keeps_what_was_said_of_responses(tmp_path: Path) -> None:
+    """Catches a response that is said to be stored, or to be deleted, and is not so for the next server."""
+    n_writes, life = 0, Life(0)
+    while life.n_left == 0:
+        directory = tmp_path / str(n_writes)
+        store = ResponseStore(files=ResponseFiles(directory, KeyRing([])))
+        said: dict[str, bool] = {}
+        with Life(n_writes) as life, suppress(Killed):
+            for name in ("resp_0", "resp_1"):
+                said[name] = asyncio.run(store.add("", None, [], {"id": name, "output": []}))
+            asyncio.run(store.forget("", "resp_0"))
+            said["resp_0"] = False
+            life.n_left += 1
+        store.close()
+        again = ResponseStore(files=ResponseFiles(directory, KeyRing([])))
+        again.close()
+        assert {name: name in again._stored for name in said} == said
+        n_writes += 1
+    assert n_writes == 6
+
+
+def test_a_file_that_cannot_be_removed_is_no_deleted_response(tmp_path: Path) -> None:
+    """Catches a client that is told that a response is gone, which the next server still has."""
+    store = ResponseStore(files=ResponseFiles(tmp_path, KeyRing([])))
+    asyncio.run(store.add("", None, [], {"id": "resp_0", "output": []}))
+    with Life(0, OSError(errno.EROFS, "Read-only file system")), pytest.raises(CapacityError):
+        asyncio.run(store.forget("", "resp_0"))
+    assert store.find("", "resp_0")
+    asyncio.run(store.forget("", "resp_0"))
+    store.close()
+    assert not (tmp_path / "resp_0.json").exists()
 
 
 def test_a_disk_that_is_full_for_a_while_loses_no_batch(

@@ -60,7 +60,7 @@ async def _stored_input(
 
 async def _forget_response(response_id: str, request: Request) -> Response:
     store, owner = await _stored(request)
-    store.forget(owner, response_id)
+    await store.forget(owner, response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kukri.dataclass import asdict, dataclass
-from kukri.errors import ConfigError, RequestError
+from kukri.errors import CapacityError, ConfigError, RequestError
 from kukri.host.files import remove_file
 from kukri.host.private_files import open_private, write_private
 from kukri.server.errors import NotFoundError
@@ -77,14 +77,13 @@ class ResponseFiles:
             except (OSError, ConfigError) as error:
                 log.warning("a stored response stays, but is not served: %s", error)
 
-    async def save(self, stored: StoredResponse) -> bool:
+    def save(self, stored: StoredResponse) -> Future[bool]:
         """Write a response, and return whether it is on the disk; the log says why not."""
-        done = self._do(lambda: write_private(self._path(stored.id), _written(stored)))
-        return await asyncio.wrap_future(done)
+        return self._do(lambda: write_private(self._path(stored.id), _written(stored)))
 
-    def remove(self, response_id: str) -> None:
-        """Removes a response."""
-        self._do(lambda: remove_file(self._path(response_id)))
+    def remove(self, response_id: str) -> Future[bool]:
+        """Remove a response, and return whether it is gone; the log says why not."""
+        return self._do(lambda: remove_file(self._path(response_id)))
 
     def touch(self, response_id: str) -> None:
         """Notes that a response was used."""
@@ -153,7 +152,7 @@ class ResponseStore:
         if n_bytes > self._max_bytes // 4:
             return False
         stored = StoredResponse(owner, previous, items, len(given), response, n_bytes)
-        if self._files is not None and not await self._files.save(stored):
+        if self._files is not None and not await asyncio.wrap_future(self._files.save(stored)):
             return False
         self._put(stored)
         return True
@@ -162,12 +161,13 @@ class ResponseStore:
         self._stored[stored.id] = stored
         self._n_bytes += stored.n_bytes
         while self._n_bytes > self._max_bytes:
-            self._drop(next(iter(self._stored)))
+            oldest = next(iter(self._stored))
+            self._drop(oldest)
+            if self._files is not None:
+                self._files.remove(oldest)
 
     def _drop(self, response_id: str) -> None:
         self._n_bytes -= self._stored.pop(response_id).n_bytes
-        if self._files is not None:
-            self._files.remove(response_id)
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
         """A response. Raises NotFoundError if the owner has none of that id."""
@@ -178,9 +178,12 @@ class ResponseStore:
             )
         return stored
 
-    def forget(self, owner: str, response_id: str) -> None:
-        """Removes a response. Raises NotFoundError."""
+    async def forget(self, owner: str, response_id: str) -> None:
+        """Removes a response, from the disk too. Raises NotFoundError, CapacityError."""
         self.find(owner, response_id)
+        if self._files is not None and not await asyncio.wrap_future(self._files.remove(response_id)):
+            raise CapacityError("the server cannot remove responses now: try again later")
+        self.find(owner, response_id)  # which another request may have removed meanwhile
         self._drop(response_id)
 
     def items_before(self, owner: str, previous: str | None) -> list[dict[str, Any]]:
