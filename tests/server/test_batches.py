@@ -564,6 +564,23 @@ def test_a_file_that_cannot_be_removed_is_no_deleted_response(tmp_path: Path) ->
     assert not (tmp_path / "resp_0.json").exists()
 
 
+def test_what_cannot_be_removed_stays_in_the_lists(tmp_path: Path) -> None:
+    """Catches a 500 for a file or a batch that is gone from this server, and back with the next one."""
+    asyncio.run(queued(tmp_path, [line("one", prompt="one")]))
+    here = batches_at(tmp_path, KeyRing([]))
+    (batch,), (file,) = here.batches(""), here.files("")
+    batch.enter("cancelled")
+    deletions = (here.delete_batch, batch.id), (here.delete_file, file.id)
+    for delete, name in deletions:
+        with Life(0, OSError(errno.EROFS, "Read-only file system")), pytest.raises(CapacityError):
+            delete("", name)
+    assert (here.batches(""), here.files("")) == ([batch], [file])
+    for delete, name in deletions:
+        delete("", name)
+    here.owners.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["salt"]
+
+
 def test_a_disk_that_is_full_for_a_while_loses_no_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,10 +225,12 @@ class Batches:
             asyncio.get_running_loop().call_later(left_s, self._expire, stored)
 
     def _expire(self, stored: StoredFile) -> None:
-        if self._is_read(stored):  # a batch that has begun is finished
-            asyncio.get_running_loop().call_later(_RETRY_S, self._expire, stored)
-        elif self._files.get(stored.id) is stored:  # and no later one of the same batch
-            self._remove(stored)
+        if self._files.get(stored.id) is not stored:  # but none, or a later one of the same batch
+            return
+        with suppress(CapacityError):
+            if not self._is_read(stored):  # a batch that has begun is finished
+                return self._remove(stored)
+        asyncio.get_running_loop().call_later(_RETRY_S, self._expire, stored)
 
     def files(self, owner: str, purpose: str | None = None) -> list[StoredFile]:
         """A client's files, the newest first."""
@@ -247,7 +249,7 @@ class Batches:
         return self._data(self.file(owner, file_id).id)
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Removes a client's file. Raises RequestError if a batch is at work on it."""
+        """Removes a client's file. Raises RequestError if a batch is at work on it; CapacityError."""
         found = self.file(owner, file_id)
         if self._is_read(found):
             raise RequestError(
@@ -259,8 +261,8 @@ class Batches:
         return any(b.input_file_id == stored.id and b.status in _RUNNING for b in self._batches.values())
 
     def _remove(self, stored: StoredFile) -> None:
+        _remove_all(self._path(stored.id))
         del self._files[stored.id]
-        remove_file(self._path(stored.id))
         clear(self._data(stored.id))  # which somebody may be reading: the next start removes it then
 
     # Batches
@@ -324,13 +326,12 @@ class Batches:
         return batch
 
     def delete_batch(self, owner: str, batch_id: str) -> None:
-        """Forgets a batch that has ended; its files stay. Raises RequestError if it has not."""
+        """Forgets a batch that has ended; its files stay. Raises RequestError if it runs; CapacityError."""
         batch = self.batch(owner, batch_id)
         if batch.status in _RUNNING:
             raise RequestError("the batch cannot be deleted while it runs: cancel it", param="batch_id")
+        _remove_all(*files_of(self._directory / f"{batch.id}.results"), self._path(batch.id))
         del self._batches[batch.id]
-        for path in (*files_of(self._directory / f"{batch.id}.results"), self._path(batch.id)):
-            remove_file(path)
 
     # The work
 
@@ -487,6 +488,16 @@ async def _off_the_loop(context: AbstractContextManager[BinaryIO]) -> AsyncItera
         context.__exit__(type(error), error, error.__traceback__)
         raise
     await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+def _remove_all(*paths: Path) -> None:
+    """Removes files. Raises CapacityError if the system does not let it."""
+    try:
+        for path in paths:
+            remove_file(path)
+    except OSError as error:
+        log.error("a file cannot be removed: %s", error)
+        raise CapacityError("the server cannot remove files now: try again later") from None
 
 
 def _copy_results(source: Path, target: Path, of_answers: bool) -> int:
