@@ -34,6 +34,7 @@ IDLE = 0x7FFFFFFF
 BIAS = 1 << 20
 PAUSES_BEFORE_YIELD = 2000  # a twentieth of a millisecond or so
 STALL_NS = 1_000_000  # longer than most tiles take
+YIELD_NS = 2_000_000  # a little less than Linux lets a thread run while another one waits for the core
 PARK_NS = 5_000_000  # idle this long, a worker goes to sleep
 
 # The step's batch as kernels see it: int64 numbers and addresses of arrays

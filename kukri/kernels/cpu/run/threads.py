@@ -7,7 +7,8 @@ A range is a *ticket word*, and taking a tile is one atomic decrement of it:
     word = op << 32 | BIAS + tiles left        (BIAS keeps failed claims from borrowing into the op)
 
 The thread that finishes an op's last tile opens the next op. A thread that the system put to sleep
-holds up the others only if it had taken a tile, because they wait for tiles, never for threads.
+holds up the others only if it had taken a tile, because they wait for tiles, never for threads. So a thread
+yields its core between two tiles before the system would take it away in the middle of one.
 
 Memory is ordered by two chains. Opening an op stores its words (release) after all that belongs to it, which
 a claim of a tile (acquire) therefore sees. A thread adds tiles to DONE (release) after writing their results,
@@ -46,6 +47,7 @@ from kukri.kernels.cpu.run.abi import (
     STALLED_NS,
     STOP,
     WORDS,
+    YIELD_NS,
 )
 from kukri.kernels.cpu.run.atomics import (
     atomic_claim,
@@ -62,6 +64,7 @@ from kukri.kernels.cpu.run.atomics import (
 _LOW = (1 << 32) - 1
 _PREFETCH_BYTES = 512  # a look; no more, so that new tiles are seen soon
 _PREFETCHES = 128
+_TILES_PER_LOOK = 8  # at the clock: tiles of one token's products take some microseconds each
 
 
 @device
@@ -146,6 +149,7 @@ def run_plan(tile, state):
     was_idle = False
     waiting_since = 0
     ahead = 0
+    yield_at = monotonic_ns() + YIELD_NS
     while True:
         n_threads = atomic_load(state + N_ACTIVE)
         op = take_tile(state, thread, n_threads) if thread < n_threads else -1
@@ -153,12 +157,16 @@ def run_plan(tile, state):
             n_done += 1
             last_op = op
             waits = 0
-            continue
+            if n_done % _TILES_PER_LOOK != 0 or monotonic_ns() < yield_at:
+                continue
         if n_done > 0:
             n_tiles = load_i64(load_i64(state + OPS) + last_op * OP_BYTES + OP_N_TILES)
             if atomic_finish(state + DONE, n_done) + n_done == n_tiles:
                 open_op(state, last_op + 1)
             n_done = 0
+            if monotonic_ns() >= yield_at:
+                yield_cpu()
+                yield_at = monotonic_ns() + YIELD_NS
             continue
         is_idle = (atomic_load(state + WORDS) >> 32) == IDLE
         if thread == 0 and is_idle:
