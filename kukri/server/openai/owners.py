@@ -37,8 +37,8 @@ class Owners:
             make_private(directory)
             if self._lock.enter_context(locked(directory, wait=False)) is False:
                 raise ConfigError(
-                    f"the directory {str(directory)!r} must be used by one server, for batches or for responses: "
-                    "stop the other server, or choose another directory"
+                    f"the directory {str(directory)!r} must be used by one server, for batches or for "
+                    "responses: stop the other server, or choose another directory"
                 )
             for unfinished in directory.glob(f"{UNFINISHED}*"):
                 remove_file(unfinished)
