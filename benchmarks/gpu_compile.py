@@ -101,6 +101,7 @@ class Case:
 
 # The types of arguments by their names, which mean the same in all kernels. What is not here is *fp32.
 _NUMBERS = frozenset(["eps", "a", "b", "scale", "softcap", "least", "most"])
+_ROWS = {"a": "*fp32", "b": "*fp32"}  # of recurrent kernels, whose a and b are no numbers of an activation
 _SIZES = re.compile(r"n_\w+|(?:\w+_)?stride|width|window|group|rows_each|d_model|d_ffn")
 _INTEGERS = re.compile(
     r"(?:\w+_)?(?:quants|high|scales)|x[qs]|order|work|experts|positions|slots|page_table|query_start|arrived"
@@ -289,9 +290,9 @@ def recurrent_cases() -> list[Case]:
         constants |= {"HAS_BIAS": n_taps == 4, "IS_ACTIVATED": n_taps == 4}
         cases.append(Case(f"conv {n_taps}", recurrent_kernels.conv, constants, 4))
     sizes = {"P": 128, "PB": tiles.STATE_COLUMNS}
-    cases.append(Case("scan 128", recurrent_kernels.scan, sizes | {"N": 128, "NW": 128}, 4))
+    cases.append(Case("scan 128", recurrent_kernels.scan, sizes | {"N": 128, "NW": 128}, 4, types=_ROWS))
     constants = sizes | {"K": 128, "KW": 128, "ARE_TILED": True}
-    cases.append(Case("delta_rule 128", recurrent_kernels.delta_rule, constants, 4))
+    cases.append(Case("delta_rule 128", recurrent_kernels.delta_rule, constants, 4, types=_ROWS))
     return cases
 
 
@@ -299,7 +300,7 @@ def delta_chunk_cases() -> list[Case]:
     """The prototype of a delta rule in chunks, with 128 x 128 states."""
     sizes = {"K": 128, "KB": delta_chunks_kernel.STATE_ROWS, "P": 128, "PB": tiles.STATE_COLUMNS}
     most, kernel = delta_chunks_kernel.MAX_REGISTERS, delta_chunks_kernel.delta_chunks
-    return [Case("delta_chunks 128", kernel, sizes, 4, 1, max_registers=most)]
+    return [Case("delta_chunks 128", kernel, sizes, 4, 1, types=_ROWS, max_registers=most)]
 
 
 def layer_cases() -> list[Case]:
