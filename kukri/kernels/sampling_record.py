@@ -37,7 +37,7 @@ POWER_TERMS = (
 )  # fmt: skip
 MAX_VOCAB = 2**20  # the weights of this many tokens add up exactly
 MIN_SCALE, MAX_SCALE = 1e-30, 1e6
-MIROSTAT_TOKENS = 100  # tokens by which mirostat 1 estimates Zipf's exponent
+MIROSTAT_TOKENS = 100  # the likeliest tokens, whose probabilities give mirostat 1 Zipf's exponent
 
 # `status` of a record once its row was sampled
 CHOSEN, NOT_FINITE, NONE_ALLOWED = range(3)

@@ -50,7 +50,7 @@ def square(x):
 
 @triton.jit
 def clip(x, low, high):
-    """x within bounds, of which one may be None; NaN stays."""
+    """Return x between two bounds; a bound of None is left out, and NaN stays."""
     if low is not None:
         x = tl.where(x < low, low, x)
     if high is not None:

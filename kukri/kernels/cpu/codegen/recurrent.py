@@ -106,7 +106,7 @@ def conv(tile, batch, x, x_stride, n, taps, bias, n_taps, is_activated, state, s
 
 
 def conv_both_ways(tile, batch, x, x_stride, n, taps, bias, n_taps, n_after, n_lines, y, y_stride):
-    """The same over inputs, n_after of which come after a token, without a state; 0 for hidden tokens.
+    """The same without a state; the last n_after inputs of a token follow it. Hidden tokens have 0.
 
     Of `n_lines` lines of taps the middle one is for a token's sequence, others for those around it.
     """
